@@ -1,0 +1,239 @@
+"""graphwright tune | strategies | report.
+
+Exit codes: 0 done; 2 the command, the target or the model is wrong, said in one sentence; 130
+interrupted, after what was known by then was printed.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import click
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130
+
+
+class _Seconds(click.ParamType[float]):
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+        try:
+            return float(text[:-1]) * factor if factor else float(text)
+        except ValueError:
+            self.fail(f"{text!r} is no duration: write 120s or 2m", param, ctx)
+
+
+class _Group(click.Group):
+    """Turns graphwright's errors into one sentence on stderr and exit code 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from .errors import GraphwrightError
+
+        try:
+            return super().invoke(ctx)
+        except GraphwrightError as error:
+            click.echo(f"graphwright: {error}", err=True)
+            ctx.exit(EXIT_BAD_INPUT)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="graphwright")
+def main() -> None:
+    """Make PyTorch models fast on the machine they run on, and prove them still right."""
+
+
+@main.command()
+@click.argument("target")
+@click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="SHAPE:DTYPE",
+    help="A random argument, such as 8x128:float32 or 8x128:int64:30522; once an argument.",
+)
+@click.option("--device", help="cpu, cuda or cuda:1; by default a GPU if there is one.")
+@click.option(
+    "--objective",
+    type=click.Choice(["latency", "throughput", "memory"]),
+    default="latency",
+    show_default=True,
+)
+@click.option(
+    "--allow", multiple=True, metavar="NAME", help="A lossy rewrite to try: tf32, bf16, fp16."
+)
+@click.option(
+    "--strategies", metavar="A,B", help="Try only these, such as torchscript,inductor+graph."
+)
+@click.option("--tolerance", type=float, help="Relative error to accept, in place of 3 × eager's.")
+@click.option("--budget", type=_Seconds(), help="Begin nothing after this long: 120s or 2m.")
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Save all samples here.")
+@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False), help="Save a table.")
+@click.option("--svg", "svg_file", type=click.Path(dir_okay=False), help="Save a picture.")
+def tune(
+    target: str,
+    inputs: Sequence[str],
+    device: str | None,
+    objective: str,
+    allow: Sequence[str],
+    strategies: str | None,
+    tolerance: float | None,
+    budget: float | None,
+    json_file: str | None,
+    markdown_file: str | None,
+    svg_file: str | None,
+) -> None:
+    """Try every way to run TARGET that this machine has, verify each, and name the best.
+
+    TARGET is path/to/file.py:function or package.module:function. The function takes no arguments
+    and returns (model, args) or (model, args, kwargs). A module class does too, with --input.
+    """
+    from .report.progress import shown
+    from .targets import load_target
+    from .tuner import Tuning
+
+    files = {"json": json_file, "markdown": markdown_file, "svg": svg_file}
+    _check_files(files)
+    loaded = load_target(target, inputs, _device(device))
+    tuning = Tuning(
+        loaded.model,
+        loaded.args,
+        loaded.kwargs,
+        strategies=strategies,
+        objective=objective,
+        tolerance=tolerance,
+        allow=_split(allow),
+        budget_s=budget,
+        name=loaded.name,
+    )
+    tuning.report.notes += loaded.notes
+    interrupted = False
+    with shown(True) as listener:
+        try:
+            tuning.run(listener)
+        except KeyboardInterrupt:
+            interrupted = True
+    _deliver(tuning.report, files)
+    if interrupted:
+        raise SystemExit(EXIT_INTERRUPTED)
+
+
+@main.command()
+@click.argument("file", type=click.Path(dir_okay=False))
+@click.option("--markdown", is_flag=True, help="Print Markdown in place of a table.")
+@click.option("--svg", "svg_file", type=click.Path(dir_okay=False), help="Save a picture as well.")
+def report(file: str, markdown: bool, svg_file: str | None) -> None:
+    """Print a report that `tune --json FILE` saved."""
+    from .errors import TargetError
+    from .report import Report
+    from .report.markdown import to_markdown
+
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TargetError(f"{file} cannot be read: {error}.") from error
+    saved = Report.from_json(text)
+    _check_files({"svg": svg_file})
+    if markdown:
+        click.echo(to_markdown(saved), nl=False)
+        svg_only = {"svg": svg_file}
+        _save(saved, svg_only)
+    else:
+        _deliver(saved, {"svg": svg_file})
+
+
+@main.command()
+@click.option("--device", help="cpu, cuda or cuda:1; by default a GPU if there is one.")
+def strategies(device: str | None) -> None:
+    """List the strategies, which of them run here, and what would change that."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from .strategies import COMPILERS, REWRITES, RUNNERS, probe
+
+    place = _device(device)
+    console = Console()
+    table = Table("strategy", "kind", "runs here", "why not, and what would change it")
+    kinds = (("rewrite", REWRITES), ("compiler", COMPILERS), ("runner", RUNNERS))
+    waiting = Console(stderr=True)
+    with waiting.status("running a tiny model through each") as status:
+        for kind, parts in kinds:
+            for part in parts:
+                status.update(f"trying {part.name}")
+                found = probe(part, place)
+                text = " ".join(f"{t.rstrip('.')}." for t in (found.reason, found.remedy) if t)
+                style = None if found.available else "dim"
+                table.add_row(
+                    part.name, kind, "yes" if found.available else "no", text, style=style
+                )
+    console.print(table)
+    console.print(f"device: {place}; combine parts as rewrite+compiler+runner.", style="dim")
+
+
+def _device(text: str | None) -> Any:
+    import torch
+
+    from .errors import TargetError
+
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise TargetError(
+            f"--device {text!r} cannot be used: {first}.", remedy="Write cpu, cuda or cuda:0."
+        ) from error
+    return device
+
+
+def _split(values: Sequence[str]) -> tuple[str, ...]:
+    return tuple(part for value in values for part in value.split(",") if part)
+
+
+def _check_files(files: dict[str, str | None]) -> None:
+    """Before minutes of work, not after: can the results be written where they are wanted?"""
+    from .errors import TargetError
+
+    for option, name in files.items():
+        if name is None:
+            continue
+        folder = Path(name).resolve().parent
+        if not folder.is_dir() or not os.access(folder, os.W_OK):
+            raise TargetError(
+                f"--{option} {name}: the folder {folder} does not exist or cannot be written to.",
+                remedy="Make the folder first.",
+            )
+
+
+def _save(result: Any, files: dict[str, str | None]) -> None:
+    from .report.markdown import to_markdown
+    from .report.terminal import to_svg
+
+    writers = {"json": lambda r: r.to_json(), "markdown": to_markdown, "svg": to_svg}
+    for option, name in files.items():
+        if name is not None:
+            Path(name).write_text(writers[option](result), encoding="utf-8")
+
+
+def _deliver(result: Any, files: dict[str, str | None]) -> None:
+    from .report.terminal import show
+
+    show(result)
+    _save(result, files)
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

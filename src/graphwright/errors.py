@@ -1,0 +1,93 @@
+"""The one tree of exceptions.
+
+Every error that a user can meet derives from `GraphwrightError` and says three things:
+what happened, where (a file and line of the user's own code, when there is one) and what to
+do about it. docs/errors.md mirrors this file.
+"""
+
+from __future__ import annotations
+
+import traceback
+from pathlib import Path
+
+import torch
+
+_TORCH_ROOT = str(Path(torch.__file__).parent)
+_OWN_ROOT = str(Path(__file__).parent)
+
+
+class GraphwrightError(Exception):
+    """Base of all errors that graphwright raises.
+
+    Args:
+        what: what happened, as one sentence.
+        where: the place in the user's code (`file:line`), if there is one.
+        remedy: what to do about it, as one sentence.
+    """
+
+    def __init__(self, what: str, *, where: str | None = None, remedy: str | None = None) -> None:
+        self.what = what
+        self.where = where
+        self.remedy = remedy
+        parts = [what if where is None else f"{what} (at {where})"]
+        if remedy:
+            parts.append(remedy)
+        super().__init__("\n".join(parts))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Keyword-only arguments do not survive BaseException's own pickling.
+        return _rebuild, (type(self), self.what, self.where, self.remedy)
+
+
+def _rebuild(
+    cls: type[GraphwrightError], what: str, where: str | None, remedy: str | None
+) -> GraphwrightError:
+    return cls(what, where=where, remedy=remedy)
+
+
+class OptionError(GraphwrightError, ValueError):
+    """An option is unknown or has a value that makes no sense."""
+
+
+class TargetError(GraphwrightError):
+    """The command line's TARGET or --input names nothing that can be tuned."""
+
+
+class SignatureError(GraphwrightError):
+    """A call's arguments or results are not what can be compared, captured or tuned."""
+
+
+class ModelFailed(GraphwrightError):
+    """The model itself raises when it is called eagerly with the sample inputs."""
+
+
+class CaptureError(GraphwrightError):
+    """The work of a call could not be captured as a graph."""
+
+
+class StrategyFailed(GraphwrightError):
+    """A strategy is available but could not build or run this model."""
+
+
+class VerificationError(GraphwrightError):
+    """Nothing can be verified, since the model does not agree with itself."""
+
+
+def user_frame(error: BaseException) -> str | None:
+    """`file:line` of the innermost frame that belongs neither to torch nor to graphwright.
+
+    Returns None when every frame of the error's traceback belongs to one of the two.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith((_TORCH_ROOT, _OWN_ROOT, "<")):
+            return f"{frame.filename}:{frame.lineno}"
+    return None
+
+
+def first_line(error: BaseException, limit: int = 300) -> str:
+    """Type and first telling line of an error of a foreign library, for a table or a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    text = lines[0].removesuffix(" At") if lines else "no message"
+    if len(text) > limit:
+        text = text[: limit - 1] + "…"
+    return f"{type(error).__name__}: {text}"

@@ -1,0 +1,170 @@
+"""One call as one CUDA graph: static inputs, replay, outputs that the caller owns.
+
+A graph is captured on a stream of its own in capture mode "thread_local", so that other threads
+may go on using the device, with garbage collection held off, since freeing an old graph inside a
+capture breaks it (pytorch #91302, #174724).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError, first_line, user_frame
+from ..signature import Args, Kwargs, flatten, unflatten
+from ..snapshots import can_hold_anything, clone_leaves
+
+WARMUP = 3
+
+
+class CudaGraph:
+    """A call captured once and replayed for arguments of the same shapes.
+
+    Calls are serialised by a lock and ordered across streams: there is one set of static inputs.
+    """
+
+    def __init__(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
+        """Warm up and capture `function(*args, **kwargs)`.
+
+        Raises:
+            CaptureError: the work cannot be captured; the device is left usable.
+        """
+        self._lock = threading.Lock()
+        leaves, spec = flatten(args, kwargs)
+        static = clone_leaves(leaves)
+        tensors = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
+        self._device = next((t.device for t in tensors if t.is_cuda), None)
+        if self._device is None:
+            raise CaptureError(
+                "There is no CUDA tensor among the arguments, so there is nothing to capture.",
+                remedy="Move the model and its inputs to the GPU.",
+            )
+        for tensor in tensors:
+            if not can_hold_anything(tensor):
+                raise CaptureError(
+                    "An argument is an expanded tensor, which no copy can be written into.",
+                    remedy="Pass its .contiguous() form.",
+                )
+        self._slots = [i for i, leaf in enumerate(static) if isinstance(leaf, torch.Tensor)]
+        self._inputs = tensors
+        self._graph = torch.cuda.CUDAGraph()
+        self._last_stream = torch.cuda.current_stream(self._device)
+        self._done = torch.cuda.Event()
+        static_args, static_kwargs = unflatten(static, spec)
+        try:
+            outputs = self._capture(lambda: function(*static_args, **static_kwargs))
+        except CaptureError:
+            raise
+        except Exception as error:
+            raise CaptureError(
+                f"The call cannot be captured as a CUDA graph: {first_line(error)}",
+                where=user_frame(error),
+                remedy="Operations that wait for the GPU or copy from pageable host memory "
+                "cannot be part of a graph.",
+            ) from error
+        self._outputs, self._out_spec = pytree.tree_flatten(outputs)
+        inputs = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
+        for leaf in self._outputs:
+            if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+                continue
+            if leaf.untyped_storage().data_ptr() in inputs:
+                raise CaptureError(
+                    "An output shares memory with an input, which this runner cannot keep up.",
+                    remedy="Return a copy.",
+                )
+
+    def _capture(self, work: Callable[[], Any]) -> Any:
+        versions = [t._version for t in self._inputs]
+        stream = torch.cuda.Stream(self._device)
+        stream.wait_stream(self._last_stream)
+        generator = torch.cuda.default_generators[stream.device.index]
+        random_state = generator.clone_state()
+        with torch.cuda.stream(stream):
+            for _ in range(WARMUP):
+                work()
+            if versions != [t._version for t in self._inputs]:
+                raise CaptureError(
+                    "The call writes to its inputs, and this runner does not write them back."
+                )
+            with _refusing_synchronisation():
+                work()
+            stream.synchronize()
+            with _no_collection():
+                self._graph.capture_begin(capture_error_mode="thread_local")
+                try:
+                    outputs = work()
+                except BaseException:
+                    # The capture's own end fails too once the capture is broken, and the random
+                    # generator would stay in capture mode.
+                    with contextlib.suppress(RuntimeError):
+                        self._graph.capture_end()
+                    generator.graphsafe_set_state(random_state)
+                    raise
+                self._graph.capture_end()
+        self._last_stream.wait_stream(stream)
+        torch.cuda.synchronize(self._device)
+        return outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Copy the inputs in, replay, and return copies of the outputs."""
+        leaves, _ = flatten(args, kwargs)
+        with self._lock:
+            stream = torch.cuda.current_stream(self._device)
+            if stream != self._last_stream:
+                self._done.wait(stream)
+                self._last_stream = stream
+            for slot, target in zip(self._slots, self._inputs, strict=True):
+                source = leaves[slot]
+                # copy_ would broadcast and cast without a word.
+                if source.shape != target.shape or source.dtype != target.dtype:
+                    raise CaptureError(
+                        f"Captured for {tuple(target.shape)} {target.dtype}, called with "
+                        f"{tuple(source.shape)} {source.dtype}.",
+                        remedy="Capture another graph for these inputs.",
+                    )
+                target.copy_(source)
+            self._graph.replay()
+            outputs = [
+                leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._outputs
+            ]
+            self._done.record(stream)
+        return pytree.tree_unflatten(outputs, self._out_spec)
+
+
+@contextlib.contextmanager
+def _refusing_synchronisation() -> Iterator[None]:
+    """Raise where the work waits for the GPU: a broken capture is costlier than a trial run.
+
+    Libraries ask whether a capture is under way and then leave such reads out, so the answer has
+    to be yes here too.
+    """
+    asked = torch.cuda.is_current_stream_capturing
+    before = torch.cuda.get_sync_debug_mode()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.cuda.set_sync_debug_mode("error")
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = asked
+        torch.cuda.set_sync_debug_mode(before)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    gc.collect()
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()

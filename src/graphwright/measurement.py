@@ -1,0 +1,312 @@
+"""Timing: interleaved rounds, raw samples, spread, and notes on noise.
+
+The method is hyperfine's and Google Benchmark's in short: every sample is kept, the median and
+its rank-based 95 % interval are what is shown, callables are timed in turns so that a drifting
+clock hits all alike, and the ratio within a round is what is compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import gc
+import math
+import os
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Call = Callable[[], object]
+
+MAX_CALLS_PER_BLOCK = 50
+BLOCK_S = 0.02
+MIN_ROUNDS = 5
+MAX_ROUNDS = 25
+_OUTLIER_SHARE = 0.1
+_WIDE_SPREAD = 0.1
+_DRIFT = 0.05
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Raw timings of one callable, in seconds per call, in the order they were taken."""
+
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Median, in seconds."""
+        return statistics.median(self.seconds)
+
+    @property
+    def spread(self) -> float:
+        """Half of the interquartile range, in seconds."""
+        if len(self.seconds) < 2:
+            return 0.0
+        low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
+        return (high - low) / 2
+
+    @property
+    def interval(self) -> tuple[float, float]:
+        """95 % confidence interval of the median by ranks, in seconds."""
+        return median_interval(self.seconds)
+
+
+def median_interval(values: Sequence[float]) -> tuple[float, float]:
+    """95 % confidence interval of a median from the binomial ranks of the ordered values.
+
+    Distribution-free (Conover, Practical Nonparametric Statistics, section 3.2). With fewer
+    than six values no pair of ranks reaches 95 %, and the whole range is returned.
+    """
+    ordered = sorted(values)
+    n = len(ordered)
+    half = 1.96 * math.sqrt(n) / 2
+    low = max(0, math.floor(n / 2 - half))
+    high = min(n - 1, math.ceil(n / 2 + half) - 1)
+    return ordered[low], ordered[max(high, low)]
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What interleaved rounds gave for one callable.
+
+    `latency` holds, for each round, the synchronised single calls; `throughput` one figure a
+    round for calls issued back to back. All in seconds per call.
+    """
+
+    latency: tuple[tuple[float, ...], ...]
+    throughput: tuple[float, ...]
+
+    @property
+    def latencies(self) -> Samples:
+        """All single calls of all rounds."""
+        return Samples(tuple(value for block in self.latency for value in block))
+
+    @property
+    def back_to_back(self) -> Samples:
+        """Seconds per call in back-to-back operation, one sample a round."""
+        return Samples(self.throughput)
+
+    def rounds(self, objective: str) -> list[float]:
+        """One figure a round: the median latency, or the seconds per call back to back."""
+        if objective == "throughput":
+            return list(self.throughput)
+        return [statistics.median(block) for block in self.latency]
+
+    def ratios(self, other: Measurement, objective: str = "latency") -> list[float]:
+        """This callable's time over another's, round by round of the same interleaved run."""
+        mine, theirs = self.rounds(objective), other.rounds(objective)
+        return [a / b for a, b in zip(mine, theirs, strict=True)]
+
+
+class Timer:
+    """Times calls on one device. On CUDA every single call is synchronised."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cuda = device.type == "cuda"
+
+    def synchronize(self) -> None:
+        """Wait until the device has finished what was issued."""
+        if self._cuda:
+            torch.cuda.synchronize(self.device)
+
+    def once(self, call: Call) -> float:
+        """Seconds of one synchronised call, by the host's clock."""
+        self.synchronize()
+        start = time.perf_counter()
+        call()
+        self.synchronize()
+        return time.perf_counter() - start
+
+    def block(self, call: Call, calls: int) -> float:
+        """Seconds per call of back-to-back calls: by CUDA events, or the clock on the CPU."""
+        self.synchronize()
+        if not self._cuda:
+            start = time.perf_counter()
+            for _ in range(calls):
+                call()
+            return (time.perf_counter() - start) / calls
+        begin = torch.cuda.Event(enable_timing=True)
+        end = torch.cuda.Event(enable_timing=True)
+        begin.record()
+        for _ in range(calls):
+            call()
+        end.record()
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3 / calls
+
+
+def interleave(
+    calls: Mapping[str, Call],
+    timer: Timer,
+    *,
+    budget_s: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> dict[str, Measurement]:
+    """Time several callables in turns: each round times each of them once, in rotating order.
+
+    Args:
+        calls: what to time, by name; each takes no argument.
+        timer: where they run.
+        budget_s: seconds to spend in all; at least five rounds are taken whatever they cost,
+            and at most twenty-five.
+        clock: seconds, monotonic; tests pass their own.
+
+    Returns:
+        a Measurement for each name, with as many rounds as all the others.
+    """
+    names = list(calls)
+    sizes = {name: _block_size(calls[name], timer) for name in names}
+    latency: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
+    throughput: dict[str, list[float]] = {name: [] for name in names}
+    deadline = clock() + budget_s
+    with _no_collection():
+        for turn in range(MAX_ROUNDS):
+            if turn >= MIN_ROUNDS and clock() >= deadline:
+                break
+            shift = turn % len(names)
+            for name in names[shift:] + names[:shift]:
+                call = calls[name]
+                # One call for the caches that the callable before has used.
+                timer.once(call)
+                latency[name].append(tuple(timer.once(call) for _ in range(sizes[name])))
+                throughput[name].append(timer.block(call, sizes[name]))
+    return {name: Measurement(tuple(latency[name]), tuple(throughput[name])) for name in names}
+
+
+def _block_size(call: Call, timer: Timer) -> int:
+    """Calls that fill a block, after a warm-up."""
+    seconds = min(timer.once(call) for _ in range(3))
+    return max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(seconds, 1e-9))))
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+def noise_notes(measurement: Measurement) -> list[str]:
+    """What a reader should know before trusting these samples; empty when they are calm."""
+    samples = measurement.latencies
+    median = samples.median
+    notes = []
+    relative = samples.spread / median
+    if relative > _WIDE_SPREAD:
+        notes.append(f"noisy: half the samples lie {relative:.0%} around the median or further")
+    deviation = statistics.median(abs(s - median) for s in samples.seconds)
+    far = sum(s > median + 5 * max(deviation, 0.01 * median) for s in samples.seconds)
+    if far > _OUTLIER_SHARE * len(samples.seconds):
+        notes.append(f"{far} of {len(samples.seconds)} samples are outliers: another load?")
+    rounds = measurement.rounds("latency")
+    half = len(rounds) // 2
+    if half >= 3:
+        drift = statistics.median(rounds[half:]) / statistics.median(rounds[:half]) - 1
+        if abs(drift) > _DRIFT:
+            notes.append(f"drifted by {drift:+.0%} during the run: clocks or temperature?")
+    return notes
+
+
+def break_even(
+    setup_s: float, call_s: float, other_setup_s: float, other_call_s: float
+) -> int | None:
+    """Calls after which a candidate has repaid its set-up against another, or None if never.
+
+    The candidate costs `setup_s + n · call_s`, the other `other_setup_s + n · other_call_s`.
+    """
+    gain = other_call_s - call_s
+    if gain <= 0:
+        return None
+    return max(0, math.ceil((setup_s - other_setup_s) / gain))
+
+
+class MemoryMeter:
+    """Peak memory, in bytes, above what was in use when the meter was made.
+
+    On CUDA it reads the bytes that torch's allocator has reserved, graph pools included; on
+    Linux CPUs the process's resident set with its high-water mark reset (proc(5), clear_refs).
+    Elsewhere there is no figure.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._settle()
+        self._start = self._in_use()
+
+    def peak(self, call: Call) -> int | None:
+        """Peak while calling three times, with what has been kept since the meter was made."""
+        self._settle()
+        if self.device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.device)
+        elif not _reset_high_water():
+            return None
+        for _ in range(3):
+            call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            high: int | None = torch.cuda.max_memory_reserved(self.device)
+        else:
+            high = _status_bytes("VmHWM")
+        if high is None or self._start is None:
+            return None
+        return max(0, high - self._start)
+
+    def _settle(self) -> None:
+        gc.collect()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+            torch.cuda.empty_cache()
+        else:
+            _trim_heap()
+
+    def _in_use(self) -> int | None:
+        if self.device.type == "cuda":
+            return torch.cuda.memory_reserved(self.device)
+        return _status_bytes("VmRSS")
+
+
+def _reset_high_water() -> bool:
+    try:
+        with open("/proc/self/clear_refs", "w", encoding="ascii") as handle:
+            handle.write("5")
+    except OSError:
+        return False
+    return True
+
+
+def _status_bytes(field: str) -> int | None:
+    try:
+        with open("/proc/self/status", encoding="ascii") as handle:
+            for line in handle:
+                if line.startswith(field + ":"):
+                    return int(line.split()[1]) * 1024
+    except OSError:
+        return None
+    return None
+
+
+def _trim_heap() -> None:
+    """Hand freed heap pages back, so that a later peak is not hidden under an earlier one."""
+    with contextlib.suppress(OSError, AttributeError):
+        trim: Any = ctypes.CDLL(None).malloc_trim
+        trim(0)
+
+
+def load_note() -> str | None:
+    """A note when other work was running on this machine's cores, else None."""
+    with contextlib.suppress(OSError, AttributeError):
+        load, cores = os.getloadavg()[0], os.cpu_count() or 1
+        if load > 1.5 * cores:
+            return f"load average {load:.1f} on {cores} cores: other work was running"
+    return None

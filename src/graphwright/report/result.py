@@ -1,0 +1,211 @@
+"""What tuning found: one row a candidate, the choice, and the evidence for both.
+
+A report is plain data. `to_json` and `from_json` keep every raw sample; the schema's version is
+raised whenever a reader of the old one would misread the new one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import json
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import GraphwrightError
+from ..measurement import Measurement, break_even, median_interval
+from ..verification import ErrorMeasure
+
+SCHEMA = "graphwright.tune"
+SCHEMA_VERSION = 1
+COMPILE_DEFAULT = "inductor"
+EAGER = "eager"
+
+
+class Status(enum.StrEnum):
+    """What became of a candidate."""
+
+    OK = "ok"
+    SLOWER = "slower"
+    WRONG = "wrong"
+    FAILED = "failed"
+    UNAVAILABLE = "unavailable"
+    NOT_TRIED = "not tried"
+
+
+@dataclass
+class Row:
+    """One candidate: its status and reason, and what was measured of it.
+
+    `screening` was measured in turns with eager (`baseline`), `final` in turns with all other
+    finalists. Memory in bytes, times in seconds.
+    """
+
+    strategy: str
+    status: Status
+    reason: str = ""
+    remedy: str = ""
+    notes: list[str] = field(default_factory=list)
+    complexity: int = 0
+    setup_s: float | None = None
+    peak_bytes: int | None = None
+    error: ErrorMeasure | None = None
+    screening: Measurement | None = None
+    baseline: Measurement | None = None
+    final: Measurement | None = None
+
+    @property
+    def measurement(self) -> Measurement | None:
+        """The finalists' rounds where there are any, else the screening."""
+        return self.final or self.screening
+
+
+@dataclass
+class Report:
+    """The result of one run of `tune`."""
+
+    model: str
+    inputs: list[str]
+    objective: str
+    rows: list[Row]
+    environment: dict[str, str]
+    chosen: str | None = None
+    reason: str = ""
+    notes: list[str] = field(default_factory=list)
+    eager_error: ErrorMeasure | None = None
+    tuned_call: Measurement | None = None
+    created: str = ""
+    seconds: float = 0.0
+    interrupted: bool = False
+
+    def row(self, strategy: str) -> Row | None:
+        """The row of a strategy, by name."""
+        return next((row for row in self.rows if row.strategy == strategy), None)
+
+    @property
+    def chosen_row(self) -> Row | None:
+        """The row of the chosen strategy."""
+        return None if self.chosen is None else self.row(self.chosen)
+
+    def ratios(self, row: Row, other: str = EAGER, objective: str | None = None) -> list[float]:
+        """Time of a row over another's, one figure a round; empty where there is no figure.
+
+        Where both were finalists their common rounds are compared, else both through eager.
+        """
+        what = objective or ("throughput" if self.objective == "throughput" else "latency")
+        peer = self.row(other)
+        if peer is None or row.measurement is None:
+            return []
+        if row.final is not None and peer.final is not None:
+            return row.final.ratios(peer.final, what)
+        if row.screening is None or row.baseline is None:
+            return []
+        mine = row.screening.ratios(row.baseline, what)
+        if other == EAGER:
+            return mine
+        if peer.screening is None or peer.baseline is None:
+            return []
+        theirs = peer.screening.ratios(peer.baseline, what)
+        # Other rounds, other moments: only the medians can be set against each other.
+        return [statistics.median(mine) / statistics.median(theirs)]
+
+    def speedup(self, row: Row, other: str = EAGER) -> tuple[float, float, float] | None:
+        """How many times faster than another row: median and 95 % interval; None without data."""
+        ratios = self.ratios(row, other)
+        if not ratios:
+            return None
+        inverse = [1 / r for r in ratios]
+        low, high = median_interval(inverse)
+        return statistics.median(inverse), low, high
+
+    def break_even(self, row: Row, other: str = EAGER) -> int | None:
+        """Calls after which a row has repaid its set-up against another; None if never."""
+        peer = self.row(other)
+        if peer is None or peer is row or row.measurement is None or peer.measurement is None:
+            return None
+        return break_even(
+            row.setup_s or 0.0,
+            row.measurement.latencies.median,
+            peer.setup_s or 0.0,
+            peer.measurement.latencies.median,
+        )
+
+    # ------------------------------------------------------------ JSON
+
+    def to_json(self) -> str:
+        """The report as JSON, every raw sample included, in seconds."""
+        data = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
+        for row, out in zip(self.rows, data["rows"], strict=True):
+            out["status"] = str(row.status)
+        return json.dumps(_rounded(data), indent=1, ensure_ascii=False) + "\n"
+
+    @classmethod
+    def from_json(cls, text: str) -> Report:
+        """Read what `to_json` wrote.
+
+        Raises:
+            GraphwrightError: the text is no report, or of a schema that this version cannot read.
+        """
+        try:
+            data = json.loads(text)
+        except ValueError as error:
+            raise GraphwrightError(f"This is no JSON: {error}.") from error
+        if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
+            raise GraphwrightError(
+                "This is no report of graphwright tune.",
+                remedy="Reports are written by `graphwright tune --json FILE`.",
+            )
+        version = data.pop("schema_version", None)
+        if version != SCHEMA_VERSION:
+            raise GraphwrightError(
+                f"The report has schema version {version}, and only {SCHEMA_VERSION} can be read.",
+                remedy="Use the version of graphwright that wrote it, or tune again.",
+            )
+        try:
+            rows = [_row(row) for row in data.pop("rows")]
+            return cls(
+                rows=rows,
+                eager_error=_error(data.pop("eager_error")),
+                tuned_call=_measurement(data.pop("tuned_call")),
+                **data,
+            )
+        except (KeyError, TypeError, ValueError) as error:
+            raise GraphwrightError(f"The report is damaged: {error!r}.") from error
+
+    def __str__(self) -> str:
+        from .terminal import to_text
+
+        return to_text(self)
+
+
+def _row(data: Mapping[str, Any]) -> Row:
+    fields = dict(data)
+    fields["status"] = Status(fields["status"])
+    fields["error"] = _error(fields["error"])
+    for name in ("screening", "baseline", "final"):
+        fields[name] = _measurement(fields[name])
+    return Row(**fields)
+
+
+def _error(data: Mapping[str, Any] | None) -> ErrorMeasure | None:
+    return None if data is None else ErrorMeasure(**data)
+
+
+def _measurement(data: Mapping[str, Any] | None) -> Measurement | None:
+    if data is None:
+        return None
+    return Measurement(tuple(map(tuple, data["latency"])), tuple(data["throughput"]))
+
+
+def _rounded(value: Any) -> Any:
+    """Times to the nanosecond, other numbers to six figures; a report stays readable."""
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_rounded(v) for v in value]
+    return value

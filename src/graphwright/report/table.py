@@ -1,0 +1,138 @@
+"""The columns of a report's table, as text: what terminal and Markdown share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from .result import COMPILE_DEFAULT, EAGER, Report, Row, Status
+
+_ORDER = list(Status)
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its heading, how to fill it, and which columns go first when room is short."""
+
+    heading: str
+    cell: Callable[[Report, Row], str]
+    priority: int
+
+
+def ordered(report: Report) -> list[Row]:
+    """Rows by status, the fastest first."""
+
+    def key(row: Row) -> tuple[int, float]:
+        found = report.ratios(row)
+        speed = report.speedup(row) if found else None
+        return _ORDER.index(row.status), -speed[0] if speed else 0.0
+
+    return sorted(report.rows, key=key)
+
+
+def columns() -> list[Column]:
+    """All columns in the order they are shown."""
+    return [
+        Column("strategy", lambda report, row: row.strategy, 0),
+        Column("status", lambda report, row: str(row.status), 0),
+        Column("latency", _latency, 0),
+        Column("vs eager", lambda report, row: _speedup(report, row, EAGER), 0),
+        Column("vs compile", lambda report, row: _speedup(report, row, COMPILE_DEFAULT), 1),
+        Column("calls/s", _throughput, 3),
+        Column("set-up", lambda report, row: _seconds(row.setup_s), 2),
+        Column("repaid vs eager", lambda report, row: _break_even(report, row, EAGER), 4),
+        Column(
+            "repaid vs compile", lambda report, row: _break_even(report, row, COMPILE_DEFAULT), 7
+        ),
+        Column("peak memory", lambda report, row: memory(row.peak_bytes), 5),
+        Column("error", _error, 6),
+    ]
+
+
+def duration(seconds: float) -> str:
+    """Seconds with three figures and a unit that suits them."""
+    for unit, factor in (("s", 1.0), ("ms", 1e3), ("µs", 1e6)):
+        if seconds * factor >= 1 or unit == "µs":
+            value = seconds * factor
+            return f"{value:.{max(0, 3 - len(str(int(value))))}f} {unit}"
+    raise AssertionError("unreachable: the last unit takes all")
+
+
+def memory(count: int | None) -> str:
+    """Bytes as MiB; a dash where there is no figure."""
+    return "–" if count is None else f"{count / 2**20:.1f} MiB"
+
+
+def _latency(report: Report, row: Row) -> str:
+    if row.measurement is None:
+        return "–"
+    samples = row.measurement.latencies
+    return f"{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
+
+
+def _speedup(report: Report, row: Row, other: str) -> str:
+    if row.strategy == other:
+        return "1×"
+    found = report.speedup(row, other)
+    return "–" if found is None else f"{found[0]:.2f}×"
+
+
+def _throughput(report: Report, row: Row) -> str:
+    if row.measurement is None:
+        return "–"
+    rate = 1 / row.measurement.back_to_back.median
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
+
+
+def _seconds(value: float | None) -> str:
+    return "–" if value is None else duration(value)
+
+
+def _break_even(report: Report, row: Row, other: str) -> str:
+    peer = report.row(other)
+    if peer is None or peer is row or row.measurement is None or peer.measurement is None:
+        return "–"
+    calls = report.break_even(row, other)
+    if calls is None:
+        return "never"
+    return "at once" if calls <= 1 else f"{calls:,} calls"
+
+
+def _error(report: Report, row: Row) -> str:
+    return "–" if row.error is None else f"{row.error.rms:.1e}"
+
+
+def explanations(report: Report) -> list[tuple[str, str]]:
+    """Reasons, remedies and notes as one text, each with the rows that share it."""
+    found: dict[str, list[str]] = {}
+    for row in ordered(report):
+        parts = [row.reason, row.remedy, *row.notes]
+        text = "; ".join(part.rstrip(".") for part in parts if part)
+        if text:
+            found.setdefault(text, []).append(row.strategy)
+    return [(", ".join(names), text) for text, names in found.items()]
+
+
+def closing(report: Report) -> list[str]:
+    """The lines below the table: notes, the cost of the checks, eager's error, the machine."""
+    lines = list(report.notes)
+    if report.tuned_call is not None and report.chosen is not None:
+        lines.append(
+            "A call through the tuned module, its checks included, takes "
+            f"{duration(report.tuned_call.latencies.median)}."
+        )
+    if report.eager_error is not None:
+        lines.append(
+            f"Error: root mean square, relative to float64; eager's own is "
+            f"{report.eager_error.rms:.1e}."
+        )
+    kept = ("gpu", "processor", "threads", "torch", "cuda", "driver")
+    machine = [f"{k} {report.environment[k]}" for k in kept if k in report.environment]
+    if machine:
+        lines.append(", ".join(machine) + f"; {report.created}, {report.seconds:.0f} s.")
+    return lines
+
+
+def title(report: Report) -> str:
+    """What was tuned, for which inputs and objective."""
+    return f"{report.model}, {report.objective}: {'; '.join(report.inputs)}"

@@ -1,0 +1,313 @@
+"""Flatten a call; say when two calls, or two states of a module, differ.
+
+What was built for one call must never answer another one silently. `CallSignature` describes
+the arguments and the global switches that change what a call computes; `ModuleWatch` describes
+what a module holds beside its parameters' values.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import struct
+import types
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .errors import SignatureError
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], pytree.TreeSpec]:
+    """Flatten a call into its leaves and the tree that puts them back together."""
+    return pytree.tree_flatten((tuple(args), dict(kwargs)))
+
+
+def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Args, dict[str, Any]]:
+    """Inverse of `flatten`."""
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def leaf_names(tree: Any, root: str) -> list[str]:
+    """A readable name for each leaf of a tree, for example `output['logits'][0]`."""
+    paths, _ = pytree.tree_flatten_with_path(tree)
+    return [root + pytree.keystr(path) for path, _ in paths]
+
+
+def argument_names(args: Args, kwargs: Kwargs) -> list[str]:
+    """Names of a call's leaves: positional by index, keywords by name."""
+    names = leaf_names(tuple(args), "args")
+    for key, value in kwargs.items():
+        names += leaf_names(value, key)
+    return names
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """All tensors among the leaves of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
+    """Hashable description of one leaf: everything that must match for a call to be the same.
+
+    Tensors by shape, dtype, stride, device and requires_grad; other values by type and bit
+    pattern, since 1, 1.0, True and -0.0 differ.
+
+    Raises:
+        SignatureError: the leaf is neither a tensor nor a plain value.
+    """
+    if isinstance(leaf, torch.Tensor):
+        if leaf.layout is not torch.strided or leaf.is_quantized:
+            raise SignatureError(
+                f"{name} is a {leaf.layout} tensor; only dense tensors are supported.",
+                remedy="Pass it as its dense parts, or convert it inside the model.",
+            )
+        grad = leaf.requires_grad
+        return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, grad)
+    if isinstance(leaf, float):
+        return (float, struct.pack("<d", leaf))
+    if isinstance(leaf, complex):
+        return (complex, struct.pack("<dd", leaf.real, leaf.imag))
+    if isinstance(leaf, _SCALARS):
+        return (type(leaf), leaf)
+    raise SignatureError(
+        f"{name} is an object of type {type(leaf).__qualname__}, which graphwright cannot look "
+        "into: tensors inside it would go unseen.",
+        remedy="Pass tensors, plain values, and tuples, lists or dictionaries of them, or "
+        "register the type with torch.utils._pytree.register_pytree_node.",
+    )
+
+
+def switches() -> tuple[Any, ...]:
+    """The global switches that change which kernels a call runs or what they compute."""
+    cuda = torch.backends.cuda
+    return (
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        torch.backends.mkldnn.enabled,
+        torch.backends.cudnn.enabled,
+        torch.backends.cudnn.benchmark,
+        torch._C._get_cudnn_allow_tf32(),
+        torch.get_float32_matmul_precision(),
+        cuda.flash_sdp_enabled(),
+        cuda.mem_efficient_sdp_enabled(),
+        cuda.math_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(),
+    )
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """What two calls must share for the one to stand for the other."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[tuple[Any, ...], ...]
+    aliases: tuple[tuple[int, int], ...]
+    switches: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, args: Args, kwargs: Kwargs) -> CallSignature:
+        """Describe a call.
+
+        Raises:
+            SignatureError: an argument is neither a tensor nor a plain value.
+        """
+        leaves, spec = flatten(args, kwargs)
+        described: list[tuple[Any, ...]] = []
+        for index, leaf in enumerate(leaves):
+            try:
+                described.append(describe(leaf))
+            except SignatureError:
+                # Naming leaves is slow, so it is done only for the error.
+                describe(leaf, argument_names(args, kwargs)[index])
+                raise
+        return cls(spec, tuple(described), _shared(leaves), switches())
+
+    def differences(self, args: Args, kwargs: Kwargs) -> str | None:
+        """Why a call does not fit this signature, in words, or None when it fits."""
+        try:
+            other = CallSignature.of(args, kwargs)
+        except SignatureError as error:
+            return error.what
+        if other == self:
+            return None
+        if other.spec != self.spec:
+            return "other arguments: the tree of positional and keyword arguments differs"
+        found = []
+        names = argument_names(args, kwargs)
+        for name, mine, theirs in zip(names, self.leaves, other.leaves, strict=True):
+            if mine != theirs:
+                found.append(f"{name} is {_words(theirs)}, tuned for {_words(mine)}")
+        if other.aliases != self.aliases:
+            found.append("the arguments share memory in another way")
+        if other.switches != self.switches:
+            found.append("autocast or a torch.backends switch changed")
+        return "; ".join(found)
+
+
+def _shared(leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
+    """Pairs of leaves in one storage: a graph that mutates may not swap one for two."""
+    tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < 2:
+        return ()
+    first: dict[int, int] = {}
+    pairs = []
+    for index, tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer in first:
+            pairs.append((first[pointer], index))
+        else:
+            first[pointer] = index
+    return tuple(pairs)
+
+
+def _words(described: tuple[Any, ...]) -> str:
+    if len(described) == 5:
+        shape, dtype, stride, device, requires_grad = described
+        grad = ", requires_grad" if requires_grad else ""
+        return (
+            f"{tuple(shape)} {str(dtype).removeprefix('torch.')} strides {stride} on {device}{grad}"
+        )
+    kind, value = described
+    if kind is float:
+        return f"float {struct.unpack('<d', value)[0]!r}"
+    return f"{kind.__name__} {value!r}"
+
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class ModuleWatch:
+    """Notices whatever makes work that was built from a module out of date.
+
+    Watched: parameters and buffers by identity and address; submodules; plain attributes
+    (`training` among them); hooks. With `values=True` also in-place changes of parameters and
+    buffers, for work that holds a copy of the weights or has folded them.
+
+    Not watched: attributes that are lists, dictionaries or other objects, and what a Python
+    function closes over beside modules and tensors.
+    """
+
+    def __init__(self, module: nn.Module, *, values: bool) -> None:
+        self._values = values
+        # One entry a module: live dictionaries beside copies of what they held.
+        self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._attributes: list[tuple[Callable[[Any], Any], dict[str, Any], Any, Any]] = []
+        self._slots: list[tuple[dict[str, Any], str]] = []
+        for child in module.modules():
+            attributes = child.__dict__
+            for name in _HOOKS:
+                self._hooks.append((attributes[name], dict(attributes[name])))
+            self._children.append((child._modules, dict(child._modules)))
+            names = [k for k, v in attributes.items() if isinstance(v, _SCALARS)]
+            get = operator.itemgetter(*names)
+            held = get(attributes)
+            self._attributes.append((get, attributes, held, _types(held)))
+            for holder in (child._parameters, child._buffers):
+                self._slots += [(holder, name) for name in holder]
+        self._tensors = self._now()
+        self._addresses = _addresses(self._tensors)
+        self._versions = _versions(self._tensors) if values else []
+
+    def _now(self) -> list[Any]:
+        return [holder.get(name) for holder, name in self._slots]
+
+    def changed(self) -> str | None:
+        """What has changed since the watch was made, in words, or None."""
+        now = self._now()
+        if any(map(operator.is_not, now, self._tensors)):
+            return "a parameter or buffer was rebound"
+        if _addresses(now) != self._addresses:
+            return "the memory of a parameter or buffer moved"
+        if self._values and _versions(now) != self._versions:
+            return "a parameter or buffer changed in place, and the chosen strategy holds a copy"
+        for live, held in self._hooks:
+            if live != held:
+                return "a hook was added or removed"
+        for live, held in self._children:
+            if live != held:
+                return "a submodule was replaced"
+        for get, attributes, values, kinds in self._attributes:
+            try:
+                current = get(attributes)
+            except KeyError:
+                return "an attribute of a module was deleted"
+            if current != values or _types(current) != kinds:
+                return "an attribute of a module changed (train() or eval(), for example)"
+        return None
+
+
+def _types(values: Any) -> Any:
+    return tuple(map(type, values)) if isinstance(values, tuple) else type(values)
+
+
+def _addresses(tensors: Sequence[Any]) -> list[int]:
+    return [0 if t is None else t.data_ptr() for t in tensors]
+
+
+def _versions(tensors: Sequence[Any]) -> list[int]:
+    # Inference tensors keep no version counter; they cannot change outside inference mode.
+    return [0 if t is None or t.is_inference() else t._version for t in tensors]
+
+
+class FunctionModule(nn.Module):
+    """A plain function as a module, with the modules and tensors that it reaches as its own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.training = False
+        self._function = function
+        for name, value in modules_behind(function):
+            if isinstance(value, nn.Module):
+                self._modules[name] = value
+                self.training |= value.training
+            else:
+                self._buffers[name] = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+
+def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """Modules and tensors that a plain function reaches: by closure, default, global or method.
+
+    One level deep: containers and helper functions are not searched.
+    """
+    while isinstance(function, functools.partial):
+        for index, value in enumerate((*function.args, *function.keywords.values())):
+            if isinstance(value, nn.Module | torch.Tensor):
+                yield f"partial_{index}", value
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if isinstance(owner, nn.Module):
+        yield "self", owner
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        return
+    code = function.__code__
+    reached: dict[str, Any] = {n: function.__globals__.get(n) for n in code.co_names}
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            reached[name] = cell.cell_contents
+        except ValueError:  # The cell is still empty.
+            continue
+    for index, value in enumerate(function.__defaults__ or ()):
+        reached[f"default_{index}"] = value
+    for name, value in reached.items():
+        if isinstance(value, nn.Module | torch.Tensor):
+            yield name, value

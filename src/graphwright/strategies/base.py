@@ -1,0 +1,192 @@
+"""What a strategy is, and how a candidate is put together and named.
+
+A candidate is rewrite × compiler × runner: a rewrite changes the model (its memory layout or its
+precision), a compiler makes a callable of it, a runner calls that. Its name is its parts joined by
+'+', without those that do nothing: `eager`, `channels_last+graph`, `inductor:reduce-overhead`.
+All but `eager` itself and `eager:inference_mode` run under no_grad.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from ..errors import StrategyFailed, first_line, user_frame
+from ..signature import Args, FunctionModule, Kwargs
+
+
+@dataclass(frozen=True)
+class Availability:
+    """Whether something can run on a device, why not, and what would change that."""
+
+    available: bool
+    reason: str = ""
+    remedy: str = ""
+
+
+AVAILABLE = Availability(True)
+
+
+@dataclass
+class Built:
+    """A callable that a strategy made of a model, to be called as the model is.
+
+    `holds_weights` says that it keeps values of its own (copied, folded or frozen), so that later
+    in-place changes of the model's parameters would go unseen.
+    """
+
+    call: Callable[..., Any]
+    notes: list[str] = field(default_factory=list)
+    holds_weights: bool = False
+
+
+class Compiler(Protocol):
+    """Makes a callable of a model. One strategy is one compiler with one set of options."""
+
+    @property
+    def name(self) -> str:
+        """Its name in candidates: a compiler, or `compiler:variant`."""
+
+    @property
+    def complexity(self) -> int:
+        """Rank among compilers: within the noise the lower one is chosen."""
+
+    def probe(self, device: torch.device) -> Availability:
+        """Run a tiny model the way this strategy would, and say whether that worked."""
+
+    def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+        """Make a callable for these sample inputs; raise anything at all if that fails."""
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """A change of the model before it is compiled.
+
+    `lossy_ulp` is the unit in the last place of a reduced precision, which the caller has to
+    allow by the rewrite's name; None for a change that keeps the numbers.
+    """
+
+    name: str
+    complexity: int
+    probe: Callable[[torch.device], Availability]
+    apply: Callable[[nn.Module, Args, Kwargs], tuple[nn.Module, Callable[[Built], Built]]]
+    lossy_ulp: float | None = None
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A way to call what a compiler made."""
+
+    name: str
+    complexity: int
+    probe: Callable[[torch.device], Availability]
+    wrap: Callable[[Built, Args, Kwargs], Built]
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """One row of the table: rewrite × compiler × runner."""
+
+    compiler: Compiler
+    rewrite: Rewrite | None = None
+    runner: Runner | None = None
+
+    @property
+    def name(self) -> str:
+        """Parts joined by '+'; plain eager is left out beside a rewrite."""
+        parts = []
+        if self.rewrite is not None:
+            parts.append(self.rewrite.name)
+        if self.rewrite is None or self.compiler.name != "eager":
+            parts.append(self.compiler.name)
+        if self.runner is not None:
+            parts.append(self.runner.name)
+        return "+".join(parts)
+
+    @property
+    def complexity(self) -> int:
+        """Sum of its parts' ranks."""
+        parts = (self.rewrite, self.compiler, self.runner)
+        return sum(part.complexity for part in parts if part is not None)
+
+    @property
+    def lossy_ulp(self) -> float | None:
+        """Unit in the last place of the precision that this candidate is allowed to lose to."""
+        return None if self.rewrite is None else self.rewrite.lossy_ulp
+
+    def availability(self, device: torch.device) -> Availability:
+        """Available if all its parts are; else the first part's reason."""
+        for part in (self.rewrite, self.compiler, self.runner):
+            if part is not None:
+                found = probe(part, device)
+                if not found.available:
+                    return found
+        return AVAILABLE
+
+    def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+        """Rewrite, compile, wrap; the one seam at which foreign errors are translated.
+
+        Raises:
+            StrategyFailed: whatever went wrong, with the original error as its cause.
+        """
+        try:
+            finish: Callable[[Built], Built] | None = None
+            if self.rewrite is not None:
+                if isinstance(model, FunctionModule):
+                    raise StrategyFailed(
+                        f"{self.name} needs a copy of the model, and a plain function has none.",
+                        remedy="Pass a torch.nn.Module.",
+                    )
+                model, finish = self.rewrite.apply(model, args, kwargs)
+            built = self.compiler.build(model, args, kwargs)
+            if finish is not None:
+                built = finish(Built(without_grad(built.call), built.notes, built.holds_weights))
+            if self.runner is not None:
+                built = self.runner.wrap(built, args, kwargs)
+            return built
+        except StrategyFailed:
+            raise
+        except Exception as error:
+            raise StrategyFailed(
+                f"{self.name} could not build this model: {first_line(error)}",
+                where=user_frame(error),
+            ) from error
+
+
+_probed: dict[tuple[int, str], tuple[object, Availability]] = {}
+
+
+def probe(part: Rewrite | Compiler | Runner, device: torch.device) -> Availability:
+    """A part's availability on a kind of device, found once in a process."""
+    key = (id(part), device.type)
+    if key not in _probed:
+        try:
+            found = part.probe(device)
+        except Exception as error:
+            found = Availability(False, f"its trial run failed: {first_line(error)}")
+        # The part is kept beside its answer, so that its id cannot be given to another object.
+        _probed[key] = (part, found)
+    return _probed[key][1]
+
+
+def without_grad(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function under `torch.no_grad`."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return function(*args, **kwargs)
+
+    return call
+
+
+def tiny_model(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    """A model of two layers, and its input, for probes."""
+    with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
+        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(device).eval()
+        return model, torch.randn(2, 8, device=device)

@@ -1,0 +1,134 @@
+"""torch.compile with Inductor: the default, reduce-overhead and max-autotune.
+
+Each build compiles a code object of its own: TorchDynamo keeps its compiled entries by code object
+and goes eager without a word after eight of them, which a tuner reaches at once.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import StrategyFailed
+from ..signature import Args, Kwargs, flatten, unflatten
+from ..snapshots import clone_leaves
+from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
+
+
+def fresh_entry(model: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that calls the model, with a code object that no other function has."""
+
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        return model(*args, **kwargs)
+
+    # Equal code objects share nothing in TorchDynamo; identical ones do.
+    return types.FunctionType(
+        entry.__code__.replace(co_name="graphwright_entry"),
+        entry.__globals__,
+        "graphwright_entry",
+        None,
+        entry.__closure__,
+    )
+
+
+def compile_and_run(
+    compiled: Callable[..., Any], args: Args, kwargs: Kwargs, runs: int
+) -> tuple[list[str], dict[str, int]]:
+    """Call a torch.compile'd function until it has settled; notes on breaks, and the counters.
+
+    Raises:
+        StrategyFailed: TorchDynamo captured nothing, so that this would be eager in disguise.
+    """
+    from torch._dynamo.utils import counters
+
+    def count() -> dict[str, int]:
+        return {
+            "graphs": counters["stats"]["unique_graphs"],
+            "breaks": sum(counters["graph_break"].values()),
+            "skips": counters["inductor"]["cudagraph_skips"],
+            "cached": counters["inductor"]["fxgraph_cache_hit"],
+        }
+
+    before = count()
+    leaves, spec = flatten(args, kwargs)
+    for _ in range(runs):
+        mine, named = unflatten(clone_leaves(leaves), spec)
+        compiled(*mine, **named)
+    delta = {name: value - before[name] for name, value in count().items()}
+    if delta["graphs"] == 0:
+        raise StrategyFailed(
+            "torch.compile captured nothing of this model and would run it eagerly"
+        )
+    notes = []
+    if delta["breaks"]:
+        notes.append(f"{delta['graphs']} graphs with {delta['breaks']} graph breaks between them")
+    if delta["cached"]:
+        notes.append("compiled code came from torch.compile's cache: a first set-up takes longer")
+    return notes, delta
+
+
+@dataclass(frozen=True)
+class Inductor:
+    """torch.compile(mode=…), compiled for the sample's own shapes."""
+
+    mode: str
+    name: str
+    complexity: int
+    cuda_graphs: bool = False
+
+    def probe(self, device: torch.device) -> Availability:
+        """Compile and run a tiny model in this mode."""
+        model, x = tiny_model(device)
+        if self.cuda_graphs and device.type == "cpu":
+            # The mode runs, but its CUDA graphs do not: it would be the default under another name.
+            return Availability(
+                False, "on a CPU it is the same as inductor: it adds CUDA graphs", "Run on a GPU."
+            )
+        try:
+            # max-autotune is probed in the default mode: it differs in the search it makes.
+            mode = "default" if self.mode == "max-autotune" else self.mode
+            with torch.no_grad():
+                compiled = torch.compile(fresh_entry(model), mode=mode, dynamic=False)
+                compile_and_run(compiled, (x,), {}, 3)
+        except Exception as error:
+            return _explain(error)
+        return AVAILABLE
+
+    def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+        """Compile and run until settled; under CUDA graphs outputs are copied out."""
+        compiled = torch.compile(fresh_entry(model), mode=self.mode, dynamic=False)
+        with torch.no_grad():
+            notes, delta = compile_and_run(compiled, args, kwargs, 3 if self.cuda_graphs else 1)
+        if not self.cuda_graphs:
+            return Built(without_grad(compiled), notes)
+        if delta["skips"]:
+            notes.append("torch.compile skipped CUDA graphs for this model")
+        notes.append("outputs are copied out: the next call would overwrite them")
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            torch.compiler.cudagraph_mark_step_begin()
+            return pytree.tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
+
+        return Built(without_grad(call), notes)
+
+
+def _explain(error: Exception) -> Availability:
+    text = f"{type(error).__name__}: {error}"
+    if "InvalidCxxCompiler" in text or "No working C++ compiler" in text:
+        return Availability(
+            False, "Inductor found no C++ compiler", "Install g++ and set CXX to it."
+        )
+    if "Triton" in text or "triton" in text:
+        return Availability(False, "Inductor found no working Triton", "pip install triton")
+    raise error
+
+
+INDUCTOR = Inductor("default", "inductor", 30)
+REDUCE_OVERHEAD = Inductor("reduce-overhead", "inductor:reduce-overhead", 31, cuda_graphs=True)
+MAX_AUTOTUNE = Inductor("max-autotune", "inductor:max-autotune", 32)

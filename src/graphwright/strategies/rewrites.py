@@ -1,0 +1,156 @@
+"""Changes of the model before it is compiled: memory layout, and the precisions one may allow.
+
+A rewrite works on a copy of the model; the caller's own is not touched.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import StrategyFailed
+from ..signature import Args, Kwargs
+from .base import AVAILABLE, Availability, Built, Rewrite
+
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+def has_convolutions(model: nn.Module) -> bool:
+    """Whether a model has 2-d convolutions, for which channels_last is worth trying."""
+    return any(isinstance(child, _CONVOLUTIONS) for child in model.modules())
+
+
+def _available(device: torch.device) -> Availability:
+    return AVAILABLE
+
+
+def _channels_last(
+    model: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[nn.Module, Callable[[Built], Built]]:
+    changed: nn.Module = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks this form of to()
+    with torch.no_grad():
+        strides = [
+            leaf.stride() if isinstance(leaf, torch.Tensor) else None
+            for leaf in pytree.tree_leaves(model(*args, **kwargs))
+        ]
+
+    def layout_in(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.dim() == 4:
+            return leaf.contiguous(memory_format=torch.channels_last)
+        return leaf
+
+    def finish(built: Built) -> Built:
+        inner = built.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map(layout_in, (args, kwargs))
+            leaves, spec = pytree.tree_flatten(inner(*args, **kwargs))
+            for index, (leaf, stride) in enumerate(zip(leaves, strides, strict=True)):
+                # Callers may view() what eager gives them: strides belong to the contract.
+                if stride is not None and leaf.stride() != stride:
+                    with torch.no_grad():
+                        leaves[index] = torch.empty_strided(
+                            leaf.shape, stride, dtype=leaf.dtype, device=leaf.device
+                        ).copy_(leaf)
+            return pytree.tree_unflatten(leaves, spec)
+
+        return Built(call, built.notes, holds_weights=True)
+
+    return changed, finish
+
+
+def _cast(
+    dtype: torch.dtype, model: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[nn.Module, Callable[[Built], Built]]:
+    if not any(p.is_floating_point() for p in model.parameters()):
+        raise StrategyFailed("the model has no floating-point parameters to convert")
+    inner_model = copy.deepcopy(model).to(dtype)
+    with torch.no_grad():
+        kinds = [
+            leaf.dtype if isinstance(leaf, torch.Tensor) else None
+            for leaf in pytree.tree_leaves(model(*args, **kwargs))
+        ]
+
+    class Cast(nn.Module):
+        """The casts stand inside what is compiled, where a compiler can fuse them."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = inner_model
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = pytree.tree_map(lambda leaf: _narrow(leaf, dtype), (args, kwargs))
+            leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+            leaves = [
+                leaf if kind is None else leaf.to(kind)
+                for leaf, kind in zip(leaves, kinds, strict=True)
+            ]
+            return pytree.tree_unflatten(leaves, spec)
+
+    def finish(built: Built) -> Built:
+        return Built(built.call, built.notes, holds_weights=True)
+
+    return Cast().eval(), finish
+
+
+def _narrow(leaf: Any, dtype: torch.dtype) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+        return leaf.to(dtype)
+    return leaf
+
+
+def _probe_cast(dtype: torch.dtype, device: torch.device) -> Availability:
+    x = torch.ones(4, 4, device=device, dtype=dtype)
+    (x @ x).sum()
+    return AVAILABLE
+
+
+def _tf32(
+    model: nn.Module, args: Args, kwargs: Kwargs
+) -> tuple[nn.Module, Callable[[Built], Built]]:
+    def finish(built: Built) -> Built:
+        inner = built.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            before = torch.backends.cuda.matmul.fp32_precision
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                torch.backends.cuda.matmul.fp32_precision = before
+
+        return Built(call, built.notes, built.holds_weights)
+
+    return model, finish
+
+
+def _probe_tf32(device: torch.device) -> Availability:
+    if device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0):
+        return AVAILABLE
+    return Availability(
+        False, "TF32 is a mode of NVIDIA's tensor cores", "Run on an Ampere GPU or a later one."
+    )
+
+
+CHANNELS_LAST = Rewrite("channels_last", 1, _available, _channels_last)
+TF32 = Rewrite("tf32", 2, _probe_tf32, _tf32, lossy_ulp=2.0**-10)
+BF16 = Rewrite(
+    "bf16",
+    3,
+    functools.partial(_probe_cast, torch.bfloat16),
+    functools.partial(_cast, torch.bfloat16),
+    lossy_ulp=torch.finfo(torch.bfloat16).eps,
+)
+FP16 = Rewrite(
+    "fp16",
+    3,
+    functools.partial(_probe_cast, torch.float16),
+    functools.partial(_cast, torch.float16),
+    lossy_ulp=torch.finfo(torch.float16).eps,
+)

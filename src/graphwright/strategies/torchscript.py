@@ -1,0 +1,180 @@
+"""TorchScript: script, else trace; freeze; optimize_for_inference; its tensor-expression fuser.
+
+TorchScript is deprecated since torch 2.10 and still works; its warnings are kept from the user,
+who did not ask for it by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import StrategyFailed, first_line
+from ..signature import Args, Kwargs, flatten, unflatten
+from ..snapshots import clone_leaves
+from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
+
+# The profiling executor specialises a graph during its first runs.
+_PROFILING_RUNS = 3
+
+
+class _Flat(nn.Module):
+    """A model from a tuple of tensors to a tuple of tensors, which is all that a trace takes."""
+
+    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
+        super().__init__()
+        self.model = model
+        self._leaves = list(leaves)
+        self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        self._spec = spec
+        self.out_leaves: list[Any] = []
+        self.out_spec: pytree.TreeSpec | None = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        leaves = list(self._leaves)
+        for slot, tensor in zip(self._slots, tensors, strict=True):
+            leaves[slot] = tensor
+        args, kwargs = unflatten(leaves, self._spec)
+        self.out_leaves, self.out_spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        return tuple(leaf for leaf in self.out_leaves if isinstance(leaf, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class TorchScript:
+    """One way to use TorchScript: plain, frozen, optimised for inference, or with its fuser."""
+
+    variant: str
+    name: str
+    complexity: int
+
+    def probe(self, device: torch.device) -> Availability:
+        """Script a tiny model; for the fuser, look for a fused group in the optimised graph."""
+        model, x = tiny_model(device)
+        with _quiet():
+            if self.variant != "fuser":
+                self.build(model, (x,), {}).call(x)
+                return AVAILABLE
+            return _probe_fuser(x)
+
+    def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+        """Script the model, or trace it with the reason why it could not be scripted."""
+        notes: list[str] = []
+        with _quiet(), torch.no_grad():
+            try:
+                scripted, call = self._script(model, args, kwargs)
+            except Exception as error:
+                notes.append(f"traced, since torch.jit.script failed: {first_line(error, 160)}")
+                scripted, call = self._trace(model, args, kwargs, notes)
+            fuser = _fuser() if self.variant == "fuser" else contextlib.nullcontext()
+            with fuser:
+                for _ in range(_PROFILING_RUNS):
+                    call(*args, **kwargs)
+        del scripted
+        return Built(without_grad(call), notes, holds_weights=self.variant != "plain")
+
+    def _script(
+        self, model: nn.Module, args: Args, kwargs: Kwargs
+    ) -> tuple[torch.jit.ScriptModule, Callable[..., Any]]:
+        scripted = self._finish(torch.jit.script(model))
+        leaves, spec = flatten(args, kwargs)
+        mine, named = unflatten(clone_leaves(leaves), spec)
+        if pytree.tree_structure(scripted(*mine, **named)) != pytree.tree_structure(
+            model(*args, **kwargs)
+        ):
+            raise StrategyFailed("the scripted model returns another structure")
+        return scripted, scripted
+
+    def _trace(
+        self, model: nn.Module, args: Args, kwargs: Kwargs, notes: list[str]
+    ) -> tuple[torch.jit.ScriptModule, Callable[..., Any]]:
+        leaves, spec = flatten(args, kwargs)
+        flat = _Flat(model, leaves, spec).eval()
+        samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
+        if not samples:
+            raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
+        traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
+        out_leaves = [None if isinstance(v, torch.Tensor) else v for v in flat.out_leaves]
+        tensor_slots = [i for i, v in enumerate(flat.out_leaves) if isinstance(v, torch.Tensor)]
+        out_spec, slots = flat.out_spec, flat._slots
+        flat.out_leaves = []
+        assert out_spec is not None  # The trace has run the model.
+        script = self._finish(traced)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves, _ = flatten(args, kwargs)
+            results = script(*[leaves[slot] for slot in slots])
+            outputs = list(out_leaves)
+            for slot, value in zip(tensor_slots, results, strict=True):
+                outputs[slot] = value
+            return pytree.tree_unflatten(outputs, out_spec)
+
+        return script, call
+
+    def _finish(self, script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+        if self.variant in ("freeze", "fuser"):
+            script = torch.jit.freeze(script.eval())
+        elif self.variant == "optimize":
+            script = torch.jit.optimize_for_inference(torch.jit.freeze(script.eval()))
+        return script
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", category=DeprecationWarning)
+        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
+        warnings.filterwarnings("ignore", category=UserWarning, module="torch.jit")
+        yield
+
+
+@contextlib.contextmanager
+def _fuser() -> Iterator[None]:
+    """torch.jit.fuser("fuser1") without its calls to nvFuser, which only warn that it is gone."""
+    bits: list[tuple[Callable[[], bool], Callable[[bool], Any]]] = [
+        (torch._C._jit_can_fuse_on_cpu, torch._C._jit_override_can_fuse_on_cpu),
+        (torch._C._jit_can_fuse_on_gpu, torch._C._jit_override_can_fuse_on_gpu),
+        (torch._C._jit_texpr_fuser_enabled, torch._C._jit_set_texpr_fuser_enabled),
+    ]
+    before = [get() for get, _ in bits]
+    for _, put in bits:
+        put(True)
+    try:
+        yield
+    finally:
+        for (_, put), value in zip(bits, before, strict=True):
+            put(value)
+
+
+def _chain(x: torch.Tensor) -> torch.Tensor:
+    return torch.relu(x * 2.0 + x) * torch.sigmoid(x)
+
+
+def _probe_fuser(x: torch.Tensor) -> Availability:
+    remedy = (
+        "Run on a GPU."
+        if torch.version.cuda
+        else "Run on a GPU, or build torch from source with USE_LLVM: the wheels come without."
+    )
+    scripted = torch.jit.script(_chain)
+    try:
+        with torch.no_grad(), _fuser():
+            for _ in range(_PROFILING_RUNS + 1):
+                scripted(x)
+    except RuntimeError as error:
+        return Availability(False, f"the fuser cannot run here: {first_line(error)}", remedy)
+    if "TensorExprGroup" not in str(torch._C._last_executed_optimized_graph()):
+        return Availability(False, "the fuser ran and fused nothing", remedy)
+    return AVAILABLE
+
+
+SCRIPT = TorchScript("plain", "torchscript", 10)
+FREEZE = TorchScript("freeze", "torchscript:freeze", 11)
+OPTIMIZE = TorchScript("optimize", "torchscript:optimize", 12)
+FUSER = TorchScript("fuser", "torchscript:fuser", 13)

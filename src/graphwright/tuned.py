@@ -1,0 +1,183 @@
+"""What `tune` returns: the module as it was, with a faster way to call it."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from .report import Report
+from .signature import Args, CallSignature, FunctionModule, Kwargs, ModuleWatch, tensors_of
+
+
+class _Choice:
+    """What a TunedModule knows beside the module: the winner and when it may be called."""
+
+    def __init__(
+        self,
+        module: nn.Module,
+        report: Report,
+        call: Callable[..., Any] | None,
+        signature: CallSignature | None,
+        watch: ModuleWatch | None,
+    ) -> None:
+        self.module = module
+        self.report = report
+        self.call = call
+        self.signature = signature
+        self.watch = watch
+        self.calls: Counter[str] = Counter()
+        self.last_difference: str | None = None
+
+    def obstacle(self, args: Args, kwargs: Kwargs) -> tuple[str, str] | None:
+        """Why this call must go eager, as a short kind and in words; None when it need not."""
+        if self.call is None or self.signature is None:
+            return "nothing tuned", "this copy was not tuned: call tune() on it"
+        difference = self.signature.differences(args, kwargs)
+        if difference is not None:
+            return "another signature", difference
+        change = None if self.watch is None else self.watch.changed()
+        if change is not None:
+            return "the module changed", change
+        return None
+
+
+class TunedModule(nn.Module):
+    """The module that was tuned, called by the strategy that was chosen.
+
+    It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all
+    else read and change the one module. A call that differs from the tuned one in shapes, dtypes,
+    devices, plain values, autocast or backend switches, or that comes after the module changed,
+    goes to the module itself, and `calls` counts it by its reason. Such calls run under no_grad,
+    unless the module is in training mode or an input requires grad: then nothing is changed and
+    gradients flow.
+
+    Attributes:
+        report: what was measured, verified and chosen.
+        calls: how many calls went which way.
+    """
+
+    __slots__ = ("_choice",)
+
+    def __init__(
+        self,
+        module: nn.Module,
+        report: Report,
+        call: Callable[..., Any] | None,
+        signature: CallSignature | None = None,
+        watch: ModuleWatch | None = None,
+    ) -> None:
+        # One dictionary for both: whatever is set on the one is set on the other.
+        object.__setattr__(self, "__dict__", module.__dict__)
+        object.__setattr__(self, "_choice", _Choice(module, report, call, signature, watch))
+
+    _choice: _Choice
+
+    @property
+    def report(self) -> Report:
+        """What was measured, verified and chosen."""
+        return self._choice.report
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Calls by where they went: "tuned", or "eager: " and the reason."""
+        return self._choice.calls
+
+    @property
+    def module(self) -> nn.Module | Callable[..., Any]:
+        """What was tuned: the module itself, or the plain function."""
+        module = self._choice.module
+        return module._function if isinstance(module, FunctionModule) else module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the winner, or the module itself where the winner does not fit."""
+        choice = self._choice
+        if torch.is_grad_enabled() and (choice.module.training or _wants_grad(args, kwargs)):
+            choice.calls["eager: gradients are wanted"] += 1
+            choice.last_difference = "training mode, or an input that requires grad"
+            return choice.module(*args, **kwargs)
+        obstacle = choice.obstacle(args, kwargs)
+        if obstacle is None:
+            assert choice.call is not None  # obstacle() has looked.
+            result = choice.call(*args, **kwargs)
+            choice.calls["tuned"] += 1
+            return result
+        kind, choice.last_difference = obstacle
+        choice.calls[f"eager: {kind}"] += 1
+        with torch.no_grad():
+            return choice.module(*args, **kwargs)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as calling."""
+        return self(*args, **kwargs)
+
+    def explain(self) -> str:
+        """What runs now and why, what it costs, and how the calls went so far."""
+        choice = self._choice
+        lines = [f"strategy: {choice.report.chosen}", choice.report.reason]
+        change = None if choice.watch is None else choice.watch.changed()
+        if choice.call is None:
+            lines.append("This copy was not tuned: every call goes to the module itself.")
+        elif change is not None:
+            lines.append(f"Every call now goes to the module itself, since {change}.")
+            lines.append("Call graphwright.tune() again to tune the module as it is now.")
+        lines += [f"{count} calls {way}" for way, count in choice.calls.most_common()]
+        if choice.last_difference is not None:
+            lines.append(f"last call that did not fit: {choice.last_difference}")
+        return "\n".join(line for line in lines if line)
+
+    # Subclasses of nn.Module may override any of these; their own version has to run.
+
+    def train(self, mode: bool = True) -> TunedModule:
+        """Set the module's mode, as `torch.nn.Module.train` does."""
+        self._choice.module.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> TunedModule:
+        self._choice.module._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own state_dict, without a prefix."""
+        return self._choice.module.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module; weights that a strategy has copied are noticed."""
+        return self._choice.module.load_state_dict(*args, **kwargs)
+
+    def extra_repr(self) -> str:
+        """Shown by repr()."""
+        return f"strategy={self._choice.report.chosen!r}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_choice":  # Asked for before it is set, by copying or unpickling.
+            raise AttributeError(name)
+        # Methods of the module's class; what they call is the module, not this object.
+        return getattr(self._choice.module, name)
+
+    def __len__(self) -> int:
+        return len(self._choice.module)  # type: ignore[arg-type]  # a Sequential has a length
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._choice.module[index]  # type: ignore[index]  # a Sequential has items
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
+        # What was built belongs to the original's weights; a copy starts untuned, and says so.
+        module = copy.deepcopy(self._choice.module, memo)
+        return TunedModule(module, self._choice.report, None)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return TunedModule, (self._choice.module, self._choice.report, None)
+
+
+def _wants_grad(args: Args, kwargs: Kwargs) -> bool:
+    if not kwargs and all(isinstance(a, torch.Tensor) for a in args):
+        return any(a.requires_grad for a in args)
+    return any(t.requires_grad for t in tensors_of((args, dict(kwargs))))

@@ -1,0 +1,558 @@
+"""tune(): try what this machine has, verify, measure in turns with eager, choose, report.
+
+`Tuning` runs the steps and holds what is known so far, so that an interrupted run can still be
+shown. `Tuning.evaluate` is the one place where a candidate's own code runs: it gets a candidate
+and gives a row, which is all that a worker process would have to do in its place.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import statistics
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from .errors import (
+    GraphwrightError,
+    ModelFailed,
+    OptionError,
+    SignatureError,
+    StrategyFailed,
+    first_line,
+    user_frame,
+)
+from .measurement import (
+    MemoryMeter,
+    Timer,
+    interleave,
+    load_note,
+    median_interval,
+    noise_notes,
+)
+from .report import Report, Row, Status
+from .report.environment import environment
+from .report.result import COMPILE_DEFAULT, EAGER
+from .signature import Args, CallSignature, FunctionModule, Kwargs, ModuleWatch
+from .snapshots import Call
+from .strategies import (
+    LOSSY,
+    Built,
+    Candidate,
+    Compiler,
+    default_candidates,
+    parse_candidates,
+)
+from .strategies.base import without_grad
+from .strategies.eager import EAGER as PLAIN_EAGER
+from .tuned import TunedModule
+from .verification import Reference, reference, verify
+
+Objective = Literal["latency", "throughput", "memory"]
+OBJECTIVES = ("latency", "throughput", "memory")
+
+# Seconds of timing a candidate, in turns with eager, and of the finalists' common rounds.
+SCREENING_S = 3.0
+FINAL_S_EACH = 3.0
+# Candidates within this factor of the best are timed again.
+FINALIST_FACTOR = 1.10
+# Slower than eager: the whole interval of the ratio lies above this.
+_SLOWER = 1.02
+
+
+class Progress(Protocol):
+    """Hears what a run is doing; every method is called from the thread that tunes."""
+
+    def start(self, total: int) -> None:
+        """The run has so many steps."""
+
+    def step(self, what: str) -> None:
+        """The step now beginning."""
+
+    def row(self, row: Row) -> None:
+        """A row is complete."""
+
+
+class Silence:
+    """Progress that nobody wants to see."""
+
+    def start(self, total: int) -> None:
+        """Ignore."""
+
+    def step(self, what: str) -> None:
+        """Ignore."""
+
+    def row(self, row: Row) -> None:
+        """Ignore."""
+
+
+@dataclass
+class _Evaluation:
+    row: Row
+    built: Built | None = None
+
+
+def tune(
+    model: Callable[..., Any],
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+    *,
+    strategies: Iterable[str | Compiler | Candidate] | None = None,
+    objective: Objective = "latency",
+    tolerance: float | None = None,
+    allow: Sequence[str] = (),
+    budget_s: float | None = None,
+    progress: bool | None = None,
+) -> TunedModule:
+    """Try every way to run a model that this machine has, verify each, and take the best.
+
+    The winner answers calls like the sample's (same shapes, dtypes, devices, plain values); any
+    other call goes to the model itself and is counted. Eager always competes, so the result is
+    never knowingly slower. Tuning changes neither the model nor the random-number state.
+
+    Args:
+        model: a module in eval mode, or a plain function of tensors.
+        args: positional sample inputs, real values rather than zeros; a tuple.
+        kwargs: keyword sample inputs.
+        strategies: names such as "inductor+graph", strategies or candidates of your own; None
+            tries all that usually pay. Eager is always added.
+        objective: "latency" (one synchronised call), "throughput" (calls issued back to back) or
+            "memory" (peak bytes).
+        tolerance: accepted error relative to the output's root mean square. None asks for a root
+            mean square error of at most 3 times, and a largest error of at most 8 times, what
+            eager itself has against float64.
+        allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
+        budget_s: seconds after which no further candidate is begun; None for no limit.
+        progress: whether to show progress on stderr; None shows it on a terminal.
+
+    Raises:
+        OptionError: an option is unknown or makes no sense.
+        SignatureError: the arguments or results cannot be compared.
+        ModelFailed: the model fails in eager.
+        VerificationError: two eager calls with the same inputs disagree.
+    """
+    tuning = Tuning(
+        model,
+        args,
+        kwargs,
+        strategies=strategies,
+        objective=objective,
+        tolerance=tolerance,
+        allow=allow,
+        budget_s=budget_s,
+    )
+    from .report.progress import shown
+
+    with shown(progress) as listener:
+        return tuning.run(listener)
+
+
+class Tuning:
+    """One run of `tune`, step by step. `report` holds what is known at any moment."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+        *,
+        strategies: Iterable[str | Compiler | Candidate] | None = None,
+        objective: str = "latency",
+        tolerance: float | None = None,
+        allow: Sequence[str] = (),
+        budget_s: float | None = None,
+        name: str | None = None,
+    ) -> None:
+        _check_options(model, args, kwargs, objective, tolerance, allow, budget_s)
+        if isinstance(model, TunedModule):
+            model = model.module
+        self.module = model if isinstance(model, nn.Module) else FunctionModule(model)
+        if self.module.training:
+            raise OptionError(
+                "The model is in training mode, and tune() is for inference.",
+                remedy="Call model.eval() first.",
+            )
+        self.call = Call("the sample inputs", tuple(args), dict(kwargs or {}))
+        self.device = _device(self.module, self.call)
+        self.signature = CallSignature.of(self.call.args, self.call.kwargs)
+        self.tolerance = tolerance
+        self.budget_s = budget_s
+        self.timer = Timer(self.device)
+        self._started = time.monotonic()
+        if strategies is None:
+            self.candidates = default_candidates(self.module, self.device, allow)
+        else:
+            if isinstance(strategies, str):
+                strategies = strategies.split(",")
+            self.candidates = parse_candidates(strategies, allow)
+        self._put_first()
+        self.report = Report(
+            model=name or _name(model),
+            inputs=[_words(n, leaf) for n, leaf in self.call.leaves().items()],
+            objective=objective,
+            rows=[],
+            environment={},
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        )
+        self._kept: dict[str, Built] = {}
+        self._reference: Reference | None = None
+
+    def _put_first(self) -> None:
+        """Eager first, since all else is measured against it; torch.compile's default second."""
+        rest = {candidate.name: candidate for candidate in self.candidates}
+        eager = rest.pop(EAGER, Candidate(PLAIN_EAGER))
+        self.candidates = [eager, *rest.values()]
+
+    # ------------------------------------------------------------ the run
+
+    def run(self, progress: Progress | None = None) -> TunedModule:
+        """Tune. On KeyboardInterrupt the report holds what was known, and the error goes on."""
+        listener = progress or Silence()
+        with _same_random_state(self.device), torch.enable_grad():
+            try:
+                return self._run(listener)
+            except KeyboardInterrupt:
+                self.report.interrupted = True
+                self._conclude()
+                raise
+            finally:
+                self._kept.clear()
+                self._restore()
+                self.report.seconds = time.monotonic() - self._started
+
+    def _run(self, progress: Progress) -> TunedModule:
+        report = self.report
+        progress.start(len(self.candidates) + 3)
+        progress.step("environment")
+        report.environment = environment(self.device)
+        progress.step("float64 reference")
+        ref = reference(
+            self.module if not isinstance(self.module, FunctionModule) else self.module._function,
+            self.module,
+            self.call,
+            tolerance=self.tolerance,
+        )
+        self._reference = ref
+        report.eager_error = ref.worst_eager_error
+        report.notes += ref.notes
+        for candidate in self.candidates:
+            progress.step(candidate.name)
+            row = self._try(candidate, ref)
+            report.rows.append(row)
+            progress.row(row)
+            self._drop_the_beaten()
+        progress.step("finalists")
+        self._final_rounds()
+        choice = self._choose(ref)
+        note = load_note()
+        if note:
+            report.notes.append(note)
+        return self._tuned(choice)
+
+    def _try(self, candidate: Candidate, ref: Reference) -> Row:
+        spent = time.monotonic() - self._started
+        late = self.budget_s is not None and spent > self.budget_s
+        if late and candidate.name != EAGER:
+            return Row(
+                candidate.name,
+                Status.NOT_TRIED,
+                f"the budget of {self.budget_s:g} s was spent after {spent:.0f} s",
+                remedy="Give a larger budget, or name the strategies to try.",
+                complexity=candidate.complexity,
+            )
+        evaluation = self.evaluate(candidate, ref)
+        if evaluation.built is not None:
+            self._kept[candidate.name] = evaluation.built
+        return evaluation.row
+
+    def evaluate(self, candidate: Candidate, ref: Reference) -> _Evaluation:
+        """Probe, build, verify and measure one candidate; whatever goes wrong becomes its row."""
+        row = Row(candidate.name, Status.OK, complexity=candidate.complexity)
+        found = candidate.availability(self.device)
+        if not found.available:
+            row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
+            return _Evaluation(row)
+        meter = MemoryMeter(self.device)
+        try:
+            built, row.setup_s = self._build(candidate)
+            row.notes += built.notes
+            ref.state.restore()
+            verdict = verify(built.call, ref, ulp=candidate.lossy_ulp)
+            row.error = verdict.error
+            if not verdict.ok:
+                row.status, row.reason = Status.WRONG, verdict.reason
+                return _Evaluation(row)
+            ref.state.restore()
+            self._measure(row, built, meter)
+            ref.state.restore()
+        except Exception as error:
+            row.status = Status.FAILED
+            row.reason, row.remedy = _reason(error)
+            return _Evaluation(row)
+        self._judge(row)
+        return _Evaluation(row, built)
+
+    def _build(self, candidate: Candidate) -> tuple[Built, float]:
+        """Build and call once; set-up seconds cover both, as the first call often compiles."""
+        sample = self.call.clone()
+        start = time.perf_counter()
+        built = candidate.build(self.module, sample.args, sample.kwargs)
+        sample = self.call.clone()
+        built.call(*sample.args, **sample.kwargs)
+        self.timer.synchronize()
+        return built, time.perf_counter() - start
+
+    def _bound(self, function: Callable[..., Any]) -> Callable[[], object]:
+        """A call with the sample's values, for timing."""
+        sample = self.call.clone()
+        args, kwargs = sample.args, dict(sample.kwargs)
+        return lambda: function(*args, **kwargs)
+
+    def _measure(self, row: Row, built: Built, meter: MemoryMeter) -> None:
+        mine = self._bound(built.call)
+        row.peak_bytes = meter.peak(mine)
+        # Eager against itself shows how far apart two equal callables come out here.
+        calls = {"candidate": mine, "eager": self._bound(self.module)}
+        measured = interleave(calls, self.timer, budget_s=SCREENING_S)
+        row.screening, row.baseline = measured["candidate"], measured["eager"]
+        row.notes += noise_notes(row.screening)
+
+    def _judge(self, row: Row) -> None:
+        """`slower` when eager is faster beyond doubt, by the measure that is asked for."""
+        if row.strategy == EAGER:
+            return
+        low, high = median_interval(self.report.ratios(row))
+        if low > _SLOWER:
+            row.status = Status.SLOWER
+            row.reason = f"{low:.2f} to {high:.2f} times eager's time"
+
+    # ------------------------------------------------------------ choosing
+
+    def _eligible(self) -> list[Row]:
+        return [row for row in self.report.rows if row.status is Status.OK]
+
+    def _cost(self, row: Row) -> float:
+        """What is to be small: time relative to eager's, or peak bytes."""
+        if self.report.objective == "memory" and row.peak_bytes is not None:
+            return float(row.peak_bytes)
+        return statistics.median(self.report.ratios(row))
+
+    def _drop_the_beaten(self) -> None:
+        """Let go of candidates that are out of the race, and of the memory they hold."""
+        eligible = self._eligible()
+        if not eligible:
+            return
+        limit = FINALIST_FACTOR * min(self._cost(row) for row in eligible)
+        always = {EAGER, COMPILE_DEFAULT}
+        near = {row.strategy for row in eligible if self._cost(row) <= limit} | always
+        for name in [name for name in self._kept if name not in near]:
+            del self._kept[name]
+        gc.collect()
+
+    def _final_rounds(self) -> None:
+        """Time the finalists again in common rounds, with eager and torch.compile's default."""
+        rows = {row.strategy: row for row in self.report.rows}
+        calls = {name: self._bound(built.call) for name, built in self._kept.items()}
+        if len(calls) < 2:
+            return
+        budget = FINAL_S_EACH * len(calls)
+        for name, measurement in interleave(calls, self.timer, budget_s=budget).items():
+            rows[name].final = measurement
+
+    def _ranked(self) -> list[Row]:
+        """Eligible rows, the one to choose first: the simplest within the best one's noise."""
+        rows = [row for row in self._eligible() if row.strategy in self._kept]
+        rows.sort(key=self._cost)
+        if not rows or self.report.objective == "memory":
+            return rows
+        tied = [row for row in rows if self._ties(row, rows[0])]
+        tied.sort(key=lambda row: row.complexity)
+        return tied + [row for row in rows if row not in tied]
+
+    def _ties(self, row: Row, best: Row) -> bool:
+        low, _ = median_interval(self.report.ratios(row))
+        _, high = median_interval(self.report.ratios(best))
+        return low <= high
+
+    def _choose(self, ref: Reference) -> tuple[Row, Built]:
+        """The first of the ranking that is still right when it is verified again."""
+        for row in self._ranked():
+            built = self._kept[row.strategy]
+            candidate = next(c for c in self.candidates if c.name == row.strategy)
+            try:
+                ref.state.restore()
+                verdict = verify(built.call, ref, ulp=candidate.lossy_ulp)
+            except Exception as error:
+                row.status = Status.FAILED
+                row.reason, row.remedy = _reason(error)
+                continue
+            finally:
+                ref.state.restore()
+            if verdict.ok:
+                self._conclude(row)
+                return row, built
+            row.status, row.reason = Status.WRONG, f"when verified again: {verdict.reason}"
+        failed = self.report.row(EAGER)
+        why = failed.reason if failed is not None else "it was not measured"
+        raise ModelFailed(f"Eager itself could not be verified or timed: {why}")
+
+    def _conclude(self, chosen: Row | None = None) -> None:
+        """State the choice in one sentence; after an interruption, of what is known."""
+        report = self.report
+        if chosen is None:
+            ranked = self._ranked()
+            if not ranked:
+                report.reason = "Interrupted before anything was measured."
+                return
+            chosen = ranked[0]
+        report.chosen = chosen.strategy
+        report.reason = _sentence(report, chosen, self._eligible())
+
+    def _tuned(self, choice: tuple[Row, Built]) -> TunedModule:
+        row, built = choice
+        # What tune() gives never requires grad, eager included; eager needs no watching.
+        call = without_grad(self.module) if row.strategy == EAGER else built.call
+        watched = row.strategy.split(":")[0] != EAGER
+
+        def tuned() -> TunedModule:
+            watch = ModuleWatch(self.module, values=built.holds_weights) if watched else None
+            return TunedModule(self.module, self.report, call, self.signature, watch)
+
+        calls = {"tuned": self._bound(tuned()), "plain": self._bound(call)}
+        measured = interleave(calls, self.timer, budget_s=SCREENING_S / 2)
+        self.report.tuned_call = measured["tuned"]
+        # The watch that is handed out begins after the last change that tuning makes.
+        self._restore()
+        return tuned()
+
+    def _restore(self) -> None:
+        """Leave the module's buffers and parameters as they were found."""
+        if self._reference is not None:
+            self._reference.state.restore()
+            self._reference.state.corrupted()
+
+
+# ---------------------------------------------------------------- helpers
+
+
+def _check_options(
+    model: Any,
+    args: Any,
+    kwargs: Any,
+    objective: str,
+    tolerance: float | None,
+    allow: Sequence[str],
+    budget_s: float | None,
+) -> None:
+    """Name everything that is wrong with the options at once."""
+    wrong = []
+    if not callable(model):
+        wrong.append(f"model is a {type(model).__name__}, which cannot be called")
+    if not isinstance(args, tuple | list):
+        wrong.append(f"args is a {type(args).__name__}: write (x,) for a single input")
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        wrong.append(f"kwargs is a {type(kwargs).__name__}, not a dictionary")
+    if objective not in OBJECTIVES:
+        wrong.append(f"objective is {objective!r}, not one of {', '.join(OBJECTIVES)}")
+    if tolerance is not None and not tolerance > 0:
+        wrong.append(f"tolerance is {tolerance!r}, not a positive relative error")
+    if isinstance(allow, str):
+        wrong.append(f"allow is a string: write ({allow!r},)")
+    elif unknown := [name for name in allow if name not in LOSSY]:
+        wrong.append(f"allow names {unknown}, but knows only {', '.join(LOSSY)}")
+    if budget_s is not None and not budget_s > 0:
+        wrong.append(f"budget_s is {budget_s!r}, not a positive number of seconds")
+    if wrong:
+        raise OptionError(f"tune() cannot begin: {'; '.join(wrong)}.")
+
+
+def _device(module: nn.Module, call: Call) -> torch.device:
+    """The one device that the model and its inputs are on.
+
+    Raises:
+        SignatureError: there are several, or one on which nothing can be measured.
+    """
+    places: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        places.setdefault(parameter.device, f"parameter {name}")
+    for name, leaf in call.leaves().items():
+        # 0-d tensors on the CPU act as plain numbers beside CUDA tensors.
+        if isinstance(leaf, torch.Tensor) and not (leaf.dim() == 0 and leaf.device.type == "cpu"):
+            places.setdefault(leaf.device, name)
+    if len(places) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in places.items())
+        raise SignatureError(
+            f"The model and its inputs are on several devices: {where}.",
+            remedy="Move them to one device, with model.to(device) and x.to(device).",
+        )
+    device = next(iter(places), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise SignatureError(
+            f"The model is on {device}; only the CPU and CUDA devices can be measured.",
+            remedy="Move model and inputs to the CPU or to a CUDA device.",
+        )
+    return device
+
+
+def _name(model: Callable[..., Any]) -> str:
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return getattr(model, "__qualname__", type(model).__qualname__)
+
+
+def _words(name: str, leaf: Any) -> str:
+    if isinstance(leaf, torch.Tensor):
+        shape = "×".join(map(str, leaf.shape)) or "scalar"
+        return f"{name}: {shape} {str(leaf.dtype).removeprefix('torch.')}"
+    return f"{name}: {leaf!r}"
+
+
+def _reason(error: Exception) -> tuple[str, str]:
+    if isinstance(error, GraphwrightError):
+        where = f" (at {error.where})" if error.where else ""
+        cause = error.__cause__
+        if isinstance(error, StrategyFailed) and isinstance(cause, GraphwrightError):
+            return _reason(cause)
+        return error.what + where, error.remedy or ""
+    frame = user_frame(error)
+    return first_line(error) + (f" (at {frame})" if frame else ""), ""
+
+
+def _sentence(report: Report, chosen: Row, eligible: list[Row]) -> str:
+    """Why this one, for a reader who looks at nothing else."""
+    what = {
+        "latency": "the lowest latency",
+        "throughput": "the highest throughput",
+        "memory": "the lowest peak memory",
+    }[report.objective]
+    if chosen.strategy == EAGER:
+        others = len([row for row in report.rows if row.measurement is not None]) - 1
+        if others < 1:
+            return "eager was chosen: nothing else could be measured here."
+        return f"eager was chosen: none of the {others} others that were measured beats it."
+    text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
+    speed = report.speedup(chosen)
+    if speed is not None:
+        text += f", {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast as eager"
+    best = min(
+        (row for row in eligible if report.ratios(row)),
+        key=lambda row: statistics.median(report.ratios(row)),
+        default=chosen,
+    )
+    if best is not chosen and report.objective != "memory":
+        text += f"; {best.strategy} is not faster beyond the noise, and less simple"
+    return text + "."
+
+
+@contextmanager
+def _same_random_state(device: torch.device) -> Iterator[None]:
+    """Leave the random-number states of the CPU and of the device as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,569 @@
+"""Is it still the same model? A float64 reference, error measures, staleness and aliasing probes.
+
+A candidate is right when it is about as close to a float64 reference as eager itself is: root
+mean square error at most 3 times eager's, largest error at most 8 times, on every leaf of the
+output, for several inputs, in calls that are repeated, interleaved and held. One wrong element
+in a million does not move the mean; that is what the second bound is for.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from .errors import (
+    GraphwrightError,
+    ModelFailed,
+    SignatureError,
+    VerificationError,
+    first_line,
+    user_frame,
+)
+from .snapshots import (
+    Call,
+    Model,
+    Outcome,
+    State,
+    can_hold_anything,
+    keep,
+    outputs_by_name,
+    run,
+    same_bits,
+)
+
+RMS_FACTOR = 3.0
+MAX_FACTOR = 8.0
+# On a leaf of few elements eager may be exact by luck: some units in the last place are free.
+_FREE_RMS_ULPS = 2.0
+_FREE_MAX_ULPS = 8.0
+# A precision that the caller allowed may cost this many of its units in the last place.
+_LOSSY_RMS_ULPS = 8.0
+# Eager's relative error where there is no float64 reference to measure it with.
+_ASSUMED_ERROR = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+}
+# Beyond this relative error the float64 run took another path than eager did.
+_ANOTHER_PATH = 0.2
+_FEW_ELEMENTS = 64
+
+
+@dataclass(frozen=True)
+class ErrorMeasure:
+    """Distance from the reference in units of the reference's root mean square."""
+
+    rms: float
+    max: float
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """Whether a candidate is right, else why not; its error on the worst leaf."""
+
+    ok: bool
+    reason: str = ""
+    error: ErrorMeasure | None = None
+
+
+@dataclass
+class Case:
+    """One set of inputs, what eager made of it, and the float64 values where there are any."""
+
+    call: Call
+    eager: Outcome
+    exact: dict[str, torch.Tensor]
+
+
+@dataclass
+class Reference:
+    """Eager's behaviour on several inputs and its own distance from float64."""
+
+    cases: list[Case]
+    state: State
+    eager_error: dict[str, ErrorMeasure]
+    aliases: frozenset[tuple[str, str]]
+    tolerance: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    @property
+    def worst_eager_error(self) -> ErrorMeasure | None:
+        """Eager's own error on its worst leaf."""
+        return max(self.eager_error.values(), key=lambda e: e.rms, default=None)
+
+    def limit(self, name: str, leaf: torch.Tensor, peak: float, ulp: float | None) -> ErrorMeasure:
+        """The error that one leaf may have; `peak` is the largest value over the mean one."""
+        if self.tolerance is not None:
+            return ErrorMeasure(self.tolerance, self.tolerance * max(peak, 1.0))
+        eager = self.eager_error.get(name, ErrorMeasure(0.0, 0.0))
+        own = torch.finfo(leaf.dtype).eps if leaf.dtype.is_floating_point else 0.0
+        rms = max(RMS_FACTOR * eager.rms, _FREE_RMS_ULPS * own)
+        largest = max(MAX_FACTOR * eager.max, _FREE_MAX_ULPS * own * peak)
+        if ulp is not None and leaf.dtype.is_floating_point:
+            rms = max(rms, _LOSSY_RMS_ULPS * ulp)
+            largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
+        return ErrorMeasure(rms, largest)
+
+
+# ---------------------------------------------------------------- the reference
+
+
+class _Float64(TorchDispatchMode):
+    """Runs every operation in float64, whatever precision the model asks for on the way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func._schema.is_mutable:
+            formal = func._schema.arguments
+            written = [
+                actual
+                for index, argument in enumerate(formal)
+                if argument.alias_info is not None and argument.alias_info.is_write
+                for actual in (args[index] if index < len(args) else named.get(argument.name),)
+            ]
+            if any(_is_narrow(leaf) for leaf in pytree.tree_leaves(written)):
+                # What is written to keeps its dtype; widening the rest could only mismatch.
+                return func(*args, **named)
+        args, named = pytree.tree_map(_widen, (args, named))
+        return func(*args, **named)
+
+
+def _is_narrow(leaf: Any) -> bool:
+    return (
+        isinstance(leaf, torch.Tensor)
+        and leaf.is_floating_point()
+        and leaf.dtype is not torch.float64
+    )
+
+
+def _widen(leaf: Any) -> Any:
+    if _is_narrow(leaf):
+        return leaf.to(torch.float64)
+    if isinstance(leaf, torch.dtype) and leaf.is_floating_point:
+        return torch.float64
+    return leaf
+
+
+def _exact(model: Model, module: nn.Module, call: Call, state: State) -> dict[str, torch.Tensor]:
+    """The model's float64 outcome; raises whatever the model raises on the way there."""
+    args, kwargs = pytree.tree_map(_widen, (call.args, dict(call.kwargs)))
+    wide = Call(call.name, args, kwargs)
+    try:
+        with torch.no_grad(), _Float64():
+            outcome = run(model, wide, state)
+    except Exception:
+        if model is not module:
+            raise
+        # Some operators (recurrent layers) compare the dtypes of weights and inputs beforehand.
+        state.restore()
+        double = copy.deepcopy(module).double()
+        with torch.no_grad(), _Float64():
+            outcome = run(double, wide, State(double))
+    return {n: v for n, v in outcome.leaves().items() if isinstance(v, torch.Tensor)}
+
+
+def reference(
+    model: Model,
+    module: nn.Module,
+    call: Call,
+    *,
+    tolerance: float | None = None,
+    seed: int = 0,
+) -> Reference:
+    """Run eager and a float64 copy of the work on the sample inputs and variations of them.
+
+    Args:
+        model: what is called.
+        module: what holds its parameters and buffers; the same object for a module.
+        call: the sample inputs.
+        tolerance: relative error to accept in place of the rule stated above.
+        seed: of the variations.
+
+    Raises:
+        ModelFailed: the model raises on its sample inputs.
+        SignatureError: an argument or result cannot be compared.
+        VerificationError: two eager calls with the same inputs disagree.
+    """
+    state = State(module)
+    try:
+        with torch.no_grad():
+            first = run(model, call, state)
+            second = run(model, call, state)
+    except GraphwrightError:
+        raise
+    except Exception as error:
+        raise ModelFailed(
+            f"The model fails in eager with the sample inputs: {first_line(error)}",
+            where=user_frame(error),
+            remedy="Make the plain call work first; graphwright changes only how fast it runs.",
+        ) from error
+    if not any(isinstance(v, torch.Tensor) for v in first.outputs.values()):
+        raise SignatureError(
+            "The model returns no tensor, so that there is nothing to compare.",
+            remedy="Return the tensors that the caller needs.",
+        )
+    notes: list[str] = []
+    _refuse_disagreement(first, second, tolerance)
+    try:
+        exact = _exact(model, module, call, state)
+        gap = _errors(first, exact)
+        if any(not error.rms <= _ANOTHER_PATH for error in gap.values()):
+            raise ArithmeticError("its float64 run takes another path")
+    except Exception as error:
+        exact = None
+        notes.append(f"no float64 reference ({first_line(error, 120)}): compared with eager itself")
+    small = min(v.numel() for v in first.outputs.values() if isinstance(v, torch.Tensor))
+    generator = torch.Generator().manual_seed(seed)
+    cases = [Case(call, first, _tensors(first) if exact is None else exact)]
+    for other in _variations(call, generator, 6 if small < _FEW_ELEMENTS else 1):
+        try:
+            with torch.no_grad():
+                eager = run(model, other, state)
+            values = _tensors(eager) if exact is None else _exact(model, module, other, state)
+        except Exception as error:
+            notes.append(f"{other.name}: left out, eager raises {first_line(error, 120)}")
+            continue
+        if _finite(eager) < _finite(first):
+            notes.append(
+                f"{other.name}: left out, eager gives NaN or Inf where the sample does not"
+            )
+            continue
+        cases.append(Case(other, eager, values))
+    state.restore()
+    measured = [_errors(case.eager, case.exact) for case in cases]
+    measured.append(_errors(second, cases[0].exact))
+    if exact is None:
+        own = _assumed(first)
+    else:
+        own = {name: _pooled([m[name] for m in measured if name in m]) for name in measured[0]}
+    return Reference(cases, state, own, _aliases(model, call, state), tolerance, notes)
+
+
+def _tensors(outcome: Outcome) -> dict[str, torch.Tensor]:
+    return {n: v for n, v in outcome.leaves().items() if isinstance(v, torch.Tensor)}
+
+
+def _finite(outcome: Outcome) -> float:
+    """Share of finite elements among the outputs."""
+    tensors = [v for v in outcome.outputs.values() if isinstance(v, torch.Tensor) and v.numel()]
+    shares = [float(torch.isfinite(t).double().mean()) for t in tensors]
+    return min(shares, default=1.0)
+
+
+def _assumed(outcome: Outcome) -> dict[str, ErrorMeasure]:
+    own = {}
+    for name, leaf in _tensors(outcome).items():
+        rms = _ASSUMED_ERROR.get(leaf.dtype, 0.0)
+        own[name] = ErrorMeasure(rms, rms * _peak(leaf.double()) if rms else 0.0)
+    return own
+
+
+def _pooled(errors: list[ErrorMeasure]) -> ErrorMeasure:
+    rms = math.sqrt(sum(e.rms**2 for e in errors) / len(errors))
+    return ErrorMeasure(rms, max(e.max for e in errors))
+
+
+def _refuse_disagreement(first: Outcome, second: Outcome, tolerance: float | None) -> None:
+    base = _tensors(first)
+    for name, leaf in _tensors(second).items():
+        if name not in base or base[name].shape != leaf.shape:
+            gap = math.inf
+        else:
+            gap = _error(leaf, base[name].double(), base[name])[0].rms
+        allowed = _ASSUMED_ERROR.get(leaf.dtype, 0.0) if tolerance is None else tolerance
+        if not gap <= allowed:
+            raise VerificationError(
+                f"Two eager calls with the same inputs disagree: {name} by {gap:.1e} relative.",
+                remedy="Call model.eval() if dropout is at work, seed what is random inside the "
+                "model, or pass a tolerance that covers the difference.",
+            )
+
+
+def _variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[Call]:
+    """Other inputs of the same kind; `generator` lives on the CPU.
+
+    Integers stay between the sample's least (or 0) and largest value, so that an id stays a
+    valid id.
+    """
+    changes: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
+        (f"random inputs {index + 1}", lambda t: _drawn(t, generator)) for index in range(draws)
+    ]
+    changes.append(("the sample's values permuted", lambda t: _permuted(t, generator)))
+    if any(t.dtype is torch.bool for t in call.tensors()):
+        changes.append(("booleans flipped", lambda t: ~t if t.dtype is torch.bool else t))
+    if not any(t.numel() and can_hold_anything(t) for t in call.tensors()):
+        return
+    for name, change in changes:
+        mine = replace(call.clone(), name=name)
+        with torch.no_grad():
+            for tensor in mine.tensors():
+                if tensor.numel() and can_hold_anything(tensor):
+                    tensor.copy_(change(tensor.detach()))
+        yield mine
+
+
+def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """Random values like the tensor's: a mask's, its mean and deviation, its range of integers."""
+    shape = tensor.shape
+    if tensor.dtype is torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
+        drawn = torch.rand(shape, generator=generator) < 0.5
+    elif tensor.is_complex():
+        parts = _drawn(torch.view_as_real(tensor), generator)
+        return torch.view_as_complex(parts.contiguous())
+    elif tensor.is_floating_point():
+        values = tensor.double()[torch.isfinite(tensor)]
+        mean = float(values.mean()) if values.numel() else 0.0
+        deviation = float(values.std()) if values.numel() > 1 else 0.0
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        drawn = normal * (deviation or 1.0) + mean
+    else:
+        low, high = int(tensor.min()), int(tensor.max())
+        drawn = torch.randint(min(low, 0), high + 1, shape, generator=generator)
+    return drawn.to(tensor.device, tensor.dtype)
+
+
+def _permuted(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+    return tensor.reshape(-1)[order].reshape(tensor.shape)
+
+
+# ---------------------------------------------------------------- error measures
+
+
+def _peak(values: torch.Tensor) -> float:
+    """Largest magnitude over the root mean square, of the finite values; at least 1."""
+    values = values[torch.isfinite(values)].abs()
+    if values.numel() == 0:
+        return 1.0
+    scale = float(values.square().mean().sqrt())
+    return max(1.0, float(values.max()) / scale) if scale > 0 else 1.0
+
+
+def _error(
+    actual: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor
+) -> tuple[ErrorMeasure, float]:
+    """Error of `actual` and the peak of `exact`, where eager and exact are both finite."""
+    if actual.is_complex():
+        actual, exact, eager = (
+            torch.view_as_real(t.resolve_conj()) for t in (actual, exact, eager)
+        )
+    wide = actual.detach().double()
+    where = torch.isfinite(eager) & torch.isfinite(exact)
+    values = exact.double()[where]
+    if values.numel() == 0:
+        return ErrorMeasure(0.0, 0.0), 1.0
+    scale = float(values.square().mean().sqrt()) or 1.0
+    gap = (wide[where] - values).abs()
+    rms = float(gap.square().mean().sqrt()) / scale
+    return ErrorMeasure(rms, float(gap.max()) / scale), _peak(values)
+
+
+def _errors(outcome: Outcome, exact: Mapping[str, torch.Tensor]) -> dict[str, ErrorMeasure]:
+    found = {}
+    for name, leaf in _tensors(outcome).items():
+        if name in exact and exact[name].shape == leaf.shape:
+            found[name] = _error(leaf, exact[name], leaf)[0]
+    return found
+
+
+def _special(tensor: torch.Tensor) -> torch.Tensor:
+    """0 where finite, else 1 for NaN, 2 for +Inf, 3 for -Inf."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    kinds = tensor.isnan().to(torch.int8)
+    if tensor.is_floating_point():
+        kinds += 2 * tensor.isposinf() + 3 * tensor.isneginf()
+    return kinds
+
+
+def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = None) -> Verdict:
+    """Judge one outcome against what eager and float64 made of the same inputs.
+
+    `ulp` is the unit in the last place of a lossy precision that the caller allowed.
+    """
+    if outcome.spec != case.eager.spec:
+        return Verdict(False, "the output's structure differs from eager's")
+    want, have = case.eager.leaves(), outcome.leaves()
+    worst: ErrorMeasure | None = None
+    for name in (*want, *(n for n in have if n not in want)):
+        if name not in have or name not in want:
+            which = "not changed, eager changes it" if name in want else "changed, eager leaves it"
+            return Verdict(False, f"{name}: {which}")
+        leaf, expected = have[name], want[name]
+        if not isinstance(leaf, torch.Tensor) or not isinstance(expected, torch.Tensor):
+            if type(leaf) is not type(expected) or not _same_value(leaf, expected):
+                return Verdict(False, f"{name} is {leaf!r}, eager's is {expected!r}")
+            continue
+        for what in ("shape", "dtype", "device"):
+            mine, theirs = getattr(leaf, what), getattr(expected, what)
+            if mine != theirs:
+                return Verdict(False, f"{name} has {what} {mine}, eager's has {theirs}")
+        if not torch.equal(_special(leaf), _special(expected)):
+            return Verdict(False, f"{name} has NaN or Inf in other places than eager's")
+        exact = case.exact.get(name, expected)
+        if exact.shape != expected.shape:
+            exact = expected
+        error, peak = _error(leaf, exact, expected)
+        limit = ref.limit(name, leaf, peak, ulp)
+        if worst is None or error.rms > worst.rms:
+            worst = error
+        if not (error.rms <= limit.rms and error.max <= limit.max):
+            return Verdict(
+                False,
+                f"{name} is off by {error.rms:.1e} (rms) and {error.max:.1e} (largest); "
+                f"allowed {limit.rms:.1e} and {limit.max:.1e}",
+                error,
+            )
+    return Verdict(True, error=worst)
+
+
+def _same_value(a: Any, b: Any) -> bool:
+    return bool(a == b) or (a != a and b != b)
+
+
+# ---------------------------------------------------------------- probes
+
+
+def verify(model: Model, ref: Reference, *, ulp: float | None = None) -> Verdict:
+    """Judge a candidate: every case, then calls that are repeated, held and interleaved.
+
+    Args:
+        model: the candidate, called as the original is.
+        ref: what `reference` gave.
+        ulp: unit in the last place of a lossy precision that the caller allowed.
+
+    Raises:
+        whatever the candidate raises.
+    """
+    worst: ErrorMeasure | None = None
+    for case in ref.cases:
+        verdict = compare(run(model, case.call, ref.state), case, ref, ulp)
+        if not verdict.ok:
+            return replace(verdict, reason=f"{case.call.name}: {verdict.reason}")
+        if verdict.error and (worst is None or verdict.error.rms > worst.rms):
+            worst = verdict.error
+    aliases = _aliases(model, ref.cases[0].call, ref.state)
+    for output, argument in sorted(aliases ^ ref.aliases):
+        more = (output, argument) in aliases
+        how = "shares memory with" if more else "no longer shares memory, as eager's does, with"
+        return Verdict(False, f"{output} {how} {argument}", worst)
+    for probe in (_held, _overwritten, _reused):
+        verdict = probe(model, ref, ulp)
+        if not verdict.ok:
+            return verdict
+    ref.state.restore()
+    name = ref.state.corrupted()
+    if name is not None:
+        return Verdict(False, f"parameter {name} was changed by the candidate", worst)
+    return Verdict(True, error=worst)
+
+
+def _other_case(ref: Reference) -> Case:
+    """A case whose outcome differs from the first one's, so that staleness would show."""
+    first = _tensors(ref.cases[0].eager)
+    for case in ref.cases[1:]:
+        outputs = _tensors(case.eager)
+        if any(not same_bits(v, first[n]) for n, v in outputs.items() if n in first):
+            return case
+    return ref.cases[-1]
+
+
+def _changed(live: Mapping[str, Any], kept: Mapping[str, Any]) -> str | None:
+    for name, leaf in live.items():
+        if isinstance(leaf, torch.Tensor) and not same_bits(leaf, kept[name]):
+            return name
+    return None
+
+
+def _held(model: Model, ref: Reference, ulp: float | None) -> Verdict:
+    """Output 1 must survive call 2, and call 3 must not depend on either."""
+    one, two = ref.cases[0], _other_case(ref)
+    ref.state.restore()
+    call = one.call.clone()
+    live, _ = outputs_by_name(model(*call.args, **call.kwargs))
+    kept = keep(live)
+    verdict = compare(run(model, two.call, ref.state), two, ref, ulp)
+    if not verdict.ok:
+        return replace(verdict, reason=f"stale: called with other inputs, {verdict.reason}")
+    name = _changed(live, kept)
+    if name is not None:
+        return Verdict(False, f"{name} of one call was overwritten by the next call")
+    again = compare(run(model, one.call, ref.state), one, ref, ulp)
+    return replace(again, reason=f"called again, {again.reason}" if again.reason else "")
+
+
+def _overwritten(model: Model, ref: Reference, ulp: float | None) -> Verdict:
+    """An output that shares no memory with an input must survive a change of the input."""
+    one, two = ref.cases[0], _other_case(ref)
+    ref.state.restore()
+    call = one.call.clone()
+    live, _ = outputs_by_name(model(*call.args, **call.kwargs))
+    kept = keep(live)
+    _overwrite(call, two.call)
+    shared = {output for output, _ in ref.aliases}
+    name = _changed({n: v for n, v in live.items() if n not in shared}, kept)
+    if name is not None:
+        return Verdict(False, f"{name} changed when an input was written to after the call")
+    return Verdict(True)
+
+
+def _reused(model: Model, ref: Reference, ulp: float | None) -> Verdict:
+    """The same tensors with new values must give the new values' outcome."""
+    one, two = ref.cases[0], _other_case(ref)
+    ref.state.restore()
+    call = one.call.clone()
+    model(*call.args, **call.kwargs)
+    ref.state.restore()
+    _overwrite(call, two.call)
+    outputs, spec = outputs_by_name(model(*call.args, **call.kwargs))
+    after = {f"{name} after the call": leaf for name, leaf in call.leaves().items()}
+    outcome = Outcome(spec, keep(outputs), keep(after), ref.state.changes())
+    verdict = compare(outcome, two, ref, ulp)
+    if not verdict.ok:
+        return replace(verdict, reason=f"stale: input overwritten in place, {verdict.reason}")
+    return verdict
+
+
+def _overwrite(call: Call, other: Call) -> None:
+    with torch.no_grad():
+        for mine, theirs in zip(call.tensors(), other.tensors(), strict=True):
+            if can_hold_anything(mine):
+                mine.copy_(theirs)
+
+
+def _aliases(model: Model, call: Call, state: State) -> frozenset[tuple[str, str]]:
+    """Pairs of an output and an input that share a storage."""
+    state.restore()
+    mine = call.clone()
+    with torch.no_grad():
+        outputs, _ = outputs_by_name(model(*mine.args, **mine.kwargs))
+    inputs = {
+        leaf.untyped_storage().data_ptr(): name
+        for name, leaf in mine.leaves().items()
+        if isinstance(leaf, torch.Tensor) and leaf.numel()
+    }
+    found = set()
+    for name, leaf in outputs.items():
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            pointer = leaf.untyped_storage().data_ptr()
+            if pointer in inputs:
+                found.add((name, inputs[pointer]))
+    return frozenset(found)

@@ -1,0 +1,203 @@
+"""Strategies with a planted defect, and models that are awkward on purpose."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from graphwright.strategies import Availability, Built
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+@dataclass(frozen=True)
+class Planted:
+    """A strategy whose callable is `make(model)`."""
+
+    name: str
+    make: Callable[[nn.Module], Callable[..., Any]]
+    complexity: int = 3
+
+    def probe(self, device: torch.device) -> Availability:
+        return Availability(True)
+
+    def build(self, model: nn.Module, args: Any, kwargs: Any) -> Built:
+        return Built(self.make(model))
+
+
+def previous_output(model: nn.Module) -> Callable[..., Any]:
+    """Answers each call with the answer to the call before."""
+    last: list[Any] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            last.append(model(*args, **kwargs))
+        return last[-2] if len(last) > 1 else last[-1]
+
+    return call
+
+
+def cached_by_address(model: nn.Module) -> Callable[..., Any]:
+    """Remembers answers by the address of the input, whatever its values are by now."""
+    seen: dict[int, tuple[Any, Any]] = {}
+
+    def call(x: torch.Tensor) -> Any:
+        if x.data_ptr() not in seen:
+            with torch.no_grad():
+                seen[x.data_ptr()] = (x, model(x))
+        return map_tensors(torch.clone, seen[x.data_ptr()][1])
+
+    return call
+
+
+def aliases_input(model: nn.Module) -> Callable[..., Any]:
+    """Writes its answer into the memory of the input."""
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            y = model(x)
+            return x.view(-1)[: y.numel()].view(y.shape).copy_(y)
+
+    return call
+
+
+def views_input(model: nn.Module) -> Callable[..., Any]:
+    """For the identity: returns the input itself where eager returns a copy."""
+    return lambda x: x
+
+
+def static_output(model: nn.Module) -> Callable[..., Any]:
+    """Returns the same memory from every call, as a bare graph replay does."""
+    kept: list[torch.Tensor] = []
+
+    def call(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            y = model(*args, **kwargs)
+            if not kept:
+                kept.append(y.clone())
+            return kept[0].copy_(y)
+
+    return call
+
+
+def off_by_one_per_cent(model: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return map_tensors(lambda t: t * 1.01, model(*args, **kwargs))
+
+    return call
+
+
+def one_element_zeroed(model: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            y = model(*args, **kwargs).clone()
+            y.view(-1)[y.numel() // 2] = 0
+            return y
+
+    return call
+
+
+def raises(model: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        raise ValueError("planted failure")
+
+    return call
+
+
+def raises_later(model: nn.Module) -> Callable[..., Any]:
+    """Works when it is built and fails afterwards."""
+    count = [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] > 2:
+            raise RuntimeError("planted failure of a later call")
+        with torch.no_grad():
+            return model(*args, **kwargs)
+
+    return call
+
+
+def right_but_slower(model: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        end = time.perf_counter() + 2e-3
+        with torch.no_grad():
+            y = model(*args, **kwargs)
+        while time.perf_counter() < end:
+            pass
+        return y
+
+    return call
+
+
+def corrupts_weights(model: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            y = model(*args, **kwargs)
+            parameter = next(model.parameters())
+            parameter.view(-1)[0] = parameter.view(-1)[0].nextafter(torch.tensor(9.0))
+        return y
+
+    return call
+
+
+def float64_output(model: nn.Module) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return model(*args, **kwargs).double()
+
+    return call
+
+
+def frozen_branch(model: nn.Module) -> Callable[..., Any]:
+    """What a trace makes of `if mask.all()`: the branch that the sample took, for ever."""
+    frozen: list[bool] = []
+
+    def call(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if not frozen:
+            frozen.append(bool(mask.all()))
+        with torch.no_grad():
+            return x * 2 if frozen[0] else x * mask
+
+    return call
+
+
+class Branching(nn.Module):
+    """Reads a value of its input to decide what to do."""
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return x * 2 if mask.all() else x * mask
+
+
+class Small(nn.Module):
+    """Two layers, quick to run and to compile."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.second = nn.Linear(width, width)
+        self.register_buffer("offset", torch.randn(width))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.first(x))) + self.offset
+
+
+class Counting(nn.Module):
+    """Changes a buffer in every call, in eval mode too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count += 1
+        return x * self.count

@@ -1,0 +1,269 @@
+"""Each strategy builds a callable that computes the same; what is missing says so."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from planted import Small
+from torch import nn
+
+from graphwright.errors import OptionError, StrategyFailed
+from graphwright.graphs.cuda import CudaGraph
+from graphwright.snapshots import Call
+from graphwright.strategies import (
+    COMPILERS,
+    REWRITES,
+    RUNNERS,
+    Candidate,
+    default_candidates,
+    parse_candidates,
+    probe,
+)
+from graphwright.strategies.base import without_grad
+from graphwright.verification import reference, verify
+
+SLOW_TO_COMPILE = {"inductor:max-autotune"}
+NAMES = [
+    *(c.name for c in COMPILERS if c.name not in SLOW_TO_COMPILE),
+    "channels_last",
+    "channels_last+torchscript:optimize",
+    "channels_last+inductor",
+    "bf16",
+    "bf16+inductor",
+    "fp16",
+    "tf32",
+    "eager+graph",
+    "torchscript:freeze+graph",
+    "aot_autograd+graph",
+    "inductor+graph",
+    "channels_last+inductor+graph",
+]
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, keyword argument, and outputs in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> dict[str, torch.Tensor]:
+        features = torch.relu(self.norm(self.conv(x)))
+        return {"features": features, "logits": self.head(features.mean((2, 3))) * scale}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_candidate_computes_the_same_or_says_why_it_cannot(
+    name: str, device: torch.device
+) -> None:
+    (candidate,) = parse_candidates([name], ("bf16", "fp16", "tf32"))
+    found = candidate.availability(device)
+    if not found.available:
+        assert found.reason
+        assert device.type == "cpu", f"{name} ought to run on CUDA: {found.reason}"
+        return
+    model = Net().eval().to(device)
+    call = Call(
+        "the sample",
+        (torch.randn(4, 3, 16, 16, device=device),),
+        {"scale": torch.rand(4, 1, device=device)},
+    )
+    ref = reference(model, model, call)
+    built = candidate.build(model, call.args, call.kwargs)
+    verdict = verify(built.call, ref, ulp=candidate.lossy_ulp)
+    assert verdict.ok, verdict.reason
+    result = built.call(*call.args, **call.kwargs)
+    expected = model(*call.args, **call.kwargs)
+    assert result["features"].stride() == expected["features"].stride()
+    assert all(p.dtype is torch.float32 for p in model.parameters())
+    if name != "eager":
+        assert not result["logits"].requires_grad
+
+
+def test_names_are_unique_and_made_of_parts() -> None:
+    names = [part.name for part in (*REWRITES, *COMPILERS, *RUNNERS)]
+    assert len(set(names)) == len(names)
+    parsed = parse_candidates(["graph", "channels_last+eager", "channels_last+inductor+graph"], ())
+    assert [c.name for c in parsed] == ["eager+graph", "channels_last", "channels_last+inductor+graph"]
+
+
+@pytest.mark.parametrize(
+    "name", ["turbo", "inductor+inductor", "", "graph+graph", "tf32+bf16+eager"]
+)
+def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
+    with pytest.raises(OptionError, match="channels_last"):
+        parse_candidates([name], ("tf32", "bf16"))
+
+
+def test_nothing_lossy_is_tried_unless_allowed() -> None:
+    model, cpu = Net().eval(), torch.device("cpu")
+    assert all(c.lossy_ulp is None for c in default_candidates(model, cpu, ()))
+    allowed = default_candidates(model, cpu, ("bf16",))
+    assert {c.rewrite.name for c in allowed if c.rewrite} == {"channels_last", "bf16"}
+    with pytest.raises(OptionError, match="allow"):
+        parse_candidates(["bf16"], ())
+
+
+def test_channels_last_is_tried_where_there_are_convolutions() -> None:
+    cpu = torch.device("cpu")
+    names = {c.name for c in default_candidates(Net().eval(), cpu, ())}
+    assert {"eager:no_grad", "eager:inference_mode", "channels_last", "channels_last+inductor"} <= names
+    assert "inductor:max-autotune" not in names
+    assert not any("channels_last" in c.name for c in default_candidates(Small(), cpu, ()))
+
+
+def test_foreign_errors_are_translated_at_one_seam() -> None:
+    class Unscriptable(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.from_numpy(x.numpy() * 2)
+
+    model = Unscriptable().eval()
+    (candidate,) = parse_candidates(["aot_autograd"], ())
+    with pytest.raises(StrategyFailed, match="aot_autograd could not build this model") as caught:
+        candidate.build(
+            nn.Sequential(model, Fails()), (torch.randn(3),), {}
+        )
+    assert caught.value.__cause__ is not None
+
+
+class Fails(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ValueError("cannot be built")
+
+
+def test_a_probe_runs_once_and_its_failure_is_an_answer() -> None:
+    calls = []
+
+    class Broken:
+        name, complexity = "broken", 1
+
+        def probe(self, device: torch.device) -> Any:
+            calls.append(device)
+            raise OSError("no such library")
+
+        def build(self, *_: Any) -> Any:
+            raise AssertionError("never built")
+
+    broken = Broken()
+    for _ in range(2):
+        found = Candidate(broken).availability(torch.device("cpu"))
+        assert not found.available
+        assert "OSError: no such library" in found.reason
+    assert len(calls) == 1
+
+
+def test_scripting_that_fails_falls_back_to_a_trace_with_the_reason() -> None:
+    class TakesAnything(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, *args: torch.Tensor, **kwargs: torch.Tensor) -> torch.Tensor:
+            return self.linear(args[0]) + kwargs["y"]
+
+    (candidate,) = parse_candidates(["torchscript"], ())
+    x, y = torch.randn(2, 4), torch.randn(2, 4)
+    model = TakesAnything().eval()
+    built = candidate.build(model, (x,), {"y": y})
+    assert any("traced, since torch.jit.script failed" in note for note in built.notes)
+    torch.testing.assert_close(built.call(x, y=y), model(x, y=y).detach())
+
+
+def test_many_compilations_of_one_model_do_not_go_eager() -> None:
+    """TorchDynamo's limit of eight entries a code object is silent (hence `fresh_entry`)."""
+    model = Small().eval()
+    (candidate,) = parse_candidates(["aot_autograd"], ())
+    for _ in range(10):
+        candidate.build(model, (torch.randn(2, 16),), {})
+
+
+def test_rewrites_of_a_plain_function_are_refused() -> None:
+    from graphwright.signature import FunctionModule
+
+    (candidate,) = parse_candidates(["channels_last"], ())
+    with pytest.raises(StrategyFailed, match="plain function"):
+        candidate.build(FunctionModule(torch.relu), (torch.randn(1, 2, 3, 4),), {})
+
+
+def test_probes_leave_the_random_state_alone(device: torch.device) -> None:
+    torch.manual_seed(3)
+    before = torch.random.get_rng_state()
+    for part in (*REWRITES, *RUNNERS, *(c for c in COMPILERS if not c.name.startswith("inductor"))):
+        probe(part, device)
+        part.probe(device) if device.type == "cuda" else None
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+class TestCudaGraph:
+    """The plain runner, until the capture engine takes its place."""
+
+    def graph(self, function: Any, *args: Any) -> CudaGraph:
+        return CudaGraph(without_grad(function), args, {})
+
+    def test_an_output_survives_the_next_replay(self) -> None:
+        graph = self.graph(lambda x: x * 2, torch.randn(8, device="cuda"))
+        a, b = torch.randn(8, device="cuda"), torch.randn(8, device="cuda")
+        first = graph(a)
+        graph(b)
+        assert torch.equal(first, a * 2)
+
+    def test_other_shapes_and_dtypes_are_refused(self) -> None:
+        from graphwright.errors import CaptureError
+
+        graph = self.graph(lambda x: x * 2, torch.randn(4, 8, device="cuda"))
+        for x in (torch.randn(1, 8, device="cuda"), torch.randn(4, 8, device="cuda").double()):
+            with pytest.raises(CaptureError, match="Captured for"):
+                graph(x)
+
+    @pytest.mark.parametrize("failing", ["item", "raise", "host copy"])
+    def test_after_a_failure_all_is_as_before(self, failing: str) -> None:
+        from graphwright.errors import CaptureError
+
+        count = [0]
+
+        def work(x: torch.Tensor) -> torch.Tensor:
+            count[0] += 1
+            if failing == "item":
+                return x * x.sum().item()
+            if failing == "host copy":
+                return x + torch.ones(8).cuda()
+            if count[0] == 5:  # Three warm-ups and the trial run have passed.
+                raise ValueError("in the middle of the capture")
+            return torch.rand_like(x)
+
+        x = torch.randn(8, device="cuda")
+        stream = torch.cuda.current_stream()
+        with pytest.raises(CaptureError, match="test_strategies.py"):
+            self.graph(work, x)
+        assert torch.cuda.current_stream() == stream
+        assert not torch.cuda.is_current_stream_capturing()
+        torch.rand(8, device="cuda")
+        assert torch.equal(self.graph(lambda x: x + 1, x)(x), x + 1)
+
+    def test_a_mutated_input_is_refused(self) -> None:
+        from graphwright.errors import CaptureError
+
+        with pytest.raises(CaptureError, match="writes to its inputs"):
+            self.graph(lambda x: x.mul_(2).sum(), torch.randn(8, device="cuda"))
+
+    def test_threads_and_streams_take_turns(self) -> None:
+        from concurrent.futures import ThreadPoolExecutor
+
+        graph = self.graph(lambda x: (x @ x).relu(), torch.randn(64, 64, device="cuda"))
+
+        def work(seed: int) -> bool:
+            with torch.cuda.stream(torch.cuda.Stream()):
+                generator = torch.Generator("cuda").manual_seed(seed)
+                for _ in range(50):
+                    x = torch.randn(64, 64, device="cuda", generator=generator)
+                    if not torch.equal(graph(x), (x @ x).relu()):
+                        return False
+            return True
+
+        with ThreadPoolExecutor(4) as pool:
+            assert all(pool.map(work, range(4)))

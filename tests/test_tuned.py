@@ -1,0 +1,188 @@
+"""A TunedModule behaves as the module does, and goes eager whenever the winner does not fit."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from planted import Small
+from torch import nn
+
+import graphwright as gw
+from graphwright.report import Report
+from graphwright.signature import CallSignature, ModuleWatch
+from graphwright.tuned import TunedModule
+
+REPORT = Report("Small", [], "latency", [], {}, chosen="planted", reason="planted was chosen.")
+MARK = 1000.0
+
+
+def tuned_small(
+    device: torch.device | str = "cpu", *, values: bool = True
+) -> tuple[TunedModule, Small, torch.Tensor]:
+    """A winner whose answers are off by MARK, so that one sees who answered."""
+    model = Small().eval().to(device)
+    x = torch.randn(4, 16, device=device)
+
+    def winner(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with torch.no_grad():
+            return model(*args, **kwargs) + MARK
+
+    signature = CallSignature.of((x,), {})
+    watch = ModuleWatch(model, values=values)
+    return TunedModule(model, REPORT, winner, signature, watch), model, x
+
+
+def won(result: torch.Tensor) -> bool:
+    return bool(result.mean() > MARK / 2)
+
+
+def test_a_fitting_call_is_answered_by_the_winner() -> None:
+    tuned, _, x = tuned_small()
+    assert won(tuned(x))
+    assert won(tuned(torch.randn(4, 16)))
+    assert tuned.calls == {"tuned": 2}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda t, x: t(x[:1]),
+        lambda t, x: t(x=x),
+        lambda t, x: t(x[:, torch.arange(16)].t().contiguous().t()),
+        lambda t, x: t.double()(x.double()),
+    ],
+)
+def test_another_call_goes_eager_and_is_counted(call: Any) -> None:
+    tuned, _, x = tuned_small()
+    result = call(tuned, x)
+    assert not won(result)
+    assert not result.requires_grad
+    assert tuned.calls == {"eager: another signature": 1}
+    assert tuned._choice.last_difference in tuned.explain()
+
+
+def test_wrong_calls_raise_as_the_module_does() -> None:
+    tuned, model, _ = tuned_small()
+    with pytest.raises(RuntimeError) as mine:
+        tuned(torch.ones(4, 3))
+    with pytest.raises(RuntimeError) as theirs:
+        model(torch.ones(4, 3))
+    assert str(mine.value) == str(theirs.value)
+    with pytest.raises(TypeError):
+        tuned()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda t, m: t.load_state_dict(Small().state_dict()),
+        lambda t, m: t.load_state_dict(Small().state_dict(), assign=True),
+        lambda t, m: setattr(m.first.weight, "data", torch.zeros(16, 16)),
+        lambda t, m: setattr(m, "first", nn.Linear(16, 16)),
+        lambda t, m: setattr(t, "first", nn.Linear(16, 16)),
+        lambda t, m: t.register_forward_hook(lambda mod, a, out: out + 1),
+        lambda t, m: m.register_forward_hook(lambda mod, a, out: out + 1),
+        lambda t, m: m.offset.add_(1),
+    ],
+)
+def test_a_changed_module_goes_eager_and_answers_right(change: Any) -> None:
+    tuned, model, x = tuned_small()
+    change(tuned, model)
+    assert torch.equal(tuned(x), model(x).detach())
+    assert tuned.calls == {"eager: the module changed": 1}
+    assert "Call graphwright.tune() again" in tuned.explain()
+
+
+def test_in_place_updates_reach_a_winner_that_reads_the_weights() -> None:
+    tuned, model, x = tuned_small(values=False)
+    tuned.load_state_dict(Small().state_dict())
+    assert torch.equal(tuned(x), model(x).detach() + MARK)
+
+
+def test_no_gradient_is_lost() -> None:
+    tuned, model, x = tuned_small()
+    wants = x.clone().requires_grad_()
+    tuned(wants).sum().backward()
+    assert wants.grad is not None
+    tuned.train()
+    assert model.training
+    assert tuned(x).requires_grad
+    assert tuned.calls == {"eager: gradients are wanted": 2}
+    tuned.eval()
+    assert won(tuned(x))
+
+
+def test_it_behaves_as_the_module_does() -> None:
+    tuned, model, _ = tuned_small()
+    assert list(tuned.state_dict()) == list(model.state_dict()) == [
+        "offset",
+        "first.weight",
+        "first.bias",
+        "second.weight",
+        "second.bias",
+    ]
+    assert [id(p) for p in tuned.parameters()] == [id(p) for p in model.parameters()]
+    assert [n for n, _ in tuned.named_modules()] == [n for n, _ in model.named_modules()]
+    assert tuned.first is model.first
+    assert isinstance(tuned, nn.Module)
+    tuned.to(torch.float64)
+    assert model.first.weight.dtype is torch.float64
+    tuned.note = 3
+    assert model.note == 3
+    assert "planted" in repr(tuned)
+    assert tuned.requires_grad_(False) is tuned
+    assert not model.first.weight.requires_grad
+
+
+def test_methods_lengths_and_items_are_the_module_s() -> None:
+    class Named(nn.Sequential):
+        def describe(self) -> str:
+            return f"{len(self)} layers"
+
+    tuned = gw.tune(
+        Named(nn.Linear(4, 4), nn.ReLU()).eval(), (torch.randn(2, 4),), strategies=["eager"]
+    )
+    assert tuned.describe() == "2 layers"
+    assert len(tuned) == 2
+    assert isinstance(tuned[1], nn.ReLU)
+    with pytest.raises(AttributeError, match="no_such"):
+        _ = tuned.no_such
+
+
+def test_copies_and_pickles_start_untuned_and_say_so() -> None:
+    tuned, model, x = tuned_small()
+    for other in (copy.deepcopy(tuned), pickle.loads(pickle.dumps(tuned))):
+        assert torch.equal(other(x), model(x).detach())
+        assert other.calls == {"eager: nothing tuned": 1}
+        assert "not tuned" in other.explain()
+        assert other.first.weight is not model.first.weight
+
+
+def test_a_tuned_module_can_be_tuned_again() -> None:
+    model = Small().eval()
+    x = torch.randn(4, 16)
+    first = gw.tune(model, (x,), strategies=["eager:no_grad"])
+    second = gw.tune(first, (x,), strategies=["eager:no_grad"])
+    assert second.module is model
+
+
+def test_autocast_is_part_of_the_call() -> None:
+    tuned, model, x = tuned_small()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert torch.equal(tuned(x), model(x).detach())
+    assert tuned.calls == {"eager: another signature": 1}
+
+
+def test_eager_as_the_winner_gives_no_gradients_either() -> None:
+    model = Small().eval()
+    x = torch.randn(4, 16)
+    tuned = gw.tune(model, (x,), strategies=["eager"])
+    assert tuned.report.chosen == "eager"
+    assert not tuned(x).requires_grad
+    model.load_state_dict(Small().state_dict(), assign=True)
+    assert torch.equal(tuned(x), model(x).detach())
+    assert tuned.calls == {"tuned": 2}

@@ -1,0 +1,275 @@
+"""tune() from end to end on small models: statuses, choice, budget, interruption, side effects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import planted
+import pytest
+import torch
+from planted import Counting, Planted, Small
+from torch import nn
+
+import graphwright as gw
+from graphwright.report import Status
+from graphwright.strategies import Availability, Built
+from graphwright.tuner import Tuning
+
+DEFECTS = {
+    "previous": (planted.previous_output, Status.WRONG),
+    "aliasing": (planted.aliases_input, Status.WRONG),
+    "one per cent": (planted.off_by_one_per_cent, Status.WRONG),
+    "raising": (planted.raises, Status.FAILED),
+    "slow": (planted.right_but_slower, Status.SLOWER),
+    "static": (planted.static_output, Status.WRONG),
+    "address": (planted.cached_by_address, Status.WRONG),
+    "raising later": (planted.raises_later, Status.FAILED),
+    "corrupting": (planted.corrupts_weights, Status.WRONG),
+}
+
+
+def small(device: torch.device | str = "cpu") -> tuple[Small, torch.Tensor]:
+    return Small().eval().to(device), torch.randn(4, 16, device=device)
+
+
+def test_planted_strategies_get_their_status_and_none_is_chosen(device: torch.device) -> None:
+    model, x = small(device)
+    weight = model.first.weight.clone()
+    strategies = [Planted(name, make) for name, (make, _) in DEFECTS.items()]
+    report = gw.tune(model, (x,), strategies=strategies).report
+    found = {row.strategy: row.status for row in report.rows}
+    assert found == {"eager": Status.OK} | {n: status for n, (_, status) in DEFECTS.items()}
+    assert report.chosen == "eager"
+    assert all(row.reason for row in report.rows if row.status is not Status.OK)
+    assert torch.equal(model.first.weight, weight)
+
+
+def test_a_faster_right_strategy_is_chosen_and_called(device: torch.device) -> None:
+    class Slow(Small):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for _ in range(50):
+                x = x + 0
+            return super().forward(x)
+
+    model = Slow().eval().to(device)
+    x = torch.randn(4, 16, device=device)
+    quick = Planted("quick", lambda m: torch.no_grad()(lambda x: Small.forward(m, x)))
+    tuned = gw.tune(model, (x,), strategies=[quick])
+    assert tuned.report.chosen == "quick"
+    assert "quick was chosen" in tuned.report.reason
+    torch.testing.assert_close(tuned(x), model(x).detach())
+    assert tuned.calls == {"tuned": 1}
+
+
+def test_within_the_noise_the_simpler_one_is_chosen() -> None:
+    model, x = small()
+    twins = [Planted(n, lambda m: torch.no_grad()(m), c) for n, c in (("c9", 9), ("c5", 5))]
+    tuning = Tuning(model, (x,), strategies=twins)
+    tuning.run()
+    same = tuning.report.row("c9")
+    assert same is not None
+    for row in tuning.report.rows:  # Three equal sets of samples leave only complexity.
+        row.final = same.final or same.screening
+        row.status = Status.OK
+        tuning._kept[row.strategy] = Built(model)
+    assert [row.strategy for row in tuning._ranked()] == ["eager", "c5", "c9"]
+
+
+def test_eager_three_ways_torchscript_aot_and_inductor_on_the_cpu() -> None:
+    model, x = small()
+    tuned = gw.tune(model, (x,))
+    report = tuned.report
+    measured = {
+        "eager",
+        "eager:no_grad",
+        "eager:inference_mode",
+        "torchscript",
+        "torchscript:freeze",
+        "torchscript:optimize",
+        "aot_autograd",
+        "inductor",
+    }
+    assert {r.strategy for r in report.rows if r.measurement is not None} == measured
+    assert {r.strategy for r in report.rows if r.status is Status.UNAVAILABLE} == {
+        "torchscript:fuser",
+        "inductor:reduce-overhead",
+        "eager+graph",
+    }
+    assert all(r.reason and r.remedy for r in report.rows if r.status is Status.UNAVAILABLE)
+    chosen = report.chosen_row
+    assert chosen is not None
+    assert chosen.status is Status.OK
+    speedup = report.speedup(chosen)
+    assert speedup is not None
+    assert speedup[0] >= 1 or report.chosen == "eager"
+    for row in report.rows:
+        if row.measurement is not None:
+            assert row.setup_s is not None
+            assert row.error is not None
+            assert row.screening is not None
+            assert len(row.screening.latency) >= 5
+    torch.testing.assert_close(tuned(x), model(x).detach())
+
+
+def test_a_spent_budget_names_what_was_not_tried() -> None:
+    model, x = small()
+    tuned = gw.tune(model, (x,), strategies=["eager:no_grad", "torchscript"], budget_s=1e-9)
+    statuses = {row.strategy: row.status for row in tuned.report.rows}
+    assert statuses == {
+        "eager": Status.OK,
+        "eager:no_grad": Status.NOT_TRIED,
+        "torchscript": Status.NOT_TRIED,
+    }
+    assert "budget" in tuned.report.rows[1].reason
+
+
+def test_an_interrupted_run_knows_what_was_found_by_then() -> None:
+    def interrupt(_: nn.Module) -> Any:
+        raise KeyboardInterrupt
+
+    model, x = small()
+    strategies: list[Any] = ["eager:no_grad", Planted("stop", interrupt), "torchscript"]
+    tuning = Tuning(model, (x,), strategies=strategies)
+    with pytest.raises(KeyboardInterrupt):
+        tuning.run()
+    report = tuning.report
+    assert report.interrupted
+    assert [row.strategy for row in report.rows] == ["eager", "eager:no_grad"]
+    assert report.chosen in ("eager", "eager:no_grad")
+    assert tuning._kept == {}
+
+
+def test_a_winner_that_fails_when_verified_again_makes_way_for_the_next() -> None:
+    model, x = small()
+    good = [True]
+
+    def fickle(m: nn.Module) -> Any:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                return m(x) if good[0] else m(x) * 1.01
+
+        return call
+
+    tuning = Tuning(model, (x,), strategies=[Planted("fickle", fickle)])
+    rank = tuning._ranked
+
+    def spoiled() -> Any:
+        good[0] = False
+        row = tuning.report.row("fickle")
+        assert row is not None
+        row.status = Status.OK
+        return sorted(rank(), key=lambda r: r.strategy != "fickle")
+
+    tuning._ranked = spoiled  # type: ignore[method-assign]
+    tuning.run()
+    row = tuning.report.row("fickle")
+    assert row is not None
+    assert tuning.report.chosen == "eager"
+    assert row.status is Status.WRONG or row.strategy not in tuning._kept
+
+
+def test_tuning_leaves_model_and_random_state_as_they_were(device: torch.device) -> None:
+    model = Counting().eval().to(device)
+    x = torch.randn(4, device=device)
+    kept = x.clone()
+    torch.manual_seed(5)
+    before = torch.random.get_rng_state()
+    gw.tune(model, (x,), strategies=["eager:no_grad"])
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert float(model.count) == 0
+    assert torch.equal(x, kept)
+    assert torch.is_grad_enabled()
+    assert not model.training
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput", "memory"])
+def test_each_objective_chooses_and_says_why(objective: Any) -> None:
+    model, x = small()
+    report = gw.tune(model, (x,), objective=objective, strategies=["eager:no_grad"]).report
+    assert report.objective == objective
+    assert report.chosen in ("eager", "eager:no_grad")
+    assert report.reason
+
+
+def test_a_plain_function_and_keyword_inputs_can_be_tuned(device: torch.device) -> None:
+    weight = torch.randn(16, 16, device=device)
+
+    def project(x: torch.Tensor, *, scale: float) -> torch.Tensor:
+        return torch.tanh(x @ weight) * scale
+
+    x = torch.randn(4, 16, device=device)
+    strategies = ["torchscript", "aot_autograd"]
+    tuned = gw.tune(project, (x,), {"scale": 2.0}, strategies=strategies)
+    assert {row.status for row in tuned.report.rows} <= {Status.OK, Status.SLOWER}
+    assert tuned.report.eager_error is not None
+    torch.testing.assert_close(tuned(x, scale=2.0), project(x, scale=2.0))
+    torch.testing.assert_close(tuned(x, scale=3.0), project(x, scale=3.0))
+    assert sum(n for way, n in tuned.calls.items() if way.startswith("eager")) == 1
+    assert tuned.module is project
+
+
+def test_lossy_precision_is_tried_when_allowed_and_bounded(device: torch.device) -> None:
+    model, x = small(device)
+
+    def too_lossy(m: nn.Module) -> Any:
+        return lambda x: torch.no_grad()(m)(x) * 1.2
+
+    tuned = gw.tune(model, (x,), strategies=["bf16", Planted("far", too_lossy)], allow=("bf16",))
+    row = tuned.report.row("bf16")
+    assert row is not None
+    assert row.status in (Status.OK, Status.SLOWER)
+    assert row.error is not None
+    assert row.error.rms > 1e-4
+    far = tuned.report.row("far")
+    assert far is not None
+    assert far.status is Status.WRONG
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"args": torch.ones(2)}, r"write \(x,\)"),
+        ({"args": (torch.ones(4, 16),), "objective": "speed"}, "not one of latency"),
+        ({"args": (torch.ones(4, 16),), "allow": ("int4",)}, "int4"),
+        ({"args": (torch.ones(4, 16),), "allow": "bf16"}, r"write \('bf16',\)"),
+        ({"args": (torch.ones(4, 16),), "tolerance": -1.0}, "tolerance"),
+        ({"args": (torch.ones(4, 16),), "budget_s": 0}, "budget_s"),
+        ({"args": (torch.ones(4, 16),), "strategies": ["warp"]}, "Unknown strategy 'warp'"),
+        ({"args": (), "objective": "x", "allow": ("y",)}, "objective.*allow"),
+    ],
+)
+def test_bad_options_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(gw.OptionError, match=text):
+        gw.tune(Small().eval(), **options)
+
+
+def test_training_mode_and_mixed_devices_are_refused() -> None:
+    with pytest.raises(gw.OptionError, match=r"model.eval\(\)"):
+        gw.tune(Small(), (torch.ones(4, 16),))
+    with pytest.raises(gw.SignatureError, match="meta"):
+        gw.tune(Small().eval(), (torch.ones(4, 16, device="meta"),))
+
+
+def test_a_model_that_fails_in_eager_is_refused_with_its_line() -> None:
+    with pytest.raises(gw.ModelFailed, match="planted.py"):
+        gw.tune(Small().eval(), (torch.ones(4, 17),))
+
+
+def test_a_strategy_that_is_not_available_is_a_row() -> None:
+    class Absent:
+        name, complexity = "absent", 1
+
+        def probe(self, device: torch.device) -> Availability:
+            return Availability(False, "it is not installed", "pip install absent")
+
+        def build(self, *_: Any) -> Built:
+            raise AssertionError("never built")
+
+    model, x = small()
+    row = gw.tune(model, (x,), strategies=[Absent()]).report.row("absent")
+    assert row is not None
+    assert (row.status, row.reason, row.remedy) == (
+        Status.UNAVAILABLE,
+        "it is not installed",
+        "pip install absent",
+    )
