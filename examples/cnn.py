@@ -1,6 +1,6 @@
 """A small CNN on 1×28×28 images.
 
-    graphwright tune examples/cnn.py:cnn
+graphwright tune examples/cnn.py:cnn
 """
 
 from __future__ import annotations

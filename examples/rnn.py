@@ -1,6 +1,6 @@
 """An RNN(64, 32) with a linear head: many small steps, each a few tiny kernels.
 
-    graphwright tune examples/rnn.py:rnn
+graphwright tune examples/rnn.py:rnn
 """
 
 from __future__ import annotations

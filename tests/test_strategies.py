@@ -88,7 +88,11 @@ def test_names_are_unique_and_made_of_parts() -> None:
     names = [part.name for part in (*REWRITES, *COMPILERS, *RUNNERS)]
     assert len(set(names)) == len(names)
     parsed = parse_candidates(["graph", "channels_last+eager", "channels_last+inductor+graph"], ())
-    assert [c.name for c in parsed] == ["eager+graph", "channels_last", "channels_last+inductor+graph"]
+    assert [c.name for c in parsed] == [
+        "eager+graph",
+        "channels_last",
+        "channels_last+inductor+graph",
+    ]
 
 
 @pytest.mark.parametrize(
@@ -111,7 +115,12 @@ def test_nothing_lossy_is_tried_unless_allowed() -> None:
 def test_channels_last_is_tried_where_there_are_convolutions() -> None:
     cpu = torch.device("cpu")
     names = {c.name for c in default_candidates(Net().eval(), cpu, ())}
-    assert {"eager:no_grad", "eager:inference_mode", "channels_last", "channels_last+inductor"} <= names
+    assert {
+        "eager:no_grad",
+        "eager:inference_mode",
+        "channels_last",
+        "channels_last+inductor",
+    } <= names
     assert "inductor:max-autotune" not in names
     assert not any("channels_last" in c.name for c in default_candidates(Small(), cpu, ()))
 
@@ -124,9 +133,7 @@ def test_foreign_errors_are_translated_at_one_seam() -> None:
     model = Unscriptable().eval()
     (candidate,) = parse_candidates(["aot_autograd"], ())
     with pytest.raises(StrategyFailed, match="aot_autograd could not build this model") as caught:
-        candidate.build(
-            nn.Sequential(model, Fails()), (torch.randn(3),), {}
-        )
+        candidate.build(nn.Sequential(model, Fails()), (torch.randn(3),), {})
     assert caught.value.__cause__ is not None
 
 

@@ -118,13 +118,17 @@ def test_no_gradient_is_lost() -> None:
 
 def test_it_behaves_as_the_module_does() -> None:
     tuned, model, _ = tuned_small()
-    assert list(tuned.state_dict()) == list(model.state_dict()) == [
-        "offset",
-        "first.weight",
-        "first.bias",
-        "second.weight",
-        "second.bias",
-    ]
+    assert (
+        list(tuned.state_dict())
+        == list(model.state_dict())
+        == [
+            "offset",
+            "first.weight",
+            "first.bias",
+            "second.weight",
+            "second.bias",
+        ]
+    )
     assert [id(p) for p in tuned.parameters()] == [id(p) for p in model.parameters()]
     assert [n for n, _ in tuned.named_modules()] == [n for n, _ in model.named_modules()]
     assert tuned.first is model.first

@@ -22,9 +22,7 @@ def made(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:
     return reference(model, model, Call("the sample", args, kwargs), tolerance=tolerance)
 
 
-def judge(
-    make: Callable[[nn.Module], Callable[..., Any]], model: nn.Module, *args: Any
-) -> Verdict:
+def judge(make: Callable[[nn.Module], Callable[..., Any]], model: nn.Module, *args: Any) -> Verdict:
     return verify(make(model), made(model, *args))
 
 
@@ -165,9 +163,7 @@ def test_half_precision_is_judged_by_eager_s_own_error(device: torch.device) -> 
     def better(x: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), torch.autocast(device.type, enabled=False):
             y = nn.functional.linear(x.float(), model[0].weight.float(), model[0].bias.float())
-            y = nn.functional.layer_norm(
-                y, (64,), model[1].weight.float(), model[1].bias.float()
-            )
+            y = nn.functional.layer_norm(y, (64,), model[1].weight.float(), model[1].bias.float())
             return nn.functional.gelu(y).to(torch.bfloat16)
 
     assert verify(better, ref).ok

@@ -12,7 +12,7 @@ import operator
 import struct
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -88,22 +88,27 @@ def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
 
 
 def switches() -> tuple[Any, ...]:
-    """The global switches that change which kernels a call runs or what they compute."""
-    cuda = torch.backends.cuda
+    """The global switches that change which kernels a call runs or what they compute.
+
+    Read at every call, hence from torch._C: the public properties cost three times as much, and
+    the older TF32 flags raise once one of the newer fp32_precision settings was used.
+    """
+    c = torch._C
     return (
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
         torch.get_default_dtype(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.backends.mkldnn.enabled,
-        torch.backends.cudnn.enabled,
-        torch.backends.cudnn.benchmark,
-        torch._C._get_cudnn_allow_tf32(),
-        torch.get_float32_matmul_precision(),
-        cuda.flash_sdp_enabled(),
-        cuda.mem_efficient_sdp_enabled(),
-        cuda.math_sdp_enabled(),
-        cuda.cudnn_sdp_enabled(),
+        c._get_deterministic_algorithms(),
+        c._get_mkldnn_enabled(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_fp32_precision_getter("cuda", "matmul"),
+        c._get_fp32_precision_getter("cuda", "conv"),
+        c._get_fp32_precision_getter("mkldnn", "matmul"),
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
     )
 
 
@@ -115,6 +120,11 @@ class CallSignature:
     leaves: tuple[tuple[Any, ...], ...]
     aliases: tuple[tuple[int, int], ...]
     switches: tuple[Any, ...]
+    # The common case, arguments that are plain tensors, is compared without flattening:
+    # one description a positional argument, and one a keyword. None where there are others.
+    flat: tuple[tuple[tuple[Any, ...], ...], dict[str, tuple[Any, ...]]] | None = field(
+        compare=False
+    )
 
     @classmethod
     def of(cls, args: Args, kwargs: Kwargs) -> CallSignature:
@@ -132,7 +142,31 @@ class CallSignature:
                 # Naming leaves is slow, so it is done only for the error.
                 describe(leaf, argument_names(args, kwargs)[index])
                 raise
-        return cls(spec, tuple(described), _shared(leaves), switches())
+        flat = None
+        aliases = _shared(leaves)
+        if not aliases and all(type(v) is torch.Tensor for v in (*args, *kwargs.values())):
+            flat = (
+                tuple(describe(value) for value in args),
+                {name: describe(value) for name, value in kwargs.items()},
+            )
+        return cls(spec, tuple(described), aliases, switches(), flat)
+
+    def fits(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a call has this signature; takes some microseconds."""
+        if self.flat is None:
+            return self.differences(args, kwargs) is None
+        positional, named = self.flat
+        if len(args) != len(positional) or len(kwargs) != len(named):
+            return False
+        for value, expected in zip(args, positional, strict=True):
+            if not _is(value, expected):
+                return False
+        for name, value in kwargs.items():
+            if name not in named or not _is(value, named[name]):
+                return False
+        if len(args) + len(kwargs) > 1 and _shared((*args, *kwargs.values())):
+            return False
+        return switches() == self.switches
 
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
         """Why a call does not fit this signature, in words, or None when it fits."""
@@ -154,6 +188,15 @@ class CallSignature:
         if other.switches != self.switches:
             found.append("autocast or a torch.backends switch changed")
         return "; ".join(found)
+
+
+def _is(value: Any, expected: tuple[Any, ...]) -> bool:
+    return (
+        type(value) is torch.Tensor
+        and value.layout is torch.strided
+        and (value.shape, value.dtype, value.stride(), value.device, value.requires_grad)
+        == expected
+    )
 
 
 def _shared(leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
@@ -187,81 +230,73 @@ def _words(described: tuple[Any, ...]) -> str:
     return f"{kind.__name__} {value!r}"
 
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-
-
 class ModuleWatch:
     """Notices whatever makes work that was built from a module out of date.
 
-    Watched: parameters and buffers by identity and address; submodules; plain attributes
-    (`training` among them); hooks. With `values=True` also in-place changes of parameters and
-    buffers, for work that holds a copy of the weights or has folded them.
+    Watched: parameters, buffers and submodules by identity, the former by address too; plain
+    attributes (`training` among them); forward hooks. With `values=True` also in-place changes of
+    parameters and buffers, for work that holds a copy of the weights or has folded them.
 
     Not watched: attributes that are lists, dictionaries or other objects, and what a Python
-    function closes over beside modules and tensors.
+    function closes over beside modules and tensors. The watch keeps the tensors alive, so that
+    what was built from them never reads memory that was given to others.
     """
 
     def __init__(self, module: nn.Module, *, values: bool) -> None:
         self._values = values
-        # One entry a module: live dictionaries beside copies of what they held.
-        self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
-        self._children: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._attributes: list[tuple[Callable[[Any], Any], dict[str, Any], Any, Any]] = []
-        self._slots: list[tuple[dict[str, Any], str]] = []
+        self._hooks: list[dict[Any, Any]] = []
+        # Live dictionaries of parameters, buffers and submodules beside what they held.
+        self._holders: list[dict[str, Any]] = []
+        self._attributes: list[tuple[Callable[[Any], Any], dict[str, Any], Any]] = []
         for child in module.modules():
             attributes = child.__dict__
-            for name in _HOOKS:
-                self._hooks.append((attributes[name], dict(attributes[name])))
-            self._children.append((child._modules, dict(child._modules)))
+            self._hooks += [attributes["_forward_hooks"], attributes["_forward_pre_hooks"]]
+            held = (child._parameters, child._buffers, child._modules)
+            self._holders += held
             names = [k for k, v in attributes.items() if isinstance(v, _SCALARS)]
             get = operator.itemgetter(*names)
-            held = get(attributes)
-            self._attributes.append((get, attributes, held, _types(held)))
-            for holder in (child._parameters, child._buffers):
-                self._slots += [(holder, name) for name in holder]
-        self._tensors = self._now()
-        self._addresses = _addresses(self._tensors)
+            self._attributes.append((get, attributes, get(attributes)))
+        self._hooked = [dict(hooks) for hooks in self._hooks]
+        # A method that was put in place of a class's own (LoRA, offloading) is a new attribute.
+        self._sized = [*self._holders, *(attributes for _, attributes, _ in self._attributes)]
+        self._sizes = list(map(len, self._sized))
+        self._held = self._now()
+        self._tensors = [v for v in self._held if isinstance(v, torch.Tensor)]
+        self._addresses = list(map(_ADDRESS, self._tensors))
         self._versions = _versions(self._tensors) if values else []
 
     def _now(self) -> list[Any]:
-        return [holder.get(name) for holder, name in self._slots]
+        return [value for holder in self._holders for value in holder.values()]
 
     def changed(self) -> str | None:
         """What has changed since the watch was made, in words, or None."""
         now = self._now()
-        if any(map(operator.is_not, now, self._tensors)):
-            return "a parameter or buffer was rebound"
-        if _addresses(now) != self._addresses:
+        if list(map(len, self._sized)) != self._sizes:
+            return "a parameter, buffer, submodule or attribute was added or removed"
+        if any(map(operator.is_not, now, self._held)):
+            return "a parameter, buffer or submodule was replaced"
+        if list(map(_ADDRESS, self._tensors)) != self._addresses:
             return "the memory of a parameter or buffer moved"
-        if self._values and _versions(now) != self._versions:
+        if self._values and _versions(self._tensors) != self._versions:
             return "a parameter or buffer changed in place, and the chosen strategy holds a copy"
-        for live, held in self._hooks:
-            if live != held:
-                return "a hook was added or removed"
-        for live, held in self._children:
-            if live != held:
-                return "a submodule was replaced"
-        for get, attributes, values, kinds in self._attributes:
+        if self._hooks != self._hooked:
+            return "a forward hook was added or removed"
+        for get, attributes, values in self._attributes:
             try:
                 current = get(attributes)
             except KeyError:
                 return "an attribute of a module was deleted"
-            if current != values or _types(current) != kinds:
+            if current != values:
                 return "an attribute of a module changed (train() or eval(), for example)"
         return None
 
 
-def _types(values: Any) -> Any:
-    return tuple(map(type, values)) if isinstance(values, tuple) else type(values)
-
-
-def _addresses(tensors: Sequence[Any]) -> list[int]:
-    return [0 if t is None else t.data_ptr() for t in tensors]
+_ADDRESS = torch.Tensor.data_ptr
 
 
 def _versions(tensors: Sequence[Any]) -> list[int]:
     # Inference tensors keep no version counter; they cannot change outside inference mode.
-    return [0 if t is None or t.is_inference() else t._version for t in tensors]
+    return [0 if t.is_inference() else t._version for t in tensors]
 
 
 class FunctionModule(nn.Module):

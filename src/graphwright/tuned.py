@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -24,26 +24,45 @@ class _Choice:
         call: Callable[..., Any] | None,
         signature: CallSignature | None,
         watch: ModuleWatch | None,
+        pure: bool,
     ) -> None:
         self.module = module
         self.report = report
         self.call = call
         self.signature = signature
         self.watch = watch
+        self.pure = pure
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
-    def obstacle(self, args: Args, kwargs: Kwargs) -> tuple[str, str] | None:
-        """Why this call must go eager, as a short kind and in words; None when it need not."""
-        if self.call is None or self.signature is None:
-            return "nothing tuned", "this copy was not tuned: call tune() on it"
-        difference = self.signature.differences(args, kwargs)
-        if difference is not None:
-            return "another signature", difference
-        change = None if self.watch is None else self.watch.changed()
+    def attempt(self, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
+        """Call the winner and then look whether the module had changed; True if the result counts.
+
+        A call that changes nothing may begin first: the GPU works while the module is looked
+        over, and a result that came too late is dropped.
+        """
+        assert self.call is not None  # __call__ has looked.
+        watch = self.watch
+        if watch is None:
+            return True, self.call(*args, **kwargs)
+        if not self.pure:
+            if self.outdated(watch):
+                return False, None
+            return True, self.call(*args, **kwargs)
+        try:
+            result = self.call(*args, **kwargs)
+        except Exception:
+            if self.outdated(watch):
+                return False, None
+            raise
+        return (False, None) if self.outdated(watch) else (True, result)
+
+    def outdated(self, watch: ModuleWatch) -> bool:
+        """Whether the module has changed; the reason is kept for `explain`."""
+        change = watch.changed()
         if change is not None:
-            return "the module changed", change
-        return None
+            self.last_difference = change
+        return change is not None
 
 
 class TunedModule(nn.Module):
@@ -70,10 +89,11 @@ class TunedModule(nn.Module):
         call: Callable[..., Any] | None,
         signature: CallSignature | None = None,
         watch: ModuleWatch | None = None,
+        pure: bool = False,
     ) -> None:
         # One dictionary for both: whatever is set on the one is set on the other.
         object.__setattr__(self, "__dict__", module.__dict__)
-        object.__setattr__(self, "_choice", _Choice(module, report, call, signature, watch))
+        object.__setattr__(self, "_choice", _Choice(module, report, call, signature, watch, pure))
 
     _choice: _Choice
 
@@ -100,13 +120,17 @@ class TunedModule(nn.Module):
             choice.calls["eager: gradients are wanted"] += 1
             choice.last_difference = "training mode, or an input that requires grad"
             return choice.module(*args, **kwargs)
-        obstacle = choice.obstacle(args, kwargs)
-        if obstacle is None:
-            assert choice.call is not None  # obstacle() has looked.
-            result = choice.call(*args, **kwargs)
-            choice.calls["tuned"] += 1
-            return result
-        kind, choice.last_difference = obstacle
+        if choice.call is None or choice.signature is None:
+            kind = "nothing tuned"
+        elif not choice.signature.fits(args, kwargs):
+            kind = "another signature"
+            choice.last_difference = choice.signature.differences(args, kwargs)
+        else:
+            counts, result = choice.attempt(args, kwargs)
+            if counts:
+                choice.calls["tuned"] += 1
+                return result
+            kind = "the module changed"
         choice.calls[f"eager: {kind}"] += 1
         with torch.no_grad():
             return choice.module(*args, **kwargs)
@@ -178,6 +202,11 @@ class TunedModule(nn.Module):
 
 
 def _wants_grad(args: Args, kwargs: Kwargs) -> bool:
-    if not kwargs and all(isinstance(a, torch.Tensor) for a in args):
-        return any(a.requires_grad for a in args)
-    return any(t.requires_grad for t in tensors_of((args, dict(kwargs))))
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return True
+        elif isinstance(value, Sequence | Mapping) and not isinstance(value, str):
+            if any(tensor.requires_grad for tensor in tensors_of(value)):
+                return True
+    return False

@@ -249,11 +249,13 @@ class Tuning:
             self._drop_the_beaten()
         progress.step("finalists")
         self._final_rounds()
-        choice = self._choose(ref)
+        chosen, built = self._choose(ref)
         note = load_note()
         if note:
             report.notes.append(note)
-        return self._tuned(choice)
+        # The watch that is handed out begins after the last change that tuning makes.
+        self._restore()
+        return self._tuned(chosen.strategy, built)
 
     def _try(self, candidate: Candidate, ref: Reference) -> Row:
         spent = time.monotonic() - self._started
@@ -282,19 +284,18 @@ class Tuning:
         try:
             built, row.setup_s = self._build(candidate)
             row.notes += built.notes
-            ref.state.restore()
             verdict = verify(built.call, ref, ulp=candidate.lossy_ulp)
             row.error = verdict.error
             if not verdict.ok:
                 row.status, row.reason = Status.WRONG, verdict.reason
                 return _Evaluation(row)
-            ref.state.restore()
             self._measure(row, built, meter)
-            ref.state.restore()
         except Exception as error:
             row.status = Status.FAILED
             row.reason, row.remedy = _reason(error)
             return _Evaluation(row)
+        finally:
+            self._restore()
         self._judge(row)
         return _Evaluation(row, built)
 
@@ -356,9 +357,15 @@ class Tuning:
         gc.collect()
 
     def _final_rounds(self) -> None:
-        """Time the finalists again in common rounds, with eager and torch.compile's default."""
+        """Time the finalists again in common rounds, with eager and torch.compile's default.
+
+        They are called as the user will call them, through a TunedModule with its checks.
+        """
         rows = {row.strategy: row for row in self.report.rows}
-        calls = {name: self._bound(built.call) for name, built in self._kept.items()}
+        calls = {
+            name: self._bound(self.module if name == EAGER else self._tuned(name, built))
+            for name, built in self._kept.items()
+        }
         if len(calls) < 2:
             return
         budget = FINAL_S_EACH * len(calls)
@@ -386,14 +393,11 @@ class Tuning:
             built = self._kept[row.strategy]
             candidate = next(c for c in self.candidates if c.name == row.strategy)
             try:
-                ref.state.restore()
                 verdict = verify(built.call, ref, ulp=candidate.lossy_ulp)
             except Exception as error:
                 row.status = Status.FAILED
                 row.reason, row.remedy = _reason(error)
                 continue
-            finally:
-                ref.state.restore()
             if verdict.ok:
                 self._conclude(row)
                 return row, built
@@ -414,22 +418,15 @@ class Tuning:
         report.chosen = chosen.strategy
         report.reason = _sentence(report, chosen, self._eligible())
 
-    def _tuned(self, choice: tuple[Row, Built]) -> TunedModule:
-        row, built = choice
+    def _tuned(self, name: str, built: Built) -> TunedModule:
+        """The module with one of the candidates to answer its calls."""
         # What tune() gives never requires grad, eager included; eager needs no watching.
-        call = without_grad(self.module) if row.strategy == EAGER else built.call
-        watched = row.strategy.split(":")[0] != EAGER
-
-        def tuned() -> TunedModule:
-            watch = ModuleWatch(self.module, values=built.holds_weights) if watched else None
-            return TunedModule(self.module, self.report, call, self.signature, watch)
-
-        calls = {"tuned": self._bound(tuned()), "plain": self._bound(call)}
-        measured = interleave(calls, self.timer, budget_s=SCREENING_S / 2)
-        self.report.tuned_call = measured["tuned"]
-        # The watch that is handed out begins after the last change that tuning makes.
-        self._restore()
-        return tuned()
+        call = without_grad(self.module) if name == EAGER else built.call
+        watch = None
+        if name.split(":")[0] != EAGER:
+            watch = ModuleWatch(self.module, values=built.holds_weights)
+        pure = self._reference is not None and self._reference.pure
+        return TunedModule(self.module, self.report, call, self.signature, watch, pure)
 
     def _restore(self) -> None:
         """Leave the module's buffers and parameters as they were found."""

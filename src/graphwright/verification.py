@@ -96,6 +96,18 @@ class Reference:
     notes: list[str] = field(default_factory=list)
 
     @property
+    def pure(self) -> bool:
+        """Whether no call changed an input or a buffer."""
+        for case in self.cases:
+            before, after = case.call.leaves(), case.eager.inputs
+            if case.eager.buffers or any(
+                isinstance(leaf, torch.Tensor) and not same_bits(leaf, before[name])
+                for name, leaf in zip(before, after.values(), strict=True)
+            ):
+                return False
+        return True
+
+    @property
     def worst_eager_error(self) -> ErrorMeasure | None:
         """Eager's own error on its worst leaf."""
         return max(self.eager_error.values(), key=lambda e: e.rms, default=None)
@@ -121,7 +133,7 @@ class _Float64(TorchDispatchMode):
     """Runs every operation in float64, whatever precision the model asks for on the way."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
 
     def __torch_dispatch__(
         self,
@@ -451,8 +463,19 @@ def verify(model: Model, ref: Reference, *, ulp: float | None = None) -> Verdict
         ulp: unit in the last place of a lossy precision that the caller allowed.
 
     Raises:
-        whatever the candidate raises.
+        whatever the candidate raises. Buffers and parameters are as before in any case.
     """
+    try:
+        verdict = _verdict(model, ref, ulp)
+    finally:
+        ref.state.restore()
+        name = ref.state.corrupted()
+    if name is not None:
+        return Verdict(False, f"parameter {name} was changed by the candidate", verdict.error)
+    return verdict
+
+
+def _verdict(model: Model, ref: Reference, ulp: float | None) -> Verdict:
     worst: ErrorMeasure | None = None
     for case in ref.cases:
         verdict = compare(run(model, case.call, ref.state), case, ref, ulp)
@@ -469,10 +492,6 @@ def verify(model: Model, ref: Reference, *, ulp: float | None = None) -> Verdict
         verdict = probe(model, ref, ulp)
         if not verdict.ok:
             return verdict
-    ref.state.restore()
-    name = ref.state.corrupted()
-    if name is not None:
-        return Verdict(False, f"parameter {name} was changed by the candidate", worst)
     return Verdict(True, error=worst)
 
 

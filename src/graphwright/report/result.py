@@ -76,7 +76,6 @@ class Report:
     reason: str = ""
     notes: list[str] = field(default_factory=list)
     eager_error: ErrorMeasure | None = None
-    tuned_call: Measurement | None = None
     created: str = ""
     seconds: float = 0.0
     interrupted: bool = False
@@ -169,7 +168,6 @@ class Report:
             return cls(
                 rows=rows,
                 eager_error=_error(data.pop("eager_error")),
-                tuned_call=_measurement(data.pop("tuned_call")),
                 **data,
             )
         except (KeyError, TypeError, ValueError) as error:

@@ -116,10 +116,10 @@ def explanations(report: Report) -> list[tuple[str, str]]:
 def closing(report: Report) -> list[str]:
     """The lines below the table: notes, the cost of the checks, eager's error, the machine."""
     lines = list(report.notes)
-    if report.tuned_call is not None and report.chosen is not None:
+    finalists = [row.strategy for row in report.rows if row.final is not None]
+    if finalists:
         lines.append(
-            "A call through the tuned module, its checks included, takes "
-            f"{duration(report.tuned_call.latencies.median)}."
+            f"Timed again in common rounds, with the checks of every call: {', '.join(finalists)}."
         )
     if report.eager_error is not None:
         lines.append(

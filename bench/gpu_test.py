@@ -1,0 +1,59 @@
+"""Run the tests marked `gpu` and write what came of each as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from run import RESULTS, commit
+
+from graphwright.report.environment import environment
+
+
+class Recorder:
+    """Collects one outcome a test: the first that is not "passed", else "passed"."""
+
+    def __init__(self) -> None:
+        self.outcomes: dict[str, str] = {}
+        self.seconds: dict[str, float] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
+        if report.when == "call" or report.outcome != "passed":
+            if self.outcomes.get(report.nodeid, "passed") == "passed":
+                self.outcomes[report.nodeid] = report.outcome
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="scripts/gpu-test")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    given, rest = parser.parse_known_args()
+    if not torch.cuda.is_available():
+        print("scripts/gpu-test: there is no CUDA device here", file=sys.stderr)
+        return 2
+    recorder = Recorder()
+    code = pytest.main(["-m", "gpu", "-q", *rest], plugins=[recorder])
+    counts = Counter(recorder.outcomes.values())
+    result = {
+        "schema": "graphwright.gpu-test",
+        "schema_version": 1,
+        "commit": commit(),
+        "environment": environment(torch.device("cuda")),
+        "counts": dict(counts),
+        "outcomes": recorder.outcomes,
+        "seconds": {name: round(s, 3) for name, s in recorder.seconds.items()},
+    }
+    given.out.mkdir(parents=True, exist_ok=True)
+    where = given.out / "gpu-test.json"
+    where.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(f"wrote {where}: {dict(counts)}")
+    return int(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
