@@ -21,12 +21,16 @@ class Recorder:
     def __init__(self) -> None:
         self.outcomes: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
+        self.failures: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
-        if report.when == "call" or report.outcome != "passed":
-            if self.outcomes.get(report.nodeid, "passed") == "passed":
-                self.outcomes[report.nodeid] = report.outcome
+        if report.when != "call" and report.outcome == "passed":
+            return
+        if self.outcomes.get(report.nodeid, "passed") == "passed":
+            self.outcomes[report.nodeid] = report.outcome
+        if report.failed:
+            self.failures[report.nodeid] = report.longreprtext[-2000:]
 
 
 def main() -> int:
@@ -46,6 +50,7 @@ def main() -> int:
         "environment": environment(torch.device("cuda")),
         "counts": dict(counts),
         "outcomes": recorder.outcomes,
+        "failures": recorder.failures,
         "seconds": {name: round(s, 3) for name, s in recorder.seconds.items()},
     }
     given.out.mkdir(parents=True, exist_ok=True)

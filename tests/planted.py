@@ -144,7 +144,9 @@ def corrupts_weights(model: nn.Module) -> Callable[..., Any]:
         with torch.no_grad():
             y = model(*args, **kwargs)
             parameter = next(model.parameters())
-            parameter.view(-1)[0] = parameter.view(-1)[0].nextafter(torch.tensor(9.0))
+            parameter.view(-1)[0] = parameter.view(-1)[0].nextafter(
+                torch.full_like(parameter.view(-1)[0], 9.0)
+            )
         return y
 
     return call

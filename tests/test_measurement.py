@@ -104,11 +104,11 @@ def test_spread_is_half_of_the_interquartile_range() -> None:
 def test_noise_is_reported_and_calm_is_not() -> None:
     calm = Measurement(tuple((1.0, 1.001) for _ in range(10)), (1.0,) * 10)
     assert noise_notes(calm) == []
-    drifting = Measurement(tuple((1.0 + 0.02 * i,) * 2 for i in range(10)), (1.0,) * 10)
+    drifting = Measurement(tuple((1.0 + 0.06 * i,) * 2 for i in range(10)), (1.0,) * 10)
     assert any("drifted" in note for note in noise_notes(drifting))
     outliers = Measurement(tuple((1.0,) * 7 + (9.0, 9.0) for _ in range(10)), (1.0,) * 10)
-    assert any("outliers" in note for note in noise_notes(outliers))
-    wide = Measurement(tuple((1.0, 2.0) for _ in range(10)), (1.0,) * 10)
+    assert any("22% of the calls" in note for note in noise_notes(outliers))
+    wide = Measurement(tuple((1.0, 3.0) for _ in range(10)), (1.0,) * 10)
     assert any("noisy" in note for note in noise_notes(wide))
 
 

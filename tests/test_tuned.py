@@ -15,6 +15,7 @@ import graphwright as gw
 from graphwright.report import Report
 from graphwright.signature import CallSignature, ModuleWatch
 from graphwright.tuned import TunedModule
+from graphwright.tuner import Tuning
 
 REPORT = Report("Small", [], "latency", [], {}, chosen="planted", reason="planted was chosen.")
 MARK = 1000.0
@@ -179,6 +180,31 @@ def test_autocast_is_part_of_the_call() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(tuned(x), model(x).detach())
     assert tuned.calls == {"eager: another signature": 1}
+
+
+@pytest.mark.parametrize("strategy", ["torchscript", "aot_autograd", "eager+graph"])
+def test_keyword_arguments_may_come_in_any_order(strategy: str, device: torch.device) -> None:
+    class Difference(nn.Module):
+        def forward(self, **kwargs: torch.Tensor) -> torch.Tensor:
+            return kwargs["b"] - 2 * kwargs["a"]
+
+    if strategy.endswith("graph") and device.type == "cpu":
+        return
+    model = Difference().eval()
+    a, b = torch.randn(2, 4, device=device).unbind()
+    tuning = Tuning(model, (), {"b": b.clone(), "a": a.clone()}, strategies=[strategy])
+    tuning.run()
+    row = tuning.report.row(strategy)
+    assert row is not None
+    assert row.measurement is not None, row.reason
+    built = tuning.candidates[-1].build(model, (), {"b": b, "a": a})
+    signature = CallSignature.of((), {"b": b.clone(), "a": a.clone()})
+    tuned = TunedModule(model, tuning.report, built.call, signature)
+    x, y = torch.randn(2, 4, device=device).unbind()
+    x, y = x.clone(), y.clone()
+    assert torch.equal(tuned(a=x, b=y), y - 2 * x)
+    assert torch.equal(tuned(b=y, a=x), y - 2 * x)
+    assert tuned.calls == {"tuned": 2}
 
 
 def test_eager_as_the_winner_gives_no_gradients_either() -> None:

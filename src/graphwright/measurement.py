@@ -26,9 +26,12 @@ MAX_CALLS_PER_BLOCK = 50
 BLOCK_S = 0.02
 MIN_ROUNDS = 5
 MAX_ROUNDS = 25
-_OUTLIER_SHARE = 0.1
-_WIDE_SPREAD = 0.1
-_DRIFT = 0.05
+WARMUP_S = 0.1
+# What is worth a reader's attention: these shares of the median, and of the samples.
+_WIDE_SPREAD = 0.25
+_DRIFT = 0.2
+_OUTLIER = 1.5
+_OUTLIER_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -180,8 +183,11 @@ def interleave(
 
 
 def _block_size(call: Call, timer: Timer) -> int:
-    """Calls that fill a block, after a warm-up."""
-    seconds = min(timer.once(call) for _ in range(3))
+    """Calls that fill a block, after a warm-up that brings caches and clocks up."""
+    spent = [timer.once(call) for _ in range(3)]
+    while sum(spent) < WARMUP_S and len(spent) < 1000:
+        spent.append(timer.once(call))
+    seconds = statistics.median(spent)
     return max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(seconds, 1e-9))))
 
 
@@ -205,10 +211,9 @@ def noise_notes(measurement: Measurement) -> list[str]:
     relative = samples.spread / median
     if relative > _WIDE_SPREAD:
         notes.append(f"noisy: half the samples lie {relative:.0%} around the median or further")
-    deviation = statistics.median(abs(s - median) for s in samples.seconds)
-    far = sum(s > median + 5 * max(deviation, 0.01 * median) for s in samples.seconds)
-    if far > _OUTLIER_SHARE * len(samples.seconds):
-        notes.append(f"{far} of {len(samples.seconds)} samples are outliers: another load?")
+    far = sum(s > _OUTLIER * median for s in samples.seconds) / len(samples.seconds)
+    if far > _OUTLIER_SHARE:
+        notes.append(f"{far:.0%} of the calls took over {_OUTLIER:g} times the median: other load?")
     rounds = measurement.rounds("latency")
     half = len(rounds) // 2
     if half >= 3:
@@ -234,9 +239,9 @@ def break_even(
 class MemoryMeter:
     """Peak memory, in bytes, above what was in use when the meter was made.
 
-    On CUDA it reads the bytes that torch's allocator has reserved, graph pools included; on
-    Linux CPUs the process's resident set with its high-water mark reset (proc(5), clear_refs).
-    Elsewhere there is no figure.
+    On CUDA it is what torch's allocator has handed out, or what it has reserved beyond that, as
+    the pools of graphs are; on Linux CPUs the process's resident set, its high-water mark being
+    reset beforehand (proc(5), clear_refs). Elsewhere there is no figure.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -255,12 +260,11 @@ class MemoryMeter:
             call()
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
-            high: int | None = torch.cuda.max_memory_reserved(self.device)
+            allocated = torch.cuda.max_memory_allocated(self.device)
+            high: tuple[int, ...] = (allocated, torch.cuda.max_memory_reserved(self.device))
         else:
-            high = _status_bytes("VmHWM")
-        if high is None or self._start is None:
-            return None
-        return max(0, high - self._start)
+            high = (_status_bytes("VmHWM"),)
+        return max(0, *(after - before for after, before in zip(high, self._start, strict=True)))
 
     def _settle(self) -> None:
         gc.collect()
@@ -270,10 +274,11 @@ class MemoryMeter:
         else:
             _trim_heap()
 
-    def _in_use(self) -> int | None:
+    def _in_use(self) -> tuple[int, ...]:
         if self.device.type == "cuda":
-            return torch.cuda.memory_reserved(self.device)
-        return _status_bytes("VmRSS")
+            allocated = torch.cuda.memory_allocated(self.device)
+            return allocated, torch.cuda.memory_reserved(self.device)
+        return (_status_bytes("VmRSS"),)
 
 
 def _reset_high_water() -> bool:
@@ -285,15 +290,14 @@ def _reset_high_water() -> bool:
     return True
 
 
-def _status_bytes(field: str) -> int | None:
-    try:
+def _status_bytes(field: str) -> int:
+    """A figure of proc(5)'s status file; 0 where there is none."""
+    with contextlib.suppress(OSError):
         with open("/proc/self/status", encoding="ascii") as handle:
             for line in handle:
                 if line.startswith(field + ":"):
                     return int(line.split()[1]) * 1024
-    except OSError:
-        return None
-    return None
+    return 0
 
 
 def _trim_heap() -> None:

@@ -27,8 +27,11 @@ _SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torc
 
 
 def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], pytree.TreeSpec]:
-    """Flatten a call into its leaves and the tree that puts them back together."""
-    return pytree.tree_flatten((tuple(args), dict(kwargs)))
+    """Flatten a call into its leaves and the tree that puts them back together.
+
+    Keyword arguments are put in the order of their names: f(a=1, b=2) and f(b=2, a=1) are one call.
+    """
+    return pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
 
 
 def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Args, dict[str, Any]]:
@@ -46,7 +49,7 @@ def leaf_names(tree: Any, root: str) -> list[str]:
 def argument_names(args: Args, kwargs: Kwargs) -> list[str]:
     """Names of a call's leaves: positional by index, keywords by name."""
     names = leaf_names(tuple(args), "args")
-    for key, value in kwargs.items():
+    for key, value in sorted(kwargs.items()):
         names += leaf_names(value, key)
     return names
 
@@ -144,7 +147,8 @@ class CallSignature:
                 raise
         flat = None
         aliases = _shared(leaves)
-        if not aliases and all(type(v) is torch.Tensor for v in (*args, *kwargs.values())):
+        values = (*args, *kwargs.values())
+        if not aliases and all(type(value) is torch.Tensor for value in values):
             flat = (
                 tuple(describe(value) for value in args),
                 {name: describe(value) for name, value in kwargs.items()},

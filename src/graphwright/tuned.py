@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -203,10 +203,9 @@ class TunedModule(nn.Module):
 
 def _wants_grad(args: Args, kwargs: Kwargs) -> bool:
     for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Tensor):
+        if type(value) is torch.Tensor:
             if value.requires_grad:
                 return True
-        elif isinstance(value, Sequence | Mapping) and not isinstance(value, str):
-            if any(tensor.requires_grad for tensor in tensors_of(value)):
-                return True
+        elif any(tensor.requires_grad for tensor in tensors_of(value)):
+            return True
     return False

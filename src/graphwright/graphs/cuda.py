@@ -56,7 +56,8 @@ class CudaGraph:
         self._inputs = tensors
         self._graph = torch.cuda.CUDAGraph()
         self._last_stream = torch.cuda.current_stream(self._device)
-        self._done = torch.cuda.Event()
+        self._index = self._last_stream.device_index
+        self._plain = not kwargs and len(leaves) == len(args)
         static_args, static_kwargs = unflatten(static, spec)
         try:
             outputs = self._capture(lambda: function(*static_args, **static_kwargs))
@@ -70,6 +71,7 @@ class CudaGraph:
                 "cannot be part of a graph.",
             ) from error
         self._outputs, self._out_spec = pytree.tree_flatten(outputs)
+        self._nested = not isinstance(outputs, torch.Tensor)
         inputs = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
         for leaf in self._outputs:
             if not isinstance(leaf, torch.Tensor) or not leaf.numel():
@@ -114,12 +116,9 @@ class CudaGraph:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Copy the inputs in, replay, and return copies of the outputs."""
-        leaves, _ = flatten(args, kwargs)
-        with self._lock:
-            stream = torch.cuda.current_stream(self._device)
-            if stream != self._last_stream:
-                self._done.wait(stream)
-                self._last_stream = stream
+        leaves = args if self._plain and not kwargs else flatten(args, kwargs)[0]
+        with self._lock, torch.no_grad():
+            self._order()
             for slot, target in zip(self._slots, self._inputs, strict=True):
                 source = leaves[slot]
                 # copy_ would broadcast and cast without a word.
@@ -134,8 +133,15 @@ class CudaGraph:
             outputs = [
                 leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._outputs
             ]
-            self._done.record(stream)
-        return pytree.tree_unflatten(outputs, self._out_spec)
+        return pytree.tree_unflatten(outputs, self._out_spec) if self._nested else outputs[0]
+
+    def _order(self) -> None:
+        """On another stream than last time, wait for that one: the static tensors are shared."""
+        raw = torch._C._cuda_getCurrentRawStream(self._index)
+        if raw != self._last_stream.cuda_stream:
+            stream = torch.cuda.current_stream(self._device)
+            stream.wait_stream(self._last_stream)
+            self._last_stream = stream
 
 
 @contextlib.contextmanager

@@ -19,7 +19,7 @@ def _probe(device: torch.device) -> Availability:
 
 def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
     graph = CudaGraph(without_grad(built.call), args, kwargs)
-    return Built(without_grad(graph), built.notes, built.holds_weights)
+    return Built(graph, built.notes, built.holds_weights)
 
 
 GRAPH = Runner("graph", 5, _probe, _wrap)
