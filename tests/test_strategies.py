@@ -245,7 +245,7 @@ class TestCudaGraph:
 
         x = torch.randn(8, device="cuda")
         stream = torch.cuda.current_stream()
-        with pytest.raises(CaptureError, match="test_strategies.py"):
+        with pytest.raises(CaptureError, match=r"test_strategies\.py"):
             self.graph(work, x)
         assert torch.cuda.current_stream() == stream
         assert not torch.cuda.is_current_stream_capturing()

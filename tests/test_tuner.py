@@ -251,7 +251,7 @@ def test_training_mode_and_mixed_devices_are_refused() -> None:
 
 
 def test_a_model_that_fails_in_eager_is_refused_with_its_line() -> None:
-    with pytest.raises(gw.ModelFailed, match="planted.py"):
+    with pytest.raises(gw.ModelFailed, match=r"planted\.py"):
         gw.tune(Small().eval(), (torch.ones(4, 17),))
 
 

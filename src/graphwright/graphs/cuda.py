@@ -105,7 +105,8 @@ class CudaGraph:
                 except BaseException:
                     # The capture's own end fails too once the capture is broken, and the random
                     # generator would stay in capture mode.
-                    with contextlib.suppress(RuntimeError):
+                    with contextlib.suppress(Exception), warnings.catch_warnings():
+                        warnings.simplefilter("ignore")
                         self._graph.capture_end()
                     generator.graphsafe_set_state(random_state)
                     raise

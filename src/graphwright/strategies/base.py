@@ -9,6 +9,7 @@ All but `eager` itself and `eager:inference_mode` run under no_grad.
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -134,6 +135,14 @@ class Candidate:
         Raises:
             StrategyFailed: whatever went wrong, with the original error as its cause.
         """
+        with warnings.catch_warnings(record=True) as caught:
+            # What compilers warn of becomes notes: it is about them, not about the user's call.
+            warnings.simplefilter("always")
+            built = self._build(model, args, kwargs)
+        built.notes += _notes(caught)
+        return built
+
+    def _build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         try:
             finish: Callable[[Built], Built] | None = None
             if self.rewrite is not None:
@@ -158,6 +167,17 @@ class Candidate:
             ) from error
 
 
+def _notes(caught: list[warnings.WarningMessage]) -> list[str]:
+    """The first lines of some warnings, each once, without those that only say what is old."""
+    lines = [
+        str(warning.message).strip().splitlines()[0]
+        for warning in caught
+        if issubclass(warning.category, UserWarning | RuntimeWarning)
+        and not issubclass(warning.category, torch.jit._trace.TracerWarning)
+    ]
+    return list(dict.fromkeys(lines))[:3]
+
+
 _probed: dict[tuple[int, str], tuple[object, Availability]] = {}
 
 
@@ -166,7 +186,9 @@ def probe(part: Rewrite | Compiler | Runner, device: torch.device) -> Availabili
     key = (id(part), device.type)
     if key not in _probed:
         try:
-            found = part.probe(device)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                found = part.probe(device)
         except Exception as error:
             found = Availability(False, f"its trial run failed: {first_line(error)}")
         # The part is kept beside its answer, so that its id cannot be given to another object.

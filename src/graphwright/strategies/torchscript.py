@@ -1,13 +1,11 @@
 """TorchScript: script, else trace; freeze; optimize_for_inference; its tensor-expression fuser.
 
-TorchScript is deprecated since torch 2.10 and still works; its warnings are kept from the user,
-who did not ask for it by name.
+TorchScript is deprecated since torch 2.10 and still works.
 """
 
 from __future__ import annotations
 
 import contextlib
-import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -57,16 +55,15 @@ class TorchScript:
     def probe(self, device: torch.device) -> Availability:
         """Script a tiny model; for the fuser, look for a fused group in the optimised graph."""
         model, x = tiny_model(device)
-        with _quiet():
-            if self.variant != "fuser":
-                self.build(model, (x,), {}).call(x)
-                return AVAILABLE
+        if self.variant == "fuser":
             return _probe_fuser(x)
+        self.build(model, (x,), {}).call(x)
+        return AVAILABLE
 
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         """Script the model, or trace it with the reason why it could not be scripted."""
         notes: list[str] = []
-        with _quiet(), torch.no_grad():
+        with torch.no_grad():
             try:
                 scripted, call = self._script(model, args, kwargs)
             except Exception as error:
@@ -123,15 +120,6 @@ class TorchScript:
         elif self.variant == "optimize":
             script = torch.jit.optimize_for_inference(torch.jit.freeze(script.eval()))
         return script
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", category=DeprecationWarning)
-        warnings.filterwarnings("ignore", category=torch.jit._trace.TracerWarning)
-        warnings.filterwarnings("ignore", category=UserWarning, module="torch.jit")
-        yield
 
 
 @contextlib.contextmanager

@@ -1,0 +1,245 @@
+"""The command line as a person meets it: results, sentences, exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from click.testing import CliRunner, Result
+
+from graphwright.cli import main
+from graphwright.errors import TargetError
+from graphwright.targets import load_target, parse_input
+
+CPU = torch.device("cpu")
+SOURCE = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+    def forward(self, x):
+        return self.linear(x)
+
+def pair():
+    return Net().eval(), (torch.randn(2, 8),)
+
+def triple():
+    return Net().eval(), (), {"x": torch.randn(2, 8)}
+
+def mapping():
+    return Net().eval(), {"x": torch.randn(2, 8)}
+
+def single():
+    return Net().eval(), torch.randn(2, 8)
+
+def training():
+    return Net(), (torch.randn(2, 8),)
+
+def only_model():
+    return Net().eval()
+
+def fails():
+    raise RuntimeError("no weights here")
+
+def number():
+    return 3
+
+def takes(x):
+    return x
+
+def wrong_shape():
+    return Net().eval(), (torch.randn(2, 9),)
+
+def bad_inputs():
+    return Net().eval(), 7
+
+instance = Net().eval()
+constant = 5
+"""
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> Path:
+    path = tmp_path / "models.py"
+    path.write_text(SOURCE)
+    return path
+
+
+def invoke(*arguments: object) -> Result:
+    return CliRunner().invoke(main, [str(a) for a in arguments])
+
+
+QUICK = ("--strategies", "eager:no_grad", "--device", "cpu")
+
+
+def test_tune_prints_a_table_and_saves_what_is_asked_for(source: Path, tmp_path: Path) -> None:
+    files = {name: tmp_path / f"out.{name}" for name in ("json", "markdown", "svg")}
+    options = [part for name, path in files.items() for part in (f"--{name}", path)]
+    result = invoke("tune", f"{source}:pair", *QUICK, *options)
+    assert result.exit_code == 0, result.output
+    assert "eager:no_grad" in result.stdout
+    assert "was chosen" in result.stdout
+    assert json.loads(files["json"].read_text())["schema"] == "graphwright.tune"
+    assert files["markdown"].read_text().startswith("### pair, latency: args[0]: 2×8 float32")
+    assert "<svg" in files["svg"].read_text()
+    shown = invoke("report", files["json"])
+    assert shown.exit_code == 0
+    assert "was chosen" in shown.stdout
+    markdown = invoke("report", files["json"], "--markdown")
+    assert markdown.stdout == files["markdown"].read_text()
+
+
+@pytest.mark.parametrize("name", ["pair", "triple", "mapping", "single", "training"])
+def test_the_forms_that_a_target_may_take(source: Path, name: str) -> None:
+    target = load_target(f"{source}:{name}", (), CPU)
+    assert target.model(*target.args, **target.kwargs).shape == (2, 4)
+    assert bool(target.notes) == (name == "training")
+    assert not target.model.training  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", ["Net", "only_model", "instance"])
+def test_a_model_without_inputs_takes_them_from_the_command_line(source: Path, name: str) -> None:
+    target = load_target(f"{source}:{name}", ["2x8:float32"], CPU)
+    assert target.args[0].shape == (2, 8)
+    with pytest.raises(TargetError, match="--input"):
+        load_target(f"{source}:{name}", (), CPU)
+
+
+def test_a_package_s_function_is_found(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(source.parent)
+    assert load_target("models:pair", (), CPU).name == "pair"
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "sentence"),
+    [
+        ("absent", (), "has no 'absent'"),
+        ("fails", (), "RuntimeError: no weights here"),
+        ("number", (), "returned a int"),
+        ("constant", (), "is a int"),
+        ("takes", (), "called without arguments"),
+        ("bad_inputs", (), "no tuple or dictionary"),
+        ("wrong_shape", (), "fails in eager"),
+        ("only_model", (), "gives a model and no inputs"),
+        ("Net", ("--input", "2x9:float32"), "fails in eager"),
+        ("Net", ("--input", "2x8:float33"), "'float33' is no dtype"),
+        ("Net", ("--input", "2xtwo:float32"), "no such shape"),
+        ("Net", ("--input", "-2x8:float32"), "must be positive"),
+        ("Net", ("--input", "999999x999999:float32"), "larger than 16 GiB"),
+        ("pair", ("--device", "tpu"), "--device 'tpu'"),
+        ("pair", ("--allow", "int4"), "int4"),
+        ("pair", ("--strategies", "warp"), "Unknown strategy 'warp'"),
+        ("pair", ("--json", "/no/such/folder/out.json"), "does not exist"),
+        ("pair", ("--tolerance", "-1"), "tolerance"),
+    ],
+)
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    source: Path, name: str, options: tuple[str, ...], sentence: str
+) -> None:
+    result = invoke("tune", f"{source}:{name}", "--device", "cpu", *options)
+    assert result.exit_code == 2, result.output
+    assert sentence in result.stderr
+    assert "Traceback" not in result.output
+    assert len(result.stderr.splitlines()) <= 3
+
+
+@pytest.mark.parametrize(
+    ("target", "sentence"),
+    [
+        ("models.py", "names no function"),
+        ("/no/such/file.py:f", "There is no file"),
+        ("no_such_package:f", "No module named"),
+        (":", "names no function"),
+    ],
+)
+def test_bad_targets_are_one_sentence_and_exit_code_2(target: str, sentence: str) -> None:
+    result = invoke("tune", target)
+    assert result.exit_code == 2
+    assert sentence in result.stderr
+
+
+def test_a_file_that_does_not_import_is_named_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("import torch\nraise ValueError('at import')\n")
+    result = invoke("tune", f"{path}:f")
+    assert result.exit_code == 2
+    assert "ValueError: at import" in result.stderr
+    assert "broken.py:2" in result.stderr
+
+
+def test_bad_options_are_click_s_own_errors(source: Path) -> None:
+    for options in (("--budget", "soon"), ("--objective", "speed")):
+        result = invoke("tune", f"{source}:pair", *options)
+        assert result.exit_code == 2
+        assert options[0] in result.stderr
+
+
+def test_report_refuses_what_is_no_report(tmp_path: Path) -> None:
+    path = tmp_path / "x.json"
+    assert invoke("report", path).exit_code == 2
+    path.write_text("{}")
+    result = invoke("report", path)
+    assert result.exit_code == 2
+    assert "no report" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("spec", "shape", "dtype"),
+    [
+        ("2x3:float16", (2, 3), torch.float16),
+        ("4:bool", (4,), torch.bool),
+        ("2x2:int64:100", (2, 2), torch.int64),
+        ("5", (5,), torch.float32),
+        ("2:complex64", (2,), torch.complex64),
+        ("0x4:float32", (0, 4), torch.float32),
+    ],
+)
+def test_inputs_from_text(spec: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    tensor = parse_input(spec)
+    assert tensor.shape == shape
+    assert tensor.dtype is dtype
+
+
+def test_integers_span_their_range() -> None:
+    values = parse_input("1000:int64:10")
+    assert (int(values.min()), int(values.max())) == (0, 9)
+
+
+def test_strategies_lists_all_with_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    result = invoke("strategies", "--device", "cpu")
+    assert result.exit_code == 0
+    for name in ("channels_last", "eager:inference_mode", "torchscript:fuser", "aot_autograd"):
+        assert name in result.stdout
+    assert "CUDA graphs need a GPU" in result.stdout
+
+
+def test_ctrl_c_prints_what_is_known_and_exits_130(source: Path) -> None:
+    """A real process and a real SIGINT, sent as soon as the second row is on the screen."""
+    command = [sys.executable, "-u", "-m", "graphwright", "tune", f"{source}:pair"]
+    process = subprocess.Popen(
+        [*command, "--device", "cpu"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    assert process.stderr is not None
+    for line in process.stderr:
+        if "eager:no_grad" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    output, errors = process.communicate(timeout=120)
+    assert process.returncode == 130, errors
+    assert "Interrupted" in output
+    assert "eager:no_grad" in output
+    assert "Traceback" not in errors

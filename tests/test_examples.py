@@ -1,0 +1,56 @@
+"""Every example runs and gives what it promises; the classics are tuned on small budgets."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT / "examples"))
+CLASSICS = ["mlp", "cnn", "rnn", "conv_relu_pool"]
+
+
+@pytest.mark.parametrize("name", CLASSICS)
+def test_a_classic_is_tuned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(name)
+    chosen = module.main(["torchscript:optimize", "eager:no_grad", "eager+graph"], 30.0)
+    printed = capsys.readouterr().out
+    assert f"{chosen} was chosen" in printed
+    assert chosen is not None
+
+
+def test_the_classics_have_the_sizes_that_they_are_known_by() -> None:
+    sizes: dict[str, Any] = {
+        "mlp": ((32, 1024), (32, 10)),
+        "cnn": ((32, 1, 28, 28), (32, 10)),
+        "rnn": ((32, 50, 64), (32, 10)),
+        "conv_relu_pool": ((64, 32, 56, 56), (64, 64, 28, 28)),
+    }
+    for name, (given, expected) in sizes.items():
+        model, inputs = getattr(importlib.import_module(name), name)()
+        assert inputs[0].shape == given
+        with torch.no_grad():
+            assert model(*inputs).shape == expected
+
+
+def test_minilm_embeds_real_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+    minilm = importlib.import_module("minilm")
+    similarity = minilm.main(["eager:no_grad"], 30.0)
+    assert 0.1 < similarity < 1
+    assert "Nearest in meaning" in capsys.readouterr().out
+
+
+def test_the_sentences_differ_in_length() -> None:
+    minilm = importlib.import_module("minilm")
+    words = sorted(len(sentence.split()) for sentence in minilm.SENTENCES)
+    assert len(words) == 32
+    assert words[0] <= 3
+    assert words[-1] >= 35
+    _, batch = minilm.minilm()
+    mask = batch["attention_mask"]
+    assert set(mask.unique().tolist()) == {0, 1}
