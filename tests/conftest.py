@@ -34,3 +34,5 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Short timing rounds: no test asserts on a time."""
     monkeypatch.setattr("graphwright.tuner.SCREENING_S", 0.05)
     monkeypatch.setattr("graphwright.tuner.FINAL_S_EACH", 0.05)
+    monkeypatch.setattr("graphwright.measurement.WARMUP_S", 0.0)
+    monkeypatch.setattr("graphwright.measurement.MAX_CALLS_PER_BLOCK", 10)

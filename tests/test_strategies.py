@@ -30,6 +30,7 @@ NAMES = [
     "channels_last",
     "channels_last+torchscript:optimize",
     "channels_last+inductor",
+    "channels_last+graph",
     "bf16",
     "bf16+inductor",
     "fp16",
@@ -120,6 +121,7 @@ def test_channels_last_is_tried_where_there_are_convolutions() -> None:
         "eager:inference_mode",
         "channels_last",
         "channels_last+inductor",
+        "channels_last+graph",
     } <= names
     assert "inductor:max-autotune" not in names
     assert not any("channels_last" in c.name for c in default_candidates(Small(), cpu, ()))
@@ -218,6 +220,16 @@ class TestCudaGraph:
         first = graph(a)
         graph(b)
         assert torch.equal(first, a * 2)
+
+    def test_weights_that_only_the_function_holds_stay_alive(self) -> None:
+        def made() -> CudaGraph:
+            weight = torch.randn(256, 256, device="cuda")
+            return self.graph(lambda x: x @ weight, torch.randn(8, 256, device="cuda"))
+
+        graph, x = made(), torch.randn(8, 256, device="cuda")
+        before = graph(x)
+        _ = [torch.full((256, 256), 7.0, device="cuda") for _ in range(64)]
+        assert torch.equal(graph(x), before)
 
     def test_other_shapes_and_dtypes_are_refused(self) -> None:
         from graphwright.errors import CaptureError

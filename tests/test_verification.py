@@ -200,6 +200,27 @@ def test_disagreeing_eager_calls_are_refused() -> None:
         made(Drops().eval(), torch.randn(64))
 
 
+@pytest.mark.gpu
+def test_tf32_is_accepted_where_the_switches_permit_it() -> None:
+    model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten()).eval().cuda()
+    x = torch.randn(4, 8, 12, 12, device="cuda")
+
+    def narrow(x: torch.Tensor) -> torch.Tensor:
+        rounded = (x.view(torch.int32) + 4096 & ~0x1FFF).view(torch.float32)
+        with torch.no_grad():
+            return model(rounded)
+
+    with torch.backends.cudnn.flags(allow_tf32=False):
+        strict = made(model, x)
+        assert not strict.tf32
+        assert not verify(narrow, strict).ok
+    with torch.backends.cudnn.flags(allow_tf32=True):
+        permitted = made(model, x)
+        assert permitted.tf32
+        assert verify(narrow, permitted).ok
+        assert not verify(lambda x: narrow(x) * 1.01, permitted).ok
+
+
 def test_a_stated_tolerance_takes_the_rule_s_place() -> None:
     model = Small().eval()
     ref = made(model, torch.randn(4, 16), tolerance=0.05)

@@ -56,6 +56,10 @@ _ASSUMED_ERROR = {
 # Beyond this relative error the float64 run took another path than eager did.
 _ANOTHER_PATH = 0.2
 _FEW_ELEMENTS = 64
+TF32_ULP = 2.0**-10
+# Where the caller's switches permit TF32, a candidate may use it though eager happens not to.
+_TF32_RMS_ULPS = 2.0
+_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
 
 
 @dataclass(frozen=True)
@@ -93,6 +97,7 @@ class Reference:
     eager_error: dict[str, ErrorMeasure]
     aliases: frozenset[tuple[str, str]]
     tolerance: float | None = None
+    tf32: bool = False
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -123,6 +128,9 @@ class Reference:
         if ulp is not None and leaf.dtype.is_floating_point:
             rms = max(rms, _LOSSY_RMS_ULPS * ulp)
             largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
+        if self.tf32 and leaf.dtype is torch.float32:
+            rms = max(rms, _TF32_RMS_ULPS * TF32_ULP)
+            largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
         return ErrorMeasure(rms, largest)
 
 
@@ -130,9 +138,13 @@ class Reference:
 
 
 class _Float64(TorchDispatchMode):
-    """Runs every operation in float64, whatever precision the model asks for on the way."""
+    """Runs every operation in float64, whatever precision the model asks for on the way.
+
+    `operations` names what was run.
+    """
 
     def __init__(self) -> None:
+        self.operations: set[str] = set()
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
 
     def __torch_dispatch__(
@@ -143,6 +155,7 @@ class _Float64(TorchDispatchMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
         named = dict(kwargs or {})
+        self.operations.add(func._schema.name)
         if func._schema.is_mutable:
             formal = func._schema.arguments
             written = [
@@ -174,12 +187,18 @@ def _widen(leaf: Any) -> Any:
     return leaf
 
 
-def _exact(model: Model, module: nn.Module, call: Call, state: State) -> dict[str, torch.Tensor]:
-    """The model's float64 outcome; raises whatever the model raises on the way there."""
+def _exact(
+    model: Model, module: nn.Module, call: Call, state: State
+) -> tuple[dict[str, torch.Tensor], set[str]]:
+    """The model's float64 outcome and the operations that led there.
+
+    Raises whatever the model raises on the way.
+    """
+    mode = _Float64()
     args, kwargs = pytree.tree_map(_widen, (call.args, dict(call.kwargs)))
     wide = Call(call.name, args, kwargs)
     try:
-        with torch.no_grad(), _Float64():
+        with torch.no_grad(), mode:
             outcome = run(model, wide, state)
     except Exception:
         if model is not module:
@@ -187,9 +206,26 @@ def _exact(model: Model, module: nn.Module, call: Call, state: State) -> dict[st
         # Some operators (recurrent layers) compare the dtypes of weights and inputs beforehand.
         state.restore()
         double = copy.deepcopy(module).double()
-        with torch.no_grad(), _Float64():
+        with torch.no_grad(), mode:
             outcome = run(double, wide, State(double))
-    return {n: v for n, v in outcome.leaves().items() if isinstance(v, torch.Tensor)}
+    values = {n: v for n, v in outcome.leaves().items() if isinstance(v, torch.Tensor)}
+    return values, mode.operations
+
+
+def _permits_tf32(call: Call, operations: set[str]) -> bool:
+    """Whether the caller's own switches let these operations use TF32 on the GPU.
+
+    PyTorch lets cuDNN do so by default, and cuDNN decides by layout and shape: eager may happen not
+    to use TF32 where a right candidate does.
+    """
+    if not any(tensor.is_cuda for tensor in call.tensors()):
+        return False
+    precision = torch._C._get_fp32_precision_getter
+    cudnn = any("conv" in name or "cudnn_rnn" in name for name in operations)
+    matmul = any(name in _MATMULS for name in operations)
+    return (cudnn and precision("cuda", "conv") == "tf32") or (
+        matmul and precision("cuda", "matmul") == "tf32"
+    )
 
 
 def reference(
@@ -235,12 +271,12 @@ def reference(
     notes: list[str] = []
     _refuse_disagreement(first, second, tolerance)
     try:
-        exact = _exact(model, module, call, state)
+        exact, operations = _exact(model, module, call, state)
         gap = _errors(first, exact)
         if any(not error.rms <= _ANOTHER_PATH for error in gap.values()):
             raise ArithmeticError("its float64 run takes another path")
     except Exception as error:
-        exact = None
+        exact, operations = None, {"aten::mm", "aten::convolution"}
         notes.append(f"no float64 reference ({first_line(error, 120)}): compared with eager itself")
     small = min(v.numel() for v in first.outputs.values() if isinstance(v, torch.Tensor))
     generator = torch.Generator().manual_seed(seed)
@@ -249,7 +285,7 @@ def reference(
         try:
             with torch.no_grad():
                 eager = run(model, other, state)
-            values = _tensors(eager) if exact is None else _exact(model, module, other, state)
+            values = _tensors(eager) if exact is None else _exact(model, module, other, state)[0]
         except Exception as error:
             notes.append(f"{other.name}: left out, eager raises {first_line(error, 120)}")
             continue
@@ -266,7 +302,13 @@ def reference(
         own = _assumed(first)
     else:
         own = {name: _pooled([m[name] for m in measured if name in m]) for name in measured[0]}
-    return Reference(cases, state, own, _aliases(model, call, state), tolerance, notes)
+    tf32 = _permits_tf32(call, operations)
+    if tf32:
+        notes.append(
+            "TF32 is permitted by torch.backends (for cuDNN that is PyTorch's default), so "
+            "candidates may use it where eager happens not to."
+        )
+    return Reference(cases, state, own, _aliases(model, call, state), tolerance, tf32, notes)
 
 
 def _tensors(outcome: Outcome) -> dict[str, torch.Tensor]:

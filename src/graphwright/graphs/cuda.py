@@ -37,6 +37,8 @@ class CudaGraph:
             CaptureError: the work cannot be captured; the device is left usable.
         """
         self._lock = threading.Lock()
+        # The graph reads what the function holds, weights above all, by address: keep it alive.
+        self._function = function
         leaves, spec = flatten(args, kwargs)
         static = clone_leaves(leaves)
         tensors = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]

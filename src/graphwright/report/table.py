@@ -72,7 +72,7 @@ def _latency(report: Report, row: Row) -> str:
 
 def _speedup(report: Report, row: Row, other: str) -> str:
     if row.strategy == other:
-        return "1×"
+        return "–" if row.measurement is None else "1×"
     found = report.speedup(row, other)
     return "–" if found is None else f"{found[0]:.2f}×"
 

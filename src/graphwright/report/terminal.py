@@ -71,7 +71,9 @@ def show(report: Report, console: Console | None = None) -> None:
     """Print a report; where there is no terminal, at a width that holds all columns."""
     console = console or Console()
     if not console.is_terminal:
-        console = Console(file=console.file, width=max(_WIDE, console.width))
+        rows = ordered(report)
+        needed = _width(report, rows, [column.heading for column in columns()])
+        console = Console(file=console.file, width=max(_WIDE, needed))
     console.print(render(report, console.width))
 
 

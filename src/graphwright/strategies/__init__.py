@@ -14,6 +14,7 @@ from .base import Built as Built
 from .base import Candidate as Candidate
 from .base import Compiler as Compiler
 from .base import Rewrite as Rewrite
+from .base import Rewritten as Rewritten
 from .base import Runner as Runner
 from .base import probe as probe
 

@@ -64,6 +64,20 @@ class Compiler(Protocol):
         """Make a callable for these sample inputs; raise anything at all if that fails."""
 
 
+@dataclass
+class Rewritten:
+    """What a rewrite made: a model, the sample inputs as it wants them, and what comes after.
+
+    `finish` takes the compiled model and gives a callable that is called as the original is.
+    """
+
+    model: nn.Module
+    args: Args
+    kwargs: Kwargs
+    finish: Callable[[Callable[..., Any]], Callable[..., Any]]
+    copies_weights: bool
+
+
 @dataclass(frozen=True)
 class Rewrite:
     """A change of the model before it is compiled.
@@ -75,7 +89,7 @@ class Rewrite:
     name: str
     complexity: int
     probe: Callable[[torch.device], Availability]
-    apply: Callable[[nn.Module, Args, Kwargs], tuple[nn.Module, Callable[[Built], Built]]]
+    apply: Callable[[nn.Module, Args, Kwargs], Rewritten]
     lossy_ulp: float | None = None
 
 
@@ -144,17 +158,18 @@ class Candidate:
 
     def _build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         try:
-            finish: Callable[[Built], Built] | None = None
             if self.rewrite is not None:
                 if isinstance(model, FunctionModule):
                     raise StrategyFailed(
                         f"{self.name} needs a copy of the model, and a plain function has none.",
                         remedy="Pass a torch.nn.Module.",
                     )
-                model, finish = self.rewrite.apply(model, args, kwargs)
-            built = self.compiler.build(model, args, kwargs)
-            if finish is not None:
-                built = finish(Built(without_grad(built.call), built.notes, built.holds_weights))
+                rewritten = self.rewrite.apply(model, args, kwargs)
+                built = self.compiler.build(rewritten.model, rewritten.args, rewritten.kwargs)
+                built.call = rewritten.finish(without_grad(built.call))
+                built.holds_weights |= rewritten.copies_weights
+            else:
+                built = self.compiler.build(model, args, kwargs)
             if self.runner is not None:
                 built = self.runner.wrap(built, args, kwargs)
             return built

@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import StrategyFailed
 from ..signature import Args, Kwargs
-from .base import AVAILABLE, Availability, Built, Rewrite
+from .base import AVAILABLE, Availability, Rewrite, Rewritten
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
@@ -30,9 +30,7 @@ def _available(device: torch.device) -> Availability:
     return AVAILABLE
 
 
-def _channels_last(
-    model: nn.Module, args: Args, kwargs: Kwargs
-) -> tuple[nn.Module, Callable[[Built], Built]]:
+def _channels_last(model: nn.Module, args: Args, kwargs: Kwargs) -> Rewritten:
     changed: nn.Module = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks this form of to()
     with torch.no_grad():
         strides = [
@@ -45,9 +43,7 @@ def _channels_last(
             return leaf.contiguous(memory_format=torch.channels_last)
         return leaf
 
-    def finish(built: Built) -> Built:
-        inner = built.call
-
+    def finish(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = pytree.tree_map(layout_in, (args, kwargs))
             leaves, spec = pytree.tree_flatten(inner(*args, **kwargs))
@@ -60,14 +56,13 @@ def _channels_last(
                         ).copy_(leaf)
             return pytree.tree_unflatten(leaves, spec)
 
-        return Built(call, built.notes, holds_weights=True)
+        return call
 
-    return changed, finish
+    args, kwargs = pytree.tree_map(layout_in, (args, dict(kwargs)))
+    return Rewritten(changed, args, kwargs, finish, copies_weights=True)
 
 
-def _cast(
-    dtype: torch.dtype, model: nn.Module, args: Args, kwargs: Kwargs
-) -> tuple[nn.Module, Callable[[Built], Built]]:
+def _cast(dtype: torch.dtype, model: nn.Module, args: Args, kwargs: Kwargs) -> Rewritten:
     if not any(p.is_floating_point() for p in model.parameters()):
         raise StrategyFailed("the model has no floating-point parameters to convert")
     inner_model = copy.deepcopy(model).to(dtype)
@@ -93,10 +88,7 @@ def _cast(
             ]
             return pytree.tree_unflatten(leaves, spec)
 
-    def finish(built: Built) -> Built:
-        return Built(built.call, built.notes, holds_weights=True)
-
-    return Cast().eval(), finish
+    return Rewritten(Cast().eval(), args, kwargs, lambda inner: inner, copies_weights=True)
 
 
 def _narrow(leaf: Any, dtype: torch.dtype) -> Any:
@@ -111,12 +103,8 @@ def _probe_cast(dtype: torch.dtype, device: torch.device) -> Availability:
     return AVAILABLE
 
 
-def _tf32(
-    model: nn.Module, args: Args, kwargs: Kwargs
-) -> tuple[nn.Module, Callable[[Built], Built]]:
-    def finish(built: Built) -> Built:
-        inner = built.call
-
+def _tf32(model: nn.Module, args: Args, kwargs: Kwargs) -> Rewritten:
+    def finish(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             before = torch.backends.cuda.matmul.fp32_precision
             torch.backends.cuda.matmul.fp32_precision = "tf32"
@@ -125,9 +113,9 @@ def _tf32(
             finally:
                 torch.backends.cuda.matmul.fp32_precision = before
 
-        return Built(call, built.notes, built.holds_weights)
+        return call
 
-    return model, finish
+    return Rewritten(model, args, kwargs, finish, copies_weights=False)
 
 
 def _probe_tf32(device: torch.device) -> Availability:
