@@ -121,7 +121,6 @@ def test_channels_last_is_tried_where_there_are_convolutions() -> None:
         "eager:inference_mode",
         "channels_last",
         "channels_last+inductor",
-        "channels_last+graph",
     } <= names
     assert "inductor:max-autotune" not in names
     assert not any("channels_last" in c.name for c in default_candidates(Small(), cpu, ()))

@@ -11,7 +11,8 @@ from planted import Counting, Planted, Small
 from torch import nn
 
 import graphwright as gw
-from graphwright.report import Status
+from graphwright.measurement import Measurement
+from graphwright.report import Row, Status
 from graphwright.strategies import Availability, Built
 from graphwright.tuner import Tuning
 
@@ -59,6 +60,26 @@ def test_a_faster_right_strategy_is_chosen_and_called(device: torch.device) -> N
     assert "quick was chosen" in tuned.report.reason
     torch.testing.assert_close(tuned(x), model(x).detach())
     assert tuned.calls == {"tuned": 1}
+
+
+def test_a_finalist_is_near_the_best_by_its_own_time_too() -> None:
+    """Eager that wavers between two screenings must not drop the faster candidate."""
+
+    def row(name: str, mine: float, eager: float) -> Row:
+        times = {k: Measurement(((v,),) * 5, (v,) * 5) for k, v in (("m", mine), ("e", eager))}
+        return Row(name, Status.OK, screening=times["m"], baseline=times["e"])
+
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=[])
+    tuning.report.rows = [
+        row("eager", 3, 3),
+        row("slow", 1.1, 5),
+        row("fast", 0.7, 3),
+        row("x", 2, 3),
+    ]
+    tuning._kept = {r.strategy: Built(model) for r in tuning.report.rows}
+    tuning._drop_the_beaten()
+    assert set(tuning._kept) == {"eager", "slow", "fast"}
 
 
 def test_within_the_noise_the_simpler_one_is_chosen() -> None:

@@ -155,6 +155,11 @@ class CallSignature:
             )
         return cls(spec, tuple(described), aliases, switches(), flat)
 
+    @functools.cached_property
+    def wants_grad(self) -> bool:
+        """Whether any tensor of the call requires grad."""
+        return any(len(leaf) == 5 and leaf[4] for leaf in self.leaves)
+
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call has this signature; takes some microseconds."""
         if self.flat is None:

@@ -116,15 +116,21 @@ class TunedModule(nn.Module):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the winner, or the module itself where the winner does not fit."""
         choice = self._choice
-        if torch.is_grad_enabled() and (choice.module.training or _wants_grad(args, kwargs)):
+        signature = choice.signature
+        fits = signature is not None and signature.fits(args, kwargs)
+        if torch.is_grad_enabled() and (
+            choice.module.training
+            # What fits requires grad exactly where the sample did.
+            or (signature.wants_grad if fits and signature else _wants_grad(args, kwargs))
+        ):
             choice.calls["eager: gradients are wanted"] += 1
             choice.last_difference = "training mode, or an input that requires grad"
             return choice.module(*args, **kwargs)
-        if choice.call is None or choice.signature is None:
+        if choice.call is None or signature is None:
             kind = "nothing tuned"
-        elif not choice.signature.fits(args, kwargs):
+        elif not fits:
             kind = "another signature"
-            choice.last_difference = choice.signature.differences(args, kwargs)
+            choice.last_difference = signature.differences(args, kwargs)
         else:
             counts, result = choice.attempt(args, kwargs)
             if counts:

@@ -348,14 +348,22 @@ class Tuning:
             return float(row.peak_bytes)
         return statistics.median(self.report.ratios(row))
 
+    def _absolute_cost(self, row: Row) -> float:
+        """What is to be small, by the row's own samples."""
+        if self.report.objective == "memory":
+            return self._cost(row)
+        assert row.screening is not None  # Only what was measured is eligible.
+        return statistics.median(row.screening.rounds(self.report.objective))
+
     def _drop_the_beaten(self) -> None:
         """Let go of candidates that are out of the race, and of the memory they hold."""
         eligible = self._eligible()
-        if not eligible:
-            return
-        limit = FINALIST_FACTOR * min(self._cost(row) for row in eligible)
-        always = {EAGER, COMPILE_DEFAULT}
-        near = {row.strategy for row in eligible if self._cost(row) <= limit} | always
+        near = {EAGER, COMPILE_DEFAULT}
+        # Near the best by either measure: when eager itself wavers from one screening to the next,
+        # the ratios of two candidates to it cannot be set against each other.
+        for cost in (self._cost, self._absolute_cost):
+            limit = FINALIST_FACTOR * min(map(cost, eligible), default=0.0)
+            near |= {row.strategy for row in eligible if cost(row) <= limit}
         for name in [name for name in self._kept if name not in near]:
             del self._kept[name]
         gc.collect()
@@ -420,7 +428,8 @@ class Tuning:
                 return
             chosen = ranked[0]
         report.chosen = chosen.strategy
-        report.reason = _sentence(report, chosen, self._eligible())
+        finalists = [row for row in self._eligible() if row.final is not None]
+        report.reason = _sentence(report, chosen, finalists)
 
     def _tuned(self, name: str, built: Built) -> TunedModule:
         """The module with one of the candidates to answer its calls."""
@@ -525,7 +534,7 @@ def _reason(error: Exception) -> tuple[str, str]:
     return first_line(error) + (f" (at {frame})" if frame else ""), ""
 
 
-def _sentence(report: Report, chosen: Row, eligible: list[Row]) -> str:
+def _sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
     """Why this one, for a reader who looks at nothing else."""
     what = {
         "latency": "the lowest latency",
@@ -542,7 +551,7 @@ def _sentence(report: Report, chosen: Row, eligible: list[Row]) -> str:
     if speed is not None:
         text += f", {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast as eager"
     best = min(
-        (row for row in eligible if report.ratios(row)),
+        finalists,
         key=lambda row: statistics.median(report.ratios(row)),
         default=chosen,
     )

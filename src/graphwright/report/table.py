@@ -20,12 +20,17 @@ class Column:
 
 
 def ordered(report: Report) -> list[Row]:
-    """Rows by status, the fastest first."""
+    """Rows by status, the best by the report's objective first."""
 
     def key(row: Row) -> tuple[int, float]:
-        found = report.ratios(row)
-        speed = report.speedup(row) if found else None
-        return _ORDER.index(row.status), -speed[0] if speed else 0.0
+        cost = 0.0
+        if row.measurement is not None:
+            cost = row.measurement.latencies.median
+            if report.objective == "throughput":
+                cost = row.measurement.back_to_back.median
+        if report.objective == "memory":
+            cost = float(row.peak_bytes or 0)
+        return _ORDER.index(row.status), cost
 
     return sorted(report.rows, key=key)
 
