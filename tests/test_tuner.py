@@ -71,12 +71,8 @@ def test_a_finalist_is_near_the_best_by_its_own_time_too() -> None:
 
     model, x = small()
     tuning = Tuning(model, (x,), strategies=[])
-    tuning.report.rows = [
-        row("eager", 3, 3),
-        row("slow", 1.1, 5),
-        row("fast", 0.7, 3),
-        row("x", 2, 3),
-    ]
+    figures = {"eager": (3, 3), "slow": (1.1, 5), "fast": (0.7, 3), "beaten": (2, 3)}
+    tuning.report.rows = [row(name, *times) for name, times in figures.items()]
     tuning._kept = {r.strategy: Built(model) for r in tuning.report.rows}
     tuning._drop_the_beaten()
     assert set(tuning._kept) == {"eager", "slow", "fast"}
