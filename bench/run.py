@@ -1,7 +1,7 @@
 """Run the benchmarks, or make the tables of docs/ from their results.
 
 scripts/bench tune [--out DIR] [CASE ...]     tune each case in a process of its own
-scripts/bench tables                          bench/results/*.json -> docs/results.md
+scripts/bench tables                          bench/results/*.json -> docs/results.md and its picture
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
 SCHEMA = "graphwright.bench"
+# The case that README shows.
+PICTURE = "minilm"
 
 
 def commit() -> str:
@@ -60,6 +62,7 @@ def tables() -> None:
     """docs/results.md from every result that is committed."""
     from graphwright.report import Report
     from graphwright.report.markdown import to_markdown
+    from graphwright.report.terminal import to_svg
 
     lines = [
         "# Results",
@@ -73,6 +76,10 @@ def tables() -> None:
         lines += [f"## `{file.name}`, commit {data['commit']}", ""]
         for report in data["cases"].values():
             lines += [to_markdown(Report.from_json(json.dumps(report)))]
+        if PICTURE in data["cases"]:
+            picture = to_svg(Report.from_json(json.dumps(data["cases"][PICTURE])))
+            (ROOT / "docs" / "images").mkdir(exist_ok=True)
+            (ROOT / "docs" / "images" / f"{PICTURE}.svg").write_text(picture, encoding="utf-8")
     text = "\n".join(lines).rstrip() + "\n"
     (ROOT / "docs" / "results.md").write_text(text, encoding="utf-8")
 

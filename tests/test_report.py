@@ -115,7 +115,7 @@ def test_the_table_says_what_matters(report: Report) -> None:
     order = [line.split("│")[1].strip() for line in lines if line.startswith("│")]
     assert order == ["fast", "inductor", "eager", "slow", "absent", "also absent"]
     assert "fast was chosen: it is fast." in text
-    assert "absent, also absent: it is not here; pip install absent" in text
+    assert "absent, also absent: it is not here. pip install absent" in text
     assert "eager's own is 1.0e-07" in text
     assert str(report) == text
 

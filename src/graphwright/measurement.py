@@ -210,16 +210,16 @@ def noise_notes(measurement: Measurement) -> list[str]:
     notes = []
     relative = samples.spread / median
     if relative > _WIDE_SPREAD:
-        notes.append(f"noisy: half the samples lie {relative:.0%} around the median or further")
+        notes.append(f"noisy: half of the calls lie over {_WIDE_SPREAD:.0%} off the median")
     far = sum(s > _OUTLIER * median for s in samples.seconds) / len(samples.seconds)
     if far > _OUTLIER_SHARE:
-        notes.append(f"{far:.0%} of the calls took over {_OUTLIER:g} times the median: other load?")
+        notes.append(f"over {_OUTLIER_SHARE:.0%} of the calls took over {_OUTLIER:g} × the median")
     rounds = measurement.rounds("latency")
     half = len(rounds) // 2
     if half >= 3:
         drift = statistics.median(rounds[half:]) / statistics.median(rounds[:half]) - 1
         if abs(drift) > _DRIFT:
-            notes.append(f"drifted by {drift:+.0%} during the run: clocks or temperature?")
+            notes.append(f"drifted by over {_DRIFT:.0%} during its rounds: other load, clocks?")
     return notes
 
 

@@ -64,6 +64,8 @@ FINAL_S_EACH = 3.0
 FINALIST_FACTOR = 1.10
 # Slower than eager: the whole interval of the ratio lies above this.
 _SLOWER = 1.02
+# A gain below this factor is not worth a less simple candidate, however certain it is.
+_WORTH_IT = 1.01
 
 
 class Progress(Protocol):
@@ -397,7 +399,7 @@ class Tuning:
     def _ties(self, row: Row, best: Row) -> bool:
         low, _ = median_interval(self.report.ratios(row))
         _, high = median_interval(self.report.ratios(best))
-        return low <= high
+        return low <= high * _WORTH_IT
 
     def _choose(self, ref: Reference) -> tuple[Row, Built]:
         """The first of the ranking that is still right when it is verified again."""

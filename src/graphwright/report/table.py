@@ -108,14 +108,17 @@ def _error(report: Report, row: Row) -> str:
 
 
 def explanations(report: Report) -> list[tuple[str, str]]:
-    """Reasons, remedies and notes as one text, each with the rows that share it."""
-    found: dict[str, list[str]] = {}
+    """Reasons with their remedies, then notes, each with the rows that share it."""
+    reasons: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for row in ordered(report):
-        parts = [row.reason, row.remedy, *row.notes]
-        text = "; ".join(part.rstrip(".") for part in parts if part)
+        text = ". ".join(part.rstrip(".") for part in (row.reason, row.remedy) if part)
         if text:
-            found.setdefault(text, []).append(row.strategy)
-    return [(", ".join(names), text) for text, names in found.items()]
+            reasons.setdefault(text, []).append(row.strategy)
+        for note in row.notes:
+            notes.setdefault(note, []).append(row.strategy)
+    items = (*reasons.items(), *notes.items())
+    return [(", ".join(names), text) for text, names in items]
 
 
 def closing(report: Report) -> list[str]:

@@ -6,6 +6,7 @@ import io
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
+from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
@@ -50,7 +51,7 @@ def render(report: Report, width: int) -> RenderableType:
     if report.reason:
         parts.append(Text(report.reason, style="bold"))
     for name, text in explanations(report):
-        parts.append(Text.assemble("  ", (name, "bold"), ": ", text))
+        parts.append(Padding(Text.assemble((name, "bold"), ": ", text), (0, 0, 0, 2)))
     parts += [Text(line, style="dim") for line in closing(report)]
     if left_out:
         text = f"No room for: {', '.join(left_out)}. A wider terminal shows them."
