@@ -1,7 +1,7 @@
 """Run the benchmarks, or make the tables of docs/ from their results.
 
 scripts/bench tune [--out DIR] [CASE ...]     tune each case in a process of its own
-scripts/bench tables                          bench/results/*.json -> docs/results.md and its picture
+scripts/bench tables                          bench/results/*.json -> docs/
 """
 
 from __future__ import annotations

@@ -209,11 +209,12 @@ def _check_files(files: dict[str, str | None]) -> None:
     for option, name in files.items():
         if name is None:
             continue
-        folder = Path(name).resolve().parent
-        if not folder.is_dir() or not os.access(folder, os.W_OK):
+        path = Path(name).resolve()
+        place = path if path.exists() else path.parent
+        if not place.exists() or not os.access(place, os.W_OK):
             raise TargetError(
-                f"--{option} {name}: the folder {folder} does not exist or cannot be written to.",
-                remedy="Make the folder first.",
+                f"--{option} {name}: {place} does not exist or cannot be written to.",
+                remedy="Make the folder first, or choose another.",
             )
 
 

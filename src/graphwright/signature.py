@@ -23,7 +23,7 @@ from .errors import SignatureError
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
-_SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
 
 
 def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], pytree.TreeSpec]:
@@ -42,7 +42,10 @@ def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Args, dict[
 
 def leaf_names(tree: Any, root: str) -> list[str]:
     """A readable name for each leaf of a tree, for example `output['logits'][0]`."""
-    paths, _ = pytree.tree_flatten_with_path(tree)
+    try:
+        paths, _ = pytree.tree_flatten_with_path(tree)
+    except ValueError:  # A node type was registered without names for its children.
+        return [f"{root}.{index}" for index in range(len(pytree.tree_leaves(tree)))]
     return [root + pytree.keystr(path) for path, _ in paths]
 
 
@@ -69,18 +72,17 @@ def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
         SignatureError: the leaf is neither a tensor nor a plain value.
     """
     if isinstance(leaf, torch.Tensor):
-        if leaf.layout is not torch.strided or leaf.is_quantized:
+        if not _is_plain(leaf):
             raise SignatureError(
-                f"{name} is a {leaf.layout} tensor; only dense tensors are supported.",
+                f"{name} is {_kind(leaf)}; only plain dense tensors are supported.",
                 remedy="Pass it as its dense parts, or convert it inside the model.",
             )
-        grad = leaf.requires_grad
-        return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, grad)
+        return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad)
     if isinstance(leaf, float):
         return (float, struct.pack("<d", leaf))
     if isinstance(leaf, complex):
         return (complex, struct.pack("<dd", leaf.real, leaf.imag))
-    if isinstance(leaf, _SCALARS):
+    if isinstance(leaf, SCALARS):
         return (type(leaf), leaf)
     raise SignatureError(
         f"{name} is an object of type {type(leaf).__qualname__}, which graphwright cannot look "
@@ -88,6 +90,28 @@ def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
         remedy="Pass tensors, plain values, and tuples, lists or dictionaries of them, or "
         "register the type with torch.utils._pytree.register_pytree_node.",
     )
+
+
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+
+
+def _is_plain(value: Any) -> bool:
+    """A dense tensor whose class has no behaviour of its own and whose bits are its values."""
+    return (
+        type(value) in _PLAIN_TYPES
+        and value.layout is torch.strided
+        and not (value.is_nested or value.is_quantized or value.is_neg() or value.is_conj())
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    if type(tensor) not in _PLAIN_TYPES:
+        return f"a {type(tensor).__qualname__}, a subclass of Tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"a {tensor.layout} tensor" if not tensor.is_quantized else "a quantized tensor"
+    return "a lazily conjugated or negated tensor (see torch.resolve_conj, torch.resolve_neg)"
 
 
 def switches() -> tuple[Any, ...]:
@@ -121,7 +145,7 @@ class CallSignature:
 
     spec: pytree.TreeSpec
     leaves: tuple[tuple[Any, ...], ...]
-    aliases: tuple[tuple[int, int], ...]
+    aliases: tuple[tuple[int, int, int], ...]
     switches: tuple[Any, ...]
     # The common case, arguments that are plain tensors, is compared without flattening:
     # one description a positional argument, and one a keyword. None where there are others.
@@ -148,7 +172,7 @@ class CallSignature:
         flat = None
         aliases = _shared(leaves)
         values = (*args, *kwargs.values())
-        if not aliases and all(type(value) is torch.Tensor for value in values):
+        if not aliases and all(isinstance(value, torch.Tensor) for value in values):
             flat = (
                 tuple(describe(value) for value in args),
                 {name: describe(value) for name, value in kwargs.items()},
@@ -162,6 +186,8 @@ class CallSignature:
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call has this signature; takes some microseconds."""
+        if _inside_transform():
+            return False
         if self.flat is None:
             return self.differences(args, kwargs) is None
         positional, named = self.flat
@@ -179,6 +205,8 @@ class CallSignature:
 
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
         """Why a call does not fit this signature, in words, or None when it fits."""
+        if _inside_transform():
+            return "the call is inside a torch.func transform"
         try:
             other = CallSignature.of(args, kwargs)
         except SignatureError as error:
@@ -201,28 +229,33 @@ class CallSignature:
 
 def _is(value: Any, expected: tuple[Any, ...]) -> bool:
     return (
-        type(value) is torch.Tensor
-        and value.layout is torch.strided
+        _is_plain(value)
         and (value.shape, value.dtype, value.stride(), value.device, value.requires_grad)
         == expected
     )
 
 
-def _shared(leaves: Sequence[Any]) -> tuple[tuple[int, int], ...]:
-    """Pairs of leaves in one storage: a graph that mutates may not swap one for two."""
+def _inside_transform() -> bool:
+    """Whether vmap, grad or the like is at work, whose tensors have no memory of their own."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _shared(leaves: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
+    """Pairs of leaves in one storage, and how many bytes they lie apart in it."""
     tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if len(tensors) < 2:
         return ()
-    first: dict[int, int] = {}
+    first: dict[int, tuple[int, int]] = {}
     pairs = []
     for index, tensor in tensors:
         if tensor.numel() == 0:
             continue
         pointer = tensor.untyped_storage().data_ptr()
         if pointer in first:
-            pairs.append((first[pointer], index))
+            other, start = first[pointer]
+            pairs.append((other, index, tensor.data_ptr() - start))
         else:
-            first[pointer] = index
+            first[pointer] = (index, tensor.data_ptr())
     return tuple(pairs)
 
 
@@ -242,62 +275,90 @@ def _words(described: tuple[Any, ...]) -> str:
 class ModuleWatch:
     """Notices whatever makes work that was built from a module out of date.
 
-    Watched: parameters, buffers and submodules by identity, the former by address too; plain
-    attributes (`training` among them); forward hooks. With `values=True` also in-place changes of
-    parameters and buffers, for work that holds a copy of the weights or has folded them.
+    Watched: parameters, buffers, submodules and attributes that are tensors or plain values
+    (`training` among them) by identity, tensors by address too; forward hooks; for a plain function
+    also the modules and tensors that it names. With `values=True` also in-place changes of tensors,
+    for work that holds a copy of the weights or has folded them.
 
-    Not watched: attributes that are lists, dictionaries or other objects, and what a Python
-    function closes over beside modules and tensors. The watch keeps the tensors alive, so that
-    what was built from them never reads memory that was given to others.
+    Not watched: attributes that are lists, dictionaries or other objects, what a Python function
+    reaches by other ways, and, with `values=True`, writes that leave a tensor's version as it is
+    (through `.data`, numpy or a pointer). The watch keeps the tensors' memory alive, so that what
+    was built never reads memory that was given to others, and no address comes back.
     """
 
     def __init__(self, module: nn.Module, *, values: bool) -> None:
         self._values = values
+        self._function = module if isinstance(module, FunctionModule) else None
+        self._reached = self._reach()
         self._hooks: list[dict[Any, Any]] = []
-        # Live dictionaries of parameters, buffers and submodules beside what they held.
         self._holders: list[dict[str, Any]] = []
-        self._attributes: list[tuple[Callable[[Any], Any], dict[str, Any], Any]] = []
+        self._getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
         for child in module.modules():
             attributes = child.__dict__
             self._hooks += [attributes["_forward_hooks"], attributes["_forward_pre_hooks"]]
-            held = (child._parameters, child._buffers, child._modules)
-            self._holders += held
-            names = [k for k, v in attributes.items() if isinstance(v, _SCALARS)]
-            get = operator.itemgetter(*names)
-            self._attributes.append((get, attributes, get(attributes)))
+            self._holders += [child._parameters, child._buffers, child._modules]
+            watched = [k for k, v in attributes.items() if isinstance(v, (*SCALARS, torch.Tensor))]
+            if watched:
+                # Twice the first name: for one alone itemgetter gives no tuple.
+                get = operator.itemgetter(watched[0], *watched)
+                self._getters.append((get, attributes))
         self._hooked = [dict(hooks) for hooks in self._hooks]
         # A method that was put in place of a class's own (LoRA, offloading) is a new attribute.
-        self._sized = [*self._holders, *(attributes for _, attributes, _ in self._attributes)]
+        self._sized = [*self._holders, *(attributes for _, attributes in self._getters)]
         self._sizes = list(map(len, self._sized))
         self._held = self._now()
-        self._tensors = [v for v in self._held if isinstance(v, torch.Tensor)]
+        self._tensors = [
+            v for v in self._held if isinstance(v, torch.Tensor) and v.layout is torch.strided
+        ]
+        self._memory = [tensor.untyped_storage() for tensor in self._tensors]
         self._addresses = list(map(_ADDRESS, self._tensors))
         self._versions = _versions(self._tensors) if values else []
 
+    def _reach(self) -> list[Any]:
+        """What a plain function names, by identity."""
+        if self._function is None:
+            return []
+        return [value for _, value in modules_behind(self._function._function)]
+
     def _now(self) -> list[Any]:
-        return [value for holder in self._holders for value in holder.values()]
+        now = [value for holder in self._holders for value in holder.values()]
+        for get, attributes in self._getters:
+            now += get(attributes)
+        return now
 
     def changed(self) -> str | None:
         """What has changed since the watch was made, in words, or None."""
-        now = self._now()
         if list(map(len, self._sized)) != self._sizes:
             return "a parameter, buffer, submodule or attribute was added or removed"
+        try:
+            now = self._now()
+        except KeyError:
+            return "an attribute of a module was deleted"
         if any(map(operator.is_not, now, self._held)):
-            return "a parameter, buffer or submodule was replaced"
+            for index, (new, old) in enumerate(zip(now, self._held, strict=True)):
+                if new is not old and not _same_scalar(new, old):
+                    return _what_was_replaced(new, old)
+                self._held[index] = new  # An equal value in another object: `x.eps = 1e-5`.
         if list(map(_ADDRESS, self._tensors)) != self._addresses:
             return "the memory of a parameter or buffer moved"
         if self._values and _versions(self._tensors) != self._versions:
             return "a parameter or buffer changed in place, and the chosen strategy holds a copy"
         if self._hooks != self._hooked:
             return "a forward hook was added or removed"
-        for get, attributes, values in self._attributes:
-            try:
-                current = get(attributes)
-            except KeyError:
-                return "an attribute of a module was deleted"
-            if current != values:
-                return "an attribute of a module changed (train() or eval(), for example)"
+        if self._function is not None and any(map(operator.is_not, self._reach(), self._reached)):
+            return "the function now names another module or tensor"
         return None
+
+
+def _same_scalar(a: Any, b: Any) -> bool:
+    scalars = isinstance(a, SCALARS) and isinstance(b, SCALARS)
+    return scalars and describe(a) == describe(b)
+
+
+def _what_was_replaced(new: Any, old: Any) -> str:
+    if isinstance(old, SCALARS):
+        return f"an attribute of a module changed from {old!r} (train() or eval(), for example)"
+    return "a parameter, buffer, submodule or tensor attribute was replaced"
 
 
 _ADDRESS = torch.Tensor.data_ptr
@@ -338,8 +399,15 @@ def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Modul
                 yield f"partial_{index}", value
         function = function.func
     owner = getattr(function, "__self__", None)
+    if not isinstance(function, types.FunctionType | types.MethodType | nn.Module):
+        owner = function  # An object with __call__.
     if isinstance(owner, nn.Module):
         yield "self", owner
+    elif hasattr(owner, "__dict__") and not isinstance(owner, types.ModuleType):
+        for name, value in vars(owner).items():
+            if isinstance(value, nn.Module | torch.Tensor):
+                yield f"self_{name}", value
+        function = getattr(function, "__call__", function)  # noqa: B004  # fetched, not asked for
     function = getattr(function, "__func__", function)
     if not isinstance(function, types.FunctionType):
         return
@@ -352,6 +420,8 @@ def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Modul
             continue
     for index, value in enumerate(function.__defaults__ or ()):
         reached[f"default_{index}"] = value
+    for name, value in (function.__kwdefaults__ or {}).items():
+        reached[f"default_{name}"] = value
     for name, value in reached.items():
         if isinstance(value, nn.Module | torch.Tensor):
             yield name, value

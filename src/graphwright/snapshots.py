@@ -14,7 +14,15 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .signature import Args, argument_names, describe, flatten, leaf_names, unflatten
+from .signature import (
+    SCALARS,
+    Args,
+    argument_names,
+    describe,
+    flatten,
+    leaf_names,
+    unflatten,
+)
 
 Model = Callable[..., Any]
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -87,33 +95,60 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class State:
-    """A module's buffers and parameters as they were, to put back and to compare.
+    """What a module holds, as it was: to put back and to compare.
 
-    Parameters, which inference must not change, are kept in host memory and compared by a
-    checksum; buffers, which it may, where they are.
+    Buffers and tensor attributes, which a call may change or replace, are kept as copies; plain
+    attributes by value; parameters, which inference must not change, in host memory and by a
+    checksum.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._buffers = dict(module.named_buffers())
-        self._kept = {name: b.detach().clone() for name, b in self._buffers.items()}
-        self._parameters = dict(module.named_parameters())
+        # Where each tensor is found, under which key, and which tensor it is.
+        self._places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
+        self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        for path, child in module.named_modules():
+            root = f"{path}." if path else ""
+            attributes = child.__dict__
+            for holder in (child._buffers, attributes):
+                if not isinstance(holder, dict):  # A ScriptModule shows a view.
+                    continue
+                for name, value in holder.items():
+                    if isinstance(value, torch.Tensor) and value.layout is torch.strided:
+                        self._places[root + name] = (holder, name, value)
+            plain = {n: v for n, v in attributes.items() if isinstance(v, SCALARS)}
+            self._plain.append((attributes, plain))
+        self._grad = {name: t.requires_grad for name, (_, _, t) in self._places.items()}
+        self._kept = {name: t.detach().clone() for name, (_, _, t) in self._places.items()}
+        self._parameters = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.layout is torch.strided
+        }
         self._checksums = self._sums()
         self._weights = {n: p.detach().to("cpu", copy=True) for n, p in self._parameters.items()}
 
     def restore(self) -> None:
-        """Put the buffers back that changed."""
+        """Put back what changed, parameters excepted."""
+        for attributes, plain in self._plain:
+            for name, value in plain.items():
+                if attributes.get(name) is not value:
+                    attributes[name] = value
         with torch.no_grad():
-            for name, buffer in self._buffers.items():
-                if not same_bits(buffer, self._kept[name]):
-                    buffer.copy_(self._kept[name])
+            for name, (holder, key, tensor) in self._places.items():
+                holder[key] = tensor
+                if tensor.requires_grad and not self._grad[name]:
+                    tensor.detach_()
+                if not same_bits(tensor, self._kept[name]):
+                    tensor.copy_(self._kept[name])
 
     def changes(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that differ from what was kept, by name."""
-        return {
-            f"buffer {name} after the call": buffer.detach().clone()
-            for name, buffer in self._buffers.items()
-            if not same_bits(buffer, self._kept[name])
-        }
+        found = {}
+        for name, (holder, key, _) in self._places.items():
+            now = holder.get(key)
+            if isinstance(now, torch.Tensor) and not same_bits(now, self._kept[name]):
+                found[f"buffer {name} after the call"] = now.detach().clone()
+        return found
 
     def corrupted(self) -> str | None:
         """Name of a parameter whose bits changed, or None; what changed is put back."""
@@ -123,8 +158,21 @@ class State:
                 self._parameters[name].copy_(self._weights[name])
         return found[0] if found else None
 
+    def tensors(self) -> list[tuple[str, torch.Tensor]]:
+        """Parameters and buffers by name."""
+        return [*self._parameters.items(), *((n, t) for n, (_, _, t) in self._places.items())]
+
     def _sums(self) -> dict[str, int]:
-        return {name: int(_bits(p).sum(dtype=torch.int64)) for name, p in self._parameters.items()}
+        return {name: _checksum(parameter) for name, parameter in self._parameters.items()}
+
+
+def _checksum(tensor: torch.Tensor) -> int:
+    """A sum over the bits in which each place has a weight of its own, modulo 2**64."""
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for part in _bits(tensor).split(1 << 22):
+        places = torch.arange(1, 2 * len(part), 2, device=tensor.device)
+        total = 31 * total + (part.to(torch.int64) * places).sum()
+    return int(total)
 
 
 @dataclass

@@ -159,9 +159,20 @@ def parse_input(spec: str) -> torch.Tensor:
         raise TargetError(f"--input {spec!r}: sizes and range must be positive.", remedy=example)
     if math.prod(shape) * dtype.itemsize > 16 * 2**30:
         raise TargetError(f"--input {spec!r} is larger than 16 GiB.", remedy="Check the shape.")
+    try:
+        return _random(shape, dtype, high)
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise TargetError(
+            f"--input {spec!r} cannot be made: {first_line(error, 120)}.", remedy=example
+        ) from error
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, high: int) -> torch.Tensor:
     if dtype is torch.bool:
         return torch.rand(shape) < 0.5
     if dtype.is_floating_point or dtype.is_complex:
-        wide = torch.float32 if dtype.itemsize < 4 else dtype
-        return torch.randn(shape, dtype=wide).to(dtype)
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(shape, dtype=dtype if dtype.itemsize >= 4 else wide).to(dtype)
+    if high - 1 > torch.iinfo(dtype).max:
+        raise ValueError(f"{high - 1} does not fit {dtype}")
     return torch.randint(0, high, shape).to(dtype)

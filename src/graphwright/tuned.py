@@ -9,9 +9,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from .report import Report
 from .signature import Args, CallSignature, FunctionModule, Kwargs, ModuleWatch, tensors_of
+
+
+def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any]:
+    """The module's own answer, not requiring grad.
+
+    Where a module computes other numbers under no_grad, gradients are cut off afterwards.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if same_without_grad:
+            with torch.no_grad():
+                return module(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, module(*args, **kwargs))
+
+    return call
 
 
 class _Choice:
@@ -25,6 +41,7 @@ class _Choice:
         signature: CallSignature | None,
         watch: ModuleWatch | None,
         pure: bool,
+        quiet: bool,
     ) -> None:
         self.module = module
         self.report = report
@@ -32,6 +49,7 @@ class _Choice:
         self.signature = signature
         self.watch = watch
         self.pure = pure
+        self.quiet = quiet
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
@@ -71,9 +89,9 @@ class TunedModule(nn.Module):
     It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all
     else read and change the one module. A call that differs from the tuned one in shapes, dtypes,
     devices, plain values, autocast or backend switches, or that comes after the module changed,
-    goes to the module itself, and `calls` counts it by its reason. Such calls run under no_grad,
-    unless the module is in training mode or an input requires grad: then nothing is changed and
-    gradients flow.
+    goes to the module itself, and `calls` counts it by its reason. Outputs never require grad,
+    unless the module is in training mode or an input requires grad while gradients are on: then
+    the module is called as it is and gradients flow.
 
     Attributes:
         report: what was measured, verified and chosen.
@@ -90,10 +108,12 @@ class TunedModule(nn.Module):
         signature: CallSignature | None = None,
         watch: ModuleWatch | None = None,
         pure: bool = False,
+        quiet: bool = True,
     ) -> None:
         # One dictionary for both: whatever is set on the one is set on the other.
         object.__setattr__(self, "__dict__", module.__dict__)
-        object.__setattr__(self, "_choice", _Choice(module, report, call, signature, watch, pure))
+        choice = _Choice(module, report, call, signature, watch, pure, quiet)
+        object.__setattr__(self, "_choice", choice)
 
     _choice: _Choice
 
@@ -138,8 +158,7 @@ class TunedModule(nn.Module):
                 return result
             kind = "the module changed"
         choice.calls[f"eager: {kind}"] += 1
-        with torch.no_grad():
-            return choice.module(*args, **kwargs)
+        return quiet_eager(choice.module, choice.quiet)(*args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling."""
@@ -189,6 +208,10 @@ class TunedModule(nn.Module):
         # Methods of the module's class; what they call is the module, not this object.
         return getattr(self._choice.module, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Through the module's own class, which may have a property of that name.
+        setattr(self._choice.module, name, value)
+
     def __len__(self) -> int:
         return len(self._choice.module)  # type: ignore[arg-type]  # a Sequential has a length
 
@@ -201,10 +224,11 @@ class TunedModule(nn.Module):
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
         # What was built belongs to the original's weights; a copy starts untuned, and says so.
         module = copy.deepcopy(self._choice.module, memo)
-        return TunedModule(module, self._choice.report, None)
+        return TunedModule(module, self._choice.report, None, quiet=self._choice.quiet)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return TunedModule, (self._choice.module, self._choice.report, None)
+        choice = self._choice
+        return TunedModule, (choice.module, choice.report, None, None, None, False, choice.quiet)
 
 
 def _wants_grad(args: Args, kwargs: Kwargs) -> bool:

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -51,7 +52,7 @@ from .strategies import (
 )
 from .strategies.base import without_grad
 from .strategies.eager import EAGER as PLAIN_EAGER
-from .tuned import TunedModule
+from .tuned import TunedModule, quiet_eager
 from .verification import Reference, reference, verify
 
 Objective = Literal["latency", "throughput", "memory"]
@@ -175,6 +176,12 @@ class Tuning:
         if isinstance(model, TunedModule):
             model = model.module
         self.module = model if isinstance(model, nn.Module) else FunctionModule(model)
+        lazy = [n for n, p in self.module.named_parameters() if torch.nn.parameter.is_lazy(p)]
+        if lazy:
+            raise OptionError(
+                f"Parameter {lazy[0]} of the model has no shape yet.",
+                remedy="Call the model once on real inputs first.",
+            )
         if self.module.training:
             raise OptionError(
                 "The model is in training mode, and tune() is for inference.",
@@ -204,6 +211,7 @@ class Tuning:
         )
         self._kept: dict[str, Built] = {}
         self._reference: Reference | None = None
+        self._quiet = True
 
     def _put_first(self) -> None:
         """Eager first, since all else is measured against it; torch.compile's default second."""
@@ -216,7 +224,7 @@ class Tuning:
     def run(self, progress: Progress | None = None) -> TunedModule:
         """Tune. On KeyboardInterrupt the report holds what was known, and the error goes on."""
         listener = progress or Silence()
-        with _same_random_state(self.device), torch.enable_grad():
+        with _same_random_state(self.device):
             try:
                 return self._run(listener)
             except KeyboardInterrupt:
@@ -243,6 +251,7 @@ class Tuning:
         self._reference = ref
         report.eager_error = ref.worst_eager_error
         report.notes += ref.notes
+        self._quiet = self._same_without_grad(ref)
         for candidate in self.candidates:
             progress.step(candidate.name)
             row = self._try(candidate, ref)
@@ -258,6 +267,16 @@ class Tuning:
         # The watch that is handed out begins after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, built)
+
+    def _same_without_grad(self, ref: Reference) -> bool:
+        """Whether eager under no_grad gives the numbers of eager as the caller calls it."""
+        if not torch.is_grad_enabled() or verify(without_grad(self.module), ref).ok:
+            return True
+        self.report.notes.append(
+            "Under no_grad this model computes other numbers than with gradients on, as it is "
+            "called here; if they are the ones you use, call tune() under torch.no_grad()."
+        )
+        return False
 
     def _try(self, candidate: Candidate, ref: Reference) -> Row:
         spent = time.monotonic() - self._started
@@ -435,13 +454,14 @@ class Tuning:
 
     def _tuned(self, name: str, built: Built) -> TunedModule:
         """The module with one of the candidates to answer its calls."""
-        # What tune() gives never requires grad, eager included; eager needs no watching.
-        call = without_grad(self.module) if name == EAGER else built.call
-        watch = None
-        if name.split(":")[0] != EAGER:
-            watch = ModuleWatch(self.module, values=built.holds_weights)
         pure = self._reference is not None and self._reference.pure
-        return TunedModule(self.module, self.report, call, self.signature, watch, pure)
+        watch = None
+        if name.split(":")[0] != EAGER:  # Eager needs no watching.
+            watch = ModuleWatch(self.module, values=built.holds_weights)
+        call = built.call
+        if name == EAGER:  # What tune() gives never requires grad, eager included.
+            call = quiet_eager(self.module, self._quiet)
+        return TunedModule(self.module, self.report, call, self.signature, watch, pure, self._quiet)
 
     def _restore(self) -> None:
         """Leave the module's buffers and parameters as they were found."""
@@ -468,20 +488,26 @@ def _check_options(
         wrong.append(f"model is a {type(model).__name__}, which cannot be called")
     if not isinstance(args, tuple | list):
         wrong.append(f"args is a {type(args).__name__}: write (x,) for a single input")
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        wrong.append(f"kwargs is a {type(kwargs).__name__}, not a dictionary")
+    if kwargs is not None and not (
+        isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)
+    ):
+        wrong.append(f"kwargs is a {type(kwargs).__name__}, not a dictionary by names")
     if objective not in OBJECTIVES:
         wrong.append(f"objective is {objective!r}, not one of {', '.join(OBJECTIVES)}")
-    if tolerance is not None and not tolerance > 0:
+    if tolerance is not None and not _positive(tolerance):
         wrong.append(f"tolerance is {tolerance!r}, not a positive relative error")
-    if isinstance(allow, str):
-        wrong.append(f"allow is a string: write ({allow!r},)")
+    if isinstance(allow, str) or not isinstance(allow, Collection):
+        wrong.append(f"allow is a {type(allow).__name__}: write ({allow!r},)")
     elif unknown := [name for name in allow if name not in LOSSY]:
         wrong.append(f"allow names {unknown}, but knows only {', '.join(LOSSY)}")
-    if budget_s is not None and not budget_s > 0:
+    if budget_s is not None and not _positive(budget_s):
         wrong.append(f"budget_s is {budget_s!r}, not a positive number of seconds")
     if wrong:
         raise OptionError(f"tune() cannot begin: {'; '.join(wrong)}.")
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
 def _device(module: nn.Module, call: Call) -> torch.device:

@@ -126,15 +126,19 @@ class Reference:
         if self.tolerance is not None:
             return ErrorMeasure(self.tolerance, self.tolerance * max(peak, 1.0))
         eager = self.eager_error.get(name, ErrorMeasure(0.0, 0.0))
-        own = torch.finfo(leaf.dtype).eps if leaf.dtype.is_floating_point else 0.0
+        real = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
+        own = torch.finfo(real).eps if real.is_floating_point else 0.0
         rms = max(RMS_FACTOR * eager.rms, _FREE_RMS_ULPS * own)
         largest = max(MAX_FACTOR * eager.max, _FREE_MAX_ULPS * own * peak)
         if ulp is not None and leaf.dtype.is_floating_point:
             rms = max(rms, _LOSSY_RMS_ULPS * ulp)
             largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
-        if self.tf32 and leaf.dtype is torch.float32:
+        if self.tf32 and leaf.dtype in (torch.float32, torch.complex64):
             rms = max(rms, _TF32_RMS_ULPS * TF32_ULP)
             largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
+        if leaf.numel() < _FEW_ELEMENTS:
+            # A mean over a handful is as wild as its largest part, to which that bound belongs.
+            rms = max(rms, largest)
         return ErrorMeasure(rms, largest)
 
 
@@ -175,20 +179,20 @@ class _Float64(TorchDispatchMode):
         return func(*args, **named)
 
 
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
 def _is_narrow(leaf: Any) -> bool:
-    return (
-        isinstance(leaf, torch.Tensor)
-        and leaf.is_floating_point()
-        and leaf.dtype is not torch.float64
-    )
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is not _wide(leaf.dtype)
 
 
 def _widen(leaf: Any) -> Any:
-    if _is_narrow(leaf):
-        return leaf.to(torch.float64)
-    if isinstance(leaf, torch.dtype) and leaf.is_floating_point:
-        return torch.float64
-    return leaf
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(_wide(leaf.dtype))
+    return _wide(leaf) if isinstance(leaf, torch.dtype) else leaf
 
 
 def _exact(
@@ -202,7 +206,7 @@ def _exact(
     args, kwargs = pytree.tree_map(_widen, (call.args, dict(call.kwargs)))
     wide = Call(call.name, args, kwargs)
     try:
-        with torch.no_grad(), mode:
+        with mode:
             outcome = run(model, wide, state)
     except Exception:
         if model is not module:
@@ -210,7 +214,7 @@ def _exact(
         # Some operators (recurrent layers) compare the dtypes of weights and inputs beforehand.
         state.restore()
         double = copy.deepcopy(module).double()
-        with torch.no_grad(), mode:
+        with mode:
             outcome = run(double, wide, State(double))
     values = {n: v for n, v in outcome.leaves().items() if isinstance(v, torch.Tensor)}
     return values, mode.operations
@@ -242,6 +246,9 @@ def reference(
 ) -> Reference:
     """Run eager and a float64 copy of the work on the sample inputs and variations of them.
 
+    Eager runs in the gradient mode that the caller is in: some modules (nn.TransformerEncoder with
+    a padding mask) compute other numbers without gradients.
+
     Args:
         model: what is called.
         module: what holds its parameters and buffers; the same object for a module.
@@ -256,9 +263,22 @@ def reference(
     """
     state = State(module)
     try:
-        with torch.no_grad():
-            first = run(model, call, state)
-            second = run(model, call, state)
+        return _reference(model, module, call, state, tolerance, seed)
+    finally:
+        state.restore()
+
+
+def _reference(
+    model: Model,
+    module: nn.Module,
+    call: Call,
+    state: State,
+    tolerance: float | None,
+    seed: int,
+) -> Reference:
+    try:
+        first = run(model, call, state)
+        second = run(model, call, state)
     except GraphwrightError:
         raise
     except Exception as error:
@@ -287,8 +307,7 @@ def reference(
     cases = [Case(call, first, _tensors(first) if exact is None else exact)]
     for other in _variations(call, generator, 6 if small < _FEW_ELEMENTS else 1):
         try:
-            with torch.no_grad():
-                eager = run(model, other, state)
+            eager = run(model, other, state)
             values = _tensors(eager) if exact is None else _exact(model, module, other, state)[0]
         except Exception as error:
             notes.append(f"{other.name}: left out, eager raises {first_line(error, 120)}")
@@ -299,7 +318,6 @@ def reference(
             )
             continue
         cases.append(Case(other, eager, values))
-    state.restore()
     measured = [case.eager_error for case in cases]
     measured.append(_errors(second, cases[0].exact))
     if exact is None:
@@ -322,16 +340,20 @@ def _tensors(outcome: Outcome) -> dict[str, torch.Tensor]:
 def _finite(outcome: Outcome) -> float:
     """Share of finite elements among the outputs."""
     tensors = [v for v in outcome.outputs.values() if isinstance(v, torch.Tensor) and v.numel()]
-    shares = [float(torch.isfinite(t).double().mean()) for t in tensors]
+    shares = [float(torch.isfinite(_real(t)).double().mean()) for t in tensors]
     return min(shares, default=1.0)
 
 
 def _assumed(outcome: Outcome) -> dict[str, ErrorMeasure]:
     own = {}
     for name, leaf in _tensors(outcome).items():
-        rms = _ASSUMED_ERROR.get(leaf.dtype, 0.0)
-        own[name] = ErrorMeasure(rms, rms * _peak(leaf.double()) if rms else 0.0)
+        rms = _assumed_error(leaf.dtype)
+        own[name] = ErrorMeasure(rms, rms * _peak(_real(leaf)) if rms else 0.0)
     return own
+
+
+def _assumed_error(dtype: torch.dtype) -> float:
+    return _ASSUMED_ERROR.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
 
 
 def _pooled(errors: list[ErrorMeasure]) -> ErrorMeasure:
@@ -345,8 +367,8 @@ def _refuse_disagreement(first: Outcome, second: Outcome, tolerance: float | Non
         if name not in base or base[name].shape != leaf.shape:
             gap = math.inf
         else:
-            gap = _error(leaf, base[name].double(), base[name])[0].rms
-        allowed = _ASSUMED_ERROR.get(leaf.dtype, 0.0) if tolerance is None else tolerance
+            gap = _error(leaf, base[name], base[name])[0].rms
+        allowed = _assumed_error(leaf.dtype) if tolerance is None else tolerance
         if not gap <= allowed:
             raise VerificationError(
                 f"Two eager calls with the same inputs disagree: {name} by {gap:.1e} relative.",
@@ -358,8 +380,9 @@ def _refuse_disagreement(first: Outcome, second: Outcome, tolerance: float | Non
 def _variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[Call]:
     """Other inputs of the same kind; `generator` lives on the CPU.
 
-    Integers stay between the sample's least (or 0) and largest value, so that an id stays a
-    valid id.
+    Integers are drawn from the sample's own values, so that an id stays a valid id (on a GPU, one
+    that is not kills the process); where all are equal they are lowered by one, in a variation of
+    their own, since a value that never differs tells nothing.
     """
     changes: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
         (f"random inputs {index + 1}", lambda t: _drawn(t, generator)) for index in range(draws)
@@ -367,6 +390,8 @@ def _variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[
     changes.append(("the sample's values permuted", lambda t: _permuted(t, generator)))
     if any(t.dtype is torch.bool for t in call.tensors()):
         changes.append(("booleans flipped", lambda t: ~t if t.dtype is torch.bool else t))
+    if any(_is_flag(t) for t in call.tensors()):
+        changes.append(("constants changed", _flipped))
     if not any(t.numel() and can_hold_anything(t) for t in call.tensors()):
         return
     for name, change in changes:
@@ -379,23 +404,40 @@ def _variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[
 
 
 def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random values like the tensor's: a mask's, its mean and deviation, its range of integers."""
+    """Random values like the tensor's: a mask's, its mean and deviation, its own integers."""
     shape = tensor.shape
-    if tensor.dtype is torch.bool or bool(((tensor == 0) | (tensor == 1)).all()):
-        drawn = torch.rand(shape, generator=generator) < 0.5
-    elif tensor.is_complex():
+    values = _real(tensor).reshape(-1).cpu()
+    if tensor.is_complex():
         parts = _drawn(torch.view_as_real(tensor), generator)
         return torch.view_as_complex(parts.contiguous())
+    ones = bool((values == 1).any())
+    only_both = bool(((values == 0) | (values == 1)).all())
+    if only_both and (ones or tensor.dtype is torch.bool or tensor.is_floating_point()):
+        drawn = torch.rand(shape, generator=generator) < 0.5
     elif tensor.is_floating_point():
-        values = tensor.double()[torch.isfinite(tensor)]
-        mean = float(values.mean()) if values.numel() else 0.0
-        deviation = float(values.std()) if values.numel() > 1 else 0.0
+        finite = values[torch.isfinite(values)]
+        mean = float(finite.mean()) if finite.numel() else 0.0
+        deviation = float(finite.std()) if finite.numel() > 1 else 0.0
         normal = torch.randn(shape, generator=generator, dtype=torch.float64)
         drawn = normal * (deviation or 1.0) + mean
     else:
-        low, high = int(tensor.min()), int(tensor.max())
-        drawn = torch.randint(min(low, 0), high + 1, shape, generator=generator)
+        places = torch.randint(0, tensor.numel(), shape, generator=generator)
+        return tensor.reshape(-1)[places.to(tensor.device)]
     return drawn.to(tensor.device, tensor.dtype)
+
+
+def _is_flag(tensor: torch.Tensor) -> bool:
+    """An integer or boolean tensor all of whose elements are one value above 0."""
+    if tensor.is_floating_point() or tensor.is_complex() or not tensor.numel():
+        return False
+    first = tensor.reshape(-1)[:1]
+    return bool((tensor == first).all()) and int(first) > 0
+
+
+def _flipped(tensor: torch.Tensor) -> torch.Tensor:
+    if not _is_flag(tensor):
+        return tensor
+    return ~tensor if tensor.dtype is torch.bool else tensor - 1
 
 
 def _permuted(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -404,6 +446,14 @@ def _permuted(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
 
 
 # ---------------------------------------------------------------- error measures
+
+
+def _real(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values as float64; real and imaginary parts in a dimension of their own."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.to(torch.complex128).resolve_conj())
+    return tensor.double()
 
 
 def _peak(values: torch.Tensor) -> float:
@@ -419,13 +469,9 @@ def _error(
     actual: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor
 ) -> tuple[ErrorMeasure, float]:
     """Error of `actual` and the peak of `exact`, where eager and exact are both finite."""
-    if actual.is_complex():
-        actual, exact, eager = (
-            torch.view_as_real(t.resolve_conj()) for t in (actual, exact, eager)
-        )
-    wide = actual.detach().double()
+    wide, exact, eager = _real(actual), _real(exact), _real(eager)
     where = torch.isfinite(eager) & torch.isfinite(exact)
-    values = exact.double()[where]
+    values = exact[where]
     if values.numel() == 0:
         return ErrorMeasure(0.0, 0.0), 1.0
     scale = float(values.square().mean().sqrt()) or 1.0
@@ -444,12 +490,13 @@ def _errors(outcome: Outcome, exact: Mapping[str, torch.Tensor]) -> dict[str, Er
 
 def _special(tensor: torch.Tensor) -> torch.Tensor:
     """0 where finite, else 1 for NaN, 2 for +Inf, 3 for -Inf."""
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor.resolve_conj())
-    kinds = tensor.isnan().to(torch.int8)
-    if tensor.is_floating_point():
-        kinds += 2 * tensor.isposinf() + 3 * tensor.isneginf()
-    return kinds
+    values = _real(tensor)
+    return values.isnan() + 2 * values.isposinf() + 3 * values.isneginf()
+
+
+def _layout(tensor: torch.Tensor) -> list[int]:
+    """The strides that matter: those of dimensions with more than one element."""
+    return [st for st, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = None) -> Verdict:
@@ -474,6 +521,9 @@ def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = No
             mine, theirs = getattr(leaf, what), getattr(expected, what)
             if mine != theirs:
                 return Verdict(False, f"{name} has {what} {mine}, eager's has {theirs}")
+        if leaf.numel() and _layout(leaf) != _layout(expected):
+            have_, want_ = leaf.stride(), expected.stride()
+            return Verdict(False, f"{name} has strides {have_}, eager's has {want_}")
         if name in case.eager_error and same_bits(leaf, expected):
             worst = _worse(worst, case.eager_error[name])
             continue
@@ -535,11 +585,11 @@ def _verdict(model: Model, ref: Reference, ulp: float | None) -> Verdict:
             return replace(verdict, reason=f"{case.call.name}: {verdict.reason}")
         worst = verdict.error if worst is None else _worse(verdict.error, worst)
     aliases = _aliases(model, ref.cases[0].call, ref.state)
-    for output, argument in sorted(aliases ^ ref.aliases):
-        more = (output, argument) in aliases
+    for output, other in sorted(aliases ^ ref.aliases):
+        more = (output, other) in aliases
         how = "shares memory with" if more else "no longer shares memory, as eager's does, with"
-        return Verdict(False, f"{output} {how} {argument}", worst)
-    for probe in (_held, _overwritten, _reused):
+        return Verdict(False, f"{output} {how} {other}", worst)
+    for probe in (_held, _written, _overwritten, _reused):
         verdict = probe(model, ref, ulp)
         if not verdict.ok:
             return verdict
@@ -578,6 +628,26 @@ def _held(model: Model, ref: Reference, ulp: float | None) -> Verdict:
         return Verdict(False, f"{name} of one call was overwritten by the next call")
     again = compare(run(model, one.call, ref.state), one, ref, ulp)
     return replace(again, reason=f"called again, {again.reason}" if again.reason else "")
+
+
+def _written(model: Model, ref: Reference, ulp: float | None) -> Verdict:
+    """What the caller writes into an output must not come back from a later call.
+
+    A frozen or traced constant that is handed out as it is would do that.
+    """
+    one = ref.cases[0]
+    ref.state.restore()
+    call = one.call.clone()
+    live, _ = outputs_by_name(model(*call.args, **call.kwargs))
+    shared = {output for output, _ in ref.aliases}
+    with torch.inference_mode():  # Outputs may be inference tensors.
+        for name, leaf in live.items():
+            if isinstance(leaf, torch.Tensor) and name not in shared and can_hold_anything(leaf):
+                leaf.fill_(1)
+    verdict = compare(run(model, one.call, ref.state), one, ref, ulp)
+    if not verdict.ok:
+        return replace(verdict, reason=f"after its output was written to, {verdict.reason}")
+    return verdict
 
 
 def _overwritten(model: Model, ref: Reference, ulp: float | None) -> Verdict:
@@ -620,20 +690,18 @@ def _overwrite(call: Call, other: Call) -> None:
 
 
 def _aliases(model: Model, call: Call, state: State) -> frozenset[tuple[str, str]]:
-    """Pairs of an output and an input that share a storage."""
+    """Pairs of an output and an input, parameter, buffer or earlier output in one storage."""
     state.restore()
     mine = call.clone()
-    with torch.no_grad():
-        outputs, _ = outputs_by_name(model(*mine.args, **mine.kwargs))
-    inputs = {
-        leaf.untyped_storage().data_ptr(): name
-        for name, leaf in mine.leaves().items()
-        if isinstance(leaf, torch.Tensor) and leaf.numel()
-    }
+    outputs, _ = outputs_by_name(model(*mine.args, **mine.kwargs))
+    owners = {}
+    for name, leaf in (*state.tensors(), *mine.leaves().items()):
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            owners[leaf.untyped_storage().data_ptr()] = name
     found = set()
     for name, leaf in outputs.items():
         if isinstance(leaf, torch.Tensor) and leaf.numel():
-            pointer = leaf.untyped_storage().data_ptr()
-            if pointer in inputs:
-                found.add((name, inputs[pointer]))
+            owner = owners.setdefault(leaf.untyped_storage().data_ptr(), name)
+            if owner != name:
+                found.add((name, owner))
     return frozenset(found)

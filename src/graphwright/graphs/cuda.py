@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, first_line, user_frame
 from ..signature import Args, Kwargs, flatten, unflatten
-from ..snapshots import can_hold_anything, clone_leaves
+from ..snapshots import can_hold_anything, clone_leaves, same_bits
 
 WARMUP = 3
 
@@ -48,6 +48,11 @@ class CudaGraph:
                 "There is no CUDA tensor among the arguments, so there is nothing to capture.",
                 remedy="Move the model and its inputs to the GPU.",
             )
+        if not all(t.is_cuda for t in tensors):
+            raise CaptureError(
+                "An argument is a CPU tensor, whose value the graph would keep for ever.",
+                remedy="Move it to the GPU.",
+            )
         for tensor in tensors:
             if not can_hold_anything(tensor):
                 raise CaptureError(
@@ -59,7 +64,7 @@ class CudaGraph:
         self._graph = torch.cuda.CUDAGraph()
         self._last_stream = torch.cuda.current_stream(self._device)
         self._index = self._last_stream.device_index
-        self._plain = not kwargs and len(leaves) == len(args)
+        self._plain = not kwargs and all(isinstance(a, torch.Tensor) for a in args)
         static_args, static_kwargs = unflatten(static, spec)
         try:
             outputs = self._capture(lambda: function(*static_args, **static_kwargs))
@@ -74,6 +79,9 @@ class CudaGraph:
             ) from error
         self._outputs, self._out_spec = pytree.tree_flatten(outputs)
         self._nested = not isinstance(outputs, torch.Tensor)
+        storages = [v.untyped_storage() for v in self._outputs if isinstance(v, torch.Tensor)]
+        # Outputs that are views of one memory have to be so again in the caller's copies.
+        self._views = len({s.data_ptr() for s in storages}) < len(storages)
         inputs = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
         for leaf in self._outputs:
             if not isinstance(leaf, torch.Tensor) or not leaf.numel():
@@ -85,7 +93,7 @@ class CudaGraph:
                 )
 
     def _capture(self, work: Callable[[], Any]) -> Any:
-        versions = [t._version for t in self._inputs]
+        before = clone_leaves(self._inputs)
         stream = torch.cuda.Stream(self._device)
         stream.wait_stream(self._last_stream)
         generator = torch.cuda.default_generators[stream.device.index]
@@ -93,7 +101,7 @@ class CudaGraph:
         with torch.cuda.stream(stream):
             for _ in range(WARMUP):
                 work()
-            if versions != [t._version for t in self._inputs]:
+            if not all(map(same_bits, before, self._inputs)):
                 raise CaptureError(
                     "The call writes to its inputs, and this runner does not write them back."
                 )
@@ -133,9 +141,10 @@ class CudaGraph:
                     )
                 target.copy_(source)
             self._graph.replay()
-            outputs = [
-                leaf.clone() if isinstance(leaf, torch.Tensor) else leaf for leaf in self._outputs
-            ]
+            if self._views:
+                outputs = clone_leaves(self._outputs)
+            else:
+                outputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in self._outputs]
         return pytree.tree_unflatten(outputs, self._out_spec) if self._nested else outputs[0]
 
     def _order(self) -> None:

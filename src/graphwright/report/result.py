@@ -122,15 +122,14 @@ class Report:
 
     def break_even(self, row: Row, other: str = EAGER) -> int | None:
         """Calls after which a row has repaid its set-up against another; None if never."""
-        peer = self.row(other)
-        if peer is None or peer is row or row.measurement is None or peer.measurement is None:
+        peer, ratios = self.row(other), self.ratios(row, other)
+        if peer is None or peer is row or row.measurement is None or not ratios:
             return None
-        return break_even(
-            row.setup_s or 0.0,
-            row.measurement.latencies.median,
-            peer.setup_s or 0.0,
-            peer.measurement.latencies.median,
-        )
+        objective = "throughput" if self.objective == "throughput" else "latency"
+        mine = statistics.median(row.measurement.rounds(objective))
+        # The other's time is taken from the ratio, so that it belongs to the same rounds.
+        theirs = mine / statistics.median(ratios)
+        return break_even(row.setup_s or 0.0, mine, peer.setup_s or 0.0, theirs)
 
     # ------------------------------------------------------------ JSON
 
@@ -150,7 +149,7 @@ class Report:
         """
         try:
             data = json.loads(text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise GraphwrightError(f"This is no JSON: {error}.") from error
         if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
             raise GraphwrightError(
@@ -165,12 +164,10 @@ class Report:
             )
         try:
             rows = [_row(row) for row in data.pop("rows")]
-            return cls(
-                rows=rows,
-                eager_error=_error(data.pop("eager_error")),
-                **data,
-            )
-        except (KeyError, TypeError, ValueError) as error:
+            report = cls(rows=rows, eager_error=_error(data.pop("eager_error")), **data)
+            str(report)  # What cannot be shown was damaged in a way that no field shows alone.
+            return report
+        except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise GraphwrightError(f"The report is damaged: {error!r}.") from error
 
     def __str__(self) -> str:
@@ -189,13 +186,14 @@ def _row(data: Mapping[str, Any]) -> Row:
 
 
 def _error(data: Mapping[str, Any] | None) -> ErrorMeasure | None:
-    return None if data is None else ErrorMeasure(**data)
+    return None if data is None else ErrorMeasure(float(data["rms"]), float(data["max"]))
 
 
 def _measurement(data: Mapping[str, Any] | None) -> Measurement | None:
     if data is None:
         return None
-    return Measurement(tuple(map(tuple, data["latency"])), tuple(data["throughput"]))
+    latency = tuple(tuple(map(float, block)) for block in data["latency"])
+    return Measurement(latency, tuple(map(float, data["throughput"])))
 
 
 def _rounded(value: Any) -> Any:

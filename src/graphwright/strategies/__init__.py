@@ -74,14 +74,21 @@ def parse_candidates(
     Raises:
         OptionError: a name is unknown, or names a lossy rewrite that is not allowed.
     """
+    if not isinstance(names, Iterable):
+        raise OptionError(f"strategies is a {type(names).__name__}: write a list of names.")
     found = []
     for item in names:
         if isinstance(item, Candidate):
             found.append(item)
         elif isinstance(item, str):
             found.append(_parse(item, allow))
-        else:
+        elif all(hasattr(item, part) for part in ("name", "complexity", "probe", "build")):
             found.append(Candidate(item))
+        else:
+            raise OptionError(
+                f"strategies holds a {type(item).__name__}, which is no name and no strategy.",
+                remedy="A strategy has name, complexity, probe() and build().",
+            )
     return list({candidate.name: candidate for candidate in found}.values())
 
 

@@ -154,6 +154,12 @@ class Candidate:
             warnings.simplefilter("always")
             built = self._build(model, args, kwargs)
         built.notes += _notes(caught)
+        if built.holds_weights and any(p.is_inference() for p in model.parameters()):
+            raise StrategyFailed(
+                f"{self.name} keeps a copy of weights that were made under inference_mode, whose "
+                "changes leave no trace.",
+                remedy="Make or load the model outside inference_mode.",
+            )
         return built
 
     def _build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:

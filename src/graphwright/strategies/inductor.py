@@ -95,11 +95,14 @@ class Inductor:
 
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         """Compile and run until settled; under CUDA graphs outputs are copied out."""
+        import torch._inductor.config
+
         compiled = torch.compile(fresh_entry(model), mode=self.mode, dynamic=False)
         with torch.no_grad():
             notes, delta = compile_and_run(compiled, args, kwargs, 3 if self.cuda_graphs else 1)
+        frozen = bool(torch._inductor.config.freezing)
         if not self.cuda_graphs:
-            return Built(without_grad(compiled), notes)
+            return Built(without_grad(compiled), notes, frozen)
         if delta["skips"]:
             notes.append("torch.compile skipped CUDA graphs for this model")
         notes.append("outputs are copied out: the next call would overwrite them")
@@ -108,7 +111,7 @@ class Inductor:
             torch.compiler.cudagraph_mark_step_begin()
             return pytree.tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
 
-        return Built(without_grad(call), notes)
+        return Built(without_grad(call), notes, frozen)
 
 
 def _explain(error: Exception) -> Availability:

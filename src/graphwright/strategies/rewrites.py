@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -77,6 +78,7 @@ def _cast(dtype: torch.dtype, model: nn.Module, args: Args, kwargs: Kwargs) -> R
 
         def __init__(self) -> None:
             super().__init__()
+            self.training = False
             self.model = inner_model
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,7 +90,7 @@ def _cast(dtype: torch.dtype, model: nn.Module, args: Args, kwargs: Kwargs) -> R
             ]
             return pytree.tree_unflatten(leaves, spec)
 
-    return Rewritten(Cast().eval(), args, kwargs, lambda inner: inner, copies_weights=True)
+    return Rewritten(Cast(), args, kwargs, lambda inner: inner, copies_weights=True)
 
 
 def _narrow(leaf: Any, dtype: torch.dtype) -> Any:
@@ -103,15 +105,20 @@ def _probe_cast(dtype: torch.dtype, device: torch.device) -> Availability:
     return AVAILABLE
 
 
+_tf32_lock = threading.Lock()
+
+
 def _tf32(model: nn.Module, args: Args, kwargs: Kwargs) -> Rewritten:
     def finish(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            before = torch.backends.cuda.matmul.fp32_precision
-            torch.backends.cuda.matmul.fp32_precision = "tf32"
-            try:
-                return inner(*args, **kwargs)
-            finally:
-                torch.backends.cuda.matmul.fp32_precision = before
+            # One switch for the whole process: two threads would put back each other's value.
+            with _tf32_lock:
+                before = torch.backends.cuda.matmul.fp32_precision
+                torch.backends.cuda.matmul.fp32_precision = "tf32"
+                try:
+                    return inner(*args, **kwargs)
+                finally:
+                    torch.backends.cuda.matmul.fp32_precision = before
 
         return call
 

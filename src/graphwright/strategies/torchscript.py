@@ -28,6 +28,7 @@ class _Flat(nn.Module):
 
     def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
         super().__init__()
+        self.training = False  # eval() would reach into the user's own submodules.
         self.model = model
         self._leaves = list(leaves)
         self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
@@ -92,7 +93,7 @@ class TorchScript:
         self, model: nn.Module, args: Args, kwargs: Kwargs, notes: list[str]
     ) -> tuple[torch.jit.ScriptModule, Callable[..., Any]]:
         leaves, spec = flatten(args, kwargs)
-        flat = _Flat(model, leaves, spec).eval()
+        flat = _Flat(model, leaves, spec)
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
@@ -116,9 +117,9 @@ class TorchScript:
 
     def _finish(self, script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         if self.variant in ("freeze", "fuser"):
-            script = torch.jit.freeze(script.eval())
+            script = torch.jit.freeze(script)
         elif self.variant == "optimize":
-            script = torch.jit.optimize_for_inference(torch.jit.freeze(script.eval()))
+            script = torch.jit.optimize_for_inference(torch.jit.freeze(script))
         return script
 
 
