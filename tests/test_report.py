@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 import torch
@@ -99,11 +100,33 @@ def test_json_round_trip_keeps_every_sample(report: Report) -> None:
         (lambda t: t.replace('"rows"', '"columns"'), "damaged"),
         (lambda t: t.replace('"slower"', '"odd"'), "damaged"),
         (lambda t: t.replace('"latency": [', '"delay": ['), "damaged"),
+        (lambda t: t.replace('"environment": {', '"environment": null, "x": {'), "damaged"),
+        (lambda t: t.replace('"seconds": 0.0', '"seconds": null'), "damaged"),
+        (lambda t: re.sub(r'"throughput": \[.*?\]', '"throughput": []', t, flags=re.S), "damaged"),
+        (lambda t: re.sub(r"0\.002,", '"a",', t), "damaged"),
+        (lambda t: "[" * 100_000, "no JSON|no report"),
     ],
 )
 def test_a_damaged_report_is_refused(report: Report, damage: object, message: str) -> None:
     with pytest.raises(GraphwrightError, match=message):
         Report.from_json(damage(report.to_json()))  # type: ignore[operator]
+
+
+def test_an_infinite_error_survives_being_saved(report: Report) -> None:
+    report.rows[3].error = ErrorMeasure(float("inf"), float("inf"))
+    again = Report.from_json(report.to_json())
+    assert again == report
+    assert "inf" in str(again)
+
+
+def test_repayment_agrees_with_the_speed_up(report: Report) -> None:
+    """A row that is faster than eager in its own rounds is repaid, whatever later rounds say."""
+    eager, fast = report.row("eager"), report.row("fast")
+    assert eager is not None
+    assert fast is not None
+    eager.final = measured(0.4e-3)
+    assert report.speedup(fast) == pytest.approx((4.0, 4.0, 4.0))
+    assert report.break_even(fast) == 67
 
 
 def test_the_table_says_what_matters(report: Report) -> None:

@@ -178,3 +178,113 @@ def test_a_function_s_modules_and_tensors_are_found() -> None:
     assert len(list(wrapped.parameters())) == 4
     assert any(b is scale for b in wrapped.buffers())
     assert len(list(FunctionModule(model.forward).parameters())) == 4
+
+
+def test_where_arguments_overlap_counts() -> None:
+    buffer = torch.randn(2, 4)
+    assert not CallSignature.of((buffer[0], buffer[0]), {}).fits((buffer[0], buffer[1]), {})
+    assert not CallSignature.of((buffer[0], buffer[1]), {}).fits((buffer[0], buffer[0]), {})
+    assert CallSignature.of((buffer[0], buffer[1]), {}).fits((buffer[0], buffer[1]), {})
+
+
+class Loud(torch.Tensor):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: torch.randn(3).as_subclass(Loud), "subclass"),
+        (lambda: torch.randn(3, dtype=torch.complex64).conj(), "conjugated"),
+        (lambda: torch.nested.nested_tensor([torch.ones(2)]), "nested"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_tensors_that_are_more_than_their_bits_are_refused(make: Any, text: str) -> None:
+    tensor = make()
+    with pytest.raises(SignatureError, match=text):
+        CallSignature.of(([tensor],), {})
+    signature = CallSignature.of((X,), {})
+    assert not signature.fits((tensor,), {})
+    assert text in (signature.differences((tensor,), {}) or "")
+
+
+def test_calls_inside_a_transform_do_not_fit() -> None:
+    signature = CallSignature.of((X[0], X[0].clone()), {})
+
+    def call(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        assert not signature.fits((a, b), {})
+        assert "torch.func" in (signature.differences((a, b), {}) or "")
+        return a + b
+
+    torch.vmap(call)(X, X.clone())
+
+
+class Attributes(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.k, self.zero, self.scale, self.mask = 1, 0.0, 2.0, torch.ones(3)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m, "k", 1.0),
+        lambda m: setattr(m, "k", True),
+        lambda m: setattr(m, "zero", -0.0),
+        lambda m: setattr(m, "scale", torch.tensor([2.0, 3.0])),
+        lambda m: setattr(m, "mask", torch.ones(3)),
+        lambda m: m.mask.add_(1),
+        lambda m: setattr(m, "forward", lambda x: x),
+    ],
+)
+def test_the_watch_notices_attributes_by_type_and_bits(change: Any) -> None:
+    model = Attributes().eval()
+    watch = ModuleWatch(model, values=True)
+    change(model)
+    assert watch.changed()
+
+
+def test_an_equal_value_in_another_object_is_no_change() -> None:
+    model = Attributes().eval()
+    watch = ModuleWatch(model, values=True)
+    model.scale = float("2.0")
+    model.eval()
+    assert watch.changed() is None
+
+
+reached_by_name = Small().eval()
+
+
+def test_the_watch_sees_what_a_function_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    watch = ModuleWatch(FunctionModule(lambda x: reached_by_name(x)), values=False)
+    assert watch.changed() is None
+    monkeypatch.setitem(globals(), "reached_by_name", Small().eval())
+    assert "names another" in (watch.changed() or "")
+
+
+class Pipeline:
+    def __init__(self) -> None:
+        self.net = Small().eval()
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+def test_objects_that_own_modules_are_searched() -> None:
+    pipeline = Pipeline()
+    for function in (pipeline, pipeline.run):
+        wrapped = FunctionModule(function)
+        assert len(list(wrapped.parameters())) == 4
+        watch = ModuleWatch(wrapped, values=False)
+        kept, pipeline.net = pipeline.net, Small().eval()
+        assert watch.changed()
+        pipeline.net = kept
+
+    def defaulted(x: torch.Tensor, *, net: nn.Module = pipeline.net) -> torch.Tensor:
+        return net(x)
+
+    assert len(list(FunctionModule(defaulted).parameters())) == 4

@@ -217,3 +217,34 @@ def test_eager_as_the_winner_gives_no_gradients_either() -> None:
     model.load_state_dict(Small().state_dict(), assign=True)
     assert torch.equal(tuned(x), model(x).detach())
     assert tuned.calls == {"tuned": 2}
+
+
+def test_setting_goes_through_the_class_s_own_properties() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self._scale = 1.0
+
+        @property
+        def scale(self) -> float:
+            return self._scale
+
+        @scale.setter
+        def scale(self, value: float) -> None:
+            self._scale = value
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self._scale
+
+    model, x = Scaled().eval(), torch.ones(3)
+    tuned = gw.tune(model, (x,), strategies=["eager:no_grad"])
+    tuned.scale = 7.0
+    assert model.scale == 7.0
+    assert torch.equal(tuned(x), x * 7)
+
+
+def test_it_can_be_used_inside_vmap() -> None:
+    model = nn.PairwiseDistance().eval()
+    tuned = gw.tune(model, (torch.randn(3), torch.randn(3)), strategies=["eager:no_grad"])
+    a, b = torch.randn(5, 3), torch.randn(5, 3)
+    torch.testing.assert_close(torch.vmap(tuned)(a, b), model(a, b).detach())

@@ -290,3 +290,68 @@ def test_a_strategy_that_is_not_available_is_a_row() -> None:
         "it is not installed",
         "pip install absent",
     )
+
+
+def test_modules_that_compute_otherwise_without_gradients() -> None:
+    """nn.TransformerEncoder's fast path zeroes what is padded; its slow path does not."""
+    layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x = torch.randn(2, 5, 16)
+    mask = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
+    kwargs = {"src_key_padding_mask": mask}
+    tuned = gw.tune(model, (x,), kwargs, strategies=["eager:no_grad"])
+    assert any("no_grad" in note for note in tuned.report.notes)
+    for call in (x, x[:, :, :].contiguous()):
+        torch.testing.assert_close(tuned(call, **kwargs), model(call, **kwargs).detach())
+    other = torch.randn(2, 5, 16).double().float()[:1]
+    expected = model(other, src_key_padding_mask=mask[1:])
+    result = tuned(other, src_key_padding_mask=mask[1:])
+    torch.testing.assert_close(result, expected.detach())
+    assert not result.requires_grad
+    with torch.no_grad():
+        quiet = gw.tune(model, (x,), kwargs, strategies=["eager:no_grad"])
+        torch.testing.assert_close(quiet(x, **kwargs), model(x, **kwargs))
+
+
+def test_tracing_leaves_the_modes_of_submodules_alone() -> None:
+    class TestTimeNorm(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.BatchNorm1d(4, track_running_stats=False)
+
+        def forward(self, *args: torch.Tensor) -> torch.Tensor:
+            return self.norm(args[0])
+
+    model = TestTimeNorm().eval()
+    model.norm.train()
+    tuned = gw.tune(model, (torch.randn(8, 4),), strategies=["torchscript", "torchscript:freeze"])
+    assert model.norm.training
+    assert tuned.report.chosen is not None
+
+
+def test_a_complex_output_can_be_tuned() -> None:
+    x = torch.randn(4, 16)
+    tuned = gw.tune(torch.fft.rfft, (x,), strategies=["eager:no_grad"])
+    assert torch.equal(tuned(x), torch.fft.rfft(x))
+
+
+def test_lazy_parameters_are_refused_by_name() -> None:
+    with pytest.raises(gw.OptionError, match="weight of the model has no shape"):
+        gw.tune(nn.LazyLinear(3).eval(), (torch.ones(2, 2),))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strategies": [5]},
+        {"strategies": 5},
+        {"allow": 5},
+        {"budget_s": "10"},
+        {"tolerance": "1e-3"},
+        {"tolerance": float("inf")},
+        {"kwargs": {1: torch.ones(1)}},
+    ],
+)
+def test_options_of_a_wrong_type_are_named(options: dict[str, Any]) -> None:
+    with pytest.raises(gw.OptionError):
+        gw.tune(Small().eval(), (torch.ones(4, 16),), **options)

@@ -298,3 +298,150 @@ def test_state_is_put_back_and_corruption_is_seen() -> None:
         model.second.bias[0] += 1e-6
     assert state.corrupted() == "second.bias"
     assert state.corrupted() is None
+
+
+def test_a_constant_that_is_handed_out_is_wrong() -> None:
+    class WithConstant(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x + 1, torch.arange(3.0)
+
+    constant = torch.arange(3.0)
+    verdict = judge(lambda m: lambda x: (x + 1, constant), WithConstant().eval(), torch.randn(4))
+    assert "after its output was written to" in verdict.reason
+
+
+def test_outputs_share_memory_exactly_where_eager_s_do(device: torch.device) -> None:
+    class Halves(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            return (x * 2).chunk(2)
+
+    model, x = Halves().eval(), torch.randn(4, device=device)
+    assert judge(lambda m: m, model, x).ok
+    verdict = judge(lambda m: lambda x: tuple(t.clone() for t in m(x)), model, x)
+    assert "output[1] no longer shares memory" in verdict.reason
+
+
+def test_other_strides_are_wrong(device: torch.device) -> None:
+    verdict = judge(
+        lambda m: lambda x: m(x).t().contiguous().t(), nn.ReLU().eval(), torch.randn(4, 6)
+    )
+    assert "strides" in verdict.reason
+
+
+class Reassigns(nn.Module):
+    """Replaces a buffer in every call in place of writing to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.ones(()))
+        self.calls = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.total = self.total + 1
+        self.calls += 1
+        return x * self.total
+
+
+def test_buffers_that_calls_replace_are_put_back_and_compared() -> None:
+    model = Reassigns().eval()
+    total, x = model.total, torch.randn(4)
+    assert judge(lambda m: m, model, x).ok
+    assert model.total is total
+    assert float(total) == 1
+    assert model.calls == 0
+    verdict = judge(lambda m: lambda x: x * 2, model, x)
+    assert "buffer total after the call: not changed" in verdict.reason
+
+
+def test_buffers_carry_no_gradient_history_away() -> None:
+    class Cache(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("cache", torch.zeros(2, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.cache[:] = self.linear(x)
+            return self.cache * 2
+
+    model = Cache().eval()
+    made(model, torch.randn(2, 4))
+    assert not model.cache.requires_grad
+    assert float(model.cache.abs().sum()) == 0
+
+
+def test_permuted_weights_are_seen_and_put_back() -> None:
+    model = Small().eval()
+    kept = model.first.weight.detach().clone()
+
+    def rolls(m: nn.Module) -> Callable[..., Any]:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                y = m(x)
+                m.first.weight.copy_(m.first.weight.roll(1, 0))
+            return y
+
+        return call
+
+    assert "parameter first.weight" in judge(rolls, model, torch.randn(4, 16)).reason
+    assert torch.equal(model.first.weight, kept)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: torch.fft.rfft(x),
+        lambda x: x.to(torch.float8_e4m3fn),
+        lambda x: torch.complex(x, x).conj().resolve_conj() * 2,
+    ],
+)
+def test_complex_and_narrow_outputs_can_be_judged(function: Any) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return function(x)
+
+    model = Model().eval()
+    assert judge(lambda m: m, model, torch.randn(8, 16)).ok
+    wrong = judge(lambda m: lambda x: m(x * 1.5), model, torch.randn(8, 16))
+    assert not wrong.ok
+
+
+def test_complex_inputs_keep_their_imaginary_part() -> None:
+    class Scale(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (2 + 1j)
+
+    x = torch.randn(8, 8, dtype=torch.complex64)
+    assert judge(lambda m: m, Scale().eval(), x).ok
+    assert not judge(lambda m: lambda x: m(x).real + 0j, Scale().eval(), x).ok
+
+
+def test_one_element_outputs_are_not_held_to_eager_s_luck() -> None:
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model = nn.Sequential(nn.Linear(256, 256), nn.GELU(), nn.Linear(256, 1)).eval()
+
+        def reordered(x: torch.Tensor, model: nn.Sequential = model) -> torch.Tensor:
+            with torch.no_grad():
+                y = nn.functional.gelu(model[0](x)).flip(1)
+                return y @ model[2].weight.flip(1).t() + model[2].bias
+
+        ref = made(model, torch.randn(1, 256))
+        assert verify(reordered, ref).ok
+        assert not verify(lambda x, m=model: m(x) * 1.01, ref).ok
+
+
+@pytest.mark.parametrize("value", [torch.tensor(1), torch.tensor(5), torch.ones(3).long()])
+def test_values_that_are_all_equal_are_varied(value: torch.Tensor) -> None:
+    class Times(nn.Module):
+        def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+            return x * t.reshape(-1)[0].item()
+
+    frozen = float(value.reshape(-1)[0])
+    verdict = judge(lambda m: lambda x, t: x * frozen, Times().eval(), torch.randn(16, 8), value)
+    assert not verdict.ok
+
+
+def test_integers_are_the_sample_s_own() -> None:
+    ref = made(nn.Embedding(10, 4).eval(), torch.tensor([3, 7, 9, 7]))
+    assert all(set(c.call.args[0].tolist()) <= {3, 7, 9} for c in ref.cases)
