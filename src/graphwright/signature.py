@@ -228,10 +228,19 @@ class CallSignature:
 
 
 def _is(value: Any, expected: tuple[Any, ...]) -> bool:
+    """Whether a value has a description, without making a description of it."""
+    shape, dtype, stride, device, requires_grad = expected
     return (
-        _is_plain(value)
-        and (value.shape, value.dtype, value.stride(), value.device, value.requires_grad)
-        == expected
+        type(value) in _PLAIN_TYPES
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.dtype is dtype
+        and value.shape == shape
+        and value.stride() == stride
+        and value.device == device
+        and value.requires_grad is requires_grad
+        and not value.is_neg()
+        and not (dtype.is_complex and value.is_conj())
     )
 
 
