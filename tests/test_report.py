@@ -186,10 +186,11 @@ def test_memory_is_in_mebibytes() -> None:
 
 
 def test_a_real_report_can_be_saved_and_shown() -> None:
+    """Saved and read again it is the same to the last digit."""
     strategies = [Planted("off", off_by_one_per_cent), Planted("[bold]", raises), "eager:no_grad"]
     report = gw.tune(Small().eval(), (torch.randn(4, 16),), strategies=strategies).report
     again = Report.from_json(report.to_json())
-    assert to_text(again) == to_text(Report.from_json(again.to_json()))
+    assert again == report
     text = to_text(report)
     assert "[bold]" in text
     assert "ValueError: planted failure (at " in text.replace("\n", "")

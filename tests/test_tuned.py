@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.report import Report, Status
 from graphwright.signature import CallSignature, ModuleWatch
+from graphwright.strategies import parse_candidates
 from graphwright.tuned import TunedModule
 from graphwright.tuner import Tuning
 
@@ -248,3 +250,21 @@ def test_it_can_be_used_inside_vmap() -> None:
     tuned = gw.tune(model, (torch.randn(3), torch.randn(3)), strategies=["eager:no_grad"])
     a, b = torch.randn(5, 3), torch.randn(5, 3)
     torch.testing.assert_close(torch.vmap(tuned)(a, b), model(a, b).detach())
+
+
+def test_a_scripted_module_can_be_tuned() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = torch.jit.script(nn.Sequential(nn.Linear(4, 4), nn.ReLU())).eval()
+    x = torch.randn(2, 4)
+    tuned = gw.tune(model, (x,), strategies=["torchscript:freeze"])
+    (candidate,) = parse_candidates(["torchscript:freeze"], ())
+    built = candidate.build(model, (x,), {})
+    signature, watch = CallSignature.of((x,), {}), ModuleWatch(model, values=True)
+    fast = TunedModule(model, tuned.report, built.call, signature, watch)
+    torch.testing.assert_close(fast(x), model(x).detach())
+    assert fast.calls == {"tuned": 1}
+    with torch.no_grad():
+        next(model.parameters()).add_(1)
+    torch.testing.assert_close(fast(x), model(x).detach())
+    assert fast.calls == {"tuned": 1, "eager: the module changed": 1}

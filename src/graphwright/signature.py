@@ -8,6 +8,7 @@ what a module holds beside its parameters' values.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import struct
 import types
@@ -281,6 +282,10 @@ def _words(described: tuple[Any, ...]) -> str:
     return f"{kind.__name__} {value!r}"
 
 
+# Every module has these, and no inference depends on them.
+_OF_NO_CONSEQUENCE = {"_is_full_backward_hook", "_is_hf_initialized"}
+
+
 class ModuleWatch:
     """Notices whatever makes work that was built from a module out of date.
 
@@ -306,7 +311,11 @@ class ModuleWatch:
             attributes = child.__dict__
             self._hooks += [attributes["_forward_hooks"], attributes["_forward_pre_hooks"]]
             self._holders += [child._parameters, child._buffers, child._modules]
-            watched = [k for k, v in attributes.items() if isinstance(v, (*SCALARS, torch.Tensor))]
+            watched = [
+                name
+                for name, value in attributes.items()
+                if isinstance(value, (*SCALARS, torch.Tensor)) and name not in _OF_NO_CONSEQUENCE
+            ]
             if watched:
                 # Twice the first name: for one alone itemgetter gives no tuple.
                 get = operator.itemgetter(watched[0], *watched)
@@ -315,6 +324,7 @@ class ModuleWatch:
         # A method that was put in place of a class's own (LoRA, offloading) is a new attribute.
         self._sized = [*self._holders, *(attributes for _, attributes in self._getters)]
         self._sizes = list(map(len, self._sized))
+        self._filled = [holder for holder in self._holders if holder]
         self._held = self._now()
         self._tensors = [
             v for v in self._held if isinstance(v, torch.Tensor) and v.layout is torch.strided
@@ -330,10 +340,9 @@ class ModuleWatch:
         return [value for _, value in modules_behind(self._function._function)]
 
     def _now(self) -> list[Any]:
-        now = [value for holder in self._holders for value in holder.values()]
-        for get, attributes in self._getters:
-            now += get(attributes)
-        return now
+        chain = itertools.chain.from_iterable
+        values = [get(attributes) for get, attributes in self._getters]
+        return [*chain(holder.values() for holder in self._filled), *chain(values)]
 
     def changed(self) -> str | None:
         """What has changed since the watch was made, in words, or None."""

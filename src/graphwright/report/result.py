@@ -138,7 +138,7 @@ class Report:
         data = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
         for row, out in zip(self.rows, data["rows"], strict=True):
             out["status"] = str(row.status)
-        return json.dumps(_rounded(data), indent=1, ensure_ascii=False) + "\n"
+        return json.dumps(_finite(data), indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
     def from_json(cls, text: str) -> Report:
@@ -196,12 +196,12 @@ def _measurement(data: Mapping[str, Any] | None) -> Measurement | None:
     return Measurement(latency, tuple(map(float, data["throughput"])))
 
 
-def _rounded(value: Any) -> Any:
-    """Times to the nanosecond, other numbers to six figures; a report stays readable."""
-    if isinstance(value, float):
-        return float(f"{value:.6g}") if math.isfinite(value) else str(value)
+def _finite(value: Any) -> Any:
+    """The same data with NaN and Inf as text, which JSON has no numbers for."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
     if isinstance(value, dict):
-        return {k: _rounded(v) for k, v in value.items()}
+        return {k: _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_rounded(v) for v in value]
+        return [_finite(v) for v in value]
     return value
