@@ -82,6 +82,14 @@ def test_finalists_are_compared_in_their_common_rounds(report: Report) -> None:
     assert report.speedup(fast) == pytest.approx((3.0, 3.0, 3.0))
 
 
+def test_torch_compile_is_compared_without_our_checks(report: Report) -> None:
+    fast, compiled = report.row("fast"), report.row("inductor")
+    assert fast is not None
+    assert compiled is not None
+    fast.final, compiled.final, compiled.bare = measured(1e-3), measured(3e-3), measured(2e-3)
+    assert report.speedup(fast, "inductor") == pytest.approx((2.0, 2.0, 2.0))
+
+
 def test_json_round_trip_keeps_every_sample(report: Report) -> None:
     text = report.to_json()
     again = Report.from_json(text)

@@ -292,6 +292,7 @@ def test_a_strategy_that_is_not_available_is_a_row() -> None:
     )
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_modules_that_compute_otherwise_without_gradients() -> None:
     """nn.TransformerEncoder's fast path zeroes what is padded; its slow path does not."""
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)

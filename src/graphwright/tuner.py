@@ -65,6 +65,7 @@ FINAL_S_EACH = 3.0
 FINALIST_FACTOR = 1.10
 # Slower than eager: the whole interval of the ratio lies above this.
 _SLOWER = 1.02
+_BARE = "torch.compile without checks"
 # A gain below this factor is not worth a less simple candidate, however certain it is.
 _WORTH_IT = 1.01
 
@@ -392,7 +393,8 @@ class Tuning:
     def _final_rounds(self) -> None:
         """Time the finalists again in common rounds, with eager and torch.compile's default.
 
-        They are called as the user will call them, through a TunedModule with its checks.
+        They are called as the user will call them, through a TunedModule with its checks;
+        torch.compile's default without them too, for the sake of the comparison.
         """
         rows = {row.strategy: row for row in self.report.rows}
         calls = {
@@ -401,8 +403,14 @@ class Tuning:
         }
         if len(calls) < 2:
             return
+        bare = self._kept.get(COMPILE_DEFAULT)
+        if bare is not None:
+            calls[_BARE] = self._bound(bare.call)
         budget = FINAL_S_EACH * len(calls)
-        for name, measurement in interleave(calls, self.timer, budget_s=budget).items():
+        measured = interleave(calls, self.timer, budget_s=budget)
+        if bare is not None:
+            rows[COMPILE_DEFAULT].bare = measured.pop(_BARE)
+        for name, measurement in measured.items():
             rows[name].final = measurement
 
     def _ranked(self) -> list[Row]:

@@ -41,7 +41,8 @@ class Row:
     """One candidate: its status and reason, and what was measured of it.
 
     `screening` was measured in turns with eager (`baseline`), `final` in turns with all other
-    finalists. Memory in bytes, times in seconds.
+    finalists and with the checks of a TunedModule; `bare`, of torch.compile's default, is the same
+    without those checks, as a peer to compare with. Memory in bytes, times in seconds.
     """
 
     strategy: str
@@ -56,6 +57,7 @@ class Row:
     screening: Measurement | None = None
     baseline: Measurement | None = None
     final: Measurement | None = None
+    bare: Measurement | None = None
 
     @property
     def measurement(self) -> Measurement | None:
@@ -99,7 +101,7 @@ class Report:
         if peer is None or row.measurement is None:
             return []
         if row.final is not None and peer.final is not None:
-            return row.final.ratios(peer.final, what)
+            return row.final.ratios(peer.bare or peer.final, what)
         if row.screening is None or row.baseline is None:
             return []
         mine = row.screening.ratios(row.baseline, what)
@@ -180,7 +182,7 @@ def _row(data: Mapping[str, Any]) -> Row:
     fields = dict(data)
     fields["status"] = Status(fields["status"])
     fields["error"] = _error(fields["error"])
-    for name in ("screening", "baseline", "final"):
+    for name in ("screening", "baseline", "final", "bare"):
         fields[name] = _measurement(fields[name])
     return Row(**fields)
 
