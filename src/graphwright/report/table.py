@@ -129,6 +129,10 @@ def closing(report: Report) -> list[str]:
         lines.append(
             f"Timed again in common rounds, with the checks of every call: {', '.join(finalists)}."
         )
+    peer = report.row(COMPILE_DEFAULT)
+    if peer is not None and peer.bare is not None:
+        bare = duration(peer.bare.latencies.median)
+        lines.append(f"torch.compile's default is compared without those checks: {bare}.")
     if report.eager_error is not None:
         lines.append(
             f"Error: root mean square, relative to float64; eager's own is "
