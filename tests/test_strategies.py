@@ -11,6 +11,7 @@ from torch import nn
 
 from graphwright.errors import OptionError, StrategyFailed
 from graphwright.graphs.cuda import CudaGraph
+from graphwright.reference import reference
 from graphwright.snapshots import Call
 from graphwright.strategies import (
     COMPILERS,
@@ -22,7 +23,7 @@ from graphwright.strategies import (
     probe,
 )
 from graphwright.strategies.base import without_grad
-from graphwright.verification import reference, verify
+from graphwright.verification import verify
 
 SLOW_TO_COMPILE = {"inductor:max-autotune"}
 NAMES = [

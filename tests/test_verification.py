@@ -13,8 +13,9 @@ from planted import Branching, Counting, Small
 from torch import nn
 
 from graphwright.errors import ModelFailed, SignatureError, VerificationError
+from graphwright.reference import Reference, reference
 from graphwright.snapshots import Call, State, clone_leaves, same_bits
-from graphwright.verification import Reference, Verdict, reference, verify
+from graphwright.verification import Verdict, verify
 
 
 def made(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:

@@ -91,3 +91,15 @@ def first_line(error: BaseException, limit: int = 300) -> str:
     if len(text) > limit:
         text = text[: limit - 1] + "…"
     return f"{type(error).__name__}: {text}"
+
+
+def in_words(error: Exception) -> tuple[str, str]:
+    """What happened, with its place, and the remedy: an error as a row of a table tells it."""
+    if isinstance(error, GraphwrightError):
+        where = f" (at {error.where})" if error.where else ""
+        cause = error.__cause__
+        if isinstance(error, StrategyFailed) and isinstance(cause, GraphwrightError):
+            return in_words(cause)
+        return error.what + where, error.remedy or ""
+    frame = user_frame(error)
+    return first_line(error) + (f" (at {frame})" if frame else ""), ""

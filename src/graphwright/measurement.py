@@ -171,7 +171,7 @@ def interleave(
     latency: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     throughput: dict[str, list[float]] = {name: [] for name in names}
     deadline = clock() + budget_s
-    with _no_collection():
+    with collection_held_off():
         for turn in range(MAX_ROUNDS):
             if turn >= MIN_ROUNDS and clock() >= deadline:
                 break
@@ -196,7 +196,8 @@ def _block_size(call: Call, timer: Timer) -> int:
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def collection_held_off() -> Iterator[None]:
+    """Collect Python's garbage now, and not again inside the block."""
     enabled = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -9,10 +9,9 @@ from __future__ import annotations
 
 import datetime
 import gc
-import math
 import statistics
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -20,15 +19,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import nn
 
-from .errors import (
-    GraphwrightError,
-    ModelFailed,
-    OptionError,
-    SignatureError,
-    StrategyFailed,
-    first_line,
-    user_frame,
-)
+from .errors import ModelFailed, OptionError, in_words
 from .measurement import (
     MemoryMeter,
     Timer,
@@ -37,13 +28,15 @@ from .measurement import (
     median_interval,
     noise_notes,
 )
+from .reference import Reference, reference
 from .report import Report, Row, Status
 from .report.environment import environment
+from .report.reason import sentence
 from .report.result import COMPILE_DEFAULT, EAGER
+from .request import check_options, device_of, input_in_words, name_of
 from .signature import Args, CallSignature, FunctionModule, Kwargs, ModuleWatch
 from .snapshots import Call
 from .strategies import (
-    LOSSY,
     Built,
     Candidate,
     Compiler,
@@ -53,10 +46,9 @@ from .strategies import (
 from .strategies.base import without_grad
 from .strategies.eager import EAGER as PLAIN_EAGER
 from .tuned import TunedModule, quiet_eager
-from .verification import Reference, reference, verify
+from .verification import verify
 
 Objective = Literal["latency", "throughput", "memory"]
-OBJECTIVES = ("latency", "throughput", "memory")
 
 # Seconds of timing a candidate, in turns with eager, and of the finalists' common rounds.
 SCREENING_S = 3.0
@@ -173,7 +165,7 @@ class Tuning:
         budget_s: float | None = None,
         name: str | None = None,
     ) -> None:
-        _check_options(model, args, kwargs, objective, tolerance, allow, budget_s)
+        check_options(model, args, kwargs, objective, tolerance, allow, budget_s)
         if isinstance(model, TunedModule):
             model = model.module
         self.module = model if isinstance(model, nn.Module) else FunctionModule(model)
@@ -189,7 +181,7 @@ class Tuning:
                 remedy="Call model.eval() first.",
             )
         self.call = Call("the sample inputs", tuple(args), dict(kwargs or {}))
-        self.device = _device(self.module, self.call)
+        self.device = device_of(self.module, self.call)
         self.signature = CallSignature.of(self.call.args, self.call.kwargs)
         self.tolerance = tolerance
         self.budget_s = budget_s
@@ -203,8 +195,8 @@ class Tuning:
             self.candidates = parse_candidates(strategies, allow)
         self._put_first()
         self.report = Report(
-            model=name or _name(model),
-            inputs=[_words(n, leaf) for n, leaf in self.call.leaves().items()],
+            model=name or name_of(model),
+            inputs=[input_in_words(n, leaf) for n, leaf in self.call.leaves().items()],
             objective=objective,
             rows=[],
             environment={},
@@ -314,7 +306,7 @@ class Tuning:
             self._measure(row, built, meter)
         except Exception as error:
             row.status = Status.FAILED
-            row.reason, row.remedy = _reason(error)
+            row.reason, row.remedy = in_words(error)
             return _Evaluation(row)
         finally:
             self._restore()
@@ -437,7 +429,7 @@ class Tuning:
                 verdict = verify(built.call, ref, ulp=candidate.lossy_ulp)
             except Exception as error:
                 row.status = Status.FAILED
-                row.reason, row.remedy = _reason(error)
+                row.reason, row.remedy = in_words(error)
                 continue
             if verdict.ok:
                 self._conclude(row)
@@ -458,7 +450,7 @@ class Tuning:
             chosen = ranked[0]
         report.chosen = chosen.strategy
         finalists = [row for row in self._eligible() if row.final is not None]
-        report.reason = _sentence(report, chosen, finalists)
+        report.reason = sentence(report, chosen, finalists)
 
     def _tuned(self, name: str, built: Built) -> TunedModule:
         """The module with one of the candidates to answer its calls."""
@@ -476,124 +468,6 @@ class Tuning:
         if self._reference is not None:
             self._reference.state.restore()
             self._reference.state.corrupted()
-
-
-# ---------------------------------------------------------------- helpers
-
-
-def _check_options(
-    model: Any,
-    args: Any,
-    kwargs: Any,
-    objective: str,
-    tolerance: float | None,
-    allow: Sequence[str],
-    budget_s: float | None,
-) -> None:
-    """Name everything that is wrong with the options at once."""
-    wrong = []
-    if not callable(model):
-        wrong.append(f"model is a {type(model).__name__}, which cannot be called")
-    if not isinstance(args, tuple | list):
-        wrong.append(f"args is a {type(args).__name__}: write (x,) for a single input")
-    if kwargs is not None and not (
-        isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)
-    ):
-        wrong.append(f"kwargs is a {type(kwargs).__name__}, not a dictionary by names")
-    if objective not in OBJECTIVES:
-        wrong.append(f"objective is {objective!r}, not one of {', '.join(OBJECTIVES)}")
-    if tolerance is not None and not _positive(tolerance):
-        wrong.append(f"tolerance is {tolerance!r}, not a positive relative error")
-    if isinstance(allow, str) or not isinstance(allow, Collection):
-        wrong.append(f"allow is a {type(allow).__name__}: write ({allow!r},)")
-    elif unknown := [name for name in allow if name not in LOSSY]:
-        wrong.append(f"allow names {unknown}, but knows only {', '.join(LOSSY)}")
-    if budget_s is not None and not _positive(budget_s):
-        wrong.append(f"budget_s is {budget_s!r}, not a positive number of seconds")
-    if wrong:
-        raise OptionError(f"tune() cannot begin: {'; '.join(wrong)}.")
-
-
-def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-def _device(module: nn.Module, call: Call) -> torch.device:
-    """The one device that the model and its inputs are on.
-
-    Raises:
-        SignatureError: there are several, or one on which nothing can be measured.
-    """
-    places: dict[torch.device, str] = {}
-    for name, parameter in module.named_parameters():
-        places.setdefault(parameter.device, f"parameter {name}")
-    for name, leaf in call.leaves().items():
-        # 0-d tensors on the CPU act as plain numbers beside CUDA tensors.
-        if isinstance(leaf, torch.Tensor) and not (leaf.dim() == 0 and leaf.device.type == "cpu"):
-            places.setdefault(leaf.device, name)
-    if len(places) > 1:
-        where = ", ".join(f"{name} on {device}" for device, name in places.items())
-        raise SignatureError(
-            f"The model and its inputs are on several devices: {where}.",
-            remedy="Move them to one device, with model.to(device) and x.to(device).",
-        )
-    device = next(iter(places), torch.device("cpu"))
-    if device.type not in ("cpu", "cuda"):
-        raise SignatureError(
-            f"The model is on {device}; only the CPU and CUDA devices can be measured.",
-            remedy="Move model and inputs to the CPU or to a CUDA device.",
-        )
-    return device
-
-
-def _name(model: Callable[..., Any]) -> str:
-    if isinstance(model, nn.Module):
-        return type(model).__name__
-    return getattr(model, "__qualname__", type(model).__qualname__)
-
-
-def _words(name: str, leaf: Any) -> str:
-    if isinstance(leaf, torch.Tensor):
-        shape = "×".join(map(str, leaf.shape)) or "scalar"
-        return f"{name}: {shape} {str(leaf.dtype).removeprefix('torch.')}"
-    return f"{name}: {leaf!r}"
-
-
-def _reason(error: Exception) -> tuple[str, str]:
-    if isinstance(error, GraphwrightError):
-        where = f" (at {error.where})" if error.where else ""
-        cause = error.__cause__
-        if isinstance(error, StrategyFailed) and isinstance(cause, GraphwrightError):
-            return _reason(cause)
-        return error.what + where, error.remedy or ""
-    frame = user_frame(error)
-    return first_line(error) + (f" (at {frame})" if frame else ""), ""
-
-
-def _sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
-    """Why this one, for a reader who looks at nothing else."""
-    what = {
-        "latency": "the lowest latency",
-        "throughput": "the highest throughput",
-        "memory": "the lowest peak memory",
-    }[report.objective]
-    if chosen.strategy == EAGER:
-        others = len([row for row in report.rows if row.measurement is not None]) - 1
-        if others < 1:
-            return "eager was chosen: nothing else could be measured here."
-        return f"eager was chosen: none of the {others} others that were measured beats it."
-    text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
-    speed = report.speedup(chosen)
-    if speed is not None:
-        text += f", {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast as eager"
-    best = min(
-        finalists,
-        key=lambda row: statistics.median(report.ratios(row)),
-        default=chosen,
-    )
-    if best is not chosen and report.objective != "memory":
-        text += f"; {best.strategy} is not faster beyond the noise, and less simple"
-    return text + "."
 
 
 @contextmanager

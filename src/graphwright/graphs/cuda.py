@@ -8,7 +8,6 @@ capture breaks it (pytorch #91302, #174724).
 from __future__ import annotations
 
 import contextlib
-import gc
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -18,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, first_line, user_frame
+from ..measurement import collection_held_off
 from ..signature import Args, Kwargs, flatten, unflatten
 from ..snapshots import can_hold_anything, clone_leaves, same_bits
 
@@ -108,7 +108,7 @@ class CudaGraph:
             with _refusing_synchronisation():
                 work()
             stream.synchronize()
-            with _no_collection():
+            with collection_held_off():
                 self._graph.capture_begin(capture_error_mode="thread_local")
                 try:
                     outputs = work()
@@ -174,15 +174,3 @@ def _refusing_synchronisation() -> Iterator[None]:
     finally:
         torch.cuda.is_current_stream_capturing = asked
         torch.cuda.set_sync_debug_mode(before)
-
-
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    gc.collect()
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

@@ -15,9 +15,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..accuracy import ErrorMeasure
 from ..errors import GraphwrightError
 from ..measurement import Measurement, break_even, median_interval
-from ..verification import ErrorMeasure
 
 SCHEMA = "graphwright.tune"
 SCHEMA_VERSION = 1

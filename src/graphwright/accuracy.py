@@ -1,0 +1,75 @@
+"""How far apart two sets of values are, in units that do not depend on their scale."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from .snapshots import Outcome
+
+
+@dataclass(frozen=True)
+class ErrorMeasure:
+    """Distance from the reference in units of the reference's root mean square."""
+
+    rms: float
+    max: float
+
+
+def as_float64(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor's values as float64; real and imaginary parts in a dimension of their own."""
+    tensor = tensor.detach()
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.to(torch.complex128).resolve_conj())
+    return tensor.double()
+
+
+def peak_of(values: torch.Tensor) -> float:
+    """Largest magnitude over the root mean square, of the finite values; at least 1."""
+    values = values[torch.isfinite(values)].abs()
+    if values.numel() == 0:
+        return 1.0
+    scale = float(values.square().mean().sqrt())
+    return max(1.0, float(values.max()) / scale) if scale > 0 else 1.0
+
+
+def error_of(
+    actual: torch.Tensor, exact: torch.Tensor, eager: torch.Tensor
+) -> tuple[ErrorMeasure, float]:
+    """Error of `actual` and the peak of `exact`, where eager and exact are both finite."""
+    wide, exact, eager = as_float64(actual), as_float64(exact), as_float64(eager)
+    where = torch.isfinite(eager) & torch.isfinite(exact)
+    values = exact[where]
+    if values.numel() == 0:
+        return ErrorMeasure(0.0, 0.0), 1.0
+    scale = float(values.square().mean().sqrt()) or 1.0
+    gap = (wide[where] - values).abs()
+    rms = float(gap.square().mean().sqrt()) / scale
+    return ErrorMeasure(rms, float(gap.max()) / scale), peak_of(values)
+
+
+def errors(outcome: Outcome, exact: Mapping[str, torch.Tensor]) -> dict[str, ErrorMeasure]:
+    """An outcome's error against exact values, leaf by leaf, where their shapes agree."""
+    found = {}
+    for name, leaf in tensors_in(outcome).items():
+        if name in exact and exact[name].shape == leaf.shape:
+            found[name] = error_of(leaf, exact[name], leaf)[0]
+    return found
+
+
+def special_values(tensor: torch.Tensor) -> torch.Tensor:
+    """0 where finite, else 1 for NaN, 2 for +Inf, 3 for -Inf."""
+    values = as_float64(tensor)
+    return values.isnan() + 2 * values.isposinf() + 3 * values.isneginf()
+
+
+def worse(a: ErrorMeasure | None, b: ErrorMeasure) -> ErrorMeasure:
+    """The larger of two errors."""
+    return b if a is None or b.rms > a.rms else a
+
+
+def tensors_in(outcome: Outcome) -> dict[str, torch.Tensor]:
+    """All tensors of an outcome, by name."""
+    return {n: v for n, v in outcome.leaves().items() if isinstance(v, torch.Tensor)}

@@ -1,0 +1,33 @@
+"""The choice and the reason for it, in one sentence."""
+
+from __future__ import annotations
+
+import statistics
+
+from .result import EAGER, Report, Row
+
+
+def sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
+    """Why this one, for a reader who looks at nothing else."""
+    what = {
+        "latency": "the lowest latency",
+        "throughput": "the highest throughput",
+        "memory": "the lowest peak memory",
+    }[report.objective]
+    if chosen.strategy == EAGER:
+        others = len([row for row in report.rows if row.measurement is not None]) - 1
+        if others < 1:
+            return "eager was chosen: nothing else could be measured here."
+        return f"eager was chosen: none of the {others} others that were measured beats it."
+    text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
+    speed = report.speedup(chosen)
+    if speed is not None:
+        text += f", {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast as eager"
+    best = min(
+        finalists,
+        key=lambda row: statistics.median(report.ratios(row)),
+        default=chosen,
+    )
+    if best is not chosen and report.objective != "memory":
+        text += f"; {best.strategy} is not faster beyond the noise, and less simple"
+    return text + "."
