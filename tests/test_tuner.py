@@ -92,6 +92,21 @@ def test_within_the_noise_the_simpler_one_is_chosen() -> None:
     assert [row.strategy for row in tuning._ranked()] == ["eager", "c5", "c9"]
 
 
+def test_a_certain_gain_beats_simplicity_however_noisy_eager_is() -> None:
+    def rounds(*times: float) -> Measurement:
+        return Measurement(tuple((t,) for t in times), times)
+
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=[])
+    figures = {"eager": (3, 9, 3, 9, 3, 9), "simple": (1.1,) * 6, "fast": (1.0,) * 6}
+    for rank, (name, times) in enumerate(figures.items()):
+        row = Row(name, Status.OK, complexity=rank, final=rounds(*times), screening=rounds(*times))
+        row.baseline = rounds(*figures["eager"])
+        tuning.report.rows.append(row)
+        tuning._kept[name] = Built(model)
+    assert tuning._ranked()[0].strategy == "fast"
+
+
 def test_eager_three_ways_torchscript_aot_and_inductor_on_the_cpu() -> None:
     model, x = small()
     tuned = gw.tune(model, (x,))

@@ -416,6 +416,11 @@ class Tuning:
         return tied + [row for row in rows if row not in tied]
 
     def _ties(self, row: Row, best: Row) -> bool:
+        """Whether a row is as good as the best, as far as these rounds can tell."""
+        if row.final is not None and best.final is not None:
+            # Set against each other directly: eager's noise would only widen both.
+            low, _ = median_interval(row.final.ratios(best.final, self.report.objective))
+            return low <= _WORTH_IT
         low, _ = median_interval(self.report.ratios(row))
         _, high = median_interval(self.report.ratios(best))
         return low <= high * _WORTH_IT
