@@ -56,11 +56,6 @@ class Samples:
         low, _, high = statistics.quantiles(self.seconds, n=4, method="inclusive")
         return (high - low) / 2
 
-    @property
-    def interval(self) -> tuple[float, float]:
-        """95 % confidence interval of the median by ranks, in seconds."""
-        return median_interval(self.seconds)
-
 
 def median_interval(values: Sequence[float]) -> tuple[float, float]:
     """95 % confidence interval of a median from the binomial ranks of the ordered values.

@@ -31,6 +31,7 @@ from .measurement import (
 from .reference import Reference, reference
 from .report import Report, Row, Status
 from .report.environment import environment
+from .report.progress import Silent, shown
 from .report.reason import sentence
 from .report.result import COMPILE_DEFAULT, EAGER
 from .request import check_options, device_of, input_in_words, name_of
@@ -73,19 +74,6 @@ class Progress(Protocol):
 
     def row(self, row: Row) -> None:
         """A row is complete."""
-
-
-class Silence:
-    """Progress that nobody wants to see."""
-
-    def start(self, total: int) -> None:
-        """Ignore."""
-
-    def step(self, what: str) -> None:
-        """Ignore."""
-
-    def row(self, row: Row) -> None:
-        """Ignore."""
 
 
 @dataclass
@@ -143,8 +131,6 @@ def tune(
         allow=allow,
         budget_s=budget_s,
     )
-    from .report.progress import shown
-
     with shown(progress) as listener:
         return tuning.run(listener)
 
@@ -216,7 +202,7 @@ class Tuning:
 
     def run(self, progress: Progress | None = None) -> TunedModule:
         """Tune. On KeyboardInterrupt the report holds what was known, and the error goes on."""
-        listener = progress or Silence()
+        listener = progress or Silent()
         with _same_random_state(self.device):
             try:
                 return self._run(listener)

@@ -42,19 +42,21 @@ class _Shown:
         self._bar.console.print(line, style="dim", markup=False, highlight=False)
 
 
-class _Silent:
+class Silent:
+    """Progress that nobody wants to see."""
+
     def start(self, total: int) -> None: ...
     def step(self, what: str) -> None: ...
     def row(self, row: Row) -> None: ...
 
 
 @contextlib.contextmanager
-def shown(progress: bool | None) -> Iterator[_Shown | _Silent]:
+def shown(progress: bool | None) -> Iterator[_Shown | Silent]:
     """A listener that shows progress on stderr; None shows it where stderr is a terminal."""
     if progress is None:
         progress = sys.stderr.isatty()
     if not progress:
-        yield _Silent()
+        yield Silent()
         return
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn

@@ -66,20 +66,17 @@ class TorchScript:
         notes: list[str] = []
         with torch.no_grad():
             try:
-                scripted, call = self._script(model, args, kwargs)
+                call = self._script(model, args, kwargs)
             except Exception as error:
                 notes.append(f"traced, since torch.jit.script failed: {first_line(error, 160)}")
-                scripted, call = self._trace(model, args, kwargs, notes)
+                call = self._trace(model, args, kwargs, notes)
             fuser = _fuser() if self.variant == "fuser" else contextlib.nullcontext()
             with fuser:
                 for _ in range(_PROFILING_RUNS):
                     call(*args, **kwargs)
-        del scripted
         return Built(without_grad(call), notes, holds_weights=self.variant != "plain")
 
-    def _script(
-        self, model: nn.Module, args: Args, kwargs: Kwargs
-    ) -> tuple[torch.jit.ScriptModule, Callable[..., Any]]:
+    def _script(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Callable[..., Any]:
         scripted = self._finish(torch.jit.script(model))
         leaves, spec = flatten(args, kwargs)
         mine, named = unflatten(clone_leaves(leaves), spec)
@@ -87,11 +84,11 @@ class TorchScript:
             model(*args, **kwargs)
         ):
             raise StrategyFailed("the scripted model returns another structure")
-        return scripted, scripted
+        return scripted
 
     def _trace(
         self, model: nn.Module, args: Args, kwargs: Kwargs, notes: list[str]
-    ) -> tuple[torch.jit.ScriptModule, Callable[..., Any]]:
+    ) -> Callable[..., Any]:
         leaves, spec = flatten(args, kwargs)
         flat = _Flat(model, leaves, spec)
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
@@ -113,7 +110,7 @@ class TorchScript:
                 outputs[slot] = value
             return pytree.tree_unflatten(outputs, out_spec)
 
-        return script, call
+        return call
 
     def _finish(self, script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         if self.variant in ("freeze", "fuser"):
