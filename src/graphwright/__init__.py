@@ -4,23 +4,42 @@ Importing it does no GPU work.
 """
 
 from ._version import __version__ as __version__
+from .dispatch import GraphedCallable as GraphedCallable
+from .dispatch import GraphedModule as GraphedModule
+from .dispatch import GraphStatistics as GraphStatistics
+from .dispatch import graph as graph
 from .errors import CaptureError as CaptureError
 from .errors import GraphwrightError as GraphwrightError
+from .errors import MemoryBudgetExceeded as MemoryBudgetExceeded
 from .errors import ModelFailed as ModelFailed
 from .errors import OptionError as OptionError
 from .errors import SignatureError as SignatureError
 from .errors import StrategyFailed as StrategyFailed
 from .errors import TargetError as TargetError
 from .errors import VerificationError as VerificationError
+from .graphs.capture import Graph as Graph
+from .graphs.capture import capture as capture
+from .graphs.capture import capturing as capturing
+from .graphs.memory import GraphMemory as GraphMemory
+from .graphs.memory import MemoryPool as MemoryPool
+from .graphs.memory import Prediction as Prediction
 from .report import Report as Report
 from .tuned import TunedModule as TunedModule
 from .tuner import tune as tune
 
 __all__ = [
     "CaptureError",
+    "Graph",
+    "GraphMemory",
+    "GraphStatistics",
+    "GraphedCallable",
+    "GraphedModule",
     "GraphwrightError",
+    "MemoryBudgetExceeded",
+    "MemoryPool",
     "ModelFailed",
     "OptionError",
+    "Prediction",
     "Report",
     "SignatureError",
     "StrategyFailed",
@@ -28,5 +47,8 @@ __all__ = [
     "TunedModule",
     "VerificationError",
     "__version__",
+    "capture",
+    "capturing",
+    "graph",
     "tune",
 ]

@@ -65,6 +65,10 @@ class CaptureError(GraphwrightError):
     """The work of a call could not be captured as a graph."""
 
 
+class MemoryBudgetExceeded(GraphwrightError):
+    """A graph does not fit under its memory pool's limit."""
+
+
 class StrategyFailed(GraphwrightError):
     """A strategy is available but could not build or run this model."""
 

@@ -367,6 +367,21 @@ class ModuleWatch:
             return "the function now names another module or tensor"
         return None
 
+    def rebound(self) -> bool:
+        """Whether a tensor that was watched is held no longer, or has moved, for good."""
+        if self._function is not None and any(map(operator.is_not, self._reach(), self._reached)):
+            return True
+        held = {id(value) for value in self._now_or_nothing()}
+        return any(id(tensor) not in held for tensor in self._tensors) or (
+            list(map(_ADDRESS, self._tensors)) != self._addresses
+        )
+
+    def _now_or_nothing(self) -> list[Any]:
+        try:
+            return self._now()
+        except KeyError:
+            return []
+
 
 def _same_scalar(a: Any, b: Any) -> bool:
     scalars = isinstance(a, SCALARS) and isinstance(b, SCALARS)
@@ -411,10 +426,16 @@ def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Modul
 
     One level deep: containers and helper functions are not searched.
     """
+    for name, value in values_behind(function):
+        if isinstance(value, nn.Module | torch.Tensor):
+            yield name, value
+
+
+def values_behind(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Whatever a plain function reaches by closure, default, global or method, by name."""
     while isinstance(function, functools.partial):
         for index, value in enumerate((*function.args, *function.keywords.values())):
-            if isinstance(value, nn.Module | torch.Tensor):
-                yield f"partial_{index}", value
+            yield f"partial_{index}", value
         function = function.func
     owner = getattr(function, "__self__", None)
     if not isinstance(function, types.FunctionType | types.MethodType | nn.Module):
@@ -423,23 +444,21 @@ def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Modul
         yield "self", owner
     elif hasattr(owner, "__dict__") and not isinstance(owner, types.ModuleType):
         for name, value in vars(owner).items():
-            if isinstance(value, nn.Module | torch.Tensor):
-                yield f"self_{name}", value
+            yield f"self_{name}", value
         function = getattr(function, "__call__", function)  # noqa: B004  # fetched, not asked for
     function = getattr(function, "__func__", function)
     if not isinstance(function, types.FunctionType):
         return
     code = function.__code__
-    reached: dict[str, Any] = {n: function.__globals__.get(n) for n in code.co_names}
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
-            reached[name] = cell.cell_contents
+            yield name, cell.cell_contents
         except ValueError:  # The cell is still empty.
             continue
     for index, value in enumerate(function.__defaults__ or ()):
-        reached[f"default_{index}"] = value
+        yield f"default_{index}", value
     for name, value in (function.__kwdefaults__ or {}).items():
-        reached[f"default_{name}"] = value
-    for name, value in reached.items():
-        if isinstance(value, nn.Module | torch.Tensor):
-            yield name, value
+        yield f"default_{name}", value

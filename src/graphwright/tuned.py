@@ -11,8 +11,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .proxy import ModuleProxy
 from .report import Report
-from .signature import Args, CallSignature, FunctionModule, Kwargs, ModuleWatch, tensors_of
+from .signature import Args, CallSignature, Kwargs, ModuleWatch, tensors_of
 
 
 def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any]:
@@ -83,7 +84,7 @@ class _Choice:
         return change is not None
 
 
-class TunedModule(nn.Module):
+class TunedModule(ModuleProxy):
     """The module that was tuned, called by the strategy that was chosen.
 
     It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all
@@ -110,8 +111,7 @@ class TunedModule(nn.Module):
         pure: bool = False,
         quiet: bool = True,
     ) -> None:
-        # One dictionary for both: whatever is set on the one is set on the other.
-        object.__setattr__(self, "__dict__", module.__dict__)
+        super().__init__(module)
         choice = _Choice(module, report, call, signature, watch, pure, quiet)
         object.__setattr__(self, "_choice", choice)
 
@@ -126,12 +126,6 @@ class TunedModule(nn.Module):
     def calls(self) -> Counter[str]:
         """Calls by where they went: "tuned", or "eager: " and the reason."""
         return self._choice.calls
-
-    @property
-    def module(self) -> nn.Module | Callable[..., Any]:
-        """What was tuned: the module itself, or the plain function."""
-        module = self._choice.module
-        return module._function if isinstance(module, FunctionModule) else module
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the winner, or the module itself where the winner does not fit."""
@@ -160,10 +154,6 @@ class TunedModule(nn.Module):
         choice.calls[f"eager: {kind}"] += 1
         return quiet_eager(choice.module, choice.quiet)(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as calling."""
-        return self(*args, **kwargs)
-
     def explain(self) -> str:
         """What runs now and why, what it costs, and how the calls went so far."""
         choice = self._choice
@@ -179,47 +169,9 @@ class TunedModule(nn.Module):
             lines.append(f"last call that did not fit: {choice.last_difference}")
         return "\n".join(line for line in lines if line)
 
-    # Subclasses of nn.Module may override any of these; their own version has to run.
-
-    def train(self, mode: bool = True) -> TunedModule:
-        """Set the module's mode, as `torch.nn.Module.train` does."""
-        self._choice.module.train(mode)
-        return self
-
-    def _apply(self, fn: Any, recurse: bool = True) -> TunedModule:
-        self._choice.module._apply(fn, recurse)
-        return self
-
-    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own state_dict, without a prefix."""
-        return self._choice.module.state_dict(*args, **kwargs)
-
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Load into the module; weights that a strategy has copied are noticed."""
-        return self._choice.module.load_state_dict(*args, **kwargs)
-
     def extra_repr(self) -> str:
         """Shown by repr()."""
         return f"strategy={self._choice.report.chosen!r}"
-
-    def __getattr__(self, name: str) -> Any:
-        if name == "_choice":  # Asked for before it is set, by copying or unpickling.
-            raise AttributeError(name)
-        # Methods of the module's class; what they call is the module, not this object.
-        return getattr(self._choice.module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        # Through the module's own class, which may have a property of that name.
-        setattr(self._choice.module, name, value)
-
-    def __len__(self) -> int:
-        return len(self._choice.module)  # type: ignore[arg-type]  # a Sequential has a length
-
-    def __bool__(self) -> bool:
-        return True
-
-    def __getitem__(self, index: Any) -> Any:
-        return self._choice.module[index]  # type: ignore[index]  # a Sequential has items
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
         # What was built belongs to the original's weights; a copy starts untuned, and says so.

@@ -1,1 +1,1 @@
-"""The capture engine. For now one plain recorder: a CUDA graph for one call's shapes."""
+"""The capture engine: two recorders under one contract, memory pools, capture()."""

@@ -1,176 +1,372 @@
-"""One call as one CUDA graph: static inputs, replay, outputs that the caller owns.
+"""The CUDA recorder: CUDA graphs on one stream, in one memory pool.
 
-A graph is captured on a stream of its own in capture mode "thread_local", so that other threads
-may go on using the device, with garbage collection held off, since freeing an old graph inside a
-capture breaks it (pytorch #91302, #174724).
+A graph is captured in mode "thread_local", so that other threads may go on using the device
+(pytorch #174724), with Python's garbage collection off, since destroying an old graph inside a
+capture breaks it (pytorch #91302).
 """
 
 from __future__ import annotations
 
 import contextlib
-import threading
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError, first_line, user_frame
-from ..measurement import collection_held_off
-from ..signature import Args, Kwargs, flatten, unflatten
-from ..snapshots import can_hold_anything, clone_leaves, same_bits
-
-WARMUP = 3
+from . import driver
+from .driver import CopyNode
+from .journal import Journal, capturing_seems_on, collection_off
+from .recorder import Allocate, Prepared, Work
+from .transfer import flat
 
 
-class CudaGraph:
-    """A call captured once and replayed for arguments of the same shapes.
+class CudaRecording:
+    """A CUDA graph.
 
-    Calls are serialised by a lock and ordered across streams: there is one set of static inputs.
+    The copies into its feeds and out of its drains are nodes of the graph, if the driver lets us
+    set their addresses; else they are copied before and after.
     """
 
-    def __init__(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> None:
-        """Warm up and capture `function(*args, **kwargs)`.
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        feeds: Sequence[torch.Tensor],
+        drains: Sequence[torch.Tensor],
+        nodes: Sequence[CopyNode | None] | None,
+        external: list[torch.UntypedStorage],
+        index: int,
+        on_close: Callable[[], None],
+    ) -> None:
+        self.external = external
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        self._feeds = feeds
+        self._drains = drains
+        self._nodes = nodes
+        self._copying = True
+        self._index = index
+        self._on_close = on_close
 
-        Raises:
-            CaptureError: the work cannot be captured; the device is left usable.
-        """
-        self._lock = threading.Lock()
-        # The graph reads what the function holds, weights above all, by address: keep it alive.
-        self._function = function
-        leaves, spec = flatten(args, kwargs)
-        static = clone_leaves(leaves)
-        tensors = [leaf for leaf in static if isinstance(leaf, torch.Tensor)]
-        self._device = next((t.device for t in tensors if t.is_cuda), None)
-        if self._device is None:
-            raise CaptureError(
-                "There is no CUDA tensor among the arguments, so there is nothing to capture.",
-                remedy="Move the model and its inputs to the GPU.",
-            )
-        if not all(t.is_cuda for t in tensors):
-            raise CaptureError(
-                "An argument is a CPU tensor, whose value the graph would keep for ever.",
-                remedy="Move it to the GPU.",
-            )
-        for tensor in tensors:
-            if not can_hold_anything(tensor):
-                raise CaptureError(
-                    "An argument is an expanded tensor, which no copy can be written into.",
-                    remedy="Pass its .contiguous() form.",
-                )
-        self._slots = [i for i, leaf in enumerate(static) if isinstance(leaf, torch.Tensor)]
-        self._inputs = tensors
-        self._graph = torch.cuda.CUDAGraph()
-        self._last_stream = torch.cuda.current_stream(self._device)
-        self._index = self._last_stream.device_index
-        self._plain = not kwargs and all(isinstance(a, torch.Tensor) for a in args)
-        static_args, static_kwargs = unflatten(static, spec)
-        try:
-            outputs = self._capture(lambda: function(*static_args, **static_kwargs))
-        except CaptureError:
-            raise
-        except Exception as error:
-            raise CaptureError(
-                f"The call cannot be captured as a CUDA graph: {first_line(error)}",
-                where=user_frame(error),
-                remedy="Operations that wait for the GPU or copy from pageable host memory "
-                "cannot be part of a graph.",
-            ) from error
-        self._outputs, self._out_spec = pytree.tree_flatten(outputs)
-        self._nested = not isinstance(outputs, torch.Tensor)
-        storages = [v.untyped_storage() for v in self._outputs if isinstance(v, torch.Tensor)]
-        # Outputs that are views of one memory have to be so again in the caller's copies.
-        self._views = len({s.data_ptr() for s in storages}) < len(storages)
-        inputs = {t.untyped_storage().data_ptr() for t in tensors if t.numel()}
-        for leaf in self._outputs:
-            if not isinstance(leaf, torch.Tensor) or not leaf.numel():
-                continue
-            if leaf.untyped_storage().data_ptr() in inputs:
-                raise CaptureError(
-                    "An output shares memory with an input, which this runner cannot keep up.",
-                    remedy="Return a copy.",
-                )
+    def replay(self) -> None:
+        """Launch the graph without its copies."""
+        assert self._graph is not None
+        if self._copying and self._nodes is not None:
+            self._copy(False)
+        self._graph.replay()
 
-    def _capture(self, work: Callable[[], Any]) -> Any:
-        before = clone_leaves(self._inputs)
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_stream(self._last_stream)
-        generator = torch.cuda.default_generators[stream.device.index]
-        random_state = generator.clone_state()
-        with torch.cuda.stream(stream):
-            for _ in range(WARMUP):
-                work()
-            if not all(map(same_bits, before, self._inputs)):
-                raise CaptureError(
-                    "The call writes to its inputs, and this runner does not write them back."
-                )
-            with _refusing_synchronisation():
-                work()
-            stream.synchronize()
-            with collection_held_off():
-                self._graph.capture_begin(capture_error_mode="thread_local")
-                try:
-                    outputs = work()
-                except BaseException:
-                    # The capture's own end fails too once the capture is broken, and the random
-                    # generator would stay in capture mode.
-                    with contextlib.suppress(Exception), warnings.catch_warnings():
-                        warnings.simplefilter("ignore")
-                        self._graph.capture_end()
-                    generator.graphsafe_set_state(random_state)
-                    raise
-                self._graph.capture_end()
-        self._last_stream.wait_stream(stream)
-        torch.cuda.synchronize(self._device)
-        return outputs
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Copy the inputs in, replay, and return copies of the outputs."""
-        leaves = args if self._plain and not kwargs else flatten(args, kwargs)[0]
-        with self._lock, torch.no_grad():
-            self._order()
-            for slot, target in zip(self._slots, self._inputs, strict=True):
-                source = leaves[slot]
-                # copy_ would broadcast and cast without a word.
-                if source.shape != target.shape or source.dtype != target.dtype:
-                    raise CaptureError(
-                        f"Captured for {tuple(target.shape)} {target.dtype}, called with "
-                        f"{tuple(source.shape)} {source.dtype}.",
-                        remedy="Capture another graph for these inputs.",
-                    )
-                target.copy_(source)
+    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Launch the graph with its copies between the caller's memory and its own."""
+        assert self._graph is not None
+        nodes = self._nodes
+        if nodes is not None:
+            if not self._copying:
+                self._copy(True)
+            for node, tensor in zip(nodes, (*sources, *targets), strict=True):
+                if node is not None:
+                    node.point_at(tensor.data_ptr())
             self._graph.replay()
-            if self._views:
-                outputs = clone_leaves(self._outputs)
-            else:
-                outputs = [v.clone() if isinstance(v, torch.Tensor) else v for v in self._outputs]
-        return pytree.tree_unflatten(outputs, self._out_spec) if self._nested else outputs[0]
+            return
+        with torch.no_grad():
+            for feed, source in zip(self._feeds, sources, strict=True):
+                feed.copy_(flat(source))
+            self._graph.replay()
+            for drain, target in zip(self._drains, targets, strict=True):
+                flat(target).copy_(drain)
 
-    def _order(self) -> None:
-        """On another stream than last time, wait for that one: the static tensors are shared."""
-        raw = torch._C._cuda_getCurrentRawStream(self._index)
-        if raw != self._last_stream.cuda_stream:
-            stream = torch.cuda.current_stream(self._device)
-            stream.wait_stream(self._last_stream)
-            self._last_stream = stream
+    def close(self) -> None:
+        """Destroy the graph."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+            self._on_close()
+        self._nodes = None
+        self._feeds = self._drains = ()
+        self.external = []
+
+    def _copy(self, on: bool) -> None:
+        for node in self._nodes or ():
+            if node is not None:
+                node.enable(on)
+        self._copying = on
 
 
-@contextlib.contextmanager
-def _refusing_synchronisation() -> Iterator[None]:
-    """Raise where the work waits for the GPU: a broken capture is costlier than a trial run.
+class _Bench:
+    """A stream of our own and the memory of the libraries' workspaces on it.
 
-    Libraries ask whether a capture is under way and then leave such reads out, so the answer has
-    to be yes here too.
+    cuBLAS keeps a workspace for each stream, and a graph its address. It lies in a memory pool from
+    which nothing else is ever allocated: when somebody clears the workspaces, as Inductor's graph
+    trees do, nothing else comes to lie where our graphs write.
     """
-    asked = torch.cuda.is_current_stream_capturing
-    before = torch.cuda.get_sync_debug_mode()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        torch.cuda.set_sync_debug_mode("error")
-    torch.cuda.is_current_stream_capturing = lambda: True
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = asked
-        torch.cuda.set_sync_debug_mode(before)
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = driver.new_stream(device)
+        self.memory = torch.cuda.MemPool()
+
+    def prepare(self) -> None:
+        """Let cuBLAS and cuBLASLt have their workspace for this thread and stream here."""
+        device = self.stream.device
+        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.memory, device):
+            x = torch.ones(16, 16, device=device)
+            torch.mm(x, x)
+            torch.addmm(x[0], x, x)
+
+
+_FREE: dict[int, list[_Bench]] = {}
+
+
+class CudaRecorder:
+    """Captures CUDA graphs into one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        free = _FREE.setdefault(index, [])
+        self._bench = free.pop() if free else _Bench(self.device)
+        self._stream = self._bench.stream
+        self._pool: Any = None
+        self._live = 0
+        self._last = torch.cuda.current_stream(self.device)
+        # Streams and workspaces are used again: neither can be given back.
+        self._end = weakref.finalize(self, free.append, self._bench)
+        self._end.atexit = False
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the pool's segments."""
+        return sum(segment["total_size"] for segment in self._segments())
+
+    @property
+    def in_use(self) -> int:
+        """Bytes allocated in them."""
+        return sum(segment["allocated_size"] for segment in self._segments())
+
+    def free_ranges(self) -> list[int]:
+        """Bytes of the unused blocks."""
+        return [
+            block["size"]
+            for segment in self._segments()
+            for block in segment["blocks"]
+            if block["state"] == "inactive"
+        ]
+
+    @contextlib.contextmanager
+    def warming(self) -> Iterator[None]:
+        """Run on the capture stream, in ordinary memory."""
+        with self._on_stream(), capturing_seems_on():
+            yield
+
+    def rehearse(
+        self,
+        prepare: Callable[[Allocate], Prepared],
+        work: Callable[[Prepared], Any],
+        generators: Sequence[torch.Generator] = (),
+    ) -> tuple[int, ...]:
+        """Capture work into a pool that is thrown away."""
+        scratch = torch.cuda.MemPool()
+        try:
+            prepared = prepare(self._allocator(scratch))
+            with self._capturing(scratch, generators):
+                kept = work(prepared)
+            sizes = tuple(segment["total_size"] for segment in scratch.snapshot())
+            del prepared, kept
+            return sizes
+        finally:
+            del scratch
+            torch.cuda.empty_cache()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Bytes of the pool."""
+        return self._allocator(self._memory())(nbytes)
+
+    def record(
+        self,
+        work: Work,
+        feeds: Sequence[torch.Tensor],
+        drains: Callable[[Any], Sequence[torch.Tensor]],
+        generators: Sequence[torch.Generator] = (),
+    ) -> CudaRecording:
+        """Capture work with the copies into `feeds` before it and out of its drains after it."""
+        if driver.library() is None:
+            return self._record_alone(work, feeds, drains, generators)
+        outside = torch.cuda.current_stream(self.device)
+        # Addresses that no other copy in the graph can have: they are allocated meanwhile.
+        sources = [torch.empty_like(feed) for feed in feeds]
+        with self._capturing(self._memory(), generators) as graph:
+            for feed, source in zip(feeds, sources, strict=True):
+                if feed.numel():
+                    feed.copy_(source)
+            drained = drains(work())
+            with torch.cuda.stream(outside):  # not the capturing stream: not in the pool
+                targets = [torch.empty_like(drain) for drain in drained]
+            for drain, target in zip(drained, targets, strict=True):
+                if drain.numel():
+                    target.copy_(drain)
+        graph.instantiate()
+        nodes = _find(
+            graph, [*zip(sources, feeds, strict=True)], [*zip(drained, targets, strict=True)]
+        )
+        if nodes is None:
+            graph.reset()
+            return self._record_alone(work, feeds, drains, generators)
+        return self._recording(graph, feeds, drained, nodes)
+
+    def _record_alone(
+        self,
+        work: Work,
+        feeds: Sequence[torch.Tensor],
+        drains: Callable[[Any], Sequence[torch.Tensor]],
+        generators: Sequence[torch.Generator],
+    ) -> CudaRecording:
+        with self._capturing(self._memory(), generators) as graph:
+            drained = drains(work())
+        graph.instantiate()
+        return self._recording(graph, feeds, drained, None)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Callable[[], CudaRecording]]:
+        """Capture a `with` block."""
+        journal = Journal()
+        with self._capturing(self._memory(), ()) as graph, journal:
+            yield lambda: self._recording(graph, (), (), None, list(journal.external.values()))
+        graph.instantiate()
+
+    def order(self) -> None:
+        """On another stream than last time, wait for that one: the memory is shared."""
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if raw != self._last.cuda_stream:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_stream(self._last)
+            self._last = stream
+
+    def trim(self) -> None:
+        """Give the pool's memory back once no graph works in it."""
+        if not self._live and self._pool is not None:
+            torch.cuda.synchronize(self.device)
+            self._pool = None
+            torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Give the memory back, and the stream to the next recorder."""
+        self.trim()
+        self._end()
+
+    def _recording(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        feeds: Sequence[torch.Tensor],
+        drains: Sequence[torch.Tensor],
+        nodes: Sequence[CopyNode | None] | None,
+        external: list[torch.UntypedStorage] | None = None,
+    ) -> CudaRecording:
+        self._live += 1
+        return CudaRecording(
+            graph, feeds, drains, nodes, external or [], self.device.index, self._closed_one
+        )
+
+    def _closed_one(self) -> None:
+        self._live -= 1
+
+    def _memory(self) -> Any:
+        if self._pool is None:
+            self._pool = torch.cuda.MemPool()
+        return self._pool
+
+    def _segments(self) -> list[dict[str, Any]]:
+        return [] if self._pool is None else list(self._pool.snapshot())
+
+    def _allocator(self, pool: Any) -> Allocate:
+        def allocate(nbytes: int) -> torch.Tensor:
+            with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(pool, self.device):
+                return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+        return allocate
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Run on the capture stream, after and before what the current stream does."""
+        self._bench.prepare()
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    @contextlib.contextmanager
+    def _capturing(
+        self, pool: Any, generators: Sequence[torch.Generator]
+    ) -> Iterator[torch.cuda.CUDAGraph]:
+        """Capture what is issued inside; on an error the device and the pool are as before."""
+        graph = torch.cuda.CUDAGraph(keep_graph=True)
+        default = torch.cuda.default_generators[self.device.index]
+        for generator in generators:
+            graph.register_generator_state(generator)
+        states = [(generator, generator.clone_state()) for generator in (default, *generators)]
+        users = pool.use_count()
+        with self._on_stream(), capturing_seems_on(), collection_off():
+            torch.cuda.synchronize(self.device)
+            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+            try:
+                yield graph
+                graph.capture_end()
+            except BaseException:
+                self._abandon(graph, pool, users, states)
+                raise
+
+    def _abandon(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        pool: Any,
+        users: int,
+        states: Sequence[tuple[torch.Generator, torch.Generator]],
+    ) -> None:
+        """End a capture that failed.
+
+        Where the capture itself is broken its own end fails too, and then PyTorch leaves the
+        allocator and the random generators in capture mode (pytorch #190308).
+        """
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                graph.capture_end()
+                graph.reset()
+                return
+            except Exception:
+                pass
+        index = self.device.index
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_endAllocateToPool(index, pool.id)
+        while pool.use_count() > users:
+            torch._C._cuda_releasePool(index, pool.id)
+        for generator, state in states:
+            generator.graphsafe_set_state(state)
+
+
+def _find(
+    graph: torch.cuda.CUDAGraph,
+    into: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    out_of: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> list[CopyNode | None] | None:
+    """The nodes that copy these (source, target) pairs; None if they are not all to be found.
+
+    What lies outside is the source of the first and the target of the second.
+    """
+    found: dict[tuple[int, int, int], list[Any]] = {}
+    for node, params in driver.copies(graph.raw_cuda_graph()):
+        key = params.srcDevice, params.dstDevice, params.WidthInBytes
+        found.setdefault(key, []).append((node, params))
+    executable = graph.raw_cuda_graph_exec()
+    nodes: list[CopyNode | None] = []
+    for end, pairs in (("src", into), ("dst", out_of)):
+        for source, target in pairs:
+            if not source.numel():
+                nodes.append(None)
+                continue
+            matches = found.get((source.data_ptr(), target.data_ptr(), source.numel()), [])
+            if len(matches) != 1:
+                return None
+            node, params = matches[0]
+            nodes.append(CopyNode(executable, node, params, end))
+    return nodes

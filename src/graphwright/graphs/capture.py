@@ -1,0 +1,640 @@
+"""capture(): a call recorded once, replayed for other values of the same kind.
+
+A capture is a transaction. The call is run until it is warm, rehearsed as if it were being
+recorded, admitted to its pool, then recorded; whatever these runs changed is put back, and when
+anything raises, KeyboardInterrupt included, nothing stays behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, NoReturn
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import (
+    CaptureError,
+    GraphwrightError,
+    OptionError,
+    SignatureError,
+    first_line,
+    user_frame,
+)
+from ..signature import (
+    Args,
+    CallSignature,
+    FunctionModule,
+    Kwargs,
+    ModuleWatch,
+    argument_names,
+    flatten,
+    tensors_of,
+    unflatten,
+)
+from .memory import GraphMemory, MemoryPool, Prediction
+from .recorder import Recorder, Recording
+from .transfer import Inputs, Results, copy, flat, is_dense
+from .undo import Undo, autocast_cache_apart
+from .warmup import Warmed, warm
+
+Outputs = Literal["fresh", "static"]
+
+
+class State(enum.StrEnum):
+    """Where a graph stands."""
+
+    NEW = "new"
+    WARMING = "warming"
+    CAPTURING = "capturing"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class _Thread(threading.local):
+    """How many captures this thread is in."""
+
+    depth = 0
+
+
+_THREAD = _Thread()
+
+
+def capturing_now() -> bool:
+    """Whether this thread is warming up or capturing a graph."""
+    return _THREAD.depth > 0
+
+
+class GraphClosed(CaptureError):
+    """The graph is not ready; for callers that capture another one."""
+
+
+class Graph:
+    """Work that was captured once and can be replayed.
+
+    A graph made by `capture` is called as the function is. It keeps alive what it reads: the
+    function, its weights, and whatever else it used by address.
+
+    Attributes:
+        state: "new", "warming", "capturing", "ready" or "closed".
+        name: what was captured, with the shapes of its inputs.
+        pool: the memory that it lives in.
+        mutates: whether a replay writes to inputs, buffers or other tensors from outside.
+        random: whether a replay draws random numbers.
+        memory: what it cost.
+    """
+
+    def __init__(self, pool: MemoryPool, name: str, *, evictable: bool = False) -> None:
+        """An empty graph; users call `capture`, `capturing` or `graph`."""
+        self.state = State.NEW
+        self.pool = pool
+        self.name = name
+        self.evictable = evictable
+        self.mutates = True
+        self.random = True
+        self.memory = GraphMemory(name, 0, 0)
+        self._recording: Recording | None = None
+        self._held: list[Any] = []
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The static inputs, in the order of the arguments: what `replay()` reads."""
+        self._ready()
+        return ()
+
+    @property
+    def outputs(self) -> Any:
+        """What the work returned, in the graph's own memory: the next replay overwrites it."""
+        self._ready()
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes by which the pool grew when the graph was captured."""
+        return self.memory.nbytes
+
+    def replay(self) -> None:
+        """Repeat the work on what the static inputs hold now; the results are in `outputs`.
+
+        Raises:
+            CaptureError: the graph is closed.
+        """
+        with self.pool.lock:
+            recording = self._ready()
+            self.pool.order()
+            recording.replay()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay for other values of the arguments that it was captured with.
+
+        Returns:
+            what the function returns; tensors that the caller owns, or with outputs="static" the
+            graph's own, which the next replay overwrites. They never require grad.
+
+        Raises:
+            SignatureError: the call differs from the captured one, or the module has changed
+                since; all differences are named.
+            CaptureError: the graph is closed, or has no arguments.
+        """
+        raise CaptureError(
+            "A graph of a `with` block takes no arguments.", remedy="Call its replay()."
+        )
+
+    def close(self) -> None:
+        """Give the graph up; its memory returns to the pool. Closing twice is no error."""
+        self._retire()
+        if not capturing_now():
+            with self.pool.lock:
+                self.pool.sweep()
+
+    def __del__(self) -> None:
+        if getattr(self, "state", State.CLOSED) is State.CLOSED:
+            return
+        self._retire()
+        # A finalizer may come at any time and on any thread: it must not wait.
+        if not capturing_now() and self.pool.lock.acquire(blocking=False):
+            try:
+                self.pool.sweep()
+            finally:
+                self.pool.lock.release()
+
+    def __enter__(self) -> Graph:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Graph {self.name}, {self.state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise CaptureError(
+            "A graph is tied to memory addresses and can be neither copied nor pickled.",
+            remedy="Copy the function or module, and capture the copy.",
+        )
+
+    def _ready(self) -> Recording:
+        if self._recording is None or self.state is not State.READY:
+            raise GraphClosed(
+                f"The graph of {self.name} is {self.state}.",
+                remedy="Capture it again. A graph is closed by close(), and by release() or "
+                "close() of its pool.",
+            )
+        if capturing_now():
+            raise CaptureError(
+                f"The graph of {self.name} is called while another one is being captured.",
+                remedy="Capture the function that the graph was made of as part of the other one.",
+            )
+        return self._recording
+
+    def _retire(self) -> None:
+        """Close without touching the device: a capture on this thread may be under way.
+
+        Destroying a graph would break it (pytorch #91302).
+        """
+        self.state = State.CLOSED
+        self.pool.remove(self)
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            self.pool.retire(recording)
+        self._held = []
+
+    def _started(self, recording: Recording, before: int, predicted: int) -> None:
+        self._recording = recording
+        self._held += recording.external
+        recorder = self.pool.recorder(self.pool.device or torch.device("cpu"))
+        self.memory = GraphMemory(self.name, recorder.reserved - before, predicted)
+
+
+class CallGraph(Graph):
+    """The graph of a function's call."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        pool: MemoryPool | None = None,
+        warmup: int = 3,
+        outputs: Outputs = "fresh",
+        evictable: bool = False,
+    ) -> None:
+        """Check the arguments; nothing runs yet.
+
+        Raises:
+            OptionError: an option makes no sense.
+            CaptureError: the call cannot be captured, by the look of its arguments.
+        """
+        if outputs not in ("fresh", "static"):
+            raise OptionError(f"outputs is 'fresh' or 'static', not {outputs!r}.")
+        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 1:
+            raise OptionError(f"warmup is a number of runs above 0, not {warmup!r}.")
+        self._sample, self._spec = flatten(args, kwargs)
+        super().__init__(
+            MemoryPool() if pool is None else pool, _name(fn, self._sample), evictable=evictable
+        )
+        self._fn = fn
+        self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
+        self._fresh = outputs == "fresh"
+        self._runs = warmup
+        self.signature = _signature(args, kwargs, self._module)
+        self._device = _device(args, kwargs, self._module, self.pool)
+        self._warmed: Warmed | None = None
+        self._inputs: Inputs | None = None
+        self._results: Results | None = None
+        self._watch: ModuleWatch | None = None
+        # The leaves of a call without keyword arguments and containers are the arguments.
+        self._plain_args = not kwargs and len(args) == len(self._sample)
+        self._sources: list[int] = []
+        self._by_element: list[int] = []
+        self._back: list[int] = []
+        self._back_by_element: list[int] = []
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The static inputs, in the order of the arguments: what `replay()` reads."""
+        self._ready()
+        assert self._inputs is not None
+        return tuple(self._inputs.tensor(slot) for slot in self._inputs.slots)
+
+    @property
+    def outputs(self) -> Any:
+        """What the function returned, in the graph's own memory: the next replay overwrites it."""
+        self._ready()
+        assert self._results is not None
+        return self._results.tree
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not self.signature.fits(args, kwargs):
+            raise SignatureError(
+                f"The graph was captured for another call: "
+                f"{self.signature.differences(args, kwargs)}.",
+                remedy="Capture a graph for this call, or use graphwright.graph().",
+            )
+        self._ready()
+        change = None if self._watch is None else self._watch.changed()
+        if change is not None:
+            raise SignatureError(
+                f"Since {self.name} was captured, {change}.",
+                remedy="Capture it again, or use graphwright.graph(), which does so by itself.",
+            )
+        return self.run(args, kwargs)
+
+    def run(self, args: Args, kwargs: Kwargs) -> Any:
+        """Replay for a call that was found to fit."""
+        leaves = args if self._plain_args else flatten(args, kwargs)[0]
+        pool = self.pool
+        with pool.lock:
+            recording, results = self._ready(), self._results
+            assert results is not None
+            pool.order()
+            targets = [torch.empty_like(base) for base in results.bases] if self._fresh else []
+            if self._by_element or self._back or self._back_by_element:
+                self._run_with_copies(recording, leaves, targets)
+            else:
+                recording.run([leaves[slot] for slot in self._sources], targets)
+        return results.build(leaves, targets) if self._fresh else results.tree
+
+    def _run_with_copies(
+        self, recording: Recording, leaves: Sequence[Any], targets: list[torch.Tensor]
+    ) -> None:
+        assert self._inputs is not None
+        with torch.no_grad():
+            for slot in self._by_element:
+                copy(leaves[slot], self._inputs.tensor(slot))
+            recording.run(
+                [leaves[slot] for slot in self._sources],
+                [*targets, *(leaves[slot] for slot in self._back)],
+            )
+            for slot in self._back:
+                # Written to behind autograd's back: what was saved of it for a backward is stale.
+                torch.autograd.graph.increment_version(leaves[slot])
+            for slot in self._back_by_element:
+                copy(self._inputs.tensor(slot), leaves[slot])
+
+    def warm(self) -> Prediction:
+        """Run the call until it is warm, and predict what capturing it will take.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        with self.pool.lock:
+            recorder = self.pool.recorder(self._device)
+            with self._transaction(State.WARMING) as undo:
+                self._warmed = warm(self._work, self._sample, recorder, undo, self._runs)
+            self.mutates, self.random = self._warmed.mutates, self._warmed.random
+            return self.prediction
+
+    @property
+    def prediction(self) -> Prediction:
+        """What capturing the call, which is warm, will take as the pool is now."""
+        assert self._warmed is not None
+        segments = self._warmed.segments
+        return Prediction(self.pool.predicted(segments), segments, self._warmed.contributors)
+
+    def record(self, *, share_inputs: bool = False) -> None:
+        """Record the call, which is warm, in the pool.
+
+        Args:
+            share_inputs: let the static inputs lie where those of other graphs of the pool lie;
+                for callers that fill them before each replay.
+
+        Raises:
+            MemoryBudgetExceeded: it does not fit under the pool's limit.
+            CaptureError: it cannot be captured.
+        """
+        with self.pool.lock:
+            prediction = self.prediction
+            try:
+                self.pool.admit(self, prediction)
+                self._record(prediction, share_inputs)
+                while self.pool.over_limit:
+                    # The prediction was short of the truth: fragments that nothing fits into.
+                    self._forget()
+                    self.pool.sweep()
+                    if not self.pool.evict_one(self):
+                        raise self.pool.exceeded(self, prediction)
+                    self._record(prediction, share_inputs)
+            except BaseException:
+                self._retire()
+                self.pool.sweep()
+                raise
+            self._sample = []
+            self.state = State.READY
+            self.pool.add(self)
+
+    def _record(self, prediction: Prediction, share_inputs: bool) -> None:
+        recorder = self.pool.recorder(self._device)
+        warmed = self._warmed
+        assert warmed is not None
+        before = recorder.reserved
+        with self._transaction(State.CAPTURING):
+            allocate = self.pool.shared_bytes() if share_inputs else recorder.allocate
+            inputs = Inputs(self._sample, allocate)
+            external = {storage._cdata for storage in warmed.external}
+            dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
+            self._back = dense if self._fresh else []
+            self._back_by_element = [s for s in warmed.mutated if s not in self._back]
+            self._sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
+            self._by_element = [slot for slot in inputs.slots if slot not in self._sources]
+
+            def drains(tree: Any) -> list[torch.Tensor]:
+                self._results = Results(
+                    tree, inputs, lambda tensor: tensor.untyped_storage()._cdata in external
+                )
+                back = [inputs.tensor(slot) for slot in self._back]
+                return [flat(t) for t in (*self._results.bases, *back)] if self._fresh else []
+
+            recording = recorder.record(
+                lambda: self._work(inputs),
+                [flat(inputs.tensor(slot)) for slot in self._sources],
+                drains,
+                warmed.generators,
+            )
+            self._inputs = inputs
+            self._held = [self._fn, warmed.external]
+            self._started(recording, before, prediction.nbytes)
+        self._watch = ModuleWatch(self._module, values=False)
+
+    def _work(self, inputs: Inputs) -> Any:
+        """The call on static inputs, its lazily conjugated results written out."""
+        args, kwargs = unflatten(inputs.leaves, self._spec)
+        with autocast_cache_apart():
+            result = self._fn(*args, **kwargs)
+            return pytree.tree_map_only(torch.Tensor, _resolved, result)
+
+    @contextlib.contextmanager
+    def _transaction(self, state: State) -> Iterator[Undo]:
+        self.state = state
+        with _transaction(self.pool, self._module, self._device, self._forget) as undo:
+            yield undo
+
+    def _forget(self) -> None:
+        """Give up what was recorded; the call can be recorded again."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            self.pool.retire(recording)
+        self._inputs = self._results = self._watch = None
+        self._held = []
+
+    def _retire(self) -> None:
+        super()._retire()
+        self._forget()
+        self._warmed = None
+        self._sample = []
+
+
+@contextlib.contextmanager
+def _transaction(
+    pool: MemoryPool, module: nn.Module, device: torch.device, forget: Callable[[], None]
+) -> Iterator[Undo]:
+    """Put back what was changed inside; on an error, leave nothing and name the cause."""
+    undo = Undo(module, device)
+    done = False
+    _THREAD.depth += 1
+    try:
+        with _same_kernels(), torch.inference_mode(False), torch.no_grad():
+            yield undo
+        done = True
+    except BaseException as error:
+        forget()
+        if not isinstance(error, Exception):
+            _let_go(error)
+            raise
+        told = _translated(error)
+        if told is error:
+            raise
+        raise told from error
+    finally:
+        _THREAD.depth -= 1
+        undo.restore(python=not done)
+        if not capturing_now():
+            pool.sweep()
+
+
+@contextlib.contextmanager
+def _same_kernels() -> Iterator[None]:
+    """Keep modules from computing other numbers for the sole reason that gradients are off.
+
+    nn.TransformerEncoder and nn.MultiheadAttention have such a path. It is left to callers who had
+    gradients off themselves.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    if torch.is_grad_enabled():
+        torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def _let_go(error: BaseException) -> None:
+    """Let go of the tensors that the frames of an error hold: nothing stays allocated."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
+def _translated(error: Exception) -> GraphwrightError:
+    """The error as graphwright's own, with its place in the user's code."""
+    where = user_frame(error)
+    _let_go(error)
+    if isinstance(error, CaptureError) and (error.where or not where):
+        return error
+    if isinstance(error, GraphwrightError):
+        kind = CaptureError if isinstance(error, SignatureError) else type(error)
+        return kind(error.what, where=error.where or where, remedy=error.remedy)
+    return CaptureError(
+        f"The call failed while it was being captured: {first_line(error)}",
+        where=where,
+        remedy="See the original error, which is this one's cause.",
+    )
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg()
+
+
+def _name(fn: Callable[..., Any], leaves: Sequence[Any]) -> str:
+    own = type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
+    shapes = [
+        "×".join(map(str, leaf.shape)) or "()" for leaf in leaves if isinstance(leaf, torch.Tensor)
+    ]
+    return f"{own}({', '.join(shapes)})"
+
+
+def _signature(args: Args, kwargs: Kwargs, module: nn.Module) -> CallSignature:
+    """The call's signature; refuse what is for training."""
+    try:
+        signature = CallSignature.of(args, kwargs)
+    except SignatureError as error:
+        raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
+    if torch.is_grad_enabled():
+        training = next((m for m in module.modules() if m.training), None)
+        if signature.wants_grad or training is not None:
+            what = (
+                "An argument requires grad"
+                if training is None
+                else f"{type(training).__name__} is in training mode while gradients are on"
+            )
+            raise CaptureError(
+                f"{what}; a captured call gives no gradients.",
+                remedy="Call eval(), or capture under torch.no_grad().",
+            )
+    return signature
+
+
+def _device(args: Args, kwargs: Kwargs, module: nn.Module, pool: MemoryPool) -> torch.device:
+    """The one device of a call: its tensors', else the module's, else the pool's."""
+    found = {tensor.device: None for tensor in tensors_of((args, dict(kwargs)))}
+    if len(found) > 1:
+        names = argument_names(args, kwargs)
+        leaves, _ = flatten(args, kwargs)
+        each = [
+            f"{name} on {leaf.device}"
+            for name, leaf in zip(names, leaves, strict=True)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        raise CaptureError(
+            f"The arguments are on several devices: {', '.join(each)}.",
+            remedy="Move them to one device: a graph would keep a CPU tensor's value for ever.",
+        )
+    for tensor in (*module.parameters(), *module.buffers()):
+        found.setdefault(tensor.device)
+    device = next(iter(found), pool.device)
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def capture(
+    fn: Callable[..., Any],
+    *args: Any,
+    pool: MemoryPool | None = None,
+    warmup: int = 3,
+    outputs: Outputs = "fresh",
+    **kwargs: Any,
+) -> Graph:
+    """Capture one call as a graph: a CUDA graph on a GPU, a tape of operations on the CPU.
+
+    Args:
+        fn: a function or module. It runs a few times here, under `torch.no_grad`; what these runs
+            change (buffers, inputs, random numbers, gradients) is put back.
+        args: sample arguments: tensors, plain values, and containers of them. Later calls have to
+            agree in all but the tensors' values.
+        pool: memory to share with other graphs; by default a pool of its own.
+        warmup: runs before the capture.
+        outputs: "fresh" gives the caller tensors of its own; "static" the graph's own, which the
+            next replay overwrites.
+        kwargs: sample keyword arguments.
+
+    Returns:
+        a Graph, to be called as `fn` is, or replayed on its static inputs.
+
+    Raises:
+        CaptureError: the call cannot be captured; names the operation, the line and the remedy.
+        MemoryBudgetExceeded: it does not fit under the pool's limit; nothing was captured.
+        OptionError: an option makes no sense.
+    """
+    graph = CallGraph(fn, args, kwargs, pool=pool, warmup=warmup, outputs=outputs)
+    try:
+        graph.warm()
+        graph.record()
+    except BaseException:
+        graph.close()
+        raise
+    return graph
+
+
+@contextlib.contextmanager
+def capturing(
+    *, pool: MemoryPool | None = None, device: torch.device | str | None = None
+) -> Iterator[Graph]:
+    """Capture what a `with` block does; `replay()` repeats it.
+
+    The block has to be warm: run the same code before. On a GPU it does not compute anything yet,
+    so tensors made in it have no values before the first replay; on the CPU neither. Tensors from
+    outside are read, and written to, where they are.
+
+    Args:
+        pool: memory to share with other graphs; by default a pool of its own.
+        device: by default the pool's, else the current CUDA device, else the CPU.
+
+    Raises:
+        CaptureError: on leaving the block or inside it, when something cannot be captured.
+    """
+    pool = MemoryPool(device=device) if pool is None else pool
+    if capturing_now():
+        raise CaptureError("A capture inside another one.", remedy="Capture them one by one.")
+    nothing = FunctionModule(_nothing)
+    where = _device((), {}, nothing, pool) if device is None else torch.device(device)
+    graph = Graph(pool, "a block")
+    with pool.lock:
+        recorder: Recorder = pool.recorder(where)
+        before = recorder.reserved
+        graph.state = State.CAPTURING
+        try:
+            with _transaction(pool, nothing, recorder.device, lambda: None):
+                with autocast_cache_apart(), recorder.open() as recorded:
+                    yield graph
+                graph._started(recorded(), before, 0)
+            if pool.over_limit:
+                raise pool.exceeded(graph, Prediction(graph.nbytes, (graph.nbytes,), ()))
+        except BaseException:
+            graph.close()
+            raise
+        graph.state = State.READY
+        pool.add(graph)
+
+
+def _nothing() -> None:
+    """Stands for the function of a block."""

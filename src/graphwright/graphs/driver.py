@@ -1,0 +1,135 @@
+"""The few functions of the CUDA driver that PyTorch does not show, by ctypes.
+
+An executable graph's copy nodes can be given other addresses between launches
+(cuGraphExecMemcpyNodeSetParams; what is already launched keeps its own). So the copies of a call's
+arguments and results are nodes of the graph itself, and a call is a single launch. libcuda's
+interface is stable, graph handles of runtime and driver are the same.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError
+
+_MEMCPY_NODE = 1
+_NON_BLOCKING = 1
+
+
+def _end(name: str) -> tuple[tuple[str, Any], ...]:
+    """The fields of CUDA_MEMCPY3D for one end of the copy."""
+    return (
+        (f"{name}XInBytes", ctypes.c_size_t),
+        (f"{name}Y", ctypes.c_size_t),
+        (f"{name}Z", ctypes.c_size_t),
+        (f"{name}LOD", ctypes.c_size_t),
+        (f"{name}MemoryType", ctypes.c_int),
+        (f"{name}Host", ctypes.c_void_p),
+        (f"{name}Device", ctypes.c_uint64),
+        (f"{name}Array", ctypes.c_void_p),
+        (f"{name}Reserved", ctypes.c_void_p),
+        (f"{name}Pitch", ctypes.c_size_t),
+        (f"{name}Height", ctypes.c_size_t),
+    )
+
+
+class _Memcpy3D(ctypes.Structure):
+    """CUDA_MEMCPY3D of cuda.h."""
+
+    _fields_ = (
+        *_end("src"),
+        *_end("dst"),
+        ("WidthInBytes", ctypes.c_size_t),
+        ("Height", ctypes.c_size_t),
+        ("Depth", ctypes.c_size_t),
+    )
+
+
+@functools.cache
+def library() -> Any:
+    """libcuda, or None where there is none: on the CPU, and on AMD GPUs."""
+    if torch.version.hip is not None:
+        return None
+    try:
+        found = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None
+    pointer = ctypes.c_void_p
+    found.cuGraphExecMemcpyNodeSetParams.argtypes = [pointer] * 4
+    found.cuGraphNodeSetEnabled.argtypes = [pointer, pointer, ctypes.c_uint]
+    found.cuGraphGetNodes.argtypes = [pointer] * 3
+    found.cuGraphNodeGetType.argtypes = [pointer] * 2
+    found.cuGraphMemcpyNodeGetParams.argtypes = [pointer] * 2
+    found.cuCtxGetCurrent.argtypes = [pointer]
+    found.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
+    return found
+
+
+def check(code: int, what: str) -> None:
+    """Raise CaptureError for a driver's error code."""
+    if code:
+        text = ctypes.c_char_p()
+        library().cuGetErrorString(code, ctypes.byref(text))
+        message = (text.value or b"unknown error").decode()
+        raise CaptureError(f"The CUDA driver's {what} failed: {message} ({code}).")
+
+
+def new_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody else is given.
+
+    torch.cuda.Stream() hands out 32 streams in turn, and cuBLAS has one workspace a stream: graphs
+    that were captured on the same one must not run at once.
+    """
+    if library() is None:
+        return torch.cuda.Stream(device)
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().query()  # Makes the context, if it is not there yet.
+        check(library().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING), "cuStreamCreate")
+    return torch.cuda.ExternalStream(handle.value, device=device)
+
+
+class CopyNode:
+    """A copy inside an executable graph, one of whose two addresses is set before each launch."""
+
+    def __init__(self, executable: int, node: int, params: _Memcpy3D, end: str) -> None:
+        context = ctypes.c_void_p()
+        check(library().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+        self._params = params
+        self._field = f"{end}Device"
+        self._call = library().cuGraphExecMemcpyNodeSetParams
+        self._arguments = (executable, node, ctypes.addressof(params), context.value)
+
+    def point_at(self, address: int) -> None:
+        """Copy from, or to, this address from the next launch on."""
+        setattr(self._params, self._field, address)
+        code = self._call(*self._arguments)
+        if code:
+            check(code, "cuGraphExecMemcpyNodeSetParams")
+
+    def enable(self, on: bool) -> None:
+        """Copy from the next launch on, or not."""
+        executable, node, _, _ = self._arguments
+        check(library().cuGraphNodeSetEnabled(executable, node, on), "cuGraphNodeSetEnabled")
+
+
+def copies(graph: int) -> Iterator[tuple[int, _Memcpy3D]]:
+    """The copy nodes of a graph and their parameters."""
+    cuda = library()
+    count = ctypes.c_size_t()
+    check(cuda.cuGraphGetNodes(graph, None, ctypes.byref(count)), "cuGraphGetNodes")
+    nodes = (ctypes.c_void_p * count.value)()
+    check(cuda.cuGraphGetNodes(graph, nodes, ctypes.byref(count)), "cuGraphGetNodes")
+    for node in filter(None, nodes):
+        kind = ctypes.c_int()
+        check(cuda.cuGraphNodeGetType(node, ctypes.byref(kind)), "cuGraphNodeGetType")
+        if kind.value == _MEMCPY_NODE:
+            params = _Memcpy3D()
+            code = cuda.cuGraphMemcpyNodeGetParams(node, ctypes.byref(params))
+            check(code, "cuGraphMemcpyNodeGetParams")
+            yield node, params

@@ -1,0 +1,232 @@
+"""Seeing a run operation by operation: what it reads from outside, what it writes there.
+
+A warm-up runs real code. The journal keeps a copy of each storage before the run first writes to
+it, so that everything can be put back, and learns on the way what capture has to know: which
+tensors from outside the work depends on, which random generators it draws from, which operation
+was under way when something failed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..errors import CaptureError
+
+_LARGEST = 3
+
+
+class Journal(TorchDispatchMode):
+    """A dispatch mode that runs every operation as it is and keeps what is needed to undo it.
+
+    Attributes:
+        external: storages that the run used and did not make, by their identity.
+        random: whether an operation drew random numbers.
+        operation: the operation under way, or the last one.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        self.external: dict[int, torch.UntypedStorage] = {}
+        self.random = False
+        self.operation: Any = None
+        self._made: dict[int, StorageWeakRef] = {}
+        self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+        self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        self._largest: list[tuple[int, str]] = []
+
+    @property
+    def generators(self) -> list[torch.Generator]:
+        """Generators that were passed to operations."""
+        return [generator for generator, _ in self._generators.values()]
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        """Note the operation, run it, note what it made."""
+        kwargs = kwargs or {}
+        self.before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in tensors(result):
+            self.made(tensor)
+        return result
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """Note what an operation is about to read and write.
+
+        Raises:
+            CaptureError: it works on memory that can be neither seen nor put back.
+        """
+        self.operation = func
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        for tensor in tensors((args, kwargs)):
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                raise CaptureError(
+                    f"{func} works on a {tensor.layout} tensor"
+                    + (", a nested one," if tensor.is_nested else "")
+                    + " whose memory a graph cannot hold.",
+                    remedy="Use dense tensors, or leave this part out of the capture.",
+                )
+            self.read(tensor)
+        for value in _generators_in(args, kwargs):
+            if id(value) not in self._generators:
+                self._generators[id(value)] = (value, value.get_state())
+        for tensor in written(func, args, kwargs):
+            self.writes(tensor)
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """A tensor is used; keep its storage if the run did not make it."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._made:
+            self.external.setdefault(storage._cdata, storage)
+
+    def writes(self, tensor: torch.Tensor) -> None:
+        """A tensor is about to be written to; keep what an outside storage holds."""
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._made and storage._cdata not in self._saved:
+            self._saved[storage._cdata] = (storage, storage.clone())
+
+    def made(self, tensor: torch.Tensor) -> None:
+        """An operation returned a tensor; unless it is a view of one from outside, it is new."""
+        if tensor.layout is not torch.strided or tensor.is_nested:
+            return
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self.external and storage._cdata not in self._made:
+            # While the weak reference lives, the address of the storage's handle is not reused.
+            self._made[storage._cdata] = StorageWeakRef(storage)
+            self._rank(tensor, storage.nbytes())
+
+    def _rank(self, tensor: torch.Tensor, nbytes: int) -> None:
+        if len(self._largest) < _LARGEST or nbytes > self._largest[-1][0]:
+            shape = "×".join(map(str, tensor.shape))
+            entry = nbytes, f"{self.operation} {shape} {str(tensor.dtype).removeprefix('torch.')}"
+            self._largest = sorted([*self._largest, entry], reverse=True)[:_LARGEST]
+
+    def largest(self) -> tuple[tuple[str, int], ...]:
+        """The largest tensors that operations made, as (what, bytes)."""
+        return tuple((what, nbytes) for nbytes, what in self._largest)
+
+    def wrote_to(self, tensor: torch.Tensor) -> bool:
+        """Whether the run wrote to the memory of a tensor from outside."""
+        return tensor.untyped_storage()._cdata in self._saved
+
+    @property
+    def wrote(self) -> bool:
+        """Whether the run wrote to anything from outside."""
+        return bool(self._saved)
+
+    def undo(self) -> None:
+        """Put back all that the run, and later ones of the same work, wrote to."""
+        for storage, kept in self._saved.values():
+            storage.copy_(kept)
+        for generator, state in self._generators.values():
+            generator.set_state(state)
+
+
+def tensors(tree: Any) -> list[torch.Tensor]:
+    """The tensors among an operation's arguments or results."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _generators_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Generator]:
+    return [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+
+
+@functools.cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Positions and names of the arguments that an operation writes to, by its schema."""
+    return tuple(
+        (index, argument.name)
+        for index, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+
+
+def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The tensors that an operation writes to."""
+    found: list[torch.Tensor] = []
+    for index, name in _written_arguments(func):
+        value = args[index] if index < len(args) else kwargs.get(name)
+        found += tensors(value)
+    return found
+
+
+@contextlib.contextmanager
+def capturing_seems_on() -> Iterator[None]:
+    """Answer torch.cuda.is_current_stream_capturing() on this thread with True.
+
+    Libraries ask, and leave out reads of device values while a capture is under way; what is
+    warmed up and what is recorded have to be the same work.
+    """
+    with _SEEMS.lock:
+        if _SEEMS.users == 0:
+            _SEEMS.asked = torch.cuda.is_current_stream_capturing
+            torch.cuda.is_current_stream_capturing = _seems_capturing
+        _SEEMS.users += 1
+    _SEEMS.thread.depth = getattr(_SEEMS.thread, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _SEEMS.thread.depth -= 1
+        with _SEEMS.lock:
+            _SEEMS.users -= 1
+            if _SEEMS.users == 0:
+                torch.cuda.is_current_stream_capturing = _SEEMS.asked
+
+
+class _Seems:
+    """Who has been told that a capture is under way."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.thread = threading.local()
+        self.users = 0
+        self.asked: Callable[[], bool] = torch.cuda.is_current_stream_capturing
+
+
+_SEEMS = _Seems()
+
+
+def _seems_capturing() -> bool:
+    return getattr(_SEEMS.thread, "depth", 0) > 0 or _SEEMS.asked()
+
+
+@contextlib.contextmanager
+def collection_off() -> Iterator[None]:
+    """Keep Python's garbage collection from running inside the block."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def compilers_off() -> Iterator[None]:
+    """Run torch.compile'd functions as plain Python, so that a dispatch mode sees their parts.
+
+    Without this Dynamo would meet them under the mode first, and never compile them again.
+    """
+    if "torch._dynamo" not in sys.modules:
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield

@@ -1,0 +1,344 @@
+"""Memory pools: what the graphs of one pool hold, may hold and would need."""
+
+from __future__ import annotations
+
+import re
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
+from .recorder import Recorder, Recording
+
+if TYPE_CHECKING:
+    from .capture import Graph
+
+_UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+_DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+
+
+def parse_bytes(value: int | str) -> int:
+    """Bytes of a limit: a number, or "512MiB", "1.5 GiB", "2GB".
+
+    Raises:
+        OptionError: it is neither, or not above 0.
+    """
+    if isinstance(value, str):
+        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?B)?\s*", value, re.IGNORECASE)
+        if match:
+            number, prefix, suffix = match.groups()
+            unit = prefix.upper()
+            decimal = unit and suffix and suffix.upper() == "B"
+            value = int(float(number) * (_DECIMAL[unit + "B"] if decimal else _UNITS[unit]))
+    if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
+        raise OptionError(
+            f"A memory limit is a number of bytes above 0, or a text such as '1GiB', not {value!r}."
+        )
+    return value
+
+
+def in_units(nbytes: int) -> str:
+    """Bytes as a person reads them: "17.2 MiB"."""
+    for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
+        if abs(nbytes) >= size:
+            return f"{nbytes / size:.4g} {unit}"
+    return f"{nbytes} B"
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """What one graph of a pool cost.
+
+    Attributes:
+        name: what was captured, with the shapes of its inputs.
+        nbytes: bytes by which the pool grew when it was captured.
+        predicted: bytes by which it was expected to grow.
+    """
+
+    name: str
+    nbytes: int
+    predicted: int
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What capturing a call would take.
+
+    Attributes:
+        nbytes: bytes by which the pool would grow.
+        segments: sizes of the ranges that it would take in an empty pool, in bytes.
+        contributors: the largest tensors of the call, as (what, bytes), the largest first.
+    """
+
+    nbytes: int
+    segments: tuple[int, ...]
+    contributors: tuple[tuple[str, int], ...]
+
+    def __str__(self) -> str:
+        largest = ", ".join(f"{what} {in_units(n)}" for what, n in self.contributors)
+        return f"{in_units(self.nbytes)} (largest: {largest})" if largest else in_units(self.nbytes)
+
+
+class MemoryPool:
+    """Memory that graphs share, with an optional limit.
+
+    Graphs of one pool never run at once: the pool orders their replays across threads and streams.
+    What has to run concurrently takes pools of its own. All graphs of a pool are captured on one
+    stream.
+
+    Args:
+        limit: bytes that the pool may hold, or a text such as "1GiB"; None for no limit.
+        device: where it is; by default that of the first call that is captured in it.
+        evict: when the limit is reached, close the graphs that `graph()` made and that were least
+            recently used. Without it, and for graphs that `capture()` made, MemoryBudgetExceeded
+            is raised instead.
+    """
+
+    def __init__(
+        self,
+        limit: int | str | None = None,
+        device: torch.device | str | None = None,
+        *,
+        evict: bool = False,
+    ) -> None:
+        self.limit = None if limit is None else parse_bytes(limit)
+        self.evict = evict
+        self.device = None if device is None else torch.device(device)
+        # Held while a graph of the pool is recorded, replayed or closed.
+        self.lock = threading.RLock()
+        self._recorder: Recorder | None = None
+        self._graphs: dict[int, weakref.ref[Graph]] = {}  # least recently used first
+        self._retired: deque[Recording] = deque()
+        self._shared: dict[int, torch.Tensor] = {}
+        self._high_water = 0
+        # Counts what made room: graphs that were evicted, and all that were closed.
+        self.evictions = 0
+        self.version = 0
+        self._closed = False
+
+    def recorder(self, device: torch.device) -> Recorder:
+        """The recorder behind the pool, made on first use.
+
+        Raises:
+            CaptureError: the pool is closed, or of another device.
+        """
+        if self._closed:
+            raise CaptureError("The pool is closed.", remedy="Make another MemoryPool.")
+        if self._recorder is None:
+            if self.device is not None and not _same_device(self.device, device):
+                raise CaptureError(
+                    f"The pool is on {self.device}, the call on {device}.",
+                    remedy="Use one pool for each device.",
+                )
+            self._recorder = _make_recorder(device)
+            self.device = self._recorder.device
+        elif not _same_device(self._recorder.device, device):
+            raise CaptureError(
+                f"The pool is on {self._recorder.device}, the call on {device}.",
+                remedy="Use one pool for each device.",
+            )
+        return self._recorder
+
+    @property
+    def in_use(self) -> int:
+        """Bytes in which static inputs, outputs or anything else lives now."""
+        return 0 if self._recorder is None else self._recorder.in_use
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the pool holds; what `limit` bounds."""
+        return 0 if self._recorder is None else self._recorder.reserved
+
+    @property
+    def high_water(self) -> int:
+        """The most bytes that the pool has held."""
+        return self._high_water
+
+    @property
+    def graphs(self) -> list[GraphMemory]:
+        """What each graph added, least recently used first."""
+        return [graph.memory for graph in self._alive()]
+
+    def predict(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Prediction:
+        """What capturing `fn(*args, **kwargs)` here would take, without capturing it.
+
+        The call is run a few times outside the pool, as its warm-up would, and what it changed is
+        put back. Library workspaces (cuBLAS) are not counted: they are one a stream, not one a
+        graph.
+
+        Raises:
+            CaptureError: the call cannot be captured.
+        """
+        from .capture import CallGraph
+
+        graph = CallGraph(fn, args, kwargs, pool=self)
+        try:
+            return graph.warm()
+        finally:
+            graph.close()
+
+    def release(self) -> None:
+        """Close all graphs and hand the memory back; `graph()` captures its own again."""
+        with self.lock:
+            for graph in self._alive():
+                graph.close()
+            self.trim()
+
+    def close(self) -> None:
+        """Release everything for good."""
+        with self.lock:
+            self.release()
+            self._closed = True
+            if self._recorder is not None:
+                self._recorder.close()
+                self._recorder = None
+
+    def __enter__(self) -> MemoryPool:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        limit = "" if self.limit is None else f" of at most {in_units(self.limit)}"
+        held = f"{len(self._alive())} graphs in {in_units(self.reserved)}{limit}"
+        return f"<MemoryPool on {self.device}: {held}>"
+
+    # What follows is for graphs.
+
+    def predicted(self, segments: Sequence[int]) -> int:
+        """Bytes by which the pool would grow for work that takes such segments when it is alone.
+
+        A free range serves for a segment that is no larger; what fits nowhere has to be added.
+        """
+        if self._recorder is None:
+            return sum(segments)
+        free = sorted(self._recorder.free_ranges())
+        missing = 0
+        for segment in sorted(segments, reverse=True):
+            if free and free[-1] >= segment:
+                free.pop()
+            else:
+                missing += segment
+        return missing
+
+    def admit(self, graph: Graph, prediction: Prediction) -> None:
+        """Make room for a graph, or refuse it before anything is captured.
+
+        Raises:
+            MemoryBudgetExceeded: it does not fit under the limit.
+        """
+        if self.limit is None:
+            return
+        while self.reserved + self.predicted(prediction.segments) > self.limit:
+            if sum(prediction.segments) > self.limit or not self.evict_one(graph):
+                raise self.exceeded(graph, prediction)
+
+    def evict_one(self, newcomer: Graph) -> bool:
+        """Close the least recently used graph that may be; False if there is none."""
+        victim = next((g for g in self._alive() if g.evictable and g is not newcomer), None)
+        if not self.evict or victim is None:
+            return False
+        victim.close()
+        self.evictions += 1
+        self.trim()
+        return True
+
+    def exceeded(self, graph: Graph, prediction: Prediction) -> MemoryBudgetExceeded:
+        """The error for a graph that does not fit."""
+        limit = 0 if self.limit is None else self.limit
+        return MemoryBudgetExceeded(
+            f"Capturing {graph.name} needs {prediction}; the pool holds {in_units(self.reserved)} "
+            f"and may hold {in_units(limit)}.",
+            remedy="Raise the pool's limit, capture fewer or smaller shapes, close graphs, or "
+            "allow eviction with MemoryPool(limit, evict=True).",
+        )
+
+    @property
+    def over_limit(self) -> bool:
+        """Whether more is held than allowed."""
+        return self.limit is not None and self.reserved > self.limit
+
+    def order(self) -> None:
+        """Let what follows on the current stream come after the pool's last replay."""
+        assert self._recorder is not None
+        self._recorder.order()
+
+    def retire(self, recording: Recording) -> None:
+        """Close a recording when it can be done safely: at the next sweep."""
+        self._retired.append(recording)
+
+    def sweep(self) -> None:
+        """Close what was retired. The lock is held, and this thread captures nothing."""
+        while self._retired:
+            self._retired.popleft().close()
+
+    def trim(self) -> None:
+        """Hand back what no graph needs. While one lives, all free memory may be its workspace."""
+        if not self._alive():
+            self._shared.clear()
+        if self._recorder is not None:
+            self._recorder.trim()
+
+    def add(self, graph: Graph) -> None:
+        """A graph was captured."""
+        self._graphs[id(graph)] = weakref.ref(graph)
+        self._high_water = max(self._high_water, self.reserved)
+
+    def remove(self, graph: Graph) -> None:
+        """A graph was closed."""
+        self.version += 1
+        self._graphs.pop(id(graph), None)
+
+    def touch(self, graph: Graph) -> None:
+        """A graph was used."""
+        key = id(graph)
+        reference = self._graphs.pop(key, None)
+        if reference is not None:
+            self._graphs[key] = reference
+
+    def shared_bytes(self) -> Callable[[int], torch.Tensor]:
+        """An allocator for static inputs that graphs of the pool share, being filled at each call.
+
+        The n-th request of each graph gets a prefix of the n-th buffer.
+        """
+        count = iter(range(1 << 30))
+
+        def allocate(nbytes: int) -> torch.Tensor:
+            index = next(count)
+            buffer = self._shared.get(index)
+            if buffer is None or buffer.numel() < nbytes:
+                assert self._recorder is not None
+                buffer = self._shared[index] = self._recorder.allocate(nbytes)
+            return buffer[:nbytes]
+
+        return allocate
+
+    def _alive(self) -> list[Graph]:
+        found = [reference() for reference in list(self._graphs.values())]
+        return [graph for graph in found if graph is not None]
+
+
+def _same_device(a: torch.device, b: torch.device) -> bool:
+    return a.type == b.type and (
+        a.type == "cpu" or None in (a.index, b.index) or a.index == b.index
+    )
+
+
+def _make_recorder(device: torch.device) -> Recorder:
+    if device.type == "cpu":
+        from .cpu import CpuRecorder
+
+        return CpuRecorder(device)
+    if device.type == "cuda":
+        from .cuda import CudaRecorder
+
+        return CudaRecorder(device)
+    raise CaptureError(
+        f"There is no recorder for {device.type} devices.", remedy="Use a CUDA device, or the CPU."
+    )

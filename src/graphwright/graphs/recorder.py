@@ -1,0 +1,104 @@
+"""What capture, pools and dispatch ask of a recorder; CUDA graphs and the CPU tape both meet it.
+
+A recorder is the memory and the order of one pool; a recording is one graph in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar
+
+import torch
+
+Work = Callable[[], Any]
+Allocate = Callable[[int], torch.Tensor]
+Prepared = TypeVar("Prepared")
+
+
+class Recording(Protocol):
+    """Work that was recorded once and can be repeated on the same memory."""
+
+    @property
+    def external(self) -> list[torch.UntypedStorage]:
+        """Memory that it uses and does not own, as far as the recorder has seen it itself."""
+
+    def replay(self) -> None:
+        """Repeat the work on whatever its memory holds now."""
+
+    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Copy `sources` into the feeds, repeat the work, copy the drains into `targets`.
+
+        All are copied byte for byte: a source has to have its feed's strides, a target its drain's.
+        """
+
+    def close(self) -> None:
+        """Give up the recording; its memory returns to the pool."""
+
+
+class Recorder(Protocol):
+    """Records work in memory of its own, and keeps replays in order."""
+
+    device: torch.device
+
+    @property
+    def reserved(self) -> int:
+        """Bytes that the recorder holds, used or not."""
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of it that something lives in."""
+
+    def warming(self) -> AbstractContextManager[None]:
+        """Where warm-up runs: as recording does, but in ordinary memory."""
+
+    def free_ranges(self) -> list[int]:
+        """Sizes, in bytes, of the unused ranges of what is reserved."""
+
+    def rehearse(
+        self,
+        prepare: Callable[[Allocate], Prepared],
+        work: Callable[[Prepared], Any],
+        generators: Sequence[torch.Generator] = (),
+    ) -> tuple[int, ...]:
+        """Run work as if recording it, refusing what cannot be recorded, in throw-away memory.
+
+        Args:
+            prepare: makes the static inputs with the allocator that it is given.
+            work: what is to be recorded, on what `prepare` returned.
+            generators: as for `record`.
+
+        Returns:
+            bytes of each memory segment that both would take in an empty pool.
+        """
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Bytes in the recorder's memory, as a 1-D uint8 tensor."""
+
+    def record(
+        self,
+        work: Work,
+        feeds: Sequence[torch.Tensor],
+        drains: Callable[[Any], Sequence[torch.Tensor]],
+        generators: Sequence[torch.Generator] = (),
+    ) -> Recording:
+        """Record work.
+
+        Args:
+            work: what to record.
+            feeds: memory that `Recording.run` is to fill before the work.
+            drains: which memory it is to copy out after the work, by what the work returned.
+            generators: random generators, other than the default one, that the work draws from.
+        """
+
+    def open(self) -> AbstractContextManager[Callable[[], Recording]]:
+        """Record what is done inside a `with` block; the recording is had after its end."""
+
+    def order(self) -> None:
+        """Let what follows on the current stream come after the last replay."""
+
+    def trim(self) -> None:
+        """Hand back the memory that nothing lives in, once no recording is left."""
+
+    def close(self) -> None:
+        """Give everything up. Recordings have to be closed before."""

@@ -1,0 +1,220 @@
+"""What a warm-up may change beside tensors, and how it is put back: Python's side of the state.
+
+Random-number generators, modules' attributes, gradients and containers are kept before the first
+run. What changes in every run is state that a graph cannot carry on, and is refused by name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError
+from ..signature import SCALARS, FunctionModule, describe, values_behind
+
+_MAX_DEPTH = 6
+_MAX_VALUES = 20_000
+_HOLDERS = ("_modules", "_parameters", "_buffers")
+# What nn.Module keeps for itself, hooks above all, is watched by ModuleWatch.
+_OWN = frozenset(vars(nn.Module())) - {"training"}
+_WITHOUT_STATE = (
+    type,
+    types.ModuleType,
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+)
+
+
+class Undo:
+    """The Python side of a module's state as it was before the first run.
+
+    Args:
+        module: what is captured; a plain function as a FunctionModule.
+        device: whose random numbers may be drawn.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._module = module
+        self._generators = [torch.default_generator]
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            self._generators.append(torch.cuda.default_generators[index])
+        self._states = [generator.get_state() for generator in self._generators]
+        self._python = random.getstate()
+        numpy = sys.modules.get("numpy")
+        self._numpy = None if numpy is None else numpy.random.get_state()
+        self._grads = [(p, p.grad) for p in module.parameters()]
+        self._kept: list[tuple[Any, Any]] = []
+        self._alive: dict[int, Any] = {}
+        self._look(keep=True)
+        self._settled: dict[str, Any] | None = None
+
+    def drew(self) -> bool:
+        """Whether random numbers have been drawn since."""
+        return any(
+            not torch.equal(generator.get_state(), state)
+            for generator, state in zip(self._generators, self._states, strict=True)
+        )
+
+    def check(self) -> None:
+        """Look after a run; what changes once may be a cache, what goes on changing is state.
+
+        Raises:
+            CaptureError: naming the attribute or variable.
+        """
+        now = self._look(keep=False)
+        before = self._settled
+        self._settled = now
+        if before is None or before == now:
+            return
+        name = next(n for n in (*now, *before) if now.get(n) != before.get(n))
+        raise CaptureError(
+            f"{name} changes with every call, and a graph repeats no Python.",
+            remedy="Keep it out of the captured call: pass it in and return it as a tensor, or "
+            "update it where the graph is called.",
+        )
+
+    def refuse_host_randomness(self, device: torch.device) -> None:
+        """Raise CaptureError where random numbers came from a generator that no graph repeats."""
+        numpy = sys.modules.get("numpy")
+        drawn = "Python's random" if random.getstate() != self._python else ""
+        if numpy is not None and self._numpy is not None:
+            state = numpy.random.get_state()
+            same = all(_same(a, b) for a, b in zip(state, self._numpy, strict=True))
+            drawn = drawn or ("" if same else "numpy.random")
+        if device.type == "cuda" and not torch.equal(
+            torch.default_generator.get_state(), self._states[0]
+        ):
+            drawn = drawn or "the CPU's generator"
+        if drawn:
+            raise CaptureError(
+                f"The call draws random numbers from {drawn}: a graph would keep the first ones.",
+                remedy="Draw them on the device, or outside the captured call.",
+            )
+
+    def restore(self, *, python: bool) -> None:
+        """Put back random numbers and gradients; with `python`, attributes and containers too.
+
+        After a success what the first run has set up, such as a cache, stays, as it would after
+        an eager call.
+        """
+        for generator, state in zip(self._generators, self._states, strict=True):
+            generator.set_state(state)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy"].random.set_state(self._numpy)
+        for parameter, grad in self._grads:
+            if parameter.grad is not grad:
+                parameter.grad = grad
+        if python:
+            for container, content in self._kept:
+                _refill(container, content)
+
+    def _look(self, *, keep: bool) -> dict[str, Any]:
+        """A fingerprint of everything by name; with `keep`, copies of what can be put back."""
+        look = _Look(keep)
+        found: dict[str, Any] = {}
+        for path, module in self._module.named_modules():
+            if isinstance(module, FunctionModule):
+                for name, value in values_behind(module._function):
+                    found[f"the variable {name}"] = look.at(value)
+                continue
+            of = f" of {type(module).__name__}{f' ({path})' if path else ''}"
+            attributes = vars(module)
+            look.note(attributes)
+            for holder in _HOLDERS:
+                look.note(attributes[holder])
+                for name, value in attributes[holder].items():
+                    found[f"{name}{of}"] = look.at(value)
+            for name, value in attributes.items():
+                if name not in _OWN:
+                    found[f"attribute {name}{of}"] = look.at(value)
+        if keep:
+            self._kept = look.kept
+        # What was seen is held until the next look, so that no id comes back meanwhile.
+        self._alive = look.seen
+        return found
+
+
+class _Look:
+    """One pass over values: identities and, in containers and plain objects, what is in them."""
+
+    def __init__(self, keep: bool) -> None:
+        self.seen: dict[int, Any] = {}
+        self.kept: list[tuple[Any, Any]] = []
+        self._keep = keep
+
+    def note(self, container: Any) -> None:
+        """Keep a copy of what a container holds."""
+        if self._keep:
+            copy = container.copy() if isinstance(container, dict) else type(container)(container)
+            self.kept.append((container, copy))
+
+    def at(self, value: Any, depth: int = 0) -> Any:
+        """What identifies a value and what is in it."""
+        if isinstance(value, SCALARS):
+            return describe(value)
+        known = id(value) in self.seen
+        self.seen[id(value)] = value
+        if isinstance(value, torch.Tensor):
+            return id(value), value.data_ptr() if value.layout is torch.strided else 0
+        if known or depth > _MAX_DEPTH or len(self.seen) > _MAX_VALUES:
+            return id(value)
+        if isinstance(value, (nn.Module, *_WITHOUT_STATE)):
+            return id(value)
+        parts: list[Any]
+        if isinstance(value, dict):
+            self.note(value)
+            parts = [*value.keys(), *value.values()]
+        elif type(value) in (list, set, tuple):
+            if not isinstance(value, tuple):
+                self.note(value)
+            parts = list(value)
+        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
+            self.note(attributes)
+            parts = [*attributes.keys(), *attributes.values()]
+        else:
+            return id(value)
+        return id(value), len(parts), [self.at(part, depth + 1) for part in parts[:_MAX_VALUES]]
+
+
+def _same(a: Any, b: Any) -> bool:
+    equal = a == b
+    return bool(equal.all() if hasattr(equal, "all") else equal)
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Give a container back what it held, in place."""
+    if isinstance(container, list):
+        container[:] = content
+    elif isinstance(container, set):
+        container.clear()
+        container |= content
+    else:
+        for name in [name for name in container if name not in content]:
+            del container[name]
+        for name, value in content.items():
+            if name not in container or container[name] is not value:
+                container[name] = value
+
+
+@contextlib.contextmanager
+def autocast_cache_apart() -> Iterator[None]:
+    """Use no cast made before the block, and leave none that was made inside it.
+
+    Autocast keeps casts of weights until it is left. A graph must make its own: one from outside
+    would be freed under it, and would not follow the weight; one from inside lies in its memory.
+    """
+    torch.clear_autocast_cache()
+    try:
+        yield
+    finally:
+        torch.clear_autocast_cache()
