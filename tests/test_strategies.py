@@ -10,7 +10,6 @@ from planted import Small
 from torch import nn
 
 from graphwright.errors import OptionError, StrategyFailed
-from graphwright.graphs.cuda import CudaGraph
 from graphwright.reference import reference
 from graphwright.snapshots import Call
 from graphwright.strategies import (
@@ -22,7 +21,6 @@ from graphwright.strategies import (
     parse_candidates,
     probe,
 )
-from graphwright.strategies.base import without_grad
 from graphwright.verification import verify
 
 SLOW_TO_COMPILE = {"inductor:max-autotune"}
@@ -205,84 +203,3 @@ def test_probes_leave_the_random_state_alone(device: torch.device) -> None:
         probe(part, device)
         part.probe(device) if device.type == "cuda" else None
     assert torch.equal(torch.random.get_rng_state(), before)
-
-
-@pytest.mark.gpu
-class TestCudaGraph:
-    """The plain runner, until the capture engine takes its place."""
-
-    def graph(self, function: Any, *args: Any) -> CudaGraph:
-        return CudaGraph(without_grad(function), args, {})
-
-    def test_an_output_survives_the_next_replay(self) -> None:
-        graph = self.graph(lambda x: x * 2, torch.randn(8, device="cuda"))
-        a, b = torch.randn(8, device="cuda"), torch.randn(8, device="cuda")
-        first = graph(a)
-        graph(b)
-        assert torch.equal(first, a * 2)
-
-    def test_weights_that_only_the_function_holds_stay_alive(self) -> None:
-        def made() -> CudaGraph:
-            weight = torch.randn(256, 256, device="cuda")
-            return self.graph(lambda x: x @ weight, torch.randn(8, 256, device="cuda"))
-
-        graph, x = made(), torch.randn(8, 256, device="cuda")
-        before = graph(x)
-        _ = [torch.full((256, 256), 7.0, device="cuda") for _ in range(64)]
-        assert torch.equal(graph(x), before)
-
-    def test_other_shapes_and_dtypes_are_refused(self) -> None:
-        from graphwright.errors import CaptureError
-
-        graph = self.graph(lambda x: x * 2, torch.randn(4, 8, device="cuda"))
-        for x in (torch.randn(1, 8, device="cuda"), torch.randn(4, 8, device="cuda").double()):
-            with pytest.raises(CaptureError, match="Captured for"):
-                graph(x)
-
-    @pytest.mark.parametrize("failing", ["item", "raise", "host copy"])
-    def test_after_a_failure_all_is_as_before(self, failing: str) -> None:
-        from graphwright.errors import CaptureError
-
-        count = [0]
-
-        def work(x: torch.Tensor) -> torch.Tensor:
-            count[0] += 1
-            if failing == "item":
-                return x * x.sum().item()
-            if failing == "host copy":
-                return x + torch.ones(8).cuda()
-            if count[0] == 5:  # Three warm-ups and the trial run have passed.
-                raise ValueError("in the middle of the capture")
-            return torch.rand_like(x)
-
-        x = torch.randn(8, device="cuda")
-        stream = torch.cuda.current_stream()
-        with pytest.raises(CaptureError, match=r"test_strategies\.py"):
-            self.graph(work, x)
-        assert torch.cuda.current_stream() == stream
-        assert not torch.cuda.is_current_stream_capturing()
-        torch.rand(8, device="cuda")
-        assert torch.equal(self.graph(lambda x: x + 1, x)(x), x + 1)
-
-    def test_a_mutated_input_is_refused(self) -> None:
-        from graphwright.errors import CaptureError
-
-        with pytest.raises(CaptureError, match="writes to its inputs"):
-            self.graph(lambda x: x.mul_(2).sum(), torch.randn(8, device="cuda"))
-
-    def test_threads_and_streams_take_turns(self) -> None:
-        from concurrent.futures import ThreadPoolExecutor
-
-        graph = self.graph(lambda x: (x @ x).relu(), torch.randn(64, 64, device="cuda"))
-
-        def work(seed: int) -> bool:
-            with torch.cuda.stream(torch.cuda.Stream()):
-                generator = torch.Generator("cuda").manual_seed(seed)
-                for _ in range(50):
-                    x = torch.randn(64, 64, device="cuda", generator=generator)
-                    if not torch.equal(graph(x), (x @ x).relu()):
-                        return False
-            return True
-
-        with ThreadPoolExecutor(4) as pool:
-            assert all(pool.map(work, range(4)))

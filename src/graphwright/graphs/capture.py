@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import enum
+import functools
 import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
@@ -361,8 +362,9 @@ class CallGraph(Graph):
                     if not self.pool.evict_one(self):
                         raise self.pool.exceeded(self, prediction)
                     self._record(prediction, share_inputs)
-            except BaseException:
+            except BaseException as error:
                 self._retire()
+                _let_go(error)
                 self.pool.sweep()
                 raise
             self._sample = []
@@ -377,30 +379,31 @@ class CallGraph(Graph):
         with self._transaction(State.CAPTURING):
             allocate = self.pool.shared_bytes() if share_inputs else recorder.allocate
             inputs = Inputs(self._sample, allocate)
-            external = {storage._cdata for storage in warmed.external}
             dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
             self._back = dense if self._fresh else []
             self._back_by_element = [s for s in warmed.mutated if s not in self._back]
             self._sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
             self._by_element = [slot for slot in inputs.slots if slot not in self._sources]
 
-            def drains(tree: Any) -> list[torch.Tensor]:
-                self._results = Results(
-                    tree, inputs, lambda tensor: tensor.untyped_storage()._cdata in external
-                )
-                back = [inputs.tensor(slot) for slot in self._back]
-                return [flat(t) for t in (*self._results.bases, *back)] if self._fresh else []
-
+            # No closures: an error's traceback would keep what they refer to alive.
             recording = recorder.record(
-                lambda: self._work(inputs),
+                functools.partial(self._work, inputs),
                 [flat(inputs.tensor(slot)) for slot in self._sources],
-                drains,
+                functools.partial(self._drains, inputs),
                 warmed.generators,
             )
             self._inputs = inputs
             self._held = [self._fn, warmed.external]
             self._started(recording, before, prediction.nbytes)
         self._watch = ModuleWatch(self._module, values=False)
+
+    def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
+        """What has to be copied out after each replay, as bytes."""
+        assert self._warmed is not None
+        external = {storage._cdata for storage in self._warmed.external}
+        self._results = Results(tree, inputs, external)
+        back = [inputs.tensor(slot) for slot in self._back]
+        return [flat(t) for t in (*self._results.bases, *back)] if self._fresh else []
 
     def _work(self, inputs: Inputs) -> Any:
         """The call on static inputs, its lazily conjugated results written out."""
@@ -499,7 +502,9 @@ def _translated(error: Exception) -> GraphwrightError:
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.resolve_conj().resolve_neg()
+    """The same tensor, unless it is a lazily conjugated or negated one."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.resolve_conj().resolve_neg() if lazy else tensor
 
 
 def _name(fn: Callable[..., Any], leaves: Sequence[Any]) -> str:

@@ -148,23 +148,36 @@ def _generators_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tor
     return [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
 
 
+# Batch norms update their running statistics in training, and most of their schemas hide it.
+_STATISTICS = ("running_mean", "running_var")
+_WITHOUT_UPDATE = ("backward", "functional", "no_training", "no_update")
+_MODE = ("training", "train")
+
+Argument = tuple[int, str]
+
+
 @functools.cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Positions and names of the arguments that an operation writes to, by its schema."""
-    return tuple(
-        (index, argument.name)
-        for index, argument in enumerate(func._schema.arguments)
-        if argument.alias_info is not None and argument.alias_info.is_write
-    )
+def _written_arguments(func: Any) -> tuple[list[Argument], list[Argument], list[Argument]]:
+    """Arguments that an operation writes to, that it writes to in training, and that say so."""
+    arguments = list(enumerate(func._schema.arguments))
+    always = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
+    hidden = [(i, a.name) for i, a in arguments if a.name in _STATISTICS and not a.alias_info]
+    mode = [(i, a.name) for i, a in arguments if a.name in _MODE]
+    quiet = any(part in func._opname for part in _WITHOUT_UPDATE)
+    return always, [] if quiet else hidden, mode
 
 
 def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
     """The tensors that an operation writes to."""
-    found: list[torch.Tensor] = []
-    for index, name in _written_arguments(func):
-        value = args[index] if index < len(args) else kwargs.get(name)
-        found += tensors(value)
-    return found
+
+    def value(argument: Argument) -> Any:
+        index, name = argument
+        return args[index] if index < len(args) else kwargs.get(name)
+
+    always, in_training, mode = _written_arguments(func)
+    if in_training and not any(value(argument) is False for argument in mode):
+        always = always + in_training
+    return [tensor for argument in always for tensor in tensors(value(argument))]
 
 
 @contextlib.contextmanager

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .recorder import Recorder, Recording
@@ -110,11 +111,12 @@ class MemoryPool:
         self.evict = evict
         self.device = None if device is None else torch.device(device)
         # Held while a graph of the pool is recorded, replayed or closed.
-        self.lock = threading.RLock()
+        self.lock = RLock()
         self._recorder: Recorder | None = None
         self._graphs: dict[int, weakref.ref[Graph]] = {}  # least recently used first
         self._retired: deque[Recording] = deque()
-        self._shared: dict[int, torch.Tensor] = {}
+        # Buffers of static inputs; they live as long as a graph uses them.
+        self._shared: dict[int, StorageWeakRef] = {}
         self._high_water = 0
         # Counts what made room: graphs that were evicted, and all that were closed.
         self.evictions = 0
@@ -280,8 +282,6 @@ class MemoryPool:
 
     def trim(self) -> None:
         """Hand back what no graph needs. While one lives, all free memory may be its workspace."""
-        if not self._alive():
-            self._shared.clear()
         if self._recorder is not None:
             self._recorder.trim()
 
@@ -311,11 +311,17 @@ class MemoryPool:
 
         def allocate(nbytes: int) -> torch.Tensor:
             index = next(count)
-            buffer = self._shared.get(index)
-            if buffer is None or buffer.numel() < nbytes:
+            known = self._shared.get(index)
+            storage = None
+            if known is not None:
+                storage = torch.UntypedStorage._new_with_weak_ptr(known.cdata)
+            if storage is None or storage.nbytes() < nbytes:
                 assert self._recorder is not None
-                buffer = self._shared[index] = self._recorder.allocate(nbytes)
-            return buffer[:nbytes]
+                buffer = self._recorder.allocate(nbytes)
+                self._shared[index] = StorageWeakRef(buffer.untyped_storage())
+                return buffer
+            buffer = torch.empty(0, dtype=torch.uint8, device=storage.device)
+            return buffer.set_(storage, 0, (nbytes,), (1,))
 
         return allocate
 

@@ -7,7 +7,7 @@ result is so again in what the caller gets.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -155,9 +155,14 @@ class Results:
         self,
         tree: Any,
         inputs: Inputs,
-        is_external: Callable[[torch.Tensor], bool],
+        external: Container[int],
     ) -> None:
         """Plan how to hand out what the work returned.
+
+        Args:
+            tree: what it returned.
+            inputs: its static inputs.
+            external: storages from outside, by identity; results that lie there are not copied.
 
         Raises:
             CaptureError: a result is an object that may hold tensors out of sight.
@@ -187,7 +192,7 @@ class Results:
             if slots is not None and tensors[0].untyped_storage().nbytes():
                 for index, tensor in zip(group, tensors, strict=True):
                     makers[index] = _view_of_input(tensor, inputs, slots)
-            elif is_external(tensors[0]):
+            elif tensors[0].untyped_storage()._cdata in external:
                 for index, tensor in zip(group, tensors, strict=True):
                     makers[index] = _same(tensor.detach())
             elif all(tensor is tensors[0] for tensor in tensors) and is_dense(tensors[0]):

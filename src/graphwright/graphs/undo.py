@@ -10,6 +10,7 @@ import contextlib
 import random
 import sys
 import types
+from collections import deque
 from collections.abc import Iterator
 from typing import Any
 
@@ -174,7 +175,7 @@ class _Look:
         if isinstance(value, dict):
             self.note(value)
             parts = [*value.keys(), *value.values()]
-        elif type(value) in (list, set, tuple):
+        elif type(value) in (list, set, tuple, deque):
             if not isinstance(value, tuple):
                 self.note(value)
             parts = list(value)
@@ -195,6 +196,9 @@ def _refill(container: Any, content: Any) -> None:
     """Give a container back what it held, in place."""
     if isinstance(container, list):
         container[:] = content
+    elif isinstance(container, deque):
+        container.clear()
+        container.extend(content)
     elif isinstance(container, set):
         container.clear()
         container |= content

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError, first_line, user_frame
-from .journal import Journal, compilers_off
+from .journal import Journal, compilers_off, tensors
 from .recorder import Allocate, Recorder
 from .transfer import Inputs
 from .undo import Undo
@@ -67,7 +67,10 @@ def warm(
     journal = Journal()
     try:
         with recorder.warming(), compilers_off(), journal:
-            work(inputs)
+            result = work(inputs)
+        for tensor in tensors(result):
+            journal.read(tensor)  # It may be a weight that no operation has touched.
+        del result
         undo.check()
         drew = undo.drew()
         undo.refuse_host_randomness(recorder.device)

@@ -1,0 +1,48 @@
+"""Each hazard's check passes on both recorders, and fails with its protection switched off."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hazards import HAZARDS, Hazard
+
+NAMED = [pytest.param(hazard, id=hazard.name) for hazard in HAZARDS]
+
+
+def applies(hazard: Hazard, device: torch.device) -> bool:
+    return hazard.only in (None, device.type)
+
+
+@pytest.mark.parametrize("hazard", NAMED)
+def test_hazard(hazard: Hazard, device: torch.device) -> None:
+    if applies(hazard, device):
+        hazard.check(device)
+
+
+@pytest.mark.parametrize("hazard", NAMED)
+def test_hazard_shows_without_its_protection(
+    hazard: Hazard, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not applies(hazard, device):
+        return
+    if hazard.isolated and device.type == "cuda":
+        command = [sys.executable, str(Path(__file__).parent / "hazards.py"), hazard.name, "cuda"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode != 0, "the check passes without its protection"
+        return
+    hazard.off(monkeypatch)
+    try:
+        hazard.check(device)
+    except Exception as error:  # a wrong number, a wrong state, or a crash over it
+        print(f"{hazard.name}: {error!r}"[:300])
+    else:
+        pytest.fail("the check passes without its protection")
+
+
+def test_every_hazard_of_inference_is_here() -> None:
+    wanted = {1, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 18, 19, 20}
+    assert {hazard.number for hazard in HAZARDS} == wanted
