@@ -329,7 +329,8 @@ class CallGraph(Graph):
             recorder = self.pool.recorder(self._device)
             with self._transaction(State.WARMING) as undo:
                 self._warmed = warm(self._work, self._sample, recorder, undo, self._runs)
-            self.mutates, self.random = self._warmed.mutates, self._warmed.random
+            self.mutates = self._warmed.mutates
+            self.random = bool(self._warmed.generators)
             return self.prediction
 
     @property
@@ -415,7 +416,7 @@ class CallGraph(Graph):
     @contextlib.contextmanager
     def _transaction(self, state: State) -> Iterator[Undo]:
         self.state = state
-        with _transaction(self.pool, self._module, self._device, self._forget) as undo:
+        with _transaction(self.pool, self._module, self._forget) as undo:
             yield undo
 
     def _forget(self) -> None:
@@ -434,11 +435,9 @@ class CallGraph(Graph):
 
 
 @contextlib.contextmanager
-def _transaction(
-    pool: MemoryPool, module: nn.Module, device: torch.device, forget: Callable[[], None]
-) -> Iterator[Undo]:
+def _transaction(pool: MemoryPool, module: nn.Module, forget: Callable[[], None]) -> Iterator[Undo]:
     """Put back what was changed inside; on an error, leave nothing and name the cause."""
-    undo = Undo(module, device)
+    undo = Undo(module)
     done = False
     _THREAD.depth += 1
     try:
@@ -628,7 +627,7 @@ def capturing(
         before = recorder.reserved
         graph.state = State.CAPTURING
         try:
-            with _transaction(pool, nothing, recorder.device, lambda: None):
+            with _transaction(pool, nothing, lambda: None):
                 with autocast_cache_apart(), recorder.open() as recorded:
                     yield graph
                 graph._started(recorded(), before, 0)

@@ -125,6 +125,7 @@ class CudaRecorder:
         self._bench = free.pop() if free else _Bench(self.device)
         self._stream = self._bench.stream
         self._pool: Any = None
+        self._anchor: Any = None
         self._live = 0
         self._last = torch.cuda.current_stream(self.device)
         # Streams and workspaces are used again: neither can be given back.
@@ -197,7 +198,8 @@ class CudaRecorder:
                 if feed.numel():
                     feed.copy_(source)
             drained = drains(work())
-            with torch.cuda.stream(outside):  # not the capturing stream: not in the pool
+            # Not on the capturing stream, hence not in the pool.
+            with driver.anything_allowed(), torch.cuda.stream(outside):
                 targets = [torch.empty_like(drain) for drain in drained]
             for drain, target in zip(drained, targets, strict=True):
                 if drain.numel():
@@ -243,7 +245,8 @@ class CudaRecorder:
         """Give the pool's memory back once no graph works in it."""
         if not self._live and self._pool is not None:
             torch.cuda.synchronize(self.device)
-            self._pool = None
+            self._anchor.reset()
+            self._pool = self._anchor = None
             torch.cuda.empty_cache()
 
     def close(self) -> None:
@@ -269,7 +272,12 @@ class CudaRecorder:
 
     def _memory(self) -> Any:
         if self._pool is None:
-            self._pool = torch.cuda.MemPool()
+            pool = torch.cuda.MemPool()
+            # An empty graph, never launched: PyTorch's allocator of pinned memory forgets a pool
+            # for good as soon as no graph uses it.
+            with self._capturing(pool, ()) as self._anchor:
+                pass
+            self._pool = pool
         return self._pool
 
     def _segments(self) -> list[dict[str, Any]]:
@@ -301,16 +309,17 @@ class CudaRecorder:
         """Capture what is issued inside; on an error the device and the pool are as before."""
         graph = torch.cuda.CUDAGraph(keep_graph=True)
         default = torch.cuda.default_generators[self.device.index]
-        for generator in generators:
+        others = [g for g in generators if g is not default]
+        for generator in others:
             graph.register_generator_state(generator)
-        states = [(generator, generator.clone_state()) for generator in (default, *generators)]
+        states = [(generator, generator.clone_state()) for generator in (default, *others)]
         users = pool.use_count()
         with self._on_stream(), capturing_seems_on(), collection_off():
             torch.cuda.synchronize(self.device)
-            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
             try:
+                graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
                 yield graph
-                graph.capture_end()
+                _end(graph)
             except BaseException:
                 self._abandon(graph, pool, users, states)
                 raise
@@ -327,14 +336,12 @@ class CudaRecorder:
         Where the capture itself is broken its own end fails too, and then PyTorch leaves the
         allocator and the random generators in capture mode (pytorch #190308).
         """
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            try:
-                graph.capture_end()
-                graph.reset()
-                return
-            except Exception:
-                pass
+        try:
+            _end(graph)
+            graph.reset()
+            return
+        except Exception:
+            pass
         index = self.device.index
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, pool.id)
@@ -342,6 +349,13 @@ class CudaRecorder:
             torch._C._cuda_releasePool(index, pool.id)
         for generator, state in states:
             generator.graphsafe_set_state(state)
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture; that a graph is empty is nothing to warn of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph.capture_end()
 
 
 def _find(

@@ -8,6 +8,7 @@ interface is stable, graph handles of runtime and driver are the same.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 from collections.abc import Iterator
@@ -19,6 +20,7 @@ from ..errors import CaptureError
 
 _MEMCPY_NODE = 1
 _NON_BLOCKING = 1
+_RELAXED = 2
 
 
 def _end(name: str) -> tuple[tuple[str, Any], ...]:
@@ -94,6 +96,18 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.ExternalStream(handle.value, device=device)
 
 
+@contextlib.contextmanager
+def anything_allowed() -> Iterator[None]:
+    """Let this thread do what a capture forbids, where it does not concern the capture."""
+    mode = ctypes.c_int(_RELAXED)
+    exchange = library().cuThreadExchangeStreamCaptureMode
+    check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+    try:
+        yield
+    finally:
+        check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+
+
 class CopyNode:
     """A copy inside an executable graph, one of whose two addresses is set before each launch."""
 
@@ -123,6 +137,8 @@ def copies(graph: int) -> Iterator[tuple[int, _Memcpy3D]]:
     cuda = library()
     count = ctypes.c_size_t()
     check(cuda.cuGraphGetNodes(graph, None, ctypes.byref(count)), "cuGraphGetNodes")
+    if not count.value:
+        return
     nodes = (ctypes.c_void_p * count.value)()
     check(cuda.cuGraphGetNodes(graph, nodes, ctypes.byref(count)), "cuGraphGetNodes")
     for node in filter(None, nodes):

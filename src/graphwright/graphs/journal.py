@@ -31,14 +31,12 @@ class Journal(TorchDispatchMode):
 
     Attributes:
         external: storages that the run used and did not make, by their identity.
-        random: whether an operation drew random numbers.
         operation: the operation under way, or the last one.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
         self.external: dict[int, torch.UntypedStorage] = {}
-        self.random = False
         self.operation: Any = None
         self._made: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -47,7 +45,7 @@ class Journal(TorchDispatchMode):
 
     @property
     def generators(self) -> list[torch.Generator]:
-        """Generators that were passed to operations."""
+        """Random generators that operations drew from."""
         return [generator for generator, _ in self._generators.values()]
 
     def __torch_dispatch__(
@@ -72,7 +70,6 @@ class Journal(TorchDispatchMode):
             CaptureError: it works on memory that can be neither seen nor put back.
         """
         self.operation = func
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
         for tensor in tensors((args, kwargs)):
             if tensor.layout is not torch.strided or tensor.is_nested:
                 raise CaptureError(
@@ -82,9 +79,10 @@ class Journal(TorchDispatchMode):
                     remedy="Use dense tensors, or leave this part out of the capture.",
                 )
             self.read(tensor)
-        for value in _generators_in(args, kwargs):
-            if id(value) not in self._generators:
-                self._generators[id(value)] = (value, value.get_state())
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            generator = _generator_of(args, kwargs)
+            if id(generator) not in self._generators:
+                self._generators[id(generator)] = (generator, generator.get_state())
         for tensor in written(func, args, kwargs):
             self.writes(tensor)
 
@@ -144,8 +142,17 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _generators_in(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Generator]:
-    return [v for v in (*args, *kwargs.values()) if isinstance(v, torch.Generator)]
+def _generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Generator:
+    """The generator that a random operation draws from: its argument, else its device's own."""
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Generator):
+            return value
+    device = next((t.device for t in tensors((args, kwargs))), None) or kwargs.get("device")
+    device = torch.device("cpu" if device is None else device)
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 # Batch norms update their running statistics in training, and most of their schemas hide it.

@@ -88,7 +88,7 @@ class Recorder(Protocol):
             work: what to record.
             feeds: memory that `Recording.run` is to fill before the work.
             drains: which memory it is to copy out after the work, by what the work returned.
-            generators: random generators, other than the default one, that the work draws from.
+            generators: random generators that the work draws from.
         """
 
     def open(self) -> AbstractContextManager[Callable[[], Recording]]:

@@ -1,6 +1,6 @@
 """What a warm-up may change beside tensors, and how it is put back: Python's side of the state.
 
-Random-number generators, modules' attributes, gradients and containers are kept before the first
+Python's random numbers, modules' attributes, gradients and containers are kept before the first
 run. What changes in every run is state that a graph cannot carry on, and is refused by name.
 """
 
@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
+import threading
 import types
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -39,16 +40,12 @@ class Undo:
 
     Args:
         module: what is captured; a plain function as a FunctionModule.
-        device: whose random numbers may be drawn.
     """
 
-    def __init__(self, module: nn.Module, device: torch.device) -> None:
+    def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._generators = [torch.default_generator]
-        if device.type == "cuda":
-            index = torch.cuda.current_device() if device.index is None else device.index
-            self._generators.append(torch.cuda.default_generators[index])
-        self._states = [generator.get_state() for generator in self._generators]
+        # With other threads at work nobody can tell who drew from Python's own generators.
+        self._alone = threading.active_count() == 1
         self._python = random.getstate()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
@@ -57,13 +54,6 @@ class Undo:
         self._alive: dict[int, Any] = {}
         self._look(keep=True)
         self._settled: dict[str, Any] | None = None
-
-    def drew(self) -> bool:
-        """Whether random numbers have been drawn since."""
-        return any(
-            not torch.equal(generator.get_state(), state)
-            for generator, state in zip(self._generators, self._states, strict=True)
-        )
 
     def check(self) -> None:
         """Look after a run; what changes once may be a cache, what goes on changing is state.
@@ -83,21 +73,27 @@ class Undo:
             "update it where the graph is called.",
         )
 
-    def refuse_host_randomness(self, device: torch.device) -> None:
-        """Raise CaptureError where random numbers came from a generator that no graph repeats."""
-        numpy = sys.modules.get("numpy")
-        drawn = "Python's random" if random.getstate() != self._python else ""
-        if numpy is not None and self._numpy is not None:
-            state = numpy.random.get_state()
-            same = all(_same(a, b) for a, b in zip(state, self._numpy, strict=True))
-            drawn = drawn or ("" if same else "numpy.random")
-        if device.type == "cuda" and not torch.equal(
-            torch.default_generator.get_state(), self._states[0]
-        ):
-            drawn = drawn or "the CPU's generator"
+    def refuse_host_randomness(
+        self, device: torch.device, generators: Sequence[torch.Generator]
+    ) -> None:
+        """Raise CaptureError where random numbers came from a generator that no graph repeats.
+
+        Args:
+            device: where the graph runs.
+            generators: those of PyTorch that the call drew from.
+        """
+        drawn = [
+            f"a generator on the {g.device}" for g in generators if g.device.type != device.type
+        ]
+        if self._alone and random.getstate() != self._python:
+            drawn.append("Python's random")
+        if self._alone and self._numpy is not None:
+            state = sys.modules["numpy"].random.get_state()
+            if not all(_same(a, b) for a, b in zip(state, self._numpy, strict=True)):
+                drawn.append("numpy.random")
         if drawn:
             raise CaptureError(
-                f"The call draws random numbers from {drawn}: a graph would keep the first ones.",
+                f"The call draws random numbers from {drawn[0]}; a graph would keep them.",
                 remedy="Draw them on the device, or outside the captured call.",
             )
 
@@ -107,11 +103,10 @@ class Undo:
         After a success what the first run has set up, such as a cache, stays, as it would after
         an eager call.
         """
-        for generator, state in zip(self._generators, self._states, strict=True):
-            generator.set_state(state)
-        random.setstate(self._python)
-        if self._numpy is not None:
-            sys.modules["numpy"].random.set_state(self._numpy)
+        if self._alone:
+            random.setstate(self._python)
+            if self._numpy is not None:
+                sys.modules["numpy"].random.set_state(self._numpy)
         for parameter, grad in self._grads:
             if parameter.grad is not grad:
                 parameter.grad = grad

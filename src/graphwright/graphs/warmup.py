@@ -26,8 +26,7 @@ class Warmed:
     Attributes:
         mutated: positions of the arguments' leaves that the call writes to.
         mutates: whether it writes to these or to anything else from outside.
-        random: whether it draws random numbers.
-        generators: random generators other than the default one that it draws from.
+        generators: random generators that it draws from.
         external: memory from outside that it uses, weights above all.
         segments: bytes of the memory ranges that it would take in an empty pool.
         contributors: its largest tensors, as (what, bytes).
@@ -35,7 +34,6 @@ class Warmed:
 
     mutated: tuple[int, ...]
     mutates: bool
-    random: bool
     generators: tuple[torch.Generator, ...]
     external: tuple[torch.UntypedStorage, ...]
     segments: tuple[int, ...]
@@ -72,8 +70,7 @@ def warm(
             journal.read(tensor)  # It may be a weight that no operation has touched.
         del result
         undo.check()
-        drew = undo.drew()
-        undo.refuse_host_randomness(recorder.device)
+        undo.refuse_host_randomness(recorder.device, journal.generators)
         for _ in range(max(1, runs - 1)):
             inputs.fill(sample)
             with recorder.warming():
@@ -95,7 +92,6 @@ def warm(
     return Warmed(
         mutated=mutated,
         mutates=journal.wrote,
-        random=journal.random or drew,
         generators=tuple(journal.generators),
         external=tuple(journal.external.values()),
         segments=segments,
