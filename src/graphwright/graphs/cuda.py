@@ -169,7 +169,7 @@ class CudaRecorder:
             prepared = prepare(self._allocator(scratch))
             with self._capturing(scratch, generators):
                 kept = work(prepared)
-            sizes = tuple(segment["total_size"] for segment in scratch.snapshot())
+            sizes = tuple(segment["total_size"] for segment in _segments(scratch))
             del prepared, kept
             return sizes
         finally:
@@ -281,7 +281,7 @@ class CudaRecorder:
         return self._pool
 
     def _segments(self) -> list[dict[str, Any]]:
-        return [] if self._pool is None else list(self._pool.snapshot())
+        return [] if self._pool is None else _segments(self._pool)
 
     def _allocator(self, pool: Any) -> Allocate:
         def allocate(nbytes: int) -> torch.Tensor:
@@ -312,7 +312,6 @@ class CudaRecorder:
         others = [g for g in generators if g is not default]
         for generator in others:
             graph.register_generator_state(generator)
-        states = [(generator, generator.clone_state()) for generator in (default, *others)]
         users = pool.use_count()
         with self._on_stream(), capturing_seems_on(), collection_off():
             torch.cuda.synchronize(self.device)
@@ -321,7 +320,7 @@ class CudaRecorder:
                 yield graph
                 _end(graph)
             except BaseException:
-                self._abandon(graph, pool, users, states)
+                self._abandon(graph, pool, users, others)
                 raise
 
     def _abandon(
@@ -329,7 +328,7 @@ class CudaRecorder:
         graph: torch.cuda.CUDAGraph,
         pool: Any,
         users: int,
-        states: Sequence[tuple[torch.Generator, torch.Generator]],
+        generators: Sequence[torch.Generator],
     ) -> None:
         """End a capture that failed.
 
@@ -347,8 +346,22 @@ class CudaRecorder:
             torch._C._cuda_endAllocateToPool(index, pool.id)
         while pool.use_count() > users:
             torch._C._cuda_releasePool(index, pool.id)
-        for generator, state in states:
-            generator.graphsafe_set_state(state)
+        # A capture that succeeds, of nothing, takes the generators out of it. Giving them another
+        # state object would too, but graphs that draw from them would not follow.
+        nothing = torch.cuda.CUDAGraph(keep_graph=True)
+        for generator in generators:
+            nothing.register_generator_state(generator)
+        nothing.capture_begin(capture_error_mode="thread_local")
+        _end(nothing)
+
+
+def _segments(pool: Any) -> list[dict[str, Any]]:
+    """A pool's segments, from a look at all of the allocator's.
+
+    The look at one pool that PyTorch offers, MemPool.snapshot(), corrupts Python's memory (2.11:
+    after some hundred calls the process dies of a segmentation fault).
+    """
+    return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool.id]
 
 
 def _end(graph: torch.cuda.CUDAGraph) -> None:
