@@ -227,10 +227,8 @@ def workspaces_lie_anywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(cuda._Bench, "prepare", lambda self: None)
 
 
-def closed_graphs_are_called(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CallGraph, "_forget", lambda self: None)
-    patch.setattr(Graph, "_retire", lambda self: self.pool.retire(self._recording))
-    patch.setattr(Graph, "_ready", lambda self: self._recording)
+def graphs_are_not_closed(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Graph, "close", lambda self: None)
 
 
 def autocast_keeps_its_casts(patch: pytest.MonkeyPatch) -> None:
@@ -549,7 +547,7 @@ class Stop(BaseException):
 
 def failing(device: torch.device, at: str, error: BaseException) -> None:
     """Fail at the n-th run of a call that changes everything it can, and look what is left."""
-    runs = {"first": 1, "second": 2, "rehearsal": 4, "capture": 5}
+    runs = {"first": 1, "second": 2, "rehearsal": 5, "capture": 6}
     count = itertools.count(1)  # a counter that keeps no attribute
     model = net(device).train()
     sums = torch.zeros(16, device=device)
@@ -718,10 +716,11 @@ def streams_take_turns(device: torch.device) -> None:
             x = torch.tanh(x @ weight)
         return x
 
+    # CUDA itself keeps launches of one graph in order, not those of two that share memory.
     graphed = gw.graph(work)
     streams = [torch.cuda.Stream() for _ in range(4)]
-    xs = [rand(device, 2048, 2048) for _ in streams]
-    graphed(xs[0])
+    xs = [rand(device, 2048 - 128 * n, 2048) for n in range(4)]
+    graphed.prepare([(x,) for x in xs])
     expected = [work(x) for x in xs]
     torch.cuda.synchronize()
     for _ in range(5):
@@ -774,7 +773,7 @@ def a_capture_bears_other_threads(device: torch.device) -> None:
 def an_old_graph_may_become_garbage_during_a_capture(device: torch.device) -> None:
     x = rand(device, 4, 16)
     pool = gw.MemoryPool()
-    graphs = [gw.capture(lambda t: t @ t.t(), x, pool=pool) for _ in range(6)]
+    graphs = [gw.capture(lambda t: t @ t.t(), x, pool=pool) for _ in range(8)]
     old = map(list.pop, itertools.repeat(graphs))
 
     def work(t: torch.Tensor) -> torch.Tensor:
@@ -829,7 +828,7 @@ def cleared_workspaces_are_nobody_else_s(device: torch.device) -> None:
 # 13. Eviction, release, capture again.
 
 
-@hazard(13, closed_graphs_are_called)
+@hazard(13, graphs_are_not_closed)
 def released_graphs_come_back_with_the_same_results(device: torch.device) -> None:
     model = net(device)
     pool = gw.MemoryPool()

@@ -7,6 +7,7 @@ do about it. docs/errors.md mirrors this file.
 
 from __future__ import annotations
 
+import contextlib
 import traceback
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 
 _TORCH_ROOT = str(Path(torch.__file__).parent)
 _OWN_ROOT = str(Path(__file__).parent)
+_NOT_THE_USER_S = (_TORCH_ROOT, _OWN_ROOT, contextlib.__file__, "<")
 
 
 class GraphwrightError(Exception):
@@ -83,7 +85,7 @@ def user_frame(error: BaseException) -> str | None:
     Returns None when every frame of the error's traceback belongs to one of the two.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith((_TORCH_ROOT, _OWN_ROOT, "<")):
+        if not frame.filename.startswith(_NOT_THE_USER_S):
             return f"{frame.filename}:{frame.lineno}"
     return None
 

@@ -15,10 +15,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError
+from ..errors import CaptureError, user_frame
 from .arena import Arena, Block
 from .journal import Journal, capturing_seems_on, collection_off, compilers_off, tensors, written
 from .recorder import Allocate, Prepared, Work
@@ -42,10 +43,22 @@ class _HostReads(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
+        if func is F.one_hot and _classes(args, kwargs) >= 0:
+            # On the CPU alone it reads its input to check it.
+            return _one_hot(args[0], _classes(args, kwargs))
         how = _HOST_READS.get(getattr(func, "__name__", ""))
         if how is not None and args and isinstance(args[0], torch.Tensor):
             raise CaptureError(f"A value of a tensor is read by {how}.", remedy=_REMEDY)
         return func(*args, **(kwargs or {}))
+
+
+def _classes(args: Any, kwargs: Mapping[str, Any] | None) -> int:
+    return int(args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1))
+
+
+def _one_hot(index: torch.Tensor, classes: int) -> torch.Tensor:
+    result = torch.zeros(*index.shape, classes, dtype=torch.long)
+    return result.scatter_(-1, index.unsqueeze(-1), 1)
 
 
 def _refuse_what_reads_values(func: Any, args: tuple[Any, ...]) -> None:
@@ -100,6 +113,7 @@ class _Tape(Journal):
         self._constants: set[int] = set()
         self._mine: dict[int, Block] = {}
         self.broken = False
+        self.refusal: CaptureError | None = None
         self._thread = threading.get_ident()
 
     def owns(self, tensor: torch.Tensor) -> Block | None:
@@ -152,8 +166,12 @@ class _Tape(Journal):
             # torch.tensor([...]): a constant. The work may write to its own copy of it.
             func = torch.ops.aten.clone.default
             self._constants.add(args[0].untyped_storage()._cdata)
-        self.before(func, args, kwargs)
-        _refuse_what_reads_values(func, args)
+        try:
+            self.before(func, args, kwargs)
+            _refuse_what_reads_values(func, args)
+        except CaptureError as error:
+            self.refusal = error
+            raise
         grad = torch.is_grad_enabled()
         known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
         leaves, spec = pytree.tree_flatten(func(*args, **kwargs))
@@ -346,7 +364,15 @@ class CpuRecorder:
         outer, _RECORDING.now = _RECORDING.now, tape
         try:
             with collection_off(), capturing_seems_on(), compilers_off(), _HostReads(), tape:
-                yield tape
+                try:
+                    yield tape
+                except Exception as error:
+                    # TorchScript's interpreter replaces errors by its own, which say nothing.
+                    if tape.refusal is not None and not isinstance(error, CaptureError):
+                        why = tape.refusal
+                        where = user_frame(error)
+                        raise CaptureError(why.what, where=where, remedy=why.remedy) from error
+                    raise
             if tape.broken:
                 raise CaptureError("A graph was destroyed while another one was being captured.")
         finally:

@@ -8,10 +8,13 @@ capture breaks it (pytorch #91302).
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -20,6 +23,15 @@ from .driver import CopyNode
 from .journal import Journal, capturing_seems_on, collection_off
 from .recorder import Allocate, Prepared, Work
 from .transfer import flat
+
+Made = TypeVar("Made")
+
+# One capture at a time in a process.
+_GATE = threading.RLock()
+_PATIENCE_S = 10.0
+_ATTEMPTS = 5
+# cudaErrorStreamCaptureInvalidated: what an operation reports that finds the capture broken.
+_BROKEN_BY_OTHERS = "previous error during capture"
 
 
 class CudaRecording:
@@ -167,10 +179,9 @@ class CudaRecorder:
         scratch = torch.cuda.MemPool()
         try:
             prepared = prepare(self._allocator(scratch))
-            with self._capturing(scratch, generators):
-                kept = work(prepared)
+            graph, kept = self._capture(scratch, generators, functools.partial(work, prepared))
             sizes = tuple(segment["total_size"] for segment in _segments(scratch))
-            del prepared, kept
+            del graph, prepared, kept
             return sizes
         finally:
             del scratch
@@ -193,7 +204,8 @@ class CudaRecorder:
         outside = torch.cuda.current_stream(self.device)
         # Addresses that no other copy in the graph can have: they are allocated meanwhile.
         sources = [torch.empty_like(feed) for feed in feeds]
-        with self._capturing(self._memory(), generators) as graph:
+
+        def body() -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
             for feed, source in zip(feeds, sources, strict=True):
                 if feed.numel():
                     feed.copy_(source)
@@ -204,6 +216,9 @@ class CudaRecorder:
             for drain, target in zip(drained, targets, strict=True):
                 if drain.numel():
                     target.copy_(drain)
+            return drained, targets
+
+        graph, (drained, targets) = self._capture(self._memory(), generators, body)
         graph.instantiate()
         nodes = _find(
             graph, [*zip(sources, feeds, strict=True)], [*zip(drained, targets, strict=True)]
@@ -220,8 +235,7 @@ class CudaRecorder:
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator],
     ) -> CudaRecording:
-        with self._capturing(self._memory(), generators) as graph:
-            drained = drains(work())
+        graph, drained = self._capture(self._memory(), generators, lambda: drains(work()))
         graph.instantiate()
         return self._recording(graph, feeds, drained, None)
 
@@ -302,6 +316,20 @@ class CudaRecorder:
         finally:
             current.wait_stream(self._stream)
 
+    def _capture(
+        self, pool: Any, generators: Sequence[torch.Generator], body: Callable[[], Made]
+    ) -> tuple[torch.cuda.CUDAGraph, Made]:
+        """Capture what `body` issues; again, where another thread has broken the capture."""
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                with self._capturing(pool, generators) as graph:
+                    made = body()
+                return graph, made
+            except RuntimeError as error:
+                if not left or _BROKEN_BY_OTHERS not in str(error):
+                    raise
+        raise AssertionError("unreachable")
+
     @contextlib.contextmanager
     def _capturing(
         self, pool: Any, generators: Sequence[torch.Generator]
@@ -313,7 +341,12 @@ class CudaRecorder:
         for generator in others:
             graph.register_generator_state(generator)
         users = pool.use_count()
-        with self._on_stream(), capturing_seems_on(), collection_off():
+        with (
+            _others_do_not_synchronise(),
+            self._on_stream(),
+            capturing_seems_on(),
+            collection_off(),
+        ):
             torch.cuda.synchronize(self.device)
             try:
                 graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
@@ -341,6 +374,8 @@ class CudaRecorder:
             return
         except Exception:
             pass
+        # Its destructor would end the process if it had not even begun.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
         index = self.device.index
         with contextlib.suppress(RuntimeError):
             torch._C._cuda_endAllocateToPool(index, pool.id)
@@ -353,6 +388,27 @@ class CudaRecorder:
             nothing.register_generator_state(generator)
         nothing.capture_begin(capture_error_mode="thread_local")
         _end(nothing)
+
+
+@contextlib.contextmanager
+def _others_do_not_synchronise() -> Iterator[None]:
+    """Let torch.cuda.synchronize() on other threads wait until the capture is over.
+
+    It would break the capture, whatever its mode, and raise an error itself.
+    """
+    with _GATE:
+        plain, owner = torch.cuda.synchronize, threading.get_ident()
+
+        def synchronize(device: Any = None) -> None:
+            if threading.get_ident() != owner and _GATE.acquire(timeout=_PATIENCE_S):
+                _GATE.release()
+            plain(device)
+
+        torch.cuda.synchronize = synchronize
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize = plain
 
 
 def _segments(pool: Any) -> list[dict[str, Any]]:

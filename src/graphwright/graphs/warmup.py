@@ -1,6 +1,7 @@
 """Running a call until it is warm, and learning what it needs.
 
-The first run is seen operation by operation, the last one runs under the conditions of a capture.
+The first runs are seen operation by operation: one as eager, one told that a capture is under way.
+The last one runs under the conditions of a capture.
 """
 
 from __future__ import annotations
@@ -12,11 +13,21 @@ from typing import Any
 
 import torch
 
+from ..accuracy import error_of, special_values
 from ..errors import CaptureError, first_line, user_frame
 from .journal import Journal, compilers_off, tensors
 from .recorder import Allocate, Recorder
 from .transfer import Inputs
 from .undo import Undo
+
+# The largest share of the results' root mean square that other kernels may differ by.
+_ROUNDING = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,  # TF32
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+_OTHER_ROUNDING = 1e-1
 
 
 @dataclass(frozen=True)
@@ -61,14 +72,16 @@ def warm(
         Exception: whatever the work raises.
     """
     allocate = _ordinary(recorder.device)
+    eager = _run_eagerly(work, sample, recorder, undo)
     inputs = Inputs(sample, allocate)
     journal = Journal()
     try:
         with recorder.warming(), compilers_off(), journal:
-            result = work(inputs)
+            result = _told(work, inputs)
         for tensor in tensors(result):
             journal.read(tensor)  # It may be a weight that no operation has touched.
-        del result
+        _compare(result, eager)
+        del result, eager
         undo.check()
         undo.refuse_host_randomness(recorder.device, journal.generators)
         for _ in range(max(1, runs - 1)):
@@ -97,6 +110,59 @@ def warm(
         segments=segments,
         contributors=journal.largest(),
     )
+
+
+def _run_eagerly(
+    work: Callable[[Inputs], Any], sample: Sequence[Any], recorder: Recorder, undo: Undo
+) -> list[torch.Tensor]:
+    """The results of a call that is not told that a capture is under way."""
+    inputs = Inputs(sample, _ordinary(recorder.device))
+    journal = Journal()
+    try:
+        with compilers_off(), journal:
+            kept = [tensor.detach().clone() for tensor in tensors(work(inputs))]
+        undo.check()
+    finally:
+        journal.undo()
+    return kept
+
+
+def _told(work: Callable[[Inputs], Any], inputs: Inputs) -> Any:
+    """Run work that is told that a capture is under way, and has run without being told."""
+    try:
+        return work(inputs)
+    except Exception as error:
+        if isinstance(error, CaptureError):
+            raise
+        raise CaptureError(
+            f"The call works by itself and fails once it is told that a capture is under way: "
+            f"{first_line(error)}",
+            where=user_frame(error),
+            remedy="It asks torch.cuda.is_current_stream_capturing(), and takes another way.",
+        ) from error
+
+
+def _compare(told: Any, eager: Sequence[torch.Tensor]) -> None:
+    """Refuse work that computes something else when it is told that a capture is under way.
+
+    Libraries leave out what would read the device then; the numbers have to stay the same but for
+    rounding.
+    """
+    mine = tensors(told)
+    alike = len(mine) == len(eager)
+    for a, b in zip(mine, eager, strict=False):
+        alike = alike and a.shape == b.shape and a.dtype == b.dtype
+        if alike and a.numel():
+            error, _ = error_of(a, b, b)
+            real = a.dtype.to_real() if a.dtype.is_complex else a.dtype
+            alike = error.rms <= _ROUNDING.get(real, _OTHER_ROUNDING)
+            alike = alike and torch.equal(special_values(a), special_values(b))
+    if not alike:
+        raise CaptureError(
+            "The call computes something else when it is told that a capture is under way.",
+            remedy="It asks torch.cuda.is_current_stream_capturing(), and so does transformers for "
+            "attention masks: try attn_implementation='eager', or pass the mask explicitly.",
+        )
 
 
 def _named(
