@@ -88,9 +88,13 @@ class Arena:
         return tuple(segment.memory.numel() for segment in self._segments)
 
     def free_ranges(self) -> list[int]:
-        """Bytes of each free range."""
+        """Bytes of each free range; segments of small blocks as a whole."""
         with self._lock:
-            return [size for segment in self._segments for size in segment.free.values()]
+            return [
+                size
+                for segment in self._segments
+                for size in ([SMALL_SEGMENT] if segment.small else segment.free.values())
+            ]
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
         """A storage of so many bytes; its memory returns to the arena when it dies."""

@@ -155,13 +155,14 @@ class CudaRecorder:
         return sum(segment["allocated_size"] for segment in self._segments())
 
     def free_ranges(self) -> list[int]:
-        """Bytes of the unused blocks."""
-        return [
-            block["size"]
-            for segment in self._segments()
-            for block in segment["blocks"]
-            if block["state"] == "inactive"
-        ]
+        """Bytes of the unused blocks; segments of small blocks as a whole."""
+        found = []
+        for segment in self._segments():
+            if segment["segment_type"] == "small":
+                found.append(segment["total_size"])
+            else:
+                found += [b["size"] for b in segment["blocks"] if b["state"] == "inactive"]
+        return found
 
     @contextlib.contextmanager
     def warming(self) -> Iterator[None]:

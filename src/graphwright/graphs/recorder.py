@@ -53,7 +53,11 @@ class Recorder(Protocol):
         """Where warm-up runs: as recording does, but in ordinary memory."""
 
     def free_ranges(self) -> list[int]:
-        """Sizes, in bytes, of the unused ranges of what is reserved."""
+        """Bytes of the ranges that another recording could use; those of small blocks as a whole.
+
+        What a recording needs in small blocks (up to 1 MiB) nearly always finds room in segments
+        that hold some already; so these count as free.
+        """
 
     def rehearse(
         self,
