@@ -25,6 +25,7 @@ from .recorder import Allocate, Prepared, Work
 from .transfer import flat
 
 Made = TypeVar("Made")
+Drains = Callable[[Any], Sequence[torch.Tensor]]
 
 # One capture at a time in a process.
 _GATE = threading.RLock()
@@ -205,20 +206,7 @@ class CudaRecorder:
         outside = torch.cuda.current_stream(self.device)
         # Addresses that no other copy in the graph can have: they are allocated meanwhile.
         sources = [torch.empty_like(feed) for feed in feeds]
-
-        def body() -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
-            for feed, source in zip(feeds, sources, strict=True):
-                if feed.numel():
-                    feed.copy_(source)
-            drained = drains(work())
-            # Not on the capturing stream, hence not in the pool.
-            with driver.anything_allowed(), torch.cuda.stream(outside):
-                targets = [torch.empty_like(drain) for drain in drained]
-            for drain, target in zip(drained, targets, strict=True):
-                if drain.numel():
-                    target.copy_(drain)
-            return drained, targets
-
+        body = functools.partial(_copied, work, feeds, sources, drains, outside)
         graph, (drained, targets) = self._capture(self._memory(), generators, body)
         graph.instantiate()
         nodes = _find(
@@ -236,7 +224,8 @@ class CudaRecorder:
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator],
     ) -> CudaRecording:
-        graph, drained = self._capture(self._memory(), generators, lambda: drains(work()))
+        body = functools.partial(_alone, work, drains)
+        graph, drained = self._capture(self._memory(), generators, body)
         graph.instantiate()
         return self._recording(graph, feeds, drained, None)
 
@@ -389,6 +378,34 @@ class CudaRecorder:
             nothing.register_generator_state(generator)
         nothing.capture_begin(capture_error_mode="thread_local")
         _end(nothing)
+
+
+# What is captured. No closures: an error's traceback would keep what they refer to alive.
+
+
+def _alone(work: Work, drains: Drains) -> Sequence[torch.Tensor]:
+    return drains(work())
+
+
+def _copied(
+    work: Work,
+    feeds: Sequence[torch.Tensor],
+    sources: Sequence[torch.Tensor],
+    drains: Drains,
+    outside: torch.cuda.Stream,
+) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
+    """Work between copies into its feeds and out of its drains; returns the drains' pairs."""
+    for feed, source in zip(feeds, sources, strict=True):
+        if feed.numel():
+            feed.copy_(source)
+    drained = drains(work())
+    # Not on the capturing stream, hence not in the pool.
+    with driver.anything_allowed(), torch.cuda.stream(outside):
+        targets = [torch.empty_like(drain) for drain in drained]
+    for drain, target in zip(drained, targets, strict=True):
+        if drain.numel():
+            target.copy_(drain)
+    return drained, targets
 
 
 @contextlib.contextmanager

@@ -19,6 +19,10 @@ from .recorder import Recorder, Recording
 if TYPE_CHECKING:
     from .capture import Graph
 
+# PyTorch's CUDA allocator puts blocks of up to 10 MiB together into segments of up to 20 MiB, and
+# gives larger ones a segment each, rounded up to 2 MiB.
+_SHARED_SEGMENT = 20 << 20
+_ROUNDING = 2 << 20
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
@@ -216,18 +220,22 @@ class MemoryPool:
     def predicted(self, segments: Sequence[int]) -> int:
         """Bytes by which the pool would grow for work that takes such segments when it is alone.
 
-        A free range serves for a segment that is no larger; what fits nowhere has to be added.
+        The work alone took segments; here it finds what is free in others. Blocks that have a
+        segment of their own need one range each, the rest shares what is left. That is the least
+        that it can take: `record` looks again at what it took.
         """
         if self._recorder is None:
             return sum(segments)
         free = sorted(self._recorder.free_ranges())
         missing = 0
-        for segment in sorted(segments, reverse=True):
-            if free and free[-1] >= segment:
-                free.pop()
-            else:
+        for segment in sorted((s for s in segments if s > _SHARED_SEGMENT), reverse=True):
+            index = next((i for i, size in enumerate(free) if size >= segment - _ROUNDING), None)
+            if index is None:
                 missing += segment
-        return missing
+            else:
+                free[index] = max(0, free[index] - segment)
+        shared = sum(s for s in segments if s <= _SHARED_SEGMENT)
+        return missing + max(0, shared - sum(free))
 
     def admit(self, graph: Graph, prediction: Prediction) -> None:
         """Make room for a graph, or refuse it before anything is captured.
