@@ -113,6 +113,8 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 def results_stay_static(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transfer.Results, "build", lambda self, leaves, copies: self.tree)
+    never = property(lambda self: False, lambda self, value: None)
+    patch.setattr(transfer.Results, "single", never, raising=False)
 
 
 def results_are_copies(patch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from .errors import (
     SignatureError,
     VerificationError,
 )
-from .graphs.capture import CallGraph, GraphClosed, Outputs, State, capturing_now
+from .graphs.capture import THREAD, CallGraph, GraphClosed, Outputs, State, capturing_now
 from .graphs.memory import MemoryPool, in_units
 from .proxy import ModuleProxy
 from .report.progress import shown
@@ -98,6 +98,10 @@ class _Entry:
     grad: bool | None
     error: GraphwrightError | None = None
     pool_version: int = 0
+    # Pure, not audited, the same in either gradient mode: nothing to look at before the launch.
+    simple: bool = False
+    # No gradient can be wanted, whatever the gradient mode.
+    quiet: bool = False
 
     @property
     def ready(self) -> bool:
@@ -166,9 +170,24 @@ class GraphedCallable:
             entry = self._quick.get(_quick_key(args, kwargs))
             if entry is None or not entry.signature.fits(args, kwargs):
                 return self._find(args, kwargs)
-        if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
+        if not entry.simple or (torch.is_grad_enabled() and not entry.quiet):
+            if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
+                return self._find(args, kwargs)
+            return self._answer(entry, args, kwargs)
+        # The common case, in one piece: every call and attribute here costs.
+        graph = entry.graph
+        if THREAD.depth or graph is None:
             return self._find(args, kwargs)
-        return self._answer(entry, args, kwargs)
+        try:
+            result = graph.run(args, kwargs)
+        except GraphClosed:
+            return self._find(args, kwargs)
+        if entry.state.watch.changed() is not None:
+            return self._find(args, kwargs)
+        self._hits += 1
+        if entry is not self._recent:
+            self._used(entry, args, kwargs)
+        return result
 
     def _answer(self, entry: _Entry, args: Args, kwargs: Kwargs) -> Any:
         """The common case: a graph that fits. Nothing is lost where it turns out not to."""
@@ -339,7 +358,9 @@ class GraphedCallable:
             graph,
             pure=not (graph.mutates or graph.random),
             grad=self._grad_mode(),
+            quiet=not (state.training or signature.wants_grad),
         )
+        entry.simple = entry.pure and entry.grad is None and self._audit_every is None
         state.entries[signature] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is State.READY}
         self._order[graph] = entry

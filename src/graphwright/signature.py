@@ -94,6 +94,7 @@ def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
 
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_STRIDED = torch.strided
 
 
 def _is_plain(value: Any) -> bool:
@@ -153,6 +154,8 @@ class CallSignature:
     flat: tuple[tuple[tuple[Any, ...], ...], dict[str, tuple[Any, ...]]] | None = field(
         compare=False
     )
+    # PyTorch's own check of tensors against such a call's, in C++: true only for calls that fit.
+    guard: Callable[..., bool] | None = field(compare=False, repr=False)
 
     @classmethod
     def of(cls, args: Args, kwargs: Kwargs) -> CallSignature:
@@ -170,7 +173,7 @@ class CallSignature:
                 # Naming leaves is slow, so it is done only for the error.
                 describe(leaf, argument_names(args, kwargs)[index])
                 raise
-        flat = None
+        flat = guard = None
         aliases = _shared(leaves)
         values = (*args, *kwargs.values())
         if not aliases and all(isinstance(value, torch.Tensor) for value in values):
@@ -178,7 +181,8 @@ class CallSignature:
                 tuple(describe(value) for value in args),
                 {name: describe(value) for name, value in kwargs.items()},
             )
-        return cls(spec, tuple(described), aliases, switches(), flat)
+            guard = _guard((*args, *(kwargs[name] for name in flat[1])))
+        return cls(spec, tuple(described), aliases, switches(), flat, guard)
 
     @functools.cached_property
     def wants_grad(self) -> bool:
@@ -186,7 +190,23 @@ class CallSignature:
         return any(len(leaf) == 5 and leaf[4] for leaf in self.leaves)
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether a call has this signature; takes some microseconds."""
+        """Whether a call has this signature; takes a microsecond or two."""
+        if self.guard is not None and self.flat is not None:
+            positional, named = self.flat
+            if len(args) != len(positional) or len(kwargs) != len(named):
+                return False
+            try:
+                values = (*args, *[kwargs[name] for name in named]) if named else args
+            except KeyError:
+                return False
+            for value in values:
+                # The guard ends the process on tensors without strides.
+                if type(value) not in _PLAIN_TYPES or value.layout is not _STRIDED:
+                    return False
+                if value.is_nested:
+                    return False
+            if self.guard(*values) and (len(values) < 2 or _apart(values)):
+                return switches() == self.switches
         if _inside_transform():
             return False
         if self.flat is None:
@@ -243,6 +263,31 @@ def _is(value: Any, expected: tuple[Any, ...]) -> bool:
         and not value.is_neg()
         and not (dtype.is_complex and value.is_conj())
     )
+
+
+def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """A quick check whether tensors are of the same type, layout, device and so on as these.
+
+    It is what torch.compile guards its code with; it may say no to tensors that fit, under another
+    autocast or inference mode for example.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        # Its stub speaks of one tensor where it takes several.
+        sizes: Any = [list(tensor.size()) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check: Callable[..., bool] = guards.check
+        return check if tensors and check(*tensors) else None
+    except (ImportError, TypeError, ValueError, RuntimeError):  # It is no public interface.
+        return None
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each tensor has a storage of its own that holds something."""
+    found = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return len(found) == len(tensors) and 0 not in found
 
 
 def _inside_transform() -> bool:
@@ -320,11 +365,13 @@ class ModuleWatch:
                 # Twice the first name: for one alone itemgetter gives no tuple.
                 get = operator.itemgetter(watched[0], *watched)
                 self._getters.append((get, attributes))
+        self._filled = [holder for holder in self._holders if holder]
+        self._empty = [holder for holder in (*self._holders, *self._hooks) if not holder]
+        self._hooks = [hooks for hooks in self._hooks if hooks]
         self._hooked = [dict(hooks) for hooks in self._hooks]
         # A method that was put in place of a class's own (LoRA, offloading) is a new attribute.
-        self._sized = [*self._holders, *(attributes for _, attributes in self._getters)]
+        self._sized = [*self._filled, *(attributes for _, attributes in self._getters)]
         self._sizes = list(map(len, self._sized))
-        self._filled = [holder for holder in self._holders if holder]
         self._held = self._now()
         self._tensors = [
             v for v in self._held if isinstance(v, torch.Tensor) and v.layout is torch.strided
@@ -346,8 +393,8 @@ class ModuleWatch:
 
     def changed(self) -> str | None:
         """What has changed since the watch was made, in words, or None."""
-        if list(map(len, self._sized)) != self._sizes:
-            return "a parameter, buffer, submodule or attribute was added or removed"
+        if any(self._empty) or list(map(len, self._sized)) != self._sizes:
+            return "a parameter, buffer, submodule, attribute or forward hook was added or removed"
         try:
             now = self._now()
         except KeyError:
@@ -361,7 +408,7 @@ class ModuleWatch:
             return "the memory of a parameter or buffer moved"
         if self._values and _versions(self._tensors) != self._versions:
             return "a parameter or buffer changed in place, and the chosen strategy holds a copy"
-        if self._hooks != self._hooked:
+        if self._hooked and self._hooks != self._hooked:
             return "a forward hook was added or removed"
         if self._function is not None and any(map(operator.is_not, self._reach(), self._reached)):
             return "the function now names another module or tensor"

@@ -63,12 +63,12 @@ class _Thread(threading.local):
     depth = 0
 
 
-_THREAD = _Thread()
+THREAD = _Thread()
 
 
 def capturing_now() -> bool:
     """Whether this thread is warming up or capturing a graph."""
-    return _THREAD.depth > 0
+    return THREAD.depth > 0
 
 
 class GraphClosed(CaptureError):
@@ -252,6 +252,8 @@ class CallGraph(Graph):
         self._watch: ModuleWatch | None = None
         # The leaves of a call without keyword arguments and containers are the arguments.
         self._plain_args = not kwargs and len(args) == len(self._sample)
+        self._names = sorted(kwargs)
+        self._simple = False
         self._sources: list[int] = []
         self._by_element: list[int] = []
         self._back: list[int] = []
@@ -289,18 +291,29 @@ class CallGraph(Graph):
 
     def run(self, args: Args, kwargs: Kwargs) -> Any:
         """Replay for a call that was found to fit."""
-        leaves = args if self._plain_args else flatten(args, kwargs)[0]
-        pool = self.pool
-        with pool.lock:
-            recording, results = self._ready(), self._results
+        leaves = args if self._plain_args else self._leaves(args, kwargs)
+        with self.pool.lock:
+            recording, results = self._recording, self._results
+            if recording is None or results is None or THREAD.depth:
+                self._ready()  # Says what is wrong.
+            assert recording is not None
             assert results is not None
-            pool.order()
+            recording.order()
             targets = [torch.empty_like(base) for base in results.bases] if self._fresh else []
-            if self._by_element or self._back or self._back_by_element:
-                self._run_with_copies(recording, leaves, targets)
-            else:
+            if self._simple:
                 recording.run([leaves[slot] for slot in self._sources], targets)
-        return results.build(leaves, targets) if self._fresh else results.tree
+            else:
+                self._run_with_copies(recording, leaves, targets)
+        if not self._fresh:
+            return results.tree
+        return targets[0] if results.single else results.build(leaves, targets)
+
+    def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
+        flat = self.signature.flat
+        if flat is not None:
+            # All are tensors; keyword arguments lie in the order of their names.
+            return (*args, *[kwargs[name] for name in self._names])
+        return flatten(args, kwargs)[0]
 
     def _run_with_copies(
         self, recording: Recording, leaves: Sequence[Any], targets: list[torch.Tensor]
@@ -386,6 +399,7 @@ class CallGraph(Graph):
             self._sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
             self._by_element = [slot for slot in inputs.slots if slot not in self._sources]
 
+            self._simple = not (self._by_element or warmed.mutated)
             # No closures: an error's traceback would keep what they refer to alive.
             recording = recorder.record(
                 functools.partial(self._work, inputs),
@@ -439,7 +453,7 @@ def _transaction(pool: MemoryPool, module: nn.Module, forget: Callable[[], None]
     """Put back what was changed inside; on an error, leave nothing and name the cause."""
     undo = Undo(module)
     done = False
-    _THREAD.depth += 1
+    THREAD.depth += 1
     try:
         with _same_kernels(), torch.inference_mode(False), torch.no_grad():
             yield undo
@@ -454,7 +468,7 @@ def _transaction(pool: MemoryPool, module: nn.Module, forget: Callable[[], None]
             raise
         raise told from error
     finally:
-        _THREAD.depth -= 1
+        THREAD.depth -= 1
         undo.restore(python=not done)
         if not capturing_now():
             pool.sweep()

@@ -225,7 +225,9 @@ class CpuRecording:
         feeds: Sequence[torch.Tensor],
         drains: Sequence[torch.Tensor],
         on_close: Callable[[], None],
+        order: Callable[[], None],
     ) -> None:
+        self.order = order
         self._on_close = on_close
         self._steps = tape.steps
         self._feeds = feeds
@@ -352,7 +354,7 @@ class CpuRecorder:
         self, tape: _Tape, feeds: Sequence[torch.Tensor], drains: Sequence[torch.Tensor]
     ) -> CpuRecording:
         self._live += 1
-        return CpuRecording(tape, feeds, drains, self._closed_one)
+        return CpuRecording(tape, feeds, drains, self._closed_one, self.order)
 
     def _closed_one(self) -> None:
         self._live -= 1

@@ -49,16 +49,16 @@ class CudaRecording:
         drains: Sequence[torch.Tensor],
         nodes: Sequence[CopyNode | None] | None,
         external: list[torch.UntypedStorage],
-        index: int,
         on_close: Callable[[], None],
+        order: Callable[[], None],
     ) -> None:
+        self.order = order
         self.external = external
         self._graph: torch.cuda.CUDAGraph | None = graph
         self._feeds = feeds
         self._drains = drains
         self._nodes = nodes
         self._copying = True
-        self._index = index
         self._on_close = on_close
 
     def replay(self) -> None:
@@ -77,7 +77,9 @@ class CudaRecording:
                 self._copy(True)
             for node, tensor in zip(nodes, (*sources, *targets), strict=True):
                 if node is not None:
-                    node.point_at(tensor.data_ptr())
+                    address = tensor.data_ptr()
+                    if address != node.address:
+                        node.point_at(address)
             self._graph.replay()
             return
         with torch.no_grad():
@@ -268,7 +270,7 @@ class CudaRecorder:
     ) -> CudaRecording:
         self._live += 1
         return CudaRecording(
-            graph, feeds, drains, nodes, external or [], self.device.index, self._closed_one
+            graph, feeds, drains, nodes, external or [], self._closed_one, self.order
         )
 
     def _closed_one(self) -> None:

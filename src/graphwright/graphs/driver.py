@@ -109,7 +109,11 @@ def anything_allowed() -> Iterator[None]:
 
 
 class CopyNode:
-    """A copy inside an executable graph, one of whose two addresses is set before each launch."""
+    """A copy inside an executable graph, one of whose two addresses is set before a launch.
+
+    Attributes:
+        address: where it points to now.
+    """
 
     def __init__(self, executable: int, node: int, params: _Memcpy3D, end: str) -> None:
         context = ctypes.c_void_p()
@@ -118,6 +122,7 @@ class CopyNode:
         self._field = f"{end}Device"
         self._call = library().cuGraphExecMemcpyNodeSetParams
         self._arguments = (executable, node, ctypes.addressof(params), context.value)
+        self.address = 0
 
     def point_at(self, address: int) -> None:
         """Copy from, or to, this address from the next launch on."""
@@ -125,6 +130,7 @@ class CopyNode:
         code = self._call(*self._arguments)
         if code:
             check(code, "cuGraphExecMemcpyNodeSetParams")
+        self.address = address
 
     def enable(self, on: bool) -> None:
         """Copy from the next launch on, or not."""

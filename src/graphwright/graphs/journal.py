@@ -48,6 +48,14 @@ class Journal(TorchDispatchMode):
         """Random generators that operations drew from."""
         return [generator for generator, _ in self._generators.values()]
 
+    def forget_what_stood_still(self) -> None:
+        """Leave out generators that nothing was drawn from: attention without dropout, say."""
+        self._generators = {
+            key: (generator, state)
+            for key, (generator, state) in self._generators.items()
+            if not torch.equal(generator.get_state(), state)
+        }
+
     def __torch_dispatch__(
         self,
         func: Any,

@@ -23,6 +23,9 @@ class Recording(Protocol):
     def external(self) -> list[torch.UntypedStorage]:
         """Memory that it uses and does not own, as far as the recorder has seen it itself."""
 
+    def order(self) -> None:
+        """Let what follows on the current stream come after the recorder's last replay."""
+
     def replay(self) -> None:
         """Repeat the work on whatever its memory holds now."""
 
