@@ -132,10 +132,12 @@ def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
 
 def any_call_fits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(signature.CallSignature, "fits", lambda self, args, kwargs: True)
+    patch.setattr(GraphedCallable, "_shortcut", lambda self, entry: None)
 
 
 def module_is_not_watched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(signature.ModuleWatch, "changed", lambda self: None)
+    patch.setattr(signature.ModuleWatch, "_compiled", lambda self, module: lambda: True)
 
 
 def writes_are_not_seen(patch: pytest.MonkeyPatch) -> None:
@@ -344,6 +346,21 @@ def another_kind_of_call_gets_its_own_answer(device: torch.device) -> None:
         same(graphed(x), model(x).detach())
     model.double()
     same(graphed(square.double()), model(square.double()).detach())
+
+
+@hazard(4, any_call_fits)
+def keywords_may_come_in_any_order(device: torch.device) -> None:
+    def work(one: torch.Tensor, *, b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+        return one + 2 * a + 3 * b
+
+    graphed = gw.graph(work)
+    graph = gw.capture(work, *rand(device, 1, 4), b=rand(device, 4), a=rand(device, 4))
+    for turn in range(4):
+        x, y, z = (rand(device, 4) for _ in range(3))
+        for fast in (graph, graphed):
+            same(fast(x, b=y, a=z), work(x, b=y, a=z), f"turn {turn}")
+            same(fast(x, a=z, b=y), work(x, b=y, a=z), f"turn {turn}, the other way round")
+    refused(TypeError, lambda: graphed(x, b=y, c=z))
 
 
 @hazard(4, any_call_fits)

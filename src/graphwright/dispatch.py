@@ -27,7 +27,7 @@ from .errors import (
     SignatureError,
     VerificationError,
 )
-from .graphs.capture import THREAD, CallGraph, GraphClosed, Outputs, State, capturing_now
+from .graphs.capture import CallGraph, GraphClosed, Outputs, State, capturing_now
 from .graphs.memory import MemoryPool, in_units
 from .proxy import ModuleProxy
 from .report.progress import shown
@@ -37,7 +37,9 @@ from .signature import (
     FunctionModule,
     Kwargs,
     ModuleWatch,
+    fitting,
     leaf_names,
+    switches,
     tensors_of,
 )
 
@@ -45,6 +47,7 @@ OnMiss = Literal["capture", "eager", "error"]
 Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
 
 _MAX_STATES = 4
+_MISS = object()
 # A graph runs eager's own kernels: what is off by more than rounding is another computation.
 _AUDIT_RMS_ULPS = 32
 _AUDIT_MAX_ULPS = 256
@@ -98,10 +101,6 @@ class _Entry:
     grad: bool | None
     error: GraphwrightError | None = None
     pool_version: int = 0
-    # Pure, not audited, the same in either gradient mode: nothing to look at before the launch.
-    simple: bool = False
-    # No gradient can be wanted, whatever the gradient mode.
-    quiet: bool = False
 
     @property
     def ready(self) -> bool:
@@ -146,6 +145,7 @@ class GraphedCallable:
         self._states: list[_State] = []
         self._order: dict[CallGraph, _Entry] = {}  # least recently used first
         self._recent: _Entry | None = None
+        self._fast: Callable[[Args, Kwargs], Any] | None = None
         self._quick: dict[Any, _Entry] = {}
         self._hits = 0
         self._captures = 0
@@ -165,32 +165,67 @@ class GraphedCallable:
             SignatureError: with on_miss="error", when no graph fits.
             VerificationError: an audit found that a graph's result is not eager's.
         """
+        return self.call(args, kwargs)
+
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
+        """The same, with the arguments as they are."""
+        fast = self._fast
+        if fast is not None:
+            result = fast(args, kwargs)
+            if result is not _MISS:
+                return result
         entry = self._recent
         if entry is None or not entry.signature.fits(args, kwargs):
             entry = self._quick.get(_quick_key(args, kwargs))
             if entry is None or not entry.signature.fits(args, kwargs):
                 return self._find(args, kwargs)
-        if not entry.simple or (torch.is_grad_enabled() and not entry.quiet):
-            if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
-                return self._find(args, kwargs)
-            return self._answer(entry, args, kwargs)
-        # The common case, in one piece: every call and attribute here costs.
-        graph = entry.graph
-        if THREAD.depth or graph is None:
+        if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
             return self._find(args, kwargs)
-        try:
-            result = graph.run(args, kwargs)
-        except GraphClosed:
-            return self._find(args, kwargs)
-        if entry.state.watch.changed() is not None:
-            return self._find(args, kwargs)
-        self._hits += 1
-        if entry is not self._recent:
-            self._used(entry, args, kwargs)
-        return result
+        return self._answer(entry, args, kwargs)
+
+    def _shortcut(self, entry: _Entry) -> Callable[[Args, Kwargs], Any] | None:
+        """The common case in one function, in which every name and attribute counts.
+
+        It answers calls whose arguments are all tensors, by a graph that mutates nothing, and says
+        `_MISS` to whatever needs a closer look.
+        """
+        signature, graph = entry.signature, entry.graph
+        guard, flat = signature.guard, signature.flat
+        launch = None if graph is None else graph.launcher()
+        if guard is None or flat is None or launch is None or not entry.pure:
+            return None
+        if entry.grad is not None or self._audit_every is not None:
+            return None
+        quiet = not (entry.state.training or signature.wants_grad)
+        expected, unchanged = signature.switches, entry.state.watch.unchanged
+        count, names = len(flat[0]), tuple(flat[1])
+        grad_is_on = torch.is_grad_enabled
+
+        def fast(args: Args, kwargs: Kwargs) -> Any:
+            if len(args) != count or len(kwargs) != len(names):
+                return _MISS
+            if kwargs:
+                try:
+                    args = (*args, *[kwargs[name] for name in names])
+                except KeyError:
+                    return _MISS
+            if not fitting(guard, args) or switches() != expected:
+                return _MISS
+            if not quiet and grad_is_on():
+                return _MISS
+            try:
+                result = launch(args)
+            except GraphClosed:
+                return _MISS
+            if not unchanged():
+                return _MISS
+            self._hits += 1
+            return result
+
+        return fast
 
     def _answer(self, entry: _Entry, args: Args, kwargs: Kwargs) -> Any:
-        """The common case: a graph that fits. Nothing is lost where it turns out not to."""
+        """A graph that fits. Nothing is lost where it turns out not to."""
         graph = entry.graph
         if graph is None or capturing_now() or (entry.state.training and torch.is_grad_enabled()):
             return self._find(args, kwargs)
@@ -220,6 +255,7 @@ class GraphedCallable:
     def _used(self, entry: _Entry, args: Args, kwargs: Kwargs) -> None:
         """Remember what was used last, for the quick path and for eviction."""
         self._recent = entry
+        self._fast = self._shortcut(entry)
         key = _quick_key(args, kwargs)
         if key is not None:
             self._quick[key] = entry
@@ -272,6 +308,7 @@ class GraphedCallable:
                 f"No graph of {_name(self.fn)} fits this call: {why}",
                 remedy="Prepare one with prepare(), or allow on_miss='capture' or 'eager'.",
             )
+        result = self._run_eagerly(kind, args, kwargs)  # It may raise what the function raises.
         if kind in ("it cannot be captured", "the pool's limit") and why not in self._warned:
             self._warned.add(why)
             warnings.warn(
@@ -279,7 +316,7 @@ class GraphedCallable:
                 RuntimeWarning,
                 stacklevel=5,
             )
-        return self._run_eagerly(kind, args, kwargs)
+        return result
 
     def _run_eagerly(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
         self._eager[kind] += 1
@@ -326,7 +363,7 @@ class GraphedCallable:
             self._order.pop(entry.graph, None)
             entry.graph.close()
         if self._recent is entry:
-            self._recent = None
+            self._recent = self._fast = None
         self._quick = {key: e for key, e in self._quick.items() if e is not entry}
         entry.state.entries.pop(entry.signature, None)
 
@@ -358,9 +395,7 @@ class GraphedCallable:
             graph,
             pure=not (graph.mutates or graph.random),
             grad=self._grad_mode(),
-            quiet=not (state.training or signature.wants_grad),
         )
-        entry.simple = entry.pure and entry.grad is None and self._audit_every is None
         state.entries[signature] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is State.READY}
         self._order[graph] = entry
@@ -509,7 +544,7 @@ class GraphedModule(ModuleProxy):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `GraphedCallable.__call__`."""
-        return self._graphs(*args, **kwargs)
+        return self._graphs.call(args, kwargs)
 
     @property
     def pool(self) -> MemoryPool:

@@ -150,7 +150,7 @@ class CallSignature:
     aliases: tuple[tuple[int, int, int], ...]
     switches: tuple[Any, ...]
     # The common case, arguments that are plain tensors, is compared without flattening:
-    # one description a positional argument, and one a keyword. None where there are others.
+    # one description a positional argument, and one a keyword, by name. None where there are others.
     flat: tuple[tuple[tuple[Any, ...], ...], dict[str, tuple[Any, ...]]] | None = field(
         compare=False
     )
@@ -179,7 +179,7 @@ class CallSignature:
         if not aliases and all(isinstance(value, torch.Tensor) for value in values):
             flat = (
                 tuple(describe(value) for value in args),
-                {name: describe(value) for name, value in kwargs.items()},
+                {name: describe(value) for name, value in sorted(kwargs.items())},
             )
             guard = _guard((*args, *(kwargs[name] for name in flat[1])))
         return cls(spec, tuple(described), aliases, switches(), flat, guard)
@@ -199,13 +199,7 @@ class CallSignature:
                 values = (*args, *[kwargs[name] for name in named]) if named else args
             except KeyError:
                 return False
-            for value in values:
-                # The guard ends the process on tensors without strides.
-                if type(value) not in _PLAIN_TYPES or value.layout is not _STRIDED:
-                    return False
-                if value.is_nested:
-                    return False
-            if self.guard(*values) and (len(values) < 2 or _apart(values)):
+            if fitting(self.guard, values):
                 return switches() == self.switches
         if _inside_transform():
             return False
@@ -284,6 +278,15 @@ def _guard(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return None
 
 
+def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
+    """Whether a guard passes some values, which are tensors that share no memory."""
+    for value in values:
+        # The guard ends the process on tensors without strides.
+        if type(value) not in _PLAIN_TYPES or value.layout is not _STRIDED or value.is_nested:
+            return False
+    return guard(*values) and (len(values) < 2 or _apart(values))
+
+
 def _apart(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether each tensor has a storage of its own that holds something."""
     found = {tensor.untyped_storage().data_ptr() for tensor in tensors}
@@ -328,6 +331,7 @@ def _words(described: tuple[Any, ...]) -> str:
 
 
 # Every module has these, and no inference depends on them.
+_MAX_COMPILED = 200
 _OF_NO_CONSEQUENCE = {"_is_full_backward_hook", "_is_hf_initialized"}
 
 
@@ -356,11 +360,7 @@ class ModuleWatch:
             attributes = child.__dict__
             self._hooks += [attributes["_forward_hooks"], attributes["_forward_pre_hooks"]]
             self._holders += [child._parameters, child._buffers, child._modules]
-            watched = [
-                name
-                for name, value in attributes.items()
-                if isinstance(value, (*SCALARS, torch.Tensor)) and name not in _OF_NO_CONSEQUENCE
-            ]
+            watched = _watched(attributes)
             if watched:
                 # Twice the first name: for one alone itemgetter gives no tuple.
                 get = operator.itemgetter(watched[0], *watched)
@@ -379,6 +379,40 @@ class ModuleWatch:
         self._memory = [tensor.untyped_storage() for tensor in self._tensors]
         self._addresses = list(map(_ADDRESS, self._tensors))
         self._versions = _versions(self._tensors) if values else []
+        self.unchanged = self._compiled(module) if not values else self._unchanged
+
+    def _unchanged(self) -> bool:
+        return self.changed() is None
+
+    def _compiled(self, module: nn.Module) -> Callable[[], bool]:
+        """`changed() is None` as one expression, which is twice as fast, where it is short enough.
+
+        It may say no where nothing has changed, to an equal value in another object.
+        """
+        if self._function is not None or self._hooked or len(self._held) > _MAX_COMPILED:
+            return self._unchanged
+        names: dict[str, Any] = {}
+
+        def name(value: Any) -> str:
+            names[f"x{len(names)}"] = value
+            return f"x{len(names) - 1}"
+
+        terms = [f"not {name(holder)}" for holder in self._empty]
+        for holder in self._filled:
+            it = name(holder)
+            terms.append(f"len({it}) == {len(holder)}")
+            terms += [f"{it}[{key!r}] is {name(value)}" for key, value in holder.items()]
+        for child in module.modules():
+            attributes = child.__dict__
+            it = name(attributes)
+            terms.append(f"len({it}) == {len(attributes)}")
+            for key in _watched(attributes):
+                terms.append(f"{it}[{key!r}] is {name(attributes[key])}")
+        for tensor in self._tensors:
+            terms.append(f"{name(tensor.data_ptr)}() == {tensor.data_ptr()}")
+        source = f"lambda {', '.join(names)}: lambda: {' and '.join(terms)}"
+        made: Callable[[], bool] = eval(source)(**names)  # of names and addresses made here
+        return made
 
     def _reach(self) -> list[Any]:
         """What a plain function names, by identity."""
@@ -428,6 +462,15 @@ class ModuleWatch:
             return self._now()
         except KeyError:
             return []
+
+
+def _watched(attributes: Mapping[str, Any]) -> list[str]:
+    """Attributes of a module that are plain values or tensors."""
+    return [
+        name
+        for name, value in attributes.items()
+        if isinstance(value, (*SCALARS, torch.Tensor)) and name not in _OF_NO_CONSEQUENCE
+    ]
 
 
 def _same_scalar(a: Any, b: Any) -> bool:

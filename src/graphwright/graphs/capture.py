@@ -308,6 +308,35 @@ class CallGraph(Graph):
             return results.tree
         return targets[0] if results.single else results.build(leaves, targets)
 
+    def launcher(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
+        """`run` for arguments that are all tensors, in one function; None where it is not simple.
+
+        It raises GraphClosed where the graph is not ready any more.
+        """
+        if not (self._simple and self._fresh) or self._results is None:
+            return None
+        # Nothing of the graph's memory is held here: it may be closed at any time.
+        lock, slots, single = self.pool.lock, tuple(self._sources), self._results.single
+        everything = slots == tuple(range(len(self.signature.leaves)))
+        empty_like, thread = torch.empty_like, THREAD
+
+        def launch(args: Sequence[torch.Tensor]) -> Any:
+            with lock:
+                recording, results = self._recording, self._results
+                if recording is None or results is None or thread.depth:
+                    raise GraphClosed("The graph was closed meanwhile.")
+                recording.order()
+                sources = args if everything else [args[slot] for slot in slots]
+                if single:
+                    target = empty_like(results.bases[0])
+                    recording.run(sources, (target,))
+                    return target
+                targets = [empty_like(base) for base in results.bases]
+                recording.run(sources, targets)
+                return results.build(args, targets)
+
+        return launch
+
     def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
         flat = self.signature.flat
         if flat is not None:
