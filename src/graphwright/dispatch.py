@@ -38,8 +38,8 @@ from .signature import (
     Kwargs,
     ModuleWatch,
     fitting,
+    lasting_switches,
     leaf_names,
-    switches,
     tensors_of,
 )
 
@@ -197,7 +197,9 @@ class GraphedCallable:
         if entry.grad is not None or self._audit_every is not None:
             return None
         quiet = not (entry.state.training or signature.wants_grad)
-        expected, unchanged = signature.switches, entry.state.watch.unchanged
+        if any(signature.switches[:2]):  # Autocast is on, and its dtype might change.
+            return None
+        expected, unchanged = signature.switches[2:], entry.state.watch.unchanged
         count, names = len(flat[0]), tuple(flat[1])
         grad_is_on = torch.is_grad_enabled
 
@@ -209,7 +211,7 @@ class GraphedCallable:
                     args = (*args, *[kwargs[name] for name in names])
                 except KeyError:
                     return _MISS
-            if not fitting(guard, args) or switches() != expected:
+            if not fitting(guard, args) or lasting_switches() != expected:
                 return _MISS
             if not quiet and grad_is_on():
                 return _MISS
@@ -297,7 +299,7 @@ class GraphedCallable:
         except (CaptureError, MemoryBudgetExceeded) as error:
             failed = _Entry(signature, state, None, False, grad, error, self.pool.version)
             state.entries[signature] = failed
-            return self._missed(_kind(error), str(error), args, kwargs)
+            return self._missed(_kind(error), error.what, args, kwargs)
         return self._answer(entry, args, kwargs)
 
     def _missed(self, kind: str, why: str, args: Args, kwargs: Kwargs) -> Any:

@@ -122,10 +122,17 @@ def switches() -> tuple[Any, ...]:
     Read at every call, hence from torch._C: the public properties cost three times as much, and
     the older TF32 flags raise once one of the newer fp32_precision settings was used.
     """
-    c = torch._C
     return (
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
         torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+        *lasting_switches(),
+    )
+
+
+def lasting_switches() -> tuple[Any, ...]:
+    """The switches but for autocast, which a guard of tensors sees come and go by itself."""
+    c = torch._C
+    return (
         torch.get_default_dtype(),
         c._get_deterministic_algorithms(),
         c._get_mkldnn_enabled(),
@@ -150,7 +157,8 @@ class CallSignature:
     aliases: tuple[tuple[int, int, int], ...]
     switches: tuple[Any, ...]
     # The common case, arguments that are plain tensors, is compared without flattening:
-    # one description a positional argument, and one a keyword, by name. None where there are others.
+    # one description a positional argument, and one a keyword, in the order of their names. None
+    # where there are others.
     flat: tuple[tuple[tuple[Any, ...], ...], dict[str, tuple[Any, ...]]] | None = field(
         compare=False
     )
@@ -522,7 +530,18 @@ def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Modul
 
 
 def values_behind(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Whatever a plain function reaches by closure, default, global or method, by name."""
+    """Whatever a plain function reaches by closure, default, global or method, by name.
+
+    What a decorator or torch.compile has wrapped counts as the function too.
+    """
+    inner = getattr(function, "_torchdynamo_orig_callable", None)
+    inner = getattr(function, "__wrapped__", None) if inner is None else inner
+    if inner is not None and not isinstance(function, nn.Module):
+        if isinstance(inner, nn.Module):
+            yield "wrapped", inner
+        else:
+            for name, value in values_behind(inner):
+                yield f"wrapped_{name}", value
     while isinstance(function, functools.partial):
         for index, value in enumerate((*function.args, *function.keywords.values())):
             yield f"partial_{index}", value

@@ -55,6 +55,8 @@ class CudaRecording:
         self.order = order
         self.external = external
         self._graph: torch.cuda.CUDAGraph | None = graph
+        # The method in C++, without the one in Python around it.
+        self._launch = super(torch.cuda.CUDAGraph, graph).replay
         self._feeds = feeds
         self._drains = drains
         self._nodes = nodes
@@ -66,7 +68,7 @@ class CudaRecording:
         assert self._graph is not None
         if self._copying and self._nodes is not None:
             self._copy(False)
-        self._graph.replay()
+        self._launch()
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Launch the graph with its copies between the caller's memory and its own."""
@@ -80,12 +82,12 @@ class CudaRecording:
                     address = tensor.data_ptr()
                     if address != node.address:
                         node.point_at(address)
-            self._graph.replay()
+            self._launch()
             return
         with torch.no_grad():
             for feed, source in zip(self._feeds, sources, strict=True):
                 feed.copy_(flat(source))
-            self._graph.replay()
+            self._launch()
             for drain, target in zip(self._drains, targets, strict=True):
                 flat(target).copy_(drain)
 
@@ -94,6 +96,7 @@ class CudaRecording:
         if self._graph is not None:
             self._graph.reset()
             self._graph = None
+            del self._launch
             self._on_close()
         self._nodes = None
         self._feeds = self._drains = ()

@@ -24,6 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError
 
 _LARGEST = 3
+_MEMORY_CHANGES = ("set_", "resize_", "resize_as_")
 
 
 class Journal(TorchDispatchMode):
@@ -92,6 +93,11 @@ class Journal(TorchDispatchMode):
             if id(generator) not in self._generators:
                 self._generators[id(generator)] = (generator, generator.get_state())
         for tensor in written(func, args, kwargs):
+            if func._opname in _MEMORY_CHANGES and not self.is_made(tensor):
+                raise CaptureError(
+                    f"{func} gives a tensor from outside other memory, which cannot be put back.",
+                    remedy="Make a new tensor instead.",
+                )
             self.writes(tensor)
 
     def read(self, tensor: torch.Tensor) -> None:
@@ -105,6 +111,10 @@ class Journal(TorchDispatchMode):
         storage = tensor.untyped_storage()
         if storage._cdata not in self._made and storage._cdata not in self._saved:
             self._saved[storage._cdata] = (storage, storage.clone())
+
+    def is_made(self, tensor: torch.Tensor) -> bool:
+        """Whether the run itself made a tensor's memory."""
+        return tensor.untyped_storage()._cdata in self._made
 
     def made(self, tensor: torch.Tensor) -> None:
         """An operation returned a tensor; unless it is a view of one from outside, it is new."""

@@ -263,8 +263,9 @@ class MemoryPool:
         """The error for a graph that does not fit."""
         limit = 0 if self.limit is None else self.limit
         return MemoryBudgetExceeded(
-            f"Capturing {graph.name} needs {prediction}; the pool holds {in_units(self.reserved)} "
-            f"and may hold {in_units(limit)}.",
+            f"Capturing {graph.name} takes {in_units(sum(prediction.segments))} alone and adds "
+            f"{prediction}; the pool holds {in_units(self.reserved)} and may hold "
+            f"{in_units(limit)}.",
             remedy="Raise the pool's limit, capture fewer or smaller shapes, close graphs, or "
             "allow eviction with MemoryPool(limit, evict=True).",
         )

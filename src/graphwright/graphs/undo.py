@@ -164,7 +164,7 @@ class _Look:
             return id(value), value.data_ptr() if value.layout is torch.strided else 0
         if known or depth > _MAX_DEPTH or len(self.seen) > _MAX_VALUES:
             return id(value)
-        if isinstance(value, (nn.Module, *_WITHOUT_STATE)):
+        if isinstance(value, (nn.Module, *_WITHOUT_STATE)) or _is_machinery(value):
             return id(value)
         parts: list[Any]
         if isinstance(value, dict):
@@ -180,6 +180,11 @@ class _Look:
         else:
             return id(value)
         return id(value), len(parts), [self.at(part, depth + 1) for part in parts[:_MAX_VALUES]]
+
+
+def _is_machinery(value: Any) -> bool:
+    """Whether an object is PyTorch's or ours: what it keeps for itself is no state of the call."""
+    return type(value).__module__.partition(".")[0] in ("torch", "graphwright")
 
 
 def _same(a: Any, b: Any) -> bool:

@@ -81,9 +81,9 @@ def warm(
         journal.forget_what_stood_still()
         for tensor in tensors(result):
             journal.read(tensor)  # It may be a weight that no operation has touched.
+        undo.check()
         _compare(result, eager)
         del result, eager
-        undo.check()
         undo.refuse_host_randomness(recorder.device, journal.generators)
         for _ in range(max(1, runs - 1)):
             inputs.fill(sample)

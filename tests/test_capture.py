@@ -1,0 +1,301 @@
+"""capture() and capturing(): their interface, on both recorders. Dangers are in hazards.py."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import graphwright as gw
+from graphwright.graphs.capture import CallGraph, State
+
+
+class Pair(NamedTuple):
+    left: torch.Tensor
+    right: torch.Tensor
+
+
+def test_a_graph_goes_through_its_states(device: torch.device) -> None:
+    graph = CallGraph(torch.neg, (torch.ones(3, device=device),), {})
+    assert graph.state is State.NEW
+    graph.warm()
+    assert graph.state is State.WARMING
+    graph.record()
+    assert graph.state == "ready"
+    assert "neg(3), ready" in repr(graph)
+    graph.close()
+    graph.close()
+    assert graph.state == "closed"
+    with pytest.raises(gw.CaptureError, match=r"neg\(3\) is closed"):
+        graph(torch.ones(3, device=device))
+
+
+def test_static_inputs_and_outputs_are_the_graph_s_own(device: torch.device) -> None:
+    a, b = torch.ones(3, device=device), torch.ones(3, device=device)
+    with gw.capture(lambda a, b: {"sum": a + b}, a, b=b) as graph:
+        assert [tuple(t.shape) for t in graph.inputs] == [(3,), (3,)]
+        graph.inputs[0].fill_(2)
+        graph.inputs[1].fill_(5)
+        graph.replay()
+        assert torch.equal(graph.outputs["sum"], torch.full((3,), 7.0, device=device))
+        assert graph(a, b=b)["sum"].data_ptr() != graph.outputs["sum"].data_ptr()
+        graph.replay()
+        assert torch.equal(graph.outputs["sum"], torch.full((3,), 2.0, device=device))
+    assert graph.state == "closed"
+
+
+def test_static_outputs_are_handed_out_when_asked_for(device: torch.device) -> None:
+    graph = gw.capture(torch.exp, torch.zeros(3, device=device), outputs="static")
+    first = graph(torch.zeros(3, device=device))
+    second = graph(torch.ones(3, device=device))
+    assert first is second is graph.outputs
+    assert torch.equal(second, torch.ones(3, device=device).exp())
+
+
+@pytest.mark.parametrize(
+    "result",
+    [
+        lambda x: Pair(x + 1, x.sum()),
+        lambda x: {"b": [x * 2, None], "a": (1, "text", 2.5, True)},
+        lambda x: [],
+        lambda x: None,
+        lambda x: (x > 0, x.to(torch.float16), x.to(torch.int64), x.double(), x.bfloat16()),
+        lambda x: torch.fft.fft(x).conj(),
+        lambda x: torch.fft.fft(x).conj().imag,
+        lambda x: x.view(torch.int32)[1:],
+        lambda x: (lambda y: (y, y.view(torch.int32), y[::2], y.unsqueeze(0).expand(3, 6)))(x * 2),
+        lambda x: x.new_empty(0),
+        lambda x: x[:0],
+        lambda x: x.sum(),
+    ],
+)
+def test_results_are_eager_s_in_all(device: torch.device, result: Any) -> None:
+    graph = gw.capture(result, torch.randn(6, device=device))
+    x = torch.randn(6, device=device)
+    mine, theirs = graph(x), result(x)
+    leaves, tree = torch.utils._pytree.tree_flatten(mine)
+    expected, expected_tree = torch.utils._pytree.tree_flatten(theirs)
+    assert tree == expected_tree
+    for a, b in zip(leaves, expected, strict=True):
+        if isinstance(b, torch.Tensor):
+            plain = b.resolve_conj().resolve_neg()
+            torch.testing.assert_close(a, plain)
+            assert a.stride() == plain.stride()
+        else:
+            assert type(a) is type(b)
+            assert a == b
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    shape=st.lists(st.integers(0, 4), min_size=0, max_size=4),
+    order=st.randoms(use_true_random=False),
+    step=st.integers(1, 2),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.int64, torch.bool, torch.complex64]),
+)
+def test_any_layout_of_an_input_is_kept(
+    shape: list[int], order: Any, step: int, dtype: torch.dtype
+) -> None:
+    def sample() -> torch.Tensor:
+        big = torch.randint(0, 2, [n * step for n in shape]).to(dtype)
+        view = big[tuple(slice(None, None, step) for _ in shape)]
+        return view.permute(axes)
+
+    axes = list(range(len(shape)))
+    order.shuffle(axes)
+    seen: list[tuple[int, ...]] = []
+    graph = gw.capture(lambda t: t.logical_not(), sample())
+    x = sample()
+    assert torch.equal(graph(x), x.logical_not())
+    assert graph.inputs[0].stride() == x.stride()
+    assert not seen
+
+
+def test_a_block_is_captured_and_replayed(device: torch.device) -> None:
+    model, x = nn.Linear(4, 4).to(device), torch.randn(2, 4, device=device)
+    with torch.no_grad():
+        model(x)
+    pool = gw.MemoryPool(device=device)
+    with gw.capturing(pool=pool) as graph:
+        y = model(x).relu()
+    assert graph.state == "ready"
+    for _ in range(3):
+        x.normal_()
+        graph.replay()
+        torch.testing.assert_close(y, model(x).relu().detach())
+    with pytest.raises(gw.CaptureError, match="takes no arguments"):
+        graph(x)
+    graph.close()
+    assert pool.graphs == []
+
+
+def test_a_failing_block_leaves_nothing(device: torch.device) -> None:
+    pool, x = gw.MemoryPool(device=device), torch.ones(4, device=device)
+    kept = gw.capture(torch.neg, x, pool=pool)
+    before = pool.in_use
+
+    def block() -> None:
+        with gw.capturing(pool=pool):
+            torch.neg(x)
+            raise ValueError("mine")
+
+    with pytest.raises(gw.CaptureError, match=r"ValueError: mine.*test_capture\.py"):
+        block()
+    assert pool.in_use == before
+    assert torch.equal(kept(x), -x)
+    assert torch.is_grad_enabled()
+
+
+@pytest.mark.parametrize(
+    ("work", "words"),
+    [
+        (lambda x: x * x.sum().item(), "_local_scalar_dense"),
+        (lambda x: x if x.sum() > 0 else -x, "_local_scalar_dense"),
+        (lambda x: x.nonzero(), "nonzero"),
+        (lambda x: x[x > 0], "index"),
+        (lambda x: torch.tensor(x.tolist()), "tolist|scalar_dense|stream is capturing|Cannot copy"),
+        (lambda x: x.resize_(7), "resize_"),
+        (lambda x: object(), "object of type object"),
+        (lambda x: x.to_sparse(), "parse|nonzero"),
+    ],
+)
+def test_what_cannot_be_repeated_is_refused_by_name(
+    device: torch.device, work: Any, words: str
+) -> None:
+    x = torch.randn(6, device=device)
+    with pytest.raises(gw.CaptureError, match=words):
+        gw.capture(work, x)
+    assert torch.equal(gw.capture(torch.neg, x)(x), -x)
+
+
+class Counting(nn.Module):
+    """State of Python's in every form."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.count, self.seen = kind, 0, []
+        self.table: dict[int, int] = {}
+        self.register_buffer("total", torch.zeros(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "attribute count":
+            self.count += 1
+        elif self.kind == "attribute seen":
+            self.seen.append(x)
+        elif self.kind == "attribute table":
+            self.table[len(self.table)] = 1
+        else:
+            self.total = self.total + x
+        return x + self.total
+
+
+@pytest.mark.parametrize(
+    "kind", ["attribute count", "attribute seen", "attribute table", "total of Counting"]
+)
+def test_state_that_python_keeps_is_refused_by_name_and_put_back(
+    device: torch.device, kind: str
+) -> None:
+    model, x = Counting(kind).to(device).eval(), torch.ones(3, device=device)
+    buffer = model.total
+    with pytest.raises(gw.CaptureError, match=kind):
+        gw.capture(model, x)
+    assert (model.count, model.seen, model.table) == (0, [], {})
+    assert model.total is buffer
+    assert torch.equal(buffer, torch.zeros(3, device=device))
+
+
+def test_what_is_made_once_may_stay(device: torch.device) -> None:
+    class Lazy(nn.Module):
+        scale: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if self.scale is None:
+                self.scale = torch.full_like(x, 3.0)
+            return x * self.scale
+
+    model, x = Lazy().eval(), torch.ones(3, device=device)
+    graphed = gw.graph(model)
+    for _ in range(3):
+        assert torch.equal(graphed(x), x * 3)
+    assert graphed.statistics.captures == 1
+
+
+def test_what_asks_whether_a_capture_is_under_way_must_not_answer_otherwise() -> None:
+    def asked() -> bool:
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # a build without CUDA
+            return False
+
+    with pytest.raises(gw.CaptureError, match="computes something else"):
+        gw.capture(lambda x: x * 2 if asked() else x * 3, torch.ones(2))
+    assert not asked()
+
+
+def test_training_is_refused() -> None:
+    x = torch.ones(2, 3)
+    with pytest.raises(gw.CaptureError, match="training mode"):
+        gw.capture(nn.Linear(3, 3), x)
+    with pytest.raises(gw.CaptureError, match="requires grad"):
+        gw.capture(torch.neg, x.requires_grad_())
+    result = gw.capture(nn.Linear(3, 3).eval(), torch.ones(2, 3))(torch.ones(2, 3))
+    assert not result.requires_grad
+
+
+def test_wrong_options_are_refused() -> None:
+    x = torch.ones(2)
+    with pytest.raises(gw.OptionError, match="outputs"):
+        gw.capture(torch.neg, x, outputs="old")  # type: ignore[arg-type]
+    with pytest.raises(gw.OptionError, match="warmup"):
+        gw.capture(torch.neg, x, warmup=0)
+    with pytest.raises(gw.CaptureError, match="an object of type object"):
+        gw.capture(torch.neg, object())
+
+
+def test_a_graph_is_neither_copied_nor_pickled() -> None:
+    graph = gw.capture(torch.neg, torch.ones(2))
+    for attempt in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(gw.CaptureError, match="memory addresses"):
+            attempt(graph)
+
+
+def test_a_graph_is_not_called_inside_a_capture(device: torch.device) -> None:
+    x = torch.ones(2, device=device)
+    inner = gw.capture(torch.neg, x)
+    with pytest.raises(gw.CaptureError, match="while another one is being captured"):
+        gw.capture(lambda t: inner(t) + 1, x)
+    graphed = gw.graph(torch.neg)
+    graphed(x)
+    outer = gw.capture(lambda t: graphed(t) + 1, x)
+    assert torch.equal(outer(x), 1 - x)
+
+
+def test_compiled_functions_are_captured_as_compiled_and_recorded_as_written() -> None:
+    linear = nn.Linear(4, 4).eval()
+    compiled = torch.compile(lambda x: torch.relu(linear(x)) * 2, backend="eager")
+    graph = gw.capture(compiled, torch.randn(2, 4))
+    x = torch.randn(2, 4)
+    torch.testing.assert_close(graph(x), (torch.relu(linear(x)) * 2).detach())
+
+
+@pytest.mark.gpu
+def test_compiled_functions_keep_their_kernels_in_a_cuda_graph() -> None:
+    linear = nn.Linear(64, 64).cuda().eval()
+    compiled = torch.compile(lambda x: torch.relu(linear(x)).sin().cos() * 2)
+    x = torch.randn(8, 64, device="cuda")
+    graph = gw.capture(compiled, x)
+    torch.testing.assert_close(graph(x), (torch.relu(linear(x)).sin().cos() * 2).detach())
+
+
+@pytest.mark.gpu
+def test_a_cpu_tensor_among_cuda_arguments_is_refused() -> None:
+    with pytest.raises(gw.CaptureError, match=r"args\[1\] on cpu"):
+        gw.capture(torch.add, torch.ones(2, device="cuda"), torch.ones(2))
+    with pytest.raises(gw.CaptureError, match="generator on the cpu"):
+        gw.capture(lambda x: x * float(torch.rand(())), torch.ones(2, device="cuda"))

@@ -1,0 +1,174 @@
+"""graph(): policies, statistics, prepare, audit. What goes wrong is in hazards.py."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphwright as gw
+
+
+def model(device: torch.device | str = "cpu") -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device).eval()
+
+
+def test_one_graph_a_kind_of_call(device: torch.device) -> None:
+    net = model(device)
+    graphed = gw.graph(net)
+    for n in (1, 2, 1, 3, 2, 1):
+        x = torch.randn(n, 8, device=device)
+        torch.testing.assert_close(graphed(x), net(x).detach())
+    assert graphed.statistics.captures == graphed.statistics.graphs == 3
+    assert graphed.statistics.hits == 6
+    assert graphed.statistics.eager == {}
+    text = graphed.explain()
+    assert "3 graphs" in text
+    assert "Sequential(2×8)" in text
+
+
+@pytest.mark.parametrize("policy", ["eager", "error"])
+def test_only_what_was_prepared_is_answered(policy: Any) -> None:
+    net = model()
+    graphed = gw.graph(net, on_miss=policy).prepare([(torch.randn(2, 8),)], progress=True)
+    x = torch.randn(2, 8)
+    torch.testing.assert_close(graphed(x), net(x).detach())
+    other = torch.randn(3, 8)
+    if policy == "error":
+        with pytest.raises(gw.SignatureError, match=r"args\[0\] is \(3, 8\)"):
+            graphed(other)
+    else:
+        torch.testing.assert_close(graphed(other), net(other).detach())
+        assert graphed.statistics.eager == {"no graph fits": 1}
+        assert "(3, 8)" in graphed.explain()
+
+
+def test_prepare_takes_positional_and_keyword_arguments() -> None:
+    graphed = gw.graph(lambda a, *, b: a - b)
+    a, b = torch.ones(2), torch.zeros(2)
+    graphed.prepare([((a,), {"b": b}), ((a,), {"b": b})])
+    assert graphed.statistics.graphs == 1
+    graphed(a, b=b)
+    assert graphed.statistics.captures == 1
+    named = gw.graph(lambda a, b: a - b)
+    named.prepare([{"a": a, "b": b}, (a, b)])
+    assert named.statistics.graphs == 2
+    with pytest.raises(gw.OptionError, match=r"write \(x,\)"):
+        graphed.prepare([a])  # type: ignore[list-item]
+
+
+def test_a_failing_prepare_captures_nothing() -> None:
+    def work(x: torch.Tensor) -> torch.Tensor:
+        return x if x.shape[0] < 3 else x * x.sum().item()
+
+    pool = gw.MemoryPool()
+    graphed = gw.graph(work, pool=pool)
+    with pytest.raises(gw.CaptureError, match="item"):
+        graphed.prepare([(torch.ones(2),), (torch.ones(3),)])
+    assert graphed.statistics.graphs == 0
+    assert pool.in_use == pool.reserved == 0
+
+
+def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(device: torch.device) -> None:
+    graphed = gw.graph(lambda x: x * x.sum().item())
+    x = torch.ones(3, device=device)
+    with pytest.warns(RuntimeWarning, match="runs eagerly for this kind of call"):
+        assert torch.equal(graphed(x), x * 3)
+    for _ in range(3):
+        assert torch.equal(graphed(x), x * 3)
+    assert graphed.statistics.eager == {"it cannot be captured": 4}
+    assert "_local_scalar_dense" in graphed.explain()
+
+
+def test_errors_of_the_function_are_the_function_s() -> None:
+    graphed = gw.graph(model())
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        graphed(torch.ones(2, 3))
+    with pytest.raises(TypeError):
+        graphed()
+    torch.testing.assert_close(graphed(torch.ones(2, 8)).shape, torch.Size([2, 4]))
+
+
+def test_no_gradient_is_lost() -> None:
+    net = model()
+    graphed = gw.graph(net)
+    x = torch.randn(2, 8, requires_grad=True)
+    graphed(x).sum().backward()
+    assert x.grad is not None
+    net[2].train()  # A part is enough.
+    assert graphed(torch.randn(2, 8)).requires_grad
+    net.eval()
+    assert not graphed(torch.randn(2, 8)).requires_grad
+    assert graphed.statistics.eager == {"gradients are wanted": 2}
+
+
+def test_an_audit_finds_what_is_not_watched(device: torch.device) -> None:
+    scales = {"scale": 1.0}
+    graphed = gw.graph(lambda x: x * scales["scale"], audit=3)
+    x = torch.randn(4, device=device)
+    for _ in range(4):
+        assert torch.equal(graphed(x), x)
+    assert graphed.statistics.audits == 1
+    scales["scale"] = 2.0
+    graphed(x)
+    with pytest.raises(gw.VerificationError, match="audit"):
+        graphed(x)
+    graphed.release()
+    assert torch.equal(graphed(x), x * 2)
+
+
+def test_at_most_so_many_graphs_are_kept() -> None:
+    net = model()
+    graphed = gw.graph(net, max_graphs=2)
+    for n in (1, 2, 3, 2, 3, 1):
+        x = torch.randn(n, 8)
+        torch.testing.assert_close(graphed(x), net(x).detach())
+    assert graphed.statistics.graphs == 2
+    assert graphed.statistics.captures == 4
+
+
+def test_closing_sends_calls_to_the_function() -> None:
+    net = model()
+    graphed = gw.graph(net)
+    x = torch.randn(2, 8)
+    graphed(x)
+    graphed.close()
+    torch.testing.assert_close(graphed(x), net(x).detach())
+    assert graphed.statistics.graphs == 0
+    assert graphed.statistics.eager == {"closed": 1}
+
+
+def test_a_graphed_module_can_be_a_part_of_another_one() -> None:
+    whole = nn.Sequential(nn.Linear(8, 8), model()).eval()
+    x = torch.randn(2, 8)
+    expected = whole(x).detach()
+    whole[1] = gw.graph(whole[1])
+    with torch.no_grad():
+        torch.testing.assert_close(whole(x), expected)
+    assert whole[1].statistics.hits == 1
+    assert len(list(whole.parameters())) == 6
+
+
+def test_the_grad_mode_counts_where_numbers_depend_on_it() -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    encoder = nn.TransformerEncoder(layer, 1, enable_nested_tensor=False).eval()
+    x = torch.randn(2, 4, 8)
+    mask = torch.zeros(2, 4, dtype=torch.bool)
+    mask[:, 3] = True
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graphed = gw.graph(encoder)
+        for _ in range(2):
+            expected = encoder(x, src_key_padding_mask=mask).detach()
+            torch.testing.assert_close(graphed(x, src_key_padding_mask=mask), expected)
+            with torch.no_grad():
+                expected = encoder(x, src_key_padding_mask=mask)
+                torch.testing.assert_close(graphed(x, src_key_padding_mask=mask), expected)
+
+
+def test_wrong_options_are_all_named() -> None:
+    with pytest.raises(gw.OptionError, match=r"outputs.*on_miss.*max_gr.*audit.*cannot be called"):
+        gw.graph(3, outputs="x", on_miss="y", max_graphs=0, audit=0)  # type: ignore[call-overload]

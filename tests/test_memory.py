@@ -1,0 +1,179 @@
+"""Pools: limits, prediction, what each graph added, eviction, release."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphwright as gw
+from graphwright.graphs.arena import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Arena
+from graphwright.graphs.memory import in_units, parse_bytes
+
+
+def model(device: torch.device) -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 1024), nn.ReLU(), nn.Linear(1024, 256)).to(device).eval()
+
+
+def rows(device: torch.device, n: int) -> torch.Tensor:
+    return torch.randn(n, 256, device=device)
+
+
+@pytest.mark.parametrize(
+    ("value", "nbytes"),
+    [
+        (5, 5),
+        ("512", 512),
+        ("1KiB", 1024),
+        ("1.5 GiB", 3 << 29),
+        ("2GB", 2 * 10**9),
+        ("3m", 3 << 20),
+    ],
+)
+def test_limits_are_numbers_or_texts(value: int | str, nbytes: int) -> None:
+    assert parse_bytes(value) == nbytes
+    assert gw.MemoryPool(value).limit == nbytes
+
+
+@pytest.mark.parametrize("value", [0, -1, "", "many", "1 PiB", True, 1.5])
+def test_other_limits_are_refused(value: Any) -> None:
+    with pytest.raises(gw.OptionError, match="1GiB"):
+        gw.MemoryPool(value)
+
+
+def test_bytes_read_well() -> None:
+    assert [in_units(n) for n in (12, 2048, 3 << 20, 5 << 30)] == [
+        "12 B",
+        "2 KiB",
+        "3 MiB",
+        "5 GiB",
+    ]
+
+
+def test_smaller_graphs_fit_into_the_largest_one_s_memory(device: torch.device) -> None:
+    net = model(device)
+    alone = gw.MemoryPool()
+    gw.graph(net, pool=alone).prepare([(rows(device, 8192),)])
+    together = gw.MemoryPool()
+    graphed = gw.graph(net, pool=together)
+    graphed.prepare([(rows(device, n),) for n in (64, 8192, 1, 1024)])
+    assert together.reserved <= 1.08 * alone.reserved
+    assert "8192×256" in together.graphs[0].name
+    assert sum(m.nbytes for m in together.graphs) == together.reserved == together.high_water
+    for n in (64, 8192, 1, 1024):
+        x = rows(device, n)
+        torch.testing.assert_close(graphed(x), net(x).detach())
+    assert graphed.statistics.captures == 4
+
+
+def test_prediction_is_what_is_then_measured(device: torch.device) -> None:
+    net, pool = model(device), gw.MemoryPool()
+    x = rows(device, 4096)
+    prediction = pool.predict(net, x)
+    assert pool.graphs == []
+    assert pool.reserved == 0
+    graph = gw.capture(net, x, pool=pool)
+    assert abs(graph.nbytes - prediction.nbytes) <= max(0.15 * graph.nbytes, 8 * MIB)
+    assert "4096×1024" in prediction.contributors[0][0]
+    assert graph.nbytes == pool.reserved > 0
+
+
+def test_a_limit_below_the_need_is_refused_before_anything_is_captured(
+    device: torch.device,
+) -> None:
+    net, x = model(device), rows(device, 8192)
+    gw.capture(net, x).close()  # library workspaces persist
+    pool = gw.MemoryPool("10MiB", evict=True)
+    gc.collect()
+    before = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+    with pytest.raises(gw.MemoryBudgetExceeded) as error:
+        gw.capture(net, x, pool=pool)
+    assert "10 MiB" in str(error.value)
+    assert "8192×1024" in str(error.value)
+    assert pool.reserved == pool.in_use == 0
+    gc.collect()
+    if device.type == "cuda":
+        assert torch.cuda.memory_allocated() == before
+
+
+def test_the_least_recently_used_graph_gives_way(device: torch.device) -> None:
+    net = model(device)
+    size = gw.MemoryPool().predict(net, rows(device, 6000)).nbytes
+    pool = gw.MemoryPool(int(1.1 * size), evict=True)
+    first, second = gw.graph(net, pool=pool), gw.graph(model(device), pool=pool)
+    x = rows(device, 4096)
+    for _ in range(2):
+        torch.testing.assert_close(first(x), net(x).detach())
+        second(rows(device, 6000))
+        assert pool.limit is not None
+        assert pool.reserved <= pool.limit
+    assert pool.evictions >= 2
+    assert first.statistics.captures == 2
+
+
+def test_without_eviction_the_call_goes_eager_and_says_so(device: torch.device) -> None:
+    net, pool = model(device), gw.MemoryPool("1MiB")
+    graphed = gw.graph(net, pool=pool)
+    x = rows(device, 8192)
+    with pytest.warns(RuntimeWarning, match="the pool's limit"):
+        torch.testing.assert_close(graphed(x), net(x).detach())
+    graphed(x)  # Neither tried nor warned of again.
+    assert graphed.statistics.eager == {"the pool's limit": 2}
+    assert "may hold 1 MiB" in graphed.explain()
+
+
+def test_release_hands_the_memory_back(device: torch.device) -> None:
+    pool, net = gw.MemoryPool(), model(device)
+    graph, graphed = gw.capture(net, rows(device, 4), pool=pool), gw.graph(net, pool=pool)
+    x = rows(device, 4096)
+    expected = graphed(x)
+    high = pool.high_water
+    pool.release()
+    assert pool.in_use == pool.reserved == 0
+    assert pool.high_water == high
+    with pytest.raises(gw.CaptureError, match="closed"):
+        graph.replay()
+    assert torch.equal(graphed(x), expected)
+    pool.close()
+    assert pool.reserved == 0
+    with pytest.warns(RuntimeWarning, match="The pool is closed"):
+        torch.testing.assert_close(graphed(x), expected)
+
+
+def test_a_pool_is_of_one_device() -> None:
+    pool = gw.MemoryPool(device="meta")
+    with pytest.raises(gw.CaptureError, match="on meta, the call on cpu"):
+        gw.capture(torch.neg, torch.ones(2), pool=pool)
+    with pytest.raises(gw.CaptureError, match="no recorder for meta"):
+        gw.capture(torch.neg, torch.ones(2, device="meta"))
+
+
+def test_an_arena_reuses_and_spoils_what_is_freed() -> None:
+    arena = Arena()
+    first = arena.allocate(1000)
+    view = torch.empty(0).set_(first, 0, (250,), (1,))
+    view.fill_(1.0)
+    address = view.data_ptr()
+    copy = view.detach()
+    del first, view
+    assert arena.in_use == 1024
+    assert bool((copy == 1).all())
+    del copy
+    assert arena.in_use == 0
+    again = torch.empty(0).set_(arena.allocate(1000), 0, (250,), (1,))
+    assert again.data_ptr() == address
+    assert bool(again.isnan().all())
+    assert arena.reserved == SMALL_SEGMENT
+
+
+def test_an_arena_s_segments_are_cuda_s() -> None:
+    arena = Arena()
+    kept = [arena.allocate(n) for n in (1, 2 * MIB, 3 * MIB, 17 * MIB)]
+    assert arena.segments() == (SMALL_SEGMENT, LARGE_SEGMENT, 18 * MIB)
+    assert arena.free_ranges() == [SMALL_SEGMENT, 15 * MIB]
+    del kept
+    arena.trim()
+    assert arena.reserved == 0
