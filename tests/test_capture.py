@@ -285,6 +285,7 @@ def test_compiled_functions_are_captured_as_compiled_and_recorded_as_written() -
 
 
 @pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore:TensorFloat32")  # Inductor's advice on precision
 def test_compiled_functions_keep_their_kernels_in_a_cuda_graph() -> None:
     linear = nn.Linear(64, 64).cuda().eval()
     compiled = torch.compile(lambda x: torch.relu(linear(x)).sin().cos() * 2)

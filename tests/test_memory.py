@@ -110,7 +110,7 @@ def test_the_least_recently_used_graph_gives_way(device: torch.device) -> None:
         second(rows(device, 6000))
         assert pool.limit is not None
         assert pool.reserved <= pool.limit
-    assert pool.evictions >= 2
+    assert pool.evictions >= 1
     assert first.statistics.captures == 2
 
 

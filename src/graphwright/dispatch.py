@@ -38,6 +38,7 @@ from .signature import (
     Kwargs,
     ModuleWatch,
     fitting,
+    in_training,
     lasting_switches,
     leaf_names,
     tensors_of,
@@ -86,7 +87,8 @@ class _State:
 
     watch: ModuleWatch
     training: bool
-    entries: dict[CallSignature, _Entry] = field(default_factory=dict)
+    # By the call's signature and, where numbers depend on it, the gradient mode.
+    entries: dict[tuple[CallSignature, bool | None], _Entry] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -285,8 +287,8 @@ class GraphedCallable:
         except SignatureError as error:
             return self._missed("an argument that cannot be captured", error.what, args, kwargs)
         grad = self._grad_mode()
-        entry = state.entries.get(signature)
-        if entry is not None and entry.grad is grad:
+        entry = state.entries.get((signature, grad))
+        if entry is not None:
             if entry.ready:
                 return self._answer(entry, args, kwargs)
             if entry.error is not None and entry.pool_version == self.pool.version:
@@ -298,7 +300,7 @@ class GraphedCallable:
             entry = self._capture(signature, state, args, kwargs)
         except (CaptureError, MemoryBudgetExceeded) as error:
             failed = _Entry(signature, state, None, False, grad, error, self.pool.version)
-            state.entries[signature] = failed
+            state.entries[signature, grad] = failed
             return self._missed(_kind(error), error.what, args, kwargs)
         return self._answer(entry, args, kwargs)
 
@@ -351,7 +353,7 @@ class GraphedCallable:
             if len(self._states) >= _MAX_STATES:
                 self._drop(self._states[0])
             module = self._module()
-            training = any(m.training for m in module.modules())
+            training = any(map(in_training, module.modules()))
             self._states.append(_State(ModuleWatch(module, values=False), training))
             return self._states[-1]
 
@@ -367,13 +369,13 @@ class GraphedCallable:
         if self._recent is entry:
             self._recent = self._fast = None
         self._quick = {key: e for key, e in self._quick.items() if e is not entry}
-        entry.state.entries.pop(entry.signature, None)
+        entry.state.entries.pop((entry.signature, entry.grad), None)
 
     def _capture(
         self, signature: CallSignature, state: _State, args: Args, kwargs: Kwargs
     ) -> _Entry:
         with self.pool.lock:
-            entry = state.entries.get(signature)
+            entry = state.entries.get((signature, self._grad_mode()))
             if entry is not None and entry.ready:
                 return entry  # Another thread was faster.
             graph = self._new(args, kwargs)
@@ -398,7 +400,7 @@ class GraphedCallable:
             pure=not (graph.mutates or graph.random),
             grad=self._grad_mode(),
         )
-        state.entries[signature] = entry
+        state.entries[signature, entry.grad] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is State.READY}
         self._order[graph] = entry
         self._captures += 1
@@ -426,7 +428,7 @@ class GraphedCallable:
                 for args, kwargs in wanted:
                     graph = self._new(args, kwargs)
                     bar.step(f"warming up {graph.name}")
-                    known = state.entries.get(graph.signature)
+                    known = state.entries.get((graph.signature, self._grad_mode()))
                     if known is not None and known.ready:
                         continue
                     if all(graph.signature != signature for _, signature in waiting):

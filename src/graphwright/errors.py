@@ -76,7 +76,7 @@ class StrategyFailed(GraphwrightError):
 
 
 class VerificationError(GraphwrightError):
-    """Nothing can be verified, since the model does not agree with itself."""
+    """A model does not agree with itself, or a graph's result with it."""
 
 
 def user_frame(error: BaseException) -> str | None:

@@ -242,7 +242,7 @@ class CallSignature:
         names = argument_names(args, kwargs)
         for name, mine, theirs in zip(names, self.leaves, other.leaves, strict=True):
             if mine != theirs:
-                found.append(f"{name} is {_words(theirs)}, tuned for {_words(mine)}")
+                found.append(f"{name} is {_words(theirs)}, built for {_words(mine)}")
         if other.aliases != self.aliases:
             found.append("the arguments share memory in another way")
         if other.switches != self.switches:
@@ -500,6 +500,11 @@ def _versions(tensors: Sequence[Any]) -> list[int]:
     return [0 if t.is_inference() else t._version for t in tensors]
 
 
+def in_training(module: nn.Module) -> bool:
+    """Whether a module is in training mode; a frozen script has no mode."""
+    return bool(getattr(module, "training", False))
+
+
 class FunctionModule(nn.Module):
     """A plain function as a module, with the modules and tensors that it reaches as its own."""
 
@@ -510,7 +515,7 @@ class FunctionModule(nn.Module):
         for name, value in modules_behind(function):
             if isinstance(value, nn.Module):
                 self._modules[name] = value
-                self.training |= value.training
+                self.training |= in_training(value)
             else:
                 self._buffers[name] = value
 

@@ -35,6 +35,7 @@ from ..signature import (
     ModuleWatch,
     argument_names,
     flatten,
+    in_training,
     tensors_of,
     unflatten,
 )
@@ -209,6 +210,7 @@ class Graph:
         self._recording = recording
         self._held += recording.external
         recorder = self.pool.recorder(self.pool.device or torch.device("cpu"))
+        self.pool.note()
         self.memory = GraphMemory(self.name, recorder.reserved - before, predicted)
 
 
@@ -236,15 +238,15 @@ class CallGraph(Graph):
             raise OptionError(f"outputs is 'fresh' or 'static', not {outputs!r}.")
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 1:
             raise OptionError(f"warmup is a number of runs above 0, not {warmup!r}.")
+        self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
+        self.signature = _signature(args, kwargs, self._module)
         self._sample, self._spec = flatten(args, kwargs)
         super().__init__(
             MemoryPool() if pool is None else pool, _name(fn, self._sample), evictable=evictable
         )
         self._fn = fn
-        self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
         self._fresh = outputs == "fresh"
         self._runs = warmup
-        self.signature = _signature(args, kwargs, self._module)
         self._device = _device(args, kwargs, self._module, self.pool)
         self._warmed: Warmed | None = None
         self._inputs: Inputs | None = None
@@ -397,8 +399,9 @@ class CallGraph(Graph):
             prediction = self.prediction
             try:
                 self.pool.admit(self, prediction)
+                held = self.pool.reserved
                 self._record(prediction, share_inputs)
-                while self.pool.over_limit:
+                while self.pool.over_limit(held):
                     # The prediction was short of the truth: fragments that nothing fits into.
                     self._forget()
                     self.pool.sweep()
@@ -564,7 +567,7 @@ def _signature(args: Args, kwargs: Kwargs, module: nn.Module) -> CallSignature:
     except SignatureError as error:
         raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
     if torch.is_grad_enabled():
-        training = next((m for m in module.modules() if m.training), None)
+        training = next((m for m in module.modules() if in_training(m)), None)
         if signature.wants_grad or training is not None:
             what = (
                 "An argument requires grad"
@@ -619,7 +622,7 @@ def capture(
         args: sample arguments: tensors, plain values, and containers of them. Later calls have to
             agree in all but the tensors' values.
         pool: memory to share with other graphs; by default a pool of its own.
-        warmup: runs before the capture.
+        warmup: ordinary runs before the capture, beside those that observe and rehearse it.
         outputs: "fresh" gives the caller tensors of its own; "static" the graph's own, which the
             next replay overwrites.
         kwargs: sample keyword arguments.
@@ -674,7 +677,7 @@ def capturing(
                 with autocast_cache_apart(), recorder.open() as recorded:
                     yield graph
                 graph._started(recorded(), before, 0)
-            if pool.over_limit:
+            if pool.over_limit(before):
                 raise pool.exceeded(graph, Prediction(graph.nbytes, (graph.nbytes,), ()))
         except BaseException:
             graph.close()

@@ -245,7 +245,9 @@ class MemoryPool:
         """
         if self.limit is None:
             return
-        while self.reserved + self.predicted(prediction.segments) > self.limit:
+        while (growth := self.predicted(prediction.segments)) > 0:
+            if self.reserved + growth <= self.limit:
+                return
             if sum(prediction.segments) > self.limit or not self.evict_one(graph):
                 raise self.exceeded(graph, prediction)
 
@@ -270,10 +272,13 @@ class MemoryPool:
             "allow eviction with MemoryPool(limit, evict=True).",
         )
 
-    @property
-    def over_limit(self) -> bool:
-        """Whether more is held than allowed."""
-        return self.limit is not None and self.reserved > self.limit
+    def over_limit(self, before: int) -> bool:
+        """Whether the pool has grown past its limit since it held so many bytes."""
+        return self.limit is not None and self.reserved > max(self.limit, before)
+
+    def note(self) -> None:
+        """Something was recorded: keep the high-water mark."""
+        self._high_water = max(self._high_water, self.reserved)
 
     def order(self) -> None:
         """Let what follows on the current stream come after the pool's last replay."""
@@ -297,7 +302,6 @@ class MemoryPool:
     def add(self, graph: Graph) -> None:
         """A graph was captured."""
         self._graphs[id(graph)] = weakref.ref(graph)
-        self._high_water = max(self._high_water, self.reserved)
 
     def remove(self, graph: Graph) -> None:
         """A graph was closed."""

@@ -65,7 +65,7 @@ def warm(
         sample: the leaves of its arguments.
         recorder: what it is to be recorded by.
         undo: the Python side of its state.
-        runs: how often to run it before the rehearsal, the first, observed time included.
+        runs: how often to run it unobserved, between the observed runs and the rehearsal.
 
     Raises:
         CaptureError: it keeps state that a graph cannot carry on.
@@ -82,10 +82,10 @@ def warm(
         for tensor in tensors(result):
             journal.read(tensor)  # It may be a weight that no operation has touched.
         undo.check()
+        undo.refuse_host_randomness(recorder.device, journal.generators)
         _compare(result, eager)
         del result, eager
-        undo.refuse_host_randomness(recorder.device, journal.generators)
-        for _ in range(max(1, runs - 1)):
+        for _ in range(runs):
             inputs.fill(sample)
             with recorder.warming():
                 work(inputs)
