@@ -29,7 +29,7 @@ import graphwright as gw
 from graphwright import signature
 from graphwright.dispatch import GraphedCallable
 from graphwright.graphs import capture as capture_module
-from graphwright.graphs import cpu, cuda, transfer, undo
+from graphwright.graphs import cpu, cuda, transaction, transfer, undo
 from graphwright.graphs.capture import CallGraph, Graph
 from graphwright.graphs.journal import Journal
 
@@ -191,7 +191,8 @@ def generators_are_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 
 def frames_keep_their_tensors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture_module, "_let_go", lambda error: None)
+    patch.setattr(capture_module, "let_go", lambda error: None)
+    patch.setattr(transaction, "let_go", lambda error: None)
 
 
 def no_lock(patch: pytest.MonkeyPatch) -> None:
@@ -221,6 +222,7 @@ def captures_are_global(patch: pytest.MonkeyPatch) -> None:
 
 def graphs_end_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(capture_module, "capturing_now", lambda: False)
+    patch.setattr(transaction, "capturing_now", lambda: False)
 
 
 def nothing_is_swept(patch: pytest.MonkeyPatch) -> None:

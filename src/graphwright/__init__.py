@@ -5,9 +5,7 @@ Importing it does no GPU work.
 
 from ._version import __version__ as __version__
 from .dispatch import GraphedCallable as GraphedCallable
-from .dispatch import GraphedModule as GraphedModule
 from .dispatch import GraphStatistics as GraphStatistics
-from .dispatch import graph as graph
 from .errors import CaptureError as CaptureError
 from .errors import GraphwrightError as GraphwrightError
 from .errors import MemoryBudgetExceeded as MemoryBudgetExceeded
@@ -17,6 +15,8 @@ from .errors import SignatureError as SignatureError
 from .errors import StrategyFailed as StrategyFailed
 from .errors import TargetError as TargetError
 from .errors import VerificationError as VerificationError
+from .graphed import GraphedModule as GraphedModule
+from .graphed import graph as graph
 from .graphs.capture import Graph as Graph
 from .graphs.capture import capture as capture
 from .graphs.capture import capturing as capturing

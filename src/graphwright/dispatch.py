@@ -1,4 +1,4 @@
-"""graph(): a callable that captures a graph for each kind of call and replays it for the next.
+"""A callable that captures a graph for each kind of call and replays it for the next ones.
 
 A call is known by its signature and by the state of the module. The common case, the same kind of
 call as last time, has a path of its own: check the arguments, launch, and look over the module
@@ -12,7 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,9 +27,9 @@ from .errors import (
     SignatureError,
     VerificationError,
 )
-from .graphs.capture import CallGraph, GraphClosed, Outputs, State, capturing_now
+from .graphs.capture import CallGraph, GraphClosed, Outputs, State
 from .graphs.memory import MemoryPool, in_units
-from .proxy import ModuleProxy
+from .graphs.transaction import capturing_now
 from .report.progress import shown
 from .signature import (
     Args,
@@ -528,120 +528,6 @@ class GraphedCallable:
             "max_graphs": self._max_graphs,
             "audit": self._audit_every,
         }
-
-
-class GraphedModule(ModuleProxy):
-    """A module whose calls are answered by graphs; made by `graph()`.
-
-    It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all else
-    read and change the one module.
-    """
-
-    __slots__ = ("_graphs",)
-
-    _graphs: GraphedCallable
-
-    def __init__(self, graphs: GraphedCallable) -> None:
-        assert isinstance(graphs.fn, nn.Module)
-        super().__init__(graphs.fn)
-        object.__setattr__(self, "_graphs", graphs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `GraphedCallable.__call__`."""
-        return self._graphs.call(args, kwargs)
-
-    @property
-    def pool(self) -> MemoryPool:
-        """The memory that the graphs live in."""
-        return self._graphs.pool
-
-    @property
-    def statistics(self) -> GraphStatistics:
-        """How the calls went so far."""
-        return self._graphs.statistics
-
-    def prepare(self, calls: Iterable[Call], *, progress: bool | None = None) -> GraphedModule:
-        """As `GraphedCallable.prepare`; returns itself."""
-        self._graphs.prepare(calls, progress=progress)
-        return self
-
-    def explain(self) -> str:
-        """What runs now and why, what it costs, and how the calls went so far."""
-        return self._graphs.explain()
-
-    def release(self) -> None:
-        """Close all graphs; the next calls capture theirs again."""
-        self._graphs.release()
-
-    def close(self) -> None:
-        """Close all graphs for good; calls go to the module itself."""
-        self._graphs.close()
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedModule:
-        return GraphedModule(copy.deepcopy(self._graphs, memo))
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return GraphedModule, (self._graphs,)
-
-
-@overload
-def graph(  # type: ignore[overload-overlap]  # a module is callable, and the more special case
-    fn: nn.Module,
-    *,
-    pool: MemoryPool | None = None,
-    outputs: Outputs = "fresh",
-    on_miss: OnMiss = "capture",
-    max_graphs: int = 32,
-    audit: int | None = None,
-) -> GraphedModule: ...
-@overload
-def graph(
-    fn: Callable[..., Any],
-    *,
-    pool: MemoryPool | None = None,
-    outputs: Outputs = "fresh",
-    on_miss: OnMiss = "capture",
-    max_graphs: int = 32,
-    audit: int | None = None,
-) -> GraphedCallable: ...
-def graph(
-    fn: Callable[..., Any],
-    *,
-    pool: MemoryPool | None = None,
-    outputs: Outputs = "fresh",
-    on_miss: OnMiss = "capture",
-    max_graphs: int = 32,
-    audit: int | None = None,
-) -> GraphedModule | GraphedCallable:
-    """Answer calls by graphs: one is captured for each kind of call, and replayed for the next.
-
-    A kind of call is its signature (shapes, dtypes, strides, devices, plain values, autocast and
-    backend switches) in one state of the module (train or eval, attributes, weights where they
-    are). A call that fits no graph is captured, or runs eagerly, or raises: never is a graph
-    replayed for a call that it was not captured for.
-
-    Args:
-        fn: a module or function, for inference.
-        pool: memory to share with other graphs; by default a pool of its own.
-        outputs: "fresh" gives the caller tensors of its own; "static" the graphs' own, which the
-            next call overwrites.
-        on_miss: what a call without a graph does: "capture", "eager" (count it and call `fn`) or
-            "error". With the last two, graphs are captured by `prepare()` only.
-        max_graphs: graphs to keep; the least recently used one is closed for a new one.
-        audit: every so many calls, run `fn` beside the graph and compare, where the call changes
-            nothing and draws no random numbers.
-
-    Returns:
-        a GraphedModule, which is the module in all but how it is called; for a plain function a
-        GraphedCallable. Both have `prepare`, `statistics`, `explain`, `release` and `close`.
-
-    Raises:
-        OptionError: an option makes no sense.
-    """
-    graphs = GraphedCallable(
-        fn, pool=pool, outputs=outputs, on_miss=on_miss, max_graphs=max_graphs, audit=audit
-    )
-    return GraphedModule(graphs) if isinstance(fn, nn.Module) else graphs
 
 
 def _rebuild(

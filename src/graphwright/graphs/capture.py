@@ -10,8 +10,6 @@ from __future__ import annotations
 import contextlib
 import enum
 import functools
-import threading
-import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NoReturn
 
@@ -21,11 +19,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import (
     CaptureError,
-    GraphwrightError,
     OptionError,
     SignatureError,
-    first_line,
-    user_frame,
 )
 from ..signature import (
     Args,
@@ -41,6 +36,7 @@ from ..signature import (
 )
 from .memory import GraphMemory, MemoryPool, Prediction
 from .recorder import Recorder, Recording
+from .transaction import THREAD, capturing_now, let_go, transaction
 from .transfer import Inputs, Results, copy, flat, is_dense
 from .undo import Undo, autocast_cache_apart
 from .warmup import Warmed, warm
@@ -56,20 +52,6 @@ class State(enum.StrEnum):
     CAPTURING = "capturing"
     READY = "ready"
     CLOSED = "closed"
-
-
-class _Thread(threading.local):
-    """How many captures this thread is in."""
-
-    depth = 0
-
-
-THREAD = _Thread()
-
-
-def capturing_now() -> bool:
-    """Whether this thread is warming up or capturing a graph."""
-    return THREAD.depth > 0
 
 
 class GraphClosed(CaptureError):
@@ -410,7 +392,7 @@ class CallGraph(Graph):
                     self._record(prediction, share_inputs)
             except BaseException as error:
                 self._retire()
-                _let_go(error)
+                let_go(error)
                 self.pool.sweep()
                 raise
             self._sample = []
@@ -462,7 +444,7 @@ class CallGraph(Graph):
     @contextlib.contextmanager
     def _transaction(self, state: State) -> Iterator[Undo]:
         self.state = state
-        with _transaction(self.pool, self._module, self._forget) as undo:
+        with transaction(self.pool, self._module, self._forget) as undo:
             yield undo
 
     def _forget(self) -> None:
@@ -478,72 +460,6 @@ class CallGraph(Graph):
         self._forget()
         self._warmed = None
         self._sample = []
-
-
-@contextlib.contextmanager
-def _transaction(pool: MemoryPool, module: nn.Module, forget: Callable[[], None]) -> Iterator[Undo]:
-    """Put back what was changed inside; on an error, leave nothing and name the cause."""
-    undo = Undo(module)
-    done = False
-    THREAD.depth += 1
-    try:
-        with _same_kernels(), torch.inference_mode(False), torch.no_grad():
-            yield undo
-        done = True
-    except BaseException as error:
-        forget()
-        if not isinstance(error, Exception):
-            _let_go(error)
-            raise
-        told = _translated(error)
-        if told is error:
-            raise
-        raise told from error
-    finally:
-        THREAD.depth -= 1
-        undo.restore(python=not done)
-        if not capturing_now():
-            pool.sweep()
-
-
-@contextlib.contextmanager
-def _same_kernels() -> Iterator[None]:
-    """Keep modules from computing other numbers for the sole reason that gradients are off.
-
-    nn.TransformerEncoder and nn.MultiheadAttention have such a path. It is left to callers who had
-    gradients off themselves.
-    """
-    fast = torch.backends.mha.get_fastpath_enabled()
-    if torch.is_grad_enabled():
-        torch.backends.mha.set_fastpath_enabled(False)
-    try:
-        yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
-
-
-def _let_go(error: BaseException) -> None:
-    """Let go of the tensors that the frames of an error hold: nothing stays allocated."""
-    seen: BaseException | None = error
-    while seen is not None:
-        traceback.clear_frames(seen.__traceback__)
-        seen = seen.__cause__ or seen.__context__
-
-
-def _translated(error: Exception) -> GraphwrightError:
-    """The error as graphwright's own, with its place in the user's code."""
-    where = user_frame(error)
-    _let_go(error)
-    if isinstance(error, CaptureError) and (error.where or not where):
-        return error
-    if isinstance(error, GraphwrightError):
-        kind = CaptureError if isinstance(error, SignatureError) else type(error)
-        return kind(error.what, where=error.where or where, remedy=error.remedy)
-    return CaptureError(
-        f"The call failed while it was being captured: {first_line(error)}",
-        where=where,
-        remedy="See the original error, which is this one's cause.",
-    )
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
@@ -673,7 +589,7 @@ def capturing(
         before = recorder.reserved
         graph.state = State.CAPTURING
         try:
-            with _transaction(pool, nothing, lambda: None):
+            with transaction(pool, nothing, lambda: None):
                 with autocast_cache_apart(), recorder.open() as recorded:
                     yield graph
                 graph._started(recorded(), before, 0)

@@ -1,0 +1,95 @@
+"""A capture changes nothing unless it succeeds: the frame around warm-up and recording."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import traceback
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError, GraphwrightError, SignatureError, first_line, user_frame
+from .memory import MemoryPool
+from .undo import Undo
+
+
+class _Thread(threading.local):
+    """How many captures this thread is in."""
+
+    depth = 0
+
+
+THREAD = _Thread()
+
+
+def capturing_now() -> bool:
+    """Whether this thread is warming up or capturing a graph."""
+    return THREAD.depth > 0
+
+
+@contextlib.contextmanager
+def transaction(pool: MemoryPool, module: nn.Module, forget: Callable[[], None]) -> Iterator[Undo]:
+    """Put back what was changed inside; on an error, leave nothing and name the cause."""
+    undo = Undo(module)
+    done = False
+    THREAD.depth += 1
+    try:
+        with _same_kernels(), torch.inference_mode(False), torch.no_grad():
+            yield undo
+        done = True
+    except BaseException as error:
+        forget()
+        if not isinstance(error, Exception):
+            let_go(error)
+            raise
+        told = _translated(error)
+        if told is error:
+            raise
+        raise told from error
+    finally:
+        THREAD.depth -= 1
+        undo.restore(python=not done)
+        if not capturing_now():
+            pool.sweep()
+
+
+@contextlib.contextmanager
+def _same_kernels() -> Iterator[None]:
+    """Keep modules from computing other numbers for the sole reason that gradients are off.
+
+    nn.TransformerEncoder and nn.MultiheadAttention have such a path. It is left to callers who had
+    gradients off themselves.
+    """
+    fast = torch.backends.mha.get_fastpath_enabled()
+    if torch.is_grad_enabled():
+        torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        yield
+    finally:
+        torch.backends.mha.set_fastpath_enabled(fast)
+
+
+def let_go(error: BaseException) -> None:
+    """Let go of the tensors that the frames of an error hold: nothing stays allocated."""
+    seen: BaseException | None = error
+    while seen is not None:
+        traceback.clear_frames(seen.__traceback__)
+        seen = seen.__cause__ or seen.__context__
+
+
+def _translated(error: Exception) -> GraphwrightError:
+    """The error as graphwright's own, with its place in the user's code."""
+    where = user_frame(error)
+    let_go(error)
+    if isinstance(error, CaptureError) and (error.where or not where):
+        return error
+    if isinstance(error, GraphwrightError):
+        kind = CaptureError if isinstance(error, SignatureError) else type(error)
+        return kind(error.what, where=error.where or where, remedy=error.remedy)
+    return CaptureError(
+        f"The call failed while it was being captured: {first_line(error)}",
+        where=where,
+        remedy="See the original error, which is this one's cause.",
+    )
