@@ -15,6 +15,7 @@ import itertools
 import pickle
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -511,6 +512,59 @@ def the_same_tensor_twice_is_another_call(device: torch.device) -> None:
     same(graphed(x, x), work(x, x))
     same(graphed(x, y), work(x, y))
     same(graphed(y, y), work(y, y))
+
+
+def overlaps_with_weights_are_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(CallGraph, "check_overlap", lambda self, leaves: None)
+
+
+@hazard(6, overlaps_with_weights_are_not_seen)
+def an_argument_that_is_a_weight_too_is_no_copy_of_it(device: torch.device) -> None:
+    weight = torch.ones(4, device=device)
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return weight * 2
+
+    graphed = gw.graph(work)
+    graphed(torch.ones(4, device=device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        same(graphed(weight), torch.full((4,), 4.0, device=device))
+
+
+def geometry_is_not_watched(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(signature.ModuleWatch, "_reshaped", lambda self: False)
+
+
+@hazard(5, geometry_is_not_watched)
+def a_weight_turned_at_its_address_is_noticed(device: torch.device) -> None:
+    layer = nn.Linear(16, 16, bias=False).to(device).eval()
+    graphed, x = gw.graph(layer), rand(device, 4, 16)
+    graphed(x)
+    layer.weight.data = layer.weight.data.t()
+    same(graphed(x), layer(x).detach())
+
+
+def numpy_is_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(signature, "_overlapping", lambda tensors: False)
+    patch.setattr(signature, "_shared", lambda leaves: ())
+
+
+@hazard(6, numpy_is_not_seen, only="cpu")
+def arguments_may_be_of_one_numpy_array(device: torch.device) -> None:
+    def work(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return y * 2
+
+    graphed = gw.graph(work)
+    for pick in (lambda a: (a, a), lambda a: (a[:4], a[2:]), lambda a: (a[:2], a[2:])):
+        mine, theirs = (torch.ones(6).numpy() for _ in range(2))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = graphed(*map(torch.from_numpy, pick(mine)))
+        same(result, work(*map(torch.from_numpy, pick(theirs))))
+        assert (mine == theirs).all()
 
 
 # 8. Randomness.

@@ -285,8 +285,9 @@ CASES = [
 
 
 @pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Tensors this small are faster on one."""
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors this small are faster on one; and no other thread draws random numbers."""
+    monkeypatch.setattr("graphwright.graphs.undo.threading.active_count", lambda: 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .accuracy import error_of
+from .accuracy import error_of, special_values
 from .errors import (
     CaptureError,
     GraphwrightError,
@@ -39,6 +39,7 @@ from .signature import (
     ModuleWatch,
     fitting,
     in_training,
+    inside_transform,
     lasting_switches,
     leaf_names,
     tensors_of,
@@ -251,6 +252,9 @@ class GraphedCallable:
                 result = graph.run(args, kwargs)
         except GraphClosed:
             return self._find(args, kwargs)
+        except SignatureError as error:
+            kind = "an argument shares memory with a tensor of the call's own"
+            return self._missed(kind, error.what, args, kwargs)
         self._hits += 1
         if entry is not self._recent:
             self._used(entry, args, kwargs)
@@ -276,6 +280,9 @@ class GraphedCallable:
             return self._run_eagerly("closed", args, kwargs)
         if capturing_now():
             return self._run_eagerly("inside another capture", args, kwargs)
+        if inside_transform():
+            self._eager["traced or transformed"] += 1
+            return self.fn(*args, **kwargs)
         state = self._state()
         if torch.is_grad_enabled() and (
             state.training or any(t.requires_grad for t in tensors_of((args, dict(kwargs))))
@@ -575,16 +582,28 @@ def _compare(result: Any, expected: Any, name: str) -> None:
     """Raise VerificationError where a graph's result is not eager's."""
     mine, theirs = pytree.tree_leaves(result), pytree.tree_leaves(expected)
     names = leaf_names(expected, "output")
-    for leaf, mine_leaf, theirs_leaf in zip(names, mine, theirs, strict=True):
-        if not isinstance(theirs_leaf, torch.Tensor):
-            continue
-        error, peak = error_of(mine_leaf, theirs_leaf, theirs_leaf)
-        real = theirs_leaf.dtype.to_real() if theirs_leaf.dtype.is_complex else theirs_leaf.dtype
-        ulp = torch.finfo(real).eps if real.is_floating_point else 0.0
-        if error.rms > _AUDIT_RMS_ULPS * ulp or error.max > _AUDIT_MAX_ULPS * ulp * peak:
+    for leaf, a, b in zip(names, mine, theirs, strict=True):
+        what = _difference(a, b)
+        if what is not None:
             raise VerificationError(
-                f"An audit found that {leaf} of the graph {name} is off eager's by {error.rms:.1e} "
-                f"(rms) and {error.max:.1e} (largest).",
+                f"An audit found that {leaf} of the graph {name} is not eager's: {what}.",
                 remedy="Something that the call depends on changed unseen (docs: what is not "
                 "watched). Call release(), so that it is captured again.",
             )
+
+
+def _difference(a: Any, b: Any) -> str | None:
+    """How a leaf of a graph's result differs from eager's, in words, beyond rounding."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        same = type(a) is type(b) and (a == b or (a != a and b != b))
+        return None if same else f"{a!r} instead of {b!r}"
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return f"{tuple(a.shape)} {a.dtype} instead of {tuple(b.shape)} {b.dtype}"
+    if not torch.equal(special_values(a), special_values(b)):
+        return "NaN or Inf in other places"
+    error, peak = error_of(a, b, b)
+    real = b.dtype.to_real() if b.dtype.is_complex else b.dtype
+    ulp = torch.finfo(real).eps if real.is_floating_point else 0.0
+    if error.rms <= _AUDIT_RMS_ULPS * ulp and error.max <= _AUDIT_MAX_ULPS * ulp * peak:
+        return None
+    return f"off by {error.rms:.1e} (rms) and {error.max:.1e} (largest)"

@@ -103,6 +103,7 @@ def _is_plain(value: Any) -> bool:
         type(value) in _PLAIN_TYPES
         and value.layout is torch.strided
         and not (value.is_nested or value.is_quantized or value.is_neg() or value.is_conj())
+        and not value._is_zerotensor()
     )
 
 
@@ -183,6 +184,12 @@ class CallSignature:
                 raise
         flat = guard = None
         aliases = _shared(leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if len(tensors) > 1 and _overlapping(tensors):
+            raise SignatureError(
+                "Two arguments share memory that belongs to something other than PyTorch.",
+                remedy="Pass copies, or views of one tensor.",
+            )
         values = (*args, *kwargs.values())
         if not aliases and all(isinstance(value, torch.Tensor) for value in values):
             flat = (
@@ -209,7 +216,7 @@ class CallSignature:
                 return False
             if fitting(self.guard, values):
                 return switches() == self.switches
-        if _inside_transform():
+        if inside_transform():
             return False
         if self.flat is None:
             return self.differences(args, kwargs) is None
@@ -228,8 +235,8 @@ class CallSignature:
 
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
         """Why a call does not fit this signature, in words, or None when it fits."""
-        if _inside_transform():
-            return "the call is inside a torch.func transform"
+        if inside_transform():
+            return "the call is traced, or inside a torch.func transform or a dispatch mode"
         try:
             other = CallSignature.of(args, kwargs)
         except SignatureError as error:
@@ -263,6 +270,7 @@ def _is(value: Any, expected: tuple[Any, ...]) -> bool:
         and value.device == device
         and value.requires_grad is requires_grad
         and not value.is_neg()
+        and not value._is_zerotensor()
         and not (dtype.is_complex and value.is_conj())
     )
 
@@ -298,12 +306,23 @@ def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
 def _apart(tensors: Sequence[torch.Tensor]) -> bool:
     """Whether each tensor has a storage of its own that holds something."""
     found = {tensor.untyped_storage().data_ptr() for tensor in tensors}
-    return len(found) == len(tensors) and 0 not in found
+    return len(found) == len(tensors) and 0 not in found and not _overlapping(tensors)
 
 
-def _inside_transform() -> bool:
-    """Whether vmap, grad or the like is at work, whose tensors have no memory of their own."""
-    return torch._C._functorch.peek_interpreter_stack() is not None
+def _overlapping(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether storages that begin at different places overlap, as those of NumPy arrays may."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    ranges = sorted({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
+    return any(a + n > b for (a, n), (b, _) in itertools.pairwise(ranges) if a != b)
+
+
+def inside_transform() -> bool:
+    """Whether vmap, tracing, a dispatch mode or the like wants to see the operations themselves."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+    )
 
 
 def _shared(leaves: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
@@ -340,18 +359,19 @@ def _words(described: tuple[Any, ...]) -> str:
 
 # Every module has these, and no inference depends on them.
 _MAX_COMPILED = 200
-_OF_NO_CONSEQUENCE = {"_is_full_backward_hook", "_is_hf_initialized"}
+_OF_NO_CONSEQUENCE = {*vars(nn.Module()), "_is_hf_initialized"} - {"training"}
 
 
 class ModuleWatch:
     """Notices whatever makes work that was built from a module out of date.
 
-    Watched: parameters, buffers, submodules and attributes that are tensors or plain values
-    (`training` among them) by identity, tensors by address too; forward hooks; for a plain function
+    Watched: parameters, buffers, submodules and attributes (`training` among them) by identity,
+    tensors by address and shape too; forward hooks; for a plain function
     also the modules and tensors that it names. With `values=True` also in-place changes of tensors,
     for work that holds a copy of the weights or has folded them.
 
-    Not watched: attributes that are lists, dictionaries or other objects, what a Python function
+    Not watched: what is inside of attributes that are lists, dictionaries or other objects, what a
+    Python function
     reaches by other ways, and, with `values=True`, writes that leave a tensor's version as it is
     (through `.data`, numpy or a pointer). The watch keeps the tensors' memory alive, so that what
     was built never reads memory that was given to others, and no address comes back.
@@ -386,6 +406,9 @@ class ModuleWatch:
         ]
         self._memory = [tensor.untyped_storage() for tensor in self._tensors]
         self._addresses = list(map(_ADDRESS, self._tensors))
+        self._unique = list({id(tensor): tensor for tensor in self._tensors}.values())
+        self._geometries = list(map(_geometry, self._unique))
+        self._guard = _guard(self._unique)
         self._versions = _versions(self._tensors) if values else []
         self.unchanged = self._compiled(module) if not values else self._unchanged
 
@@ -418,6 +441,7 @@ class ModuleWatch:
                 terms.append(f"{it}[{key!r}] is {name(attributes[key])}")
         for tensor in self._tensors:
             terms.append(f"{name(tensor.data_ptr)}() == {tensor.data_ptr()}")
+        terms.append(f"not {name(self._reshaped)}()")
         source = f"lambda {', '.join(names)}: lambda: {' and '.join(terms)}"
         made: Callable[[], bool] = eval(source)(**names)  # of names and addresses made here
         return made
@@ -427,6 +451,10 @@ class ModuleWatch:
         if self._function is None:
             return []
         return [value for _, value in modules_behind(self._function._function)]
+
+    def _reaches_others(self) -> bool:
+        now = self._reach()
+        return len(now) != len(self._reached) or any(map(operator.is_not, now, self._reached))
 
     def _now(self) -> list[Any]:
         chain = itertools.chain.from_iterable
@@ -448,21 +476,28 @@ class ModuleWatch:
                 self._held[index] = new  # An equal value in another object: `x.eps = 1e-5`.
         if list(map(_ADDRESS, self._tensors)) != self._addresses:
             return "the memory of a parameter or buffer moved"
+        if self._reshaped():
+            return "the shape or strides of a parameter or buffer changed"
         if self._values and _versions(self._tensors) != self._versions:
             return "a parameter or buffer changed in place, and the chosen strategy holds a copy"
         if self._hooked and self._hooks != self._hooked:
             return "a forward hook was added or removed"
-        if self._function is not None and any(map(operator.is_not, self._reach(), self._reached)):
+        if self._function is not None and self._reaches_others():
             return "the function now names another module or tensor"
         return None
 
+    def _reshaped(self) -> bool:
+        if self._guard is not None and self._guard(*self._unique):
+            return False
+        return list(map(_geometry, self._unique)) != self._geometries
+
     def rebound(self) -> bool:
         """Whether a tensor that was watched is held no longer, or has moved, for good."""
-        if self._function is not None and any(map(operator.is_not, self._reach(), self._reached)):
+        if self._function is not None and self._reaches_others():
             return True
         held = {id(value) for value in self._now_or_nothing()}
         return any(id(tensor) not in held for tensor in self._tensors) or (
-            list(map(_ADDRESS, self._tensors)) != self._addresses
+            list(map(_ADDRESS, self._tensors)) != self._addresses or self._reshaped()
         )
 
     def _now_or_nothing(self) -> list[Any]:
@@ -473,12 +508,8 @@ class ModuleWatch:
 
 
 def _watched(attributes: Mapping[str, Any]) -> list[str]:
-    """Attributes of a module that are plain values or tensors."""
-    return [
-        name
-        for name, value in attributes.items()
-        if isinstance(value, (*SCALARS, torch.Tensor)) and name not in _OF_NO_CONSEQUENCE
-    ]
+    """Attributes of a module that are its class's own, not nn.Module's."""
+    return [name for name in attributes if name not in _OF_NO_CONSEQUENCE]
 
 
 def _same_scalar(a: Any, b: Any) -> bool:
@@ -493,6 +524,10 @@ def _what_was_replaced(new: Any, old: Any) -> str:
 
 
 _ADDRESS = torch.Tensor.data_ptr
+
+
+def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.dtype
 
 
 def _versions(tensors: Sequence[Any]) -> list[int]:

@@ -37,7 +37,7 @@ from ..signature import (
 from .memory import GraphMemory, MemoryPool, Prediction
 from .recorder import Recorder, Recording
 from .transaction import THREAD, capturing_now, let_go, transaction
-from .transfer import Inputs, Results, copy, flat, is_dense
+from .transfer import Geometry, Inputs, Results, copy, flat, is_dense
 from .undo import Undo, autocast_cache_apart
 from .warmup import Warmed, warm
 
@@ -235,8 +235,13 @@ class CallGraph(Graph):
         self._results: Results | None = None
         self._watch: ModuleWatch | None = None
         # The leaves of a call without keyword arguments and containers are the arguments.
-        self._plain_args = not kwargs and len(args) == len(self._sample)
+        self._plain_args = (
+            not kwargs
+            and len(args) == len(self._sample)
+            and all(a is b for a, b in zip(args, self._sample, strict=True))
+        )
         self._names = sorted(kwargs)
+        self._outside: set[int] = set()
         self._simple = False
         self._sources: list[int] = []
         self._by_element: list[int] = []
@@ -245,7 +250,11 @@ class CallGraph(Graph):
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
-        """The static inputs, in the order of the arguments: what `replay()` reads."""
+        """The static inputs, in the order of the arguments: what `replay()` reads.
+
+        In a pool that other graphs share, fill them, replay and read `outputs` without a replay of
+        another graph in between: it may use the same memory.
+        """
         self._ready()
         assert self._inputs is not None
         return tuple(self._inputs.tensor(slot) for slot in self._inputs.slots)
@@ -258,24 +267,35 @@ class CallGraph(Graph):
         return self._results.tree
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._ready()
         if not self.signature.fits(args, kwargs):
             raise SignatureError(
                 f"The graph was captured for another call: "
                 f"{self.signature.differences(args, kwargs)}.",
                 remedy="Capture a graph for this call, or use graphwright.graph().",
             )
-        self._ready()
-        change = None if self._watch is None else self._watch.changed()
-        if change is not None:
+        watch = self._watch
+        assert watch is not None
+        if self.mutates or self.random:
+            self._check(watch)
+            return self.run(args, kwargs)
+        # The device works while the module is looked over; what came too late is dropped.
+        result = self.run(args, kwargs)
+        self._check(watch)
+        return result
+
+    def _check(self, watch: ModuleWatch) -> None:
+        if not watch.unchanged() and (change := watch.changed()) is not None:
             raise SignatureError(
                 f"Since {self.name} was captured, {change}.",
                 remedy="Capture it again, or use graphwright.graph(), which does so by itself.",
             )
-        return self.run(args, kwargs)
 
     def run(self, args: Args, kwargs: Kwargs) -> Any:
         """Replay for a call that was found to fit."""
         leaves = args if self._plain_args else self._leaves(args, kwargs)
+        if self.mutates:
+            self.check_overlap(leaves)
         with self.pool.lock:
             recording, results = self._recording, self._results
             if recording is None or results is None or THREAD.depth:
@@ -289,8 +309,23 @@ class CallGraph(Graph):
             else:
                 self._run_with_copies(recording, leaves, targets)
         if not self._fresh:
-            return results.tree
+            return results.again()
         return targets[0] if results.single else results.build(leaves, targets)
+
+    def check_overlap(self, leaves: Sequence[Any]) -> None:
+        """Refuse an argument that lies in memory which the call reaches by another way too.
+
+        The graph works on a copy of the argument, and would not see its own writes to the other.
+        """
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+                continue
+            if leaf.untyped_storage().data_ptr() in self._outside:
+                raise SignatureError(
+                    "An argument shares memory with a tensor that the call uses by itself, and one "
+                    "of the two is written to.",
+                    remedy="Pass a copy.",
+                )
 
     def launcher(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
         """`run` for arguments that are all tensors, in one function; None where it is not simple.
@@ -357,6 +392,12 @@ class CallGraph(Graph):
                 self._warmed = warm(self._work, self._sample, recorder, undo, self._runs)
             self.mutates = self._warmed.mutates
             self.random = bool(self._warmed.generators)
+            self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
+            if self.mutates:
+                try:
+                    self.check_overlap(self._sample)
+                except SignatureError as error:
+                    raise CaptureError(error.what, remedy=error.remedy) from error
             return self.prediction
 
     @property
@@ -439,6 +480,16 @@ class CallGraph(Graph):
         args, kwargs = unflatten(inputs.leaves, self._spec)
         with autocast_cache_apart():
             result = self._fn(*args, **kwargs)
+            after, spec = flatten(args, kwargs)
+            if spec != self._spec or any(
+                a is not b or (isinstance(b, torch.Tensor) and Geometry.of(b) != geometry)
+                for a, b, geometry in zip(after, inputs.leaves, inputs.geometries, strict=True)
+            ):
+                raise CaptureError(
+                    "The call changes the containers that it is given, or the shape of a tensor in "
+                    "them; a graph would not.",
+                    remedy="Return what is new instead.",
+                )
             return pytree.tree_map_only(torch.Tensor, _resolved, result)
 
     @contextlib.contextmanager

@@ -32,6 +32,7 @@ _HOST_READS = {
     "__dlpack__": "DLPack export",
     "__repr__": "printing a tensor",
 }
+_FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
 _MASKS = (torch.bool, torch.uint8)
 _REMEDY = "A graph repeats device work only: compute with tensors, or do this outside the capture."
@@ -46,7 +47,12 @@ class _HostReads(TorchFunctionMode):
         if func is F.one_hot and _classes(args, kwargs) >= 0:
             # On the CPU alone it reads its input to check it.
             return _one_hot(args[0], _classes(args, kwargs))
-        how = _HOST_READS.get(getattr(func, "__name__", ""))
+        name = getattr(func, "__name__", "")
+        if name in _FROM_DATA and any(isinstance(a, list | tuple) and tensors(a) for a in args):
+            raise CaptureError(f"Values of tensors are read by {name}().", remedy=_REMEDY)
+        if name == "tensor_split" and any(isinstance(a, torch.Tensor) for a in args[1:2]):
+            raise CaptureError(f"Values of a tensor are read by {name}().", remedy=_REMEDY)
+        how = _HOST_READS.get(name)
         if how is not None and args and isinstance(args[0], torch.Tensor):
             raise CaptureError(f"A value of a tensor is read by {how}.", remedy=_REMEDY)
         return func(*args, **(kwargs or {}))
@@ -202,9 +208,10 @@ class _Tape(Journal):
         if old._cdata not in moved:
             moved[old._cdata] = self._arena.allocate(old.nbytes())
             moved[old._cdata].copy_(old)
-        result = torch.empty(0, dtype=tensor.dtype).set_(
-            moved[old._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
-        )
+        with torch.inference_mode(False):
+            result = torch.empty(0, dtype=tensor.dtype).set_(
+                moved[old._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
         block = self._arena.block_of(result)
         assert block is not None  # It has bytes, and they were just allocated.
         self._mine[block.number] = block
@@ -321,6 +328,8 @@ class CpuRecorder:
         prepared = prepare(scratch.allocate)
         with scratch._taping(None) as tape:
             kept = work(prepared)
+        for tensor in tensors(kept):
+            tape.read(tensor)
         self._rehearsed = dict(tape.external)
         sizes = scratch._arena.segments()
         del kept
@@ -342,6 +351,8 @@ class CpuRecorder:
         known, self._rehearsed = self._rehearsed, None
         with self._taping(known) as tape:
             made = work()
+        for tensor in tensors(made):
+            tape.read(tensor)
         return self._recorded(tape, feeds, drains(made))
 
     @contextlib.contextmanager

@@ -205,6 +205,53 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
     return [tensor for argument in always for tensor in tensors(value(argument))]
 
 
+class Shared:
+    """A switch of the whole process that several threads may want thrown at once.
+
+    The first one throws it, the last one puts it back.
+    """
+
+    def __init__(self, throw: Callable[[], Callable[[], object]]) -> None:
+        """`throw` throws the switch and returns what puts it back."""
+        self._throw = throw
+        self._lock = threading.Lock()
+        self._users = 0
+        self._back: Callable[[], object] = lambda: None
+
+    @contextlib.contextmanager
+    def thrown(self) -> Iterator[None]:
+        """Have the switch thrown inside the block."""
+        with self._lock:
+            if self._users == 0:
+                self._back = self._throw()
+            self._users += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._users -= 1
+                if self._users == 0:
+                    self._back()
+
+
+class _Pretending(threading.local):
+    """How often this thread is inside of `capturing_seems_on`."""
+
+    depth = 0
+
+
+_PRETENDING = _Pretending()
+
+
+def _answer_with_yes() -> Callable[[], object]:
+    asked = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: _PRETENDING.depth > 0 or asked()
+    return lambda: setattr(torch.cuda, "is_current_stream_capturing", asked)
+
+
+_SEEMS = Shared(_answer_with_yes)
+
+
 @contextlib.contextmanager
 def capturing_seems_on() -> Iterator[None]:
     """Answer torch.cuda.is_current_stream_capturing() on this thread with True.
@@ -212,37 +259,12 @@ def capturing_seems_on() -> Iterator[None]:
     Libraries ask, and leave out reads of device values while a capture is under way; what is
     warmed up and what is recorded have to be the same work.
     """
-    with _SEEMS.lock:
-        if _SEEMS.users == 0:
-            _SEEMS.asked = torch.cuda.is_current_stream_capturing
-            torch.cuda.is_current_stream_capturing = _seems_capturing
-        _SEEMS.users += 1
-    _SEEMS.thread.depth = getattr(_SEEMS.thread, "depth", 0) + 1
-    try:
-        yield
-    finally:
-        _SEEMS.thread.depth -= 1
-        with _SEEMS.lock:
-            _SEEMS.users -= 1
-            if _SEEMS.users == 0:
-                torch.cuda.is_current_stream_capturing = _SEEMS.asked
-
-
-class _Seems:
-    """Who has been told that a capture is under way."""
-
-    def __init__(self) -> None:
-        self.lock = threading.Lock()
-        self.thread = threading.local()
-        self.users = 0
-        self.asked: Callable[[], bool] = torch.cuda.is_current_stream_capturing
-
-
-_SEEMS = _Seems()
-
-
-def _seems_capturing() -> bool:
-    return getattr(_SEEMS.thread, "depth", 0) > 0 or _SEEMS.asked()
+    with _SEEMS.thrown():
+        _PRETENDING.depth += 1
+        try:
+            yield
+        finally:
+            _PRETENDING.depth -= 1
 
 
 @contextlib.contextmanager
@@ -266,5 +288,14 @@ def compilers_off() -> Iterator[None]:
     if "torch._dynamo" not in sys.modules:
         yield
         return
-    with torch.compiler.set_stance("force_eager"):
+    with _STANCE.thrown():
         yield
+
+
+def _force_eager() -> Callable[[], object]:
+    stance = torch.compiler.set_stance("force_eager")
+    stance.__enter__()
+    return lambda: stance.__exit__(None, None, None)
+
+
+_STANCE = Shared(_force_eager)

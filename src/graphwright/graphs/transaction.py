@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, GraphwrightError, SignatureError, first_line, user_frame
+from .journal import Shared
 from .memory import MemoryPool
 from .undo import Undo
 
@@ -62,13 +63,20 @@ def _same_kernels() -> Iterator[None]:
     nn.TransformerEncoder and nn.MultiheadAttention have such a path. It is left to callers who had
     gradients off themselves.
     """
-    fast = torch.backends.mha.get_fastpath_enabled()
-    if torch.is_grad_enabled():
-        torch.backends.mha.set_fastpath_enabled(False)
-    try:
+    if not torch.is_grad_enabled():
         yield
-    finally:
-        torch.backends.mha.set_fastpath_enabled(fast)
+        return
+    with _PLAIN_ATTENTION.thrown():
+        yield
+
+
+def _plain_attention() -> Callable[[], object]:
+    fast = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    return lambda: torch.backends.mha.set_fastpath_enabled(fast)
+
+
+_PLAIN_ATTENTION = Shared(_plain_attention)
 
 
 def let_go(error: BaseException) -> None:

@@ -77,7 +77,9 @@ def _by_storage(leaves: Sequence[Any]) -> list[list[int]]:
     groups: dict[int, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            groups.setdefault(leaf.untyped_storage()._cdata, []).append(index)
+            # By address: two storages may be of one NumPy array.
+            storage = leaf.untyped_storage()
+            groups.setdefault(storage.data_ptr() or -storage._cdata, []).append(index)
     return list(groups.values())
 
 
@@ -115,6 +117,9 @@ class Inputs:
                     self.slots.append(index)
                 self.leaves[index] = made[id(leaf)]
         self.slots.sort()
+        self.geometries = [
+            Geometry.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves
+        ]
         self.fill(sample)
 
     def tensor(self, slot: int) -> torch.Tensor:
@@ -209,6 +214,10 @@ class Results:
         ]
         self._leaves = leaves
         self.single = len(self.bases) == 1 and tree is self.bases[0]
+
+    def again(self) -> Any:
+        """What the work returned, in containers that the caller may change."""
+        return pytree.tree_unflatten(self._leaves, self._spec)
 
     def build(self, leaves: Sequence[Any], copies: Sequence[torch.Tensor]) -> Any:
         """What the caller gets.

@@ -50,6 +50,8 @@ class Undo:
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
         self._grads = [(p, p.grad) for p in module.parameters()]
+        held = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
+        self._data = [(tensor, tensor.detach()) for tensor in held]
         self._kept: list[tuple[Any, Any]] = []
         self._alive: dict[int, Any] = {}
         self._look(keep=True)
@@ -61,6 +63,11 @@ class Undo:
         Raises:
             CaptureError: naming the attribute or variable.
         """
+        if any(parameter.grad is not grad for parameter, grad in self._grads):
+            raise CaptureError(
+                "The call sets gradients of parameters, which a captured call does not.",
+                remedy="Leave backward() out of the captured call.",
+            )
         now = self._look(keep=False)
         before = self._settled
         self._settled = now
@@ -110,6 +117,9 @@ class Undo:
         for parameter, grad in self._grads:
             if parameter.grad is not grad:
                 parameter.grad = grad
+        for tensor, alias in self._data:
+            if _place(tensor) != _place(alias):
+                tensor.data = alias
         if python:
             for container, content in self._kept:
                 _refill(container, content)
@@ -127,6 +137,8 @@ class Undo:
             attributes = vars(module)
             look.note(attributes)
             for holder in _HOLDERS:
+                if not isinstance(attributes.get(holder), dict):  # of a ScriptModule
+                    continue
                 look.note(attributes[holder])
                 for name, value in attributes[holder].items():
                     found[f"{name}{of}"] = look.at(value)
@@ -161,7 +173,7 @@ class _Look:
         known = id(value) in self.seen
         self.seen[id(value)] = value
         if isinstance(value, torch.Tensor):
-            return id(value), value.data_ptr() if value.layout is torch.strided else 0
+            return id(value), _place(value) if value.layout is torch.strided else 0
         if known or depth > _MAX_DEPTH or len(self.seen) > _MAX_VALUES:
             return id(value)
         if isinstance(value, (nn.Module, *_WITHOUT_STATE)) or _is_machinery(value):
@@ -180,6 +192,10 @@ class _Look:
         else:
             return id(value)
         return id(value), len(parts), [self.at(part, depth + 1) for part in parts[:_MAX_VALUES]]
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
 def _is_machinery(value: Any) -> bool:

@@ -12,9 +12,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils import _pytree as pytree
 
 from ..accuracy import error_of, special_values
 from ..errors import CaptureError, first_line, user_frame
+from ..signature import SCALARS, describe
 from .journal import Journal, compilers_off, tensors
 from .recorder import Allocate, Recorder
 from .transfer import Inputs
@@ -115,13 +117,16 @@ def warm(
 
 def _run_eagerly(
     work: Callable[[Inputs], Any], sample: Sequence[Any], recorder: Recorder, undo: Undo
-) -> list[torch.Tensor]:
+) -> list[Any]:
     """The results of a call that is not told that a capture is under way."""
     inputs = Inputs(sample, _ordinary(recorder.device))
     journal = Journal()
     try:
         with compilers_off(), journal:
-            kept = [tensor.detach().clone() for tensor in tensors(work(inputs))]
+            kept = [
+                leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+                for leaf in pytree.tree_leaves(work(inputs))
+            ]
         undo.check()
     finally:
         journal.undo()
@@ -143,15 +148,19 @@ def _told(work: Callable[[Inputs], Any], inputs: Inputs) -> Any:
         ) from error
 
 
-def _compare(told: Any, eager: Sequence[torch.Tensor]) -> None:
+def _compare(told: Any, eager: Sequence[Any]) -> None:
     """Refuse work that computes something else when it is told that a capture is under way.
 
     Libraries leave out what would read the device then; the numbers have to stay the same but for
     rounding.
     """
-    mine = tensors(told)
+    mine = pytree.tree_leaves(told)
     alike = len(mine) == len(eager)
     for a, b in zip(mine, eager, strict=False):
+        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+            plain = isinstance(a, SCALARS) and isinstance(b, SCALARS)
+            alike = alike and (not plain or describe(a) == describe(b))
+            continue
         alike = alike and a.shape == b.shape and a.dtype == b.dtype
         if alike and a.numel():
             error, _ = error_of(a, b, b)
