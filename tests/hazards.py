@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright import signature
+from graphwright import signature, watch
 from graphwright.dispatch import GraphedCallable
 from graphwright.graphs import capture as capture_module
 from graphwright.graphs import cpu, cuda, transaction, transfer, undo
@@ -137,8 +137,8 @@ def any_call_fits(patch: pytest.MonkeyPatch) -> None:
 
 
 def module_is_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(signature.ModuleWatch, "changed", lambda self: None)
-    patch.setattr(signature.ModuleWatch, "_compiled", lambda self, module: lambda: True)
+    patch.setattr(watch.ModuleWatch, "changed", lambda self: None)
+    patch.setattr(watch.ModuleWatch, "_compiled", lambda self, module: lambda: True)
 
 
 def writes_are_not_seen(patch: pytest.MonkeyPatch) -> None:
@@ -534,7 +534,7 @@ def an_argument_that_is_a_weight_too_is_no_copy_of_it(device: torch.device) -> N
 
 
 def geometry_is_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(signature.ModuleWatch, "_reshaped", lambda self: False)
+    patch.setattr(watch.ModuleWatch, "_reshaped", lambda self: False)
 
 
 @hazard(5, geometry_is_not_watched)

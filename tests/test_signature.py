@@ -12,14 +12,8 @@ from planted import Small
 from torch import nn
 
 from graphwright.errors import SignatureError
-from graphwright.signature import (
-    CallSignature,
-    FunctionModule,
-    ModuleWatch,
-    argument_names,
-    flatten,
-    unflatten,
-)
+from graphwright.signature import CallSignature, argument_names, flatten, unflatten
+from graphwright.watch import FunctionModule, ModuleWatch
 
 X = torch.randn(4, 8)
 

@@ -189,7 +189,7 @@ def test_many_compilations_of_one_model_do_not_go_eager() -> None:
 
 
 def test_rewrites_of_a_plain_function_are_refused() -> None:
-    from graphwright.signature import FunctionModule
+    from graphwright.watch import FunctionModule
 
     (candidate,) = parse_candidates(["channels_last"], ())
     with pytest.raises(StrategyFailed, match="plain function"):

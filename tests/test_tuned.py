@@ -14,10 +14,11 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.report import Report, Status
-from graphwright.signature import CallSignature, ModuleWatch
+from graphwright.signature import CallSignature
 from graphwright.strategies import parse_candidates
 from graphwright.tuned import TunedModule
 from graphwright.tuner import Tuning
+from graphwright.watch import ModuleWatch
 
 REPORT = Report("Small", [], "latency", [], {}, chosen="planted", reason="planted was chosen.")
 MARK = 1000.0

@@ -34,16 +34,14 @@ from .report.progress import shown
 from .signature import (
     Args,
     CallSignature,
-    FunctionModule,
     Kwargs,
-    ModuleWatch,
     fitting,
-    in_training,
     inside_transform,
     lasting_switches,
     leaf_names,
     tensors_of,
 )
+from .watch import FunctionModule, ModuleWatch, in_training
 
 OnMiss = Literal["capture", "eager", "error"]
 Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]

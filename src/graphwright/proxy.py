@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from .signature import FunctionModule
+from .watch import FunctionModule
 
 
 class ModuleProxy(nn.Module):

@@ -14,15 +14,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .signature import (
-    SCALARS,
-    Args,
-    argument_names,
-    describe,
-    flatten,
-    leaf_names,
-    unflatten,
-)
+from .signature import SCALARS, Args, argument_names, describe, flatten, leaf_names, unflatten
 
 Model = Callable[..., Any]
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

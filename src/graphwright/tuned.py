@@ -13,7 +13,8 @@ from torch.utils import _pytree as pytree
 
 from .proxy import ModuleProxy
 from .report import Report
-from .signature import Args, CallSignature, Kwargs, ModuleWatch, tensors_of
+from .signature import Args, CallSignature, Kwargs, tensors_of
+from .watch import ModuleWatch
 
 
 def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any]:

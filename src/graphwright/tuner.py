@@ -35,7 +35,7 @@ from .report.progress import Silent, shown
 from .report.reason import sentence
 from .report.result import COMPILE_DEFAULT, EAGER
 from .request import check_options, device_of, input_in_words, name_of
-from .signature import Args, CallSignature, FunctionModule, Kwargs, ModuleWatch
+from .signature import Args, CallSignature, Kwargs
 from .snapshots import Call
 from .strategies import (
     Built,
@@ -48,6 +48,7 @@ from .strategies.base import without_grad
 from .strategies.eager import EAGER as PLAIN_EAGER
 from .tuned import TunedModule, quiet_eager
 from .verification import verify
+from .watch import FunctionModule, ModuleWatch
 
 Objective = Literal["latency", "throughput", "memory"]
 

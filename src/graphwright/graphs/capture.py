@@ -22,18 +22,8 @@ from ..errors import (
     OptionError,
     SignatureError,
 )
-from ..signature import (
-    Args,
-    CallSignature,
-    FunctionModule,
-    Kwargs,
-    ModuleWatch,
-    argument_names,
-    flatten,
-    in_training,
-    tensors_of,
-    unflatten,
-)
+from ..signature import Args, CallSignature, Kwargs, argument_names, flatten, tensors_of, unflatten
+from ..watch import FunctionModule, ModuleWatch, in_training
 from .memory import GraphMemory, MemoryPool, Prediction
 from .recorder import Recorder, Recording
 from .transaction import THREAD, capturing_now, let_go, transaction

@@ -222,7 +222,7 @@ class CudaRecorder:
         generators: Sequence[torch.Generator] = (),
     ) -> CudaRecording:
         """Capture work with the copies into `feeds` before it and out of its drains after it."""
-        if driver.library() is None:
+        if driver.libcuda() is None:
             return self._record_alone(work, feeds, drains, generators)
         outside = torch.cuda.current_stream(self.device)
         # Addresses that no other copy in the graph can have: they are allocated meanwhile.

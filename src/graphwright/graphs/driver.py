@@ -53,7 +53,7 @@ class _Memcpy3D(ctypes.Structure):
 
 
 @functools.cache
-def library() -> Any:
+def libcuda() -> Any:
     """libcuda, or None where there is none: on the CPU, and on AMD GPUs."""
     if torch.version.hip is not None:
         return None
@@ -76,7 +76,7 @@ def check(code: int, what: str) -> None:
     """Raise CaptureError for a driver's error code."""
     if code:
         text = ctypes.c_char_p()
-        library().cuGetErrorString(code, ctypes.byref(text))
+        libcuda().cuGetErrorString(code, ctypes.byref(text))
         message = (text.value or b"unknown error").decode()
         raise CaptureError(f"The CUDA driver's {what} failed: {message} ({code}).")
 
@@ -87,12 +87,12 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
     torch.cuda.Stream() hands out 32 streams in turn, and cuBLAS has one workspace a stream: graphs
     that were captured on the same one must not run at once.
     """
-    if library() is None:
+    if libcuda() is None:
         return torch.cuda.Stream(device)
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
         torch.cuda.current_stream().query()  # Makes the context, if it is not there yet.
-        check(library().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING), "cuStreamCreate")
+        check(libcuda().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING), "cuStreamCreate")
     return torch.cuda.ExternalStream(handle.value, device=device)
 
 
@@ -100,7 +100,7 @@ def new_stream(device: torch.device) -> torch.cuda.Stream:
 def anything_allowed() -> Iterator[None]:
     """Let this thread do what a capture forbids, where it does not concern the capture."""
     mode = ctypes.c_int(_RELAXED)
-    exchange = library().cuThreadExchangeStreamCaptureMode
+    exchange = libcuda().cuThreadExchangeStreamCaptureMode
     check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
     try:
         yield
@@ -117,10 +117,10 @@ class CopyNode:
 
     def __init__(self, executable: int, node: int, params: _Memcpy3D, end: str) -> None:
         context = ctypes.c_void_p()
-        check(library().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
+        check(libcuda().cuCtxGetCurrent(ctypes.byref(context)), "cuCtxGetCurrent")
         self._params = params
         self._field = f"{end}Device"
-        self._call = library().cuGraphExecMemcpyNodeSetParams
+        self._call = libcuda().cuGraphExecMemcpyNodeSetParams
         self._arguments = (executable, node, ctypes.addressof(params), context.value)
         self.address = 0
 
@@ -135,12 +135,12 @@ class CopyNode:
     def enable(self, on: bool) -> None:
         """Copy from the next launch on, or not."""
         executable, node, _, _ = self._arguments
-        check(library().cuGraphNodeSetEnabled(executable, node, on), "cuGraphNodeSetEnabled")
+        check(libcuda().cuGraphNodeSetEnabled(executable, node, on), "cuGraphNodeSetEnabled")
 
 
 def copies(graph: int) -> Iterator[tuple[int, _Memcpy3D]]:
     """The copy nodes of a graph and their parameters."""
-    cuda = library()
+    cuda = libcuda()
     count = ctypes.c_size_t()
     check(cuda.cuGraphGetNodes(graph, None, ctypes.byref(count)), "cuGraphGetNodes")
     if not count.value:

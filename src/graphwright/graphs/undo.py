@@ -19,7 +19,8 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError
-from ..signature import SCALARS, FunctionModule, describe, values_behind
+from ..signature import SCALARS, describe
+from ..watch import FunctionModule, values_behind
 
 _MAX_DEPTH = 6
 _MAX_VALUES = 20_000

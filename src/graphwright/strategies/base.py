@@ -18,7 +18,8 @@ import torch
 from torch import nn
 
 from ..errors import StrategyFailed, first_line, user_frame
-from ..signature import Args, FunctionModule, Kwargs
+from ..signature import Args, Kwargs
+from ..watch import FunctionModule
 
 
 @dataclass(frozen=True)
