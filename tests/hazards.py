@@ -31,7 +31,9 @@ from graphwright import signature, watch
 from graphwright.dispatch import GraphedCallable
 from graphwright.graphs import capture as capture_module
 from graphwright.graphs import cpu, cuda, transaction, transfer, undo
-from graphwright.graphs.capture import CallGraph, Graph
+from graphwright.graphs import graph as graph_module
+from graphwright.graphs.capture import CallGraph
+from graphwright.graphs.graph import Graph
 from graphwright.graphs.journal import Journal
 
 Switch = Callable[[pytest.MonkeyPatch], None]
@@ -223,6 +225,7 @@ def captures_are_global(patch: pytest.MonkeyPatch) -> None:
 
 def graphs_end_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(capture_module, "capturing_now", lambda: False)
+    patch.setattr(graph_module, "capturing_now", lambda: False)
     patch.setattr(transaction, "capturing_now", lambda: False)
 
 

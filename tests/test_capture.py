@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphwright as gw
-from graphwright.graphs.capture import CallGraph, State
+from graphwright.graphs.capture import CallGraph
+from graphwright.graphs.graph import State
 
 
 class Pair(NamedTuple):

@@ -17,9 +17,9 @@ from .errors import TargetError as TargetError
 from .errors import VerificationError as VerificationError
 from .graphed import GraphedModule as GraphedModule
 from .graphed import graph as graph
-from .graphs.capture import Graph as Graph
 from .graphs.capture import capture as capture
 from .graphs.capture import capturing as capturing
+from .graphs.graph import Graph as Graph
 from .graphs.memory import GraphMemory as GraphMemory
 from .graphs.memory import MemoryPool as MemoryPool
 from .graphs.memory import Prediction as Prediction

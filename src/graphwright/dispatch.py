@@ -18,16 +18,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .accuracy import error_of, special_values
+from .audit import compare
 from .errors import (
     CaptureError,
     GraphwrightError,
     MemoryBudgetExceeded,
     OptionError,
     SignatureError,
-    VerificationError,
 )
-from .graphs.capture import CallGraph, GraphClosed, Outputs, State
+from .graphs.capture import CallGraph, Outputs
+from .graphs.graph import GraphClosed, State
 from .graphs.memory import MemoryPool, in_units
 from .graphs.transaction import capturing_now
 from .report.progress import shown
@@ -38,7 +38,6 @@ from .signature import (
     fitting,
     inside_transform,
     lasting_switches,
-    leaf_names,
     tensors_of,
 )
 from .watch import FunctionModule, ModuleWatch, in_training
@@ -48,9 +47,6 @@ Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str,
 
 _MAX_STATES = 4
 _MISS = object()
-# A graph runs eager's own kernels: what is off by more than rounding is another computation.
-_AUDIT_RMS_ULPS = 32
-_AUDIT_MAX_ULPS = 256
 # These take another path, with other numbers in padded places, when gradients are off.
 _DEPEND_ON_GRAD_MODE = (
     nn.MultiheadAttention,
@@ -462,7 +458,7 @@ class GraphedCallable:
         self._hits += 1
         # A pure call has changed nothing, its arguments included.
         expected = self._quietly(args, kwargs)
-        _compare(result, expected, graph.name)
+        compare(result, expected, graph.name)
         self._audits += 1
         return result
 
@@ -574,34 +570,3 @@ def _kind(error: GraphwrightError) -> str:
 
 def _name(fn: Callable[..., Any]) -> str:
     return type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
-
-
-def _compare(result: Any, expected: Any, name: str) -> None:
-    """Raise VerificationError where a graph's result is not eager's."""
-    mine, theirs = pytree.tree_leaves(result), pytree.tree_leaves(expected)
-    names = leaf_names(expected, "output")
-    for leaf, a, b in zip(names, mine, theirs, strict=True):
-        what = _difference(a, b)
-        if what is not None:
-            raise VerificationError(
-                f"An audit found that {leaf} of the graph {name} is not eager's: {what}.",
-                remedy="Something that the call depends on changed unseen (docs: what is not "
-                "watched). Call release(), so that it is captured again.",
-            )
-
-
-def _difference(a: Any, b: Any) -> str | None:
-    """How a leaf of a graph's result differs from eager's, in words, beyond rounding."""
-    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        same = type(a) is type(b) and (a == b or (a != a and b != b))
-        return None if same else f"{a!r} instead of {b!r}"
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return f"{tuple(a.shape)} {a.dtype} instead of {tuple(b.shape)} {b.dtype}"
-    if not torch.equal(special_values(a), special_values(b)):
-        return "NaN or Inf in other places"
-    error, peak = error_of(a, b, b)
-    real = b.dtype.to_real() if b.dtype.is_complex else b.dtype
-    ulp = torch.finfo(real).eps if real.is_floating_point else 0.0
-    if error.rms <= _AUDIT_RMS_ULPS * ulp and error.max <= _AUDIT_MAX_ULPS * ulp * peak:
-        return None
-    return f"off by {error.rms:.1e} (rms) and {error.max:.1e} (largest)"

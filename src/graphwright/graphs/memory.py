@@ -17,7 +17,7 @@ from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .recorder import Recorder, Recording
 
 if TYPE_CHECKING:
-    from .capture import Graph
+    from .graph import Graph
 
 # PyTorch's CUDA allocator puts blocks of up to 10 MiB together into segments of up to 20 MiB, and
 # gives larger ones a segment each, rounded up to 2 MiB.

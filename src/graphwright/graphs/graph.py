@@ -1,0 +1,165 @@
+"""What a graph is: its states, replay and end, however it was captured."""
+
+from __future__ import annotations
+
+import enum
+from typing import Any, NoReturn
+
+import torch
+
+from ..errors import CaptureError
+from .memory import GraphMemory, MemoryPool
+from .recorder import Recording
+from .transaction import capturing_now
+
+
+class State(enum.StrEnum):
+    """Where a graph stands."""
+
+    NEW = "new"
+    WARMING = "warming"
+    CAPTURING = "capturing"
+    READY = "ready"
+    CLOSED = "closed"
+
+
+class GraphClosed(CaptureError):
+    """The graph is not ready; for callers that capture another one."""
+
+
+class Graph:
+    """Work that was captured once and can be replayed.
+
+    A graph made by `capture` is called as the function is. It keeps alive what it reads: the
+    function, its weights, and whatever else it used by address.
+
+    Attributes:
+        state: "new", "warming", "capturing", "ready" or "closed".
+        name: what was captured, with the shapes of its inputs.
+        pool: the memory that it lives in.
+        mutates: whether a replay writes to inputs, buffers or other tensors from outside.
+        random: whether a replay draws random numbers.
+        memory: what it cost.
+    """
+
+    def __init__(self, pool: MemoryPool, name: str, *, evictable: bool = False) -> None:
+        """An empty graph; users call `capture`, `capturing` or `graph`."""
+        self.state = State.NEW
+        self.pool = pool
+        self.name = name
+        self.evictable = evictable
+        self.mutates = True
+        self.random = True
+        self.memory = GraphMemory(name, 0, 0)
+        self._recording: Recording | None = None
+        self._held: list[Any] = []
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The static inputs, in the order of the arguments: what `replay()` reads."""
+        self._ready()
+        return ()
+
+    @property
+    def outputs(self) -> Any:
+        """What the work returned, in the graph's own memory: the next replay overwrites it."""
+        self._ready()
+        return None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes by which the pool grew when the graph was captured."""
+        return self.memory.nbytes
+
+    def replay(self) -> None:
+        """Repeat the work on what the static inputs hold now; the results are in `outputs`.
+
+        Raises:
+            CaptureError: the graph is closed.
+        """
+        with self.pool.lock:
+            recording = self._ready()
+            self.pool.order()
+            recording.replay()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay for other values of the arguments that it was captured with.
+
+        Returns:
+            what the function returns; tensors that the caller owns, or with outputs="static" the
+            graph's own, which the next replay overwrites. They never require grad.
+
+        Raises:
+            SignatureError: the call differs from the captured one, or the module has changed
+                since; all differences are named.
+            CaptureError: the graph is closed, or has no arguments.
+        """
+        raise CaptureError(
+            "A graph of a `with` block takes no arguments.", remedy="Call its replay()."
+        )
+
+    def close(self) -> None:
+        """Give the graph up; its memory returns to the pool. Closing twice is no error."""
+        self._retire()
+        if not capturing_now():
+            with self.pool.lock:
+                self.pool.sweep()
+
+    def __del__(self) -> None:
+        if getattr(self, "state", State.CLOSED) is State.CLOSED:
+            return
+        self._retire()
+        # A finalizer may come at any time and on any thread: it must not wait.
+        if not capturing_now() and self.pool.lock.acquire(blocking=False):
+            try:
+                self.pool.sweep()
+            finally:
+                self.pool.lock.release()
+
+    def __enter__(self) -> Graph:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<Graph {self.name}, {self.state}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise CaptureError(
+            "A graph is tied to memory addresses and can be neither copied nor pickled.",
+            remedy="Copy the function or module, and capture the copy.",
+        )
+
+    def _ready(self) -> Recording:
+        if self._recording is None or self.state is not State.READY:
+            raise GraphClosed(
+                f"The graph of {self.name} is {self.state}.",
+                remedy="Capture it again. A graph is closed by close(), and by release() or "
+                "close() of its pool.",
+            )
+        if capturing_now():
+            raise CaptureError(
+                f"The graph of {self.name} is called while another one is being captured.",
+                remedy="Capture the function that the graph was made of as part of the other one.",
+            )
+        return self._recording
+
+    def _retire(self) -> None:
+        """Close without touching the device: a capture on this thread may be under way.
+
+        Destroying a graph would break it (pytorch #91302).
+        """
+        self.state = State.CLOSED
+        self.pool.remove(self)
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            self.pool.retire(recording)
+        self._held = []
+
+    def _started(self, recording: Recording, before: int, predicted: int) -> None:
+        self._recording = recording
+        self._held += recording.external
+        recorder = self.pool.recorder(self.pool.device or torch.device("cpu"))
+        self.pool.note()
+        self.memory = GraphMemory(self.name, recorder.reserved - before, predicted)
