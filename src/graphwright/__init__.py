@@ -5,12 +5,12 @@ Importing it does no GPU work.
 
 from ._version import __version__ as __version__
 from .dispatch import GraphedCallable as GraphedCallable
-from .dispatch import GraphStatistics as GraphStatistics
 from .errors import CaptureError as CaptureError
 from .errors import GraphwrightError as GraphwrightError
 from .errors import MemoryBudgetExceeded as MemoryBudgetExceeded
 from .errors import ModelFailed as ModelFailed
 from .errors import OptionError as OptionError
+from .errors import PaddingError as PaddingError
 from .errors import SignatureError as SignatureError
 from .errors import StrategyFailed as StrategyFailed
 from .errors import TargetError as TargetError
@@ -24,10 +24,16 @@ from .graphs.memory import GraphMemory as GraphMemory
 from .graphs.memory import MemoryPool as MemoryPool
 from .graphs.memory import Prediction as Prediction
 from .report import Report as Report
+from .shapes.buckets import Buckets as Buckets
+from .shapes.buckets import SizesSeen as SizesSeen
+from .tally import BucketStatistics as BucketStatistics
+from .tally import GraphStatistics as GraphStatistics
 from .tuned import TunedModule as TunedModule
 from .tuner import tune as tune
 
 __all__ = [
+    "BucketStatistics",
+    "Buckets",
     "CaptureError",
     "Graph",
     "GraphMemory",
@@ -39,9 +45,11 @@ __all__ = [
     "MemoryPool",
     "ModelFailed",
     "OptionError",
+    "PaddingError",
     "Prediction",
     "Report",
     "SignatureError",
+    "SizesSeen",
     "StrategyFailed",
     "TargetError",
     "TunedModule",

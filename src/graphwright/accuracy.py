@@ -9,6 +9,15 @@ import torch
 
 from .snapshots import Outcome
 
+# The largest share of the results' root mean square that other kernels may differ by.
+ROUNDING = {
+    torch.float64: 1e-6,
+    torch.float32: 1e-3,  # TF32
+    torch.float16: 2e-2,
+    torch.bfloat16: 1e-1,
+}
+OTHER_ROUNDING = 1e-1
+
 
 @dataclass(frozen=True)
 class ErrorMeasure:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -19,18 +18,20 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .audit import compare
+from .entries import Entries, Entry, State
 from .errors import (
     CaptureError,
     GraphwrightError,
     MemoryBudgetExceeded,
     OptionError,
     SignatureError,
+    levels_above,
 )
 from .graphs.capture import CallGraph, Outputs
-from .graphs.graph import GraphClosed, State
-from .graphs.memory import MemoryPool, in_units
+from .graphs.graph import GraphClosed
+from .graphs.memory import MemoryPool
 from .graphs.transaction import capturing_now
-from .report.progress import shown
+from .report.progress import Progress, shown
 from .signature import (
     Args,
     CallSignature,
@@ -40,68 +41,18 @@ from .signature import (
     lasting_switches,
     tensors_of,
 )
-from .watch import FunctionModule, ModuleWatch, in_training
+from .tally import GraphStatistics, Tally, explained
 
 OnMiss = Literal["capture", "eager", "error"]
 Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
 
-_MAX_STATES = 4
 _MISS = object()
-# These take another path, with other numbers in padded places, when gradients are off.
-_DEPEND_ON_GRAD_MODE = (
-    nn.MultiheadAttention,
-    nn.TransformerEncoder,
-    nn.TransformerEncoderLayer,
-)
-
-
-@dataclass(frozen=True)
-class GraphStatistics:
-    """How the calls of a graphed callable went so far.
-
-    Attributes:
-        hits: calls that a graph answered, the first one after its capture included.
-        captures: graphs that were captured, those captured again included.
-        eager: eager calls, by reason.
-        audits: calls that were run eagerly beside the graph, and agreed.
-        graphs: graphs that are ready now.
-        nbytes: bytes by which they grew their pool.
-    """
-
-    hits: int
-    captures: int
-    eager: Mapping[str, int]
-    audits: int
-    graphs: int
-    nbytes: int
-
-
-@dataclass(eq=False)
-class _State:
-    """One state of the module, and the graphs that were captured in it."""
-
-    watch: ModuleWatch
-    training: bool
-    # By the call's signature and, where numbers depend on it, the gradient mode.
-    entries: dict[tuple[CallSignature, bool | None], _Entry] = field(default_factory=dict)
-
-
-@dataclass(eq=False)
-class _Entry:
-    """One kind of call in one state: its graph, or why there is none."""
-
-    signature: CallSignature
-    state: _State
-    graph: CallGraph | None
-    # Whether a result may be dropped without a trace.
-    pure: bool
-    grad: bool | None
-    error: GraphwrightError | None = None
-    pool_version: int = 0
-
-    @property
-    def ready(self) -> bool:
-        return self.graph is not None and self.graph.state is State.READY
+# Reasons for eager calls that a caller should hear of once.
+UNCAPTURED = "it cannot be captured"
+_LIMIT = "the pool's limit"
+SHARED = "an argument shares memory with a tensor of the call's own"
+PADDING = "padding is not harmless"
+_TOLD = (UNCAPTURED, _LIMIT, PADDING)
 
 
 class GraphedCallable:
@@ -136,18 +87,15 @@ class GraphedCallable:
         self.fn = fn
         self.pool = MemoryPool() if pool is None else pool
         self.on_miss = on_miss
-        self._outputs = outputs
+        self._outputs: Outputs = outputs
         self._max_graphs = max_graphs
         self._audit_every = audit
-        self._states: list[_State] = []
-        self._order: dict[CallGraph, _Entry] = {}  # least recently used first
-        self._recent: _Entry | None = None
+        self._tally = Tally()
+        self._entries = Entries(fn, self.pool, outputs, max_graphs, self._forget)
+        self._recent: Entry | None = None
         self._fast: Callable[[Args, Kwargs], Any] | None = None
-        self._quick: dict[Any, _Entry] = {}
-        self._hits = 0
-        self._captures = 0
-        self._audits = 0
-        self._eager: Counter[str] = Counter()
+        # What answers calls of some shapes, if nothing else about them differs.
+        self._quick: dict[Any, Any] = {}
         self._last_miss: str | None = None
         self._warned: set[str] = set()
         self._closed = False
@@ -173,14 +121,17 @@ class GraphedCallable:
                 return result
         entry = self._recent
         if entry is None or not entry.signature.fits(args, kwargs):
-            entry = self._quick.get(_quick_key(args, kwargs))
-            if entry is None or not entry.signature.fits(args, kwargs):
+            found = self._quick.get(quick_key(args, kwargs))
+            if not isinstance(found, Entry):
+                return self._unknown(found, args, kwargs)
+            if not found.signature.fits(args, kwargs):
                 return self._find(args, kwargs)
+            entry = found
         if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
             return self._find(args, kwargs)
         return self._answer(entry, args, kwargs)
 
-    def _shortcut(self, entry: _Entry) -> Callable[[Args, Kwargs], Any] | None:
+    def _shortcut(self, entry: Entry) -> Callable[[Args, Kwargs], Any] | None:
         """The common case in one function, in which every name and attribute counts.
 
         It answers calls whose arguments are all tensors, by a graph that mutates nothing, and says
@@ -218,12 +169,12 @@ class GraphedCallable:
                 return _MISS
             if not unchanged():
                 return _MISS
-            self._hits += 1
+            entry.hits += 1
             return result
 
         return fast
 
-    def _answer(self, entry: _Entry, args: Args, kwargs: Kwargs) -> Any:
+    def _answer(self, entry: Entry, args: Args, kwargs: Kwargs) -> Any:
         """A graph that fits. Nothing is lost where it turns out not to."""
         graph = entry.graph
         if graph is None or capturing_now() or (entry.state.training and torch.is_grad_enabled()):
@@ -231,7 +182,7 @@ class GraphedCallable:
         if (
             self._audit_every is not None
             and entry.pure
-            and (self._hits + 1) % self._audit_every == 0
+            and (entry.hits + 1) % self._audit_every == 0
         ):
             return self._audited(entry, graph, args, kwargs)
         try:
@@ -247,26 +198,20 @@ class GraphedCallable:
         except GraphClosed:
             return self._find(args, kwargs)
         except SignatureError as error:
-            kind = "an argument shares memory with a tensor of the call's own"
-            return self._missed(kind, error.what, args, kwargs)
-        self._hits += 1
+            return self._missed(SHARED, error.what, args, kwargs)
+        entry.hits += 1
         if entry is not self._recent:
             self._used(entry, args, kwargs)
         return result
 
-    def _used(self, entry: _Entry, args: Args, kwargs: Kwargs) -> None:
+    def _used(self, entry: Entry, args: Args, kwargs: Kwargs) -> None:
         """Remember what was used last, for the quick path and for eviction."""
         self._recent = entry
         self._fast = self._shortcut(entry)
-        key = _quick_key(args, kwargs)
+        key = quick_key(args, kwargs)
         if key is not None:
             self._quick[key] = entry
-        graph = entry.graph
-        if graph is not None:
-            with self.pool.lock:
-                if self._order.pop(graph, None) is not None:
-                    self._order[graph] = entry
-                self.pool.touch(graph)
+        self._entries.touch(entry)
 
     def _find(self, args: Args, kwargs: Kwargs) -> Any:
         """Everything but the common case."""
@@ -275,137 +220,122 @@ class GraphedCallable:
         if capturing_now():
             return self._run_eagerly("inside another capture", args, kwargs)
         if inside_transform():
-            self._eager["traced or transformed"] += 1
+            self._tally.eager["traced or transformed"] += 1
             return self.fn(*args, **kwargs)
-        state = self._state()
+        state = self._entries.state()
         if torch.is_grad_enabled() and (
             state.training or any(t.requires_grad for t in tensors_of((args, dict(kwargs))))
         ):
-            self._eager["gradients are wanted"] += 1
+            self._tally.eager["gradients are wanted"] += 1
             return self.fn(*args, **kwargs)
         try:
             signature = CallSignature.of(args, kwargs)
         except SignatureError as error:
             return self._missed("an argument that cannot be captured", error.what, args, kwargs)
-        grad = self._grad_mode()
+        grad = self._entries.grad_mode()
+        entry = state.entries.get((signature, grad))
+        if entry is not None and entry.ready:
+            return self._answer(entry, args, kwargs)
+        return self._uncaptured(signature, state, grad, args, kwargs)
+
+    def _unknown(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A call of shapes that no graph is known for, or that something else is known for."""
+        return self._find(args, kwargs)
+
+    def _uncaptured(
+        self,
+        signature: CallSignature,
+        state: State,
+        grad: bool | None,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Any:
+        """A call that no graph fits."""
+        return self._exactly(signature, state, grad, args, kwargs)
+
+    def _exactly(
+        self,
+        signature: CallSignature,
+        state: State,
+        grad: bool | None,
+        args: Args,
+        kwargs: Kwargs,
+        sizes: tuple[int, ...] | None = None,
+    ) -> Any:
+        """Capture a graph for a call as it is, where that is allowed, and answer by it."""
+        entry = self._entry(signature, state, grad, args, kwargs)
+        if isinstance(entry, Miss):
+            return self._missed(entry.kind, entry.why, args, kwargs)
+        entry.sizes = sizes
+        return self._answer(entry, args, kwargs)
+
+    def _entry(
+        self,
+        signature: CallSignature,
+        state: State,
+        grad: bool | None,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> Entry | Miss:
+        """The entry of a call whose graph is ready, captured now if need be; or why not."""
         entry = state.entries.get((signature, grad))
         if entry is not None:
             if entry.ready:
-                return self._answer(entry, args, kwargs)
+                return entry
             if entry.error is not None and entry.pool_version == self.pool.version:
-                kind = _kind(entry.error)
-                return self._missed(kind, entry.error.what, args, kwargs)
+                return Miss(_kind(entry.error), entry.error.what)
         if self.on_miss != "capture":
-            return self._missed("no graph fits", self._why(signature, args, kwargs), args, kwargs)
+            return Miss("no graph fits", self._why(signature, args, kwargs))
         try:
-            entry = self._capture(signature, state, args, kwargs)
+            return self._entries.capture(signature, state, args, kwargs)
         except (CaptureError, MemoryBudgetExceeded) as error:
-            failed = _Entry(signature, state, None, False, grad, error, self.pool.version)
-            state.entries[signature, grad] = failed
-            return self._missed(_kind(error), error.what, args, kwargs)
-        return self._answer(entry, args, kwargs)
+            self._entries.refuse(signature, state, grad, error)
+            return Miss(_kind(error), error.what)
 
-    def _missed(self, kind: str, why: str, args: Args, kwargs: Kwargs) -> Any:
+    def _missed(
+        self,
+        kind: str,
+        why: str,
+        args: Args,
+        kwargs: Kwargs,
+        sizes: tuple[int, ...] | None = None,
+    ) -> Any:
         """No graph answers this call: raise, or go eager, as the policy says."""
         self._last_miss = why
+        if sizes is not None:
+            self._tally.elsewhere[sizes] += 1
         if self.on_miss == "error":
             raise SignatureError(
-                f"No graph of {_name(self.fn)} fits this call: {why}",
+                f"No graph of {name_of(self.fn)} fits this call: {why}",
                 remedy="Prepare one with prepare(), or allow on_miss='capture' or 'eager'.",
             )
         result = self._run_eagerly(kind, args, kwargs)  # It may raise what the function raises.
-        if kind in ("it cannot be captured", "the pool's limit") and why not in self._warned:
+        if kind in _TOLD and why not in self._warned:
             self._warned.add(why)
             warnings.warn(
-                f"{_name(self.fn)} runs eagerly for this kind of call, since {kind}: {why}",
+                f"{name_of(self.fn)} runs eagerly for this kind of call, since {kind}: {why}",
                 RuntimeWarning,
-                stacklevel=5,
+                stacklevel=levels_above(),
             )
         return result
 
     def _run_eagerly(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
-        self._eager[kind] += 1
+        self._tally.eager[kind] += 1
         return self._quietly(args, kwargs)
 
     def _quietly(self, args: Args, kwargs: Kwargs) -> Any:
         """Eager's answer, not requiring grad."""
-        if self._grad_mode():
+        if self._entries.grad_mode():
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.fn(*args, **kwargs))
         with torch.no_grad():
             return self.fn(*args, **kwargs)
 
-    def _module(self) -> nn.Module:
-        return self.fn if isinstance(self.fn, nn.Module) else FunctionModule(self.fn)
-
-    def _grad_mode(self) -> bool | None:
-        """The gradient mode, where the module's numbers depend on it."""
-        if any(isinstance(m, _DEPEND_ON_GRAD_MODE) for m in self._module().modules()):
-            return torch.is_grad_enabled()
-        return None
-
-    def _state(self) -> _State:
-        """The module's state as it is now; graphs of weights that are gone are closed."""
-        with self.pool.lock:
-            for state in self._states:
-                if state.watch.changed() is None:
-                    return state
-            for state in [s for s in self._states if s.watch.rebound()]:
-                self._drop(state)
-            if len(self._states) >= _MAX_STATES:
-                self._drop(self._states[0])
-            module = self._module()
-            training = any(map(in_training, module.modules()))
-            self._states.append(_State(ModuleWatch(module, values=False), training))
-            return self._states[-1]
-
-    def _drop(self, state: _State) -> None:
-        self._states.remove(state)
-        for entry in list(state.entries.values()):
-            self._discard(entry)
-
-    def _discard(self, entry: _Entry) -> None:
-        if entry.graph is not None:
-            self._order.pop(entry.graph, None)
-            entry.graph.close()
+    def _forget(self, entry: Entry) -> None:
+        """An entry was given up."""
+        self._tally.forget(entry)
         if self._recent is entry:
             self._recent = self._fast = None
-        self._quick = {key: e for key, e in self._quick.items() if e is not entry}
-        entry.state.entries.pop((entry.signature, entry.grad), None)
-
-    def _capture(
-        self, signature: CallSignature, state: _State, args: Args, kwargs: Kwargs
-    ) -> _Entry:
-        with self.pool.lock:
-            entry = state.entries.get((signature, self._grad_mode()))
-            if entry is not None and entry.ready:
-                return entry  # Another thread was faster.
-            graph = self._new(args, kwargs)
-            graph.warm()
-            return self._record(graph, signature)
-
-    def _new(self, args: Args, kwargs: Kwargs) -> CallGraph:
-        return CallGraph(
-            self.fn, args, kwargs, pool=self.pool, outputs=self._outputs, evictable=True
-        )
-
-    def _record(self, graph: CallGraph, signature: CallSignature) -> _Entry:
-        for old in list(self._order)[: max(0, len(self._order) + 1 - self._max_graphs)]:
-            self._discard(self._order[old])
-        graph.record(share_inputs=self._outputs == "fresh")
-        # A first run may have set something up for good; the graph belongs to what is now.
-        state = self._state()
-        entry = _Entry(
-            signature,
-            state,
-            graph,
-            pure=not (graph.mutates or graph.random),
-            grad=self._grad_mode(),
-        )
-        state.entries[signature, entry.grad] = entry
-        self._order = {g: e for g, e in self._order.items() if g.state is State.READY}
-        self._order[graph] = entry
-        self._captures += 1
-        return entry
+        self._quick = {key: found for key, found in self._quick.items() if found is not entry}
 
     def prepare(self, calls: Iterable[Call], *, progress: bool | None = None) -> None:
         """Capture graphs for these calls now: all are warmed up, then captured largest first.
@@ -420,34 +350,14 @@ class GraphedCallable:
             MemoryBudgetExceeded: they do not fit under the pool's limit.
         """
         wanted = [_arguments(call) for call in calls]
-        made: list[_Entry] = []
-        waiting: list[tuple[CallGraph, CallSignature]] = []
         with shown(progress) as bar, self.pool.lock:
-            bar.start(2 * len(wanted))
-            try:
-                state = self._state()
-                for args, kwargs in wanted:
-                    graph = self._new(args, kwargs)
-                    bar.step(f"warming up {graph.name}")
-                    known = state.entries.get((graph.signature, self._grad_mode()))
-                    if known is not None and known.ready:
-                        continue
-                    if all(graph.signature != signature for _, signature in waiting):
-                        graph.warm()
-                        waiting.append((graph, graph.signature))
-                waiting.sort(key=lambda pair: sum(pair[0].prediction.segments), reverse=True)
-                for graph, signature in waiting:
-                    bar.step(f"capturing {graph.name}")
-                    made.append(self._record(graph, signature))
-            except BaseException:
-                for entry in made:
-                    self._discard(entry)
-                for graph, _ in waiting:
-                    graph.close()
-                self.pool.trim()
-                raise
+            self._prepare(wanted, bar)
 
-    def _audited(self, entry: _Entry, graph: CallGraph, args: Args, kwargs: Kwargs) -> Any:
+    def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:
+        bar.start(2 * len(wanted))
+        self._entries.capture_all(wanted, bar.step)
+
+    def _audited(self, entry: Entry, graph: CallGraph, args: Args, kwargs: Kwargs) -> Any:
         """Run a call eagerly beside its graph and compare."""
         if entry.state.watch.changed() is not None:
             return self._find(args, kwargs)
@@ -455,50 +365,30 @@ class GraphedCallable:
             result = graph.run(args, kwargs)
         except GraphClosed:
             return self._find(args, kwargs)
-        self._hits += 1
+        entry.hits += 1
         # A pure call has changed nothing, its arguments included.
         expected = self._quietly(args, kwargs)
         compare(result, expected, graph.name)
-        self._audits += 1
+        self._tally.audits += 1
         return result
 
     @property
     def statistics(self) -> GraphStatistics:
         """How the calls went so far."""
-        ready = [graph for graph in list(self._order) if graph.state is State.READY]
-        return GraphStatistics(
-            hits=self._hits,
-            captures=self._captures,
-            eager=dict(self._eager),
-            audits=self._audits,
-            graphs=len(ready),
-            nbytes=sum(graph.nbytes for graph in ready),
+        return self._tally.statistics(
+            self._entries.ready(), self._entries.captures, self._entries.verdicts()
         )
 
     def explain(self) -> str:
         """What runs now and why, what it costs, and how the calls went so far."""
-        now = self.statistics
-        lines = [
-            f"{_name(self.fn)}: {now.graphs} graphs, {in_units(now.nbytes)} of "
-            f"{in_units(self.pool.reserved)} in their pool",
-            f"{now.hits} calls answered by graphs, {now.captures} captures",
-        ]
-        lines += [f"{count} calls eager: {why}" for why, count in self._eager.most_common()]
+        lines = explained(name_of(self.fn), self.statistics, self._entries.ready(), self.pool)
         if self._last_miss is not None:
             lines.append(f"last call without a graph: {self._last_miss}")
-        for graph in list(self._order):
-            if graph.state is State.READY:
-                kind = "writes to tensors from outside" if graph.mutates else "pure"
-                kind += ", draws random numbers" if graph.random else ""
-                lines.append(f"  {graph.name}: {in_units(graph.nbytes)}, {kind}")
         return "\n".join(lines)
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
-        with self.pool.lock:
-            for state in list(self._states):
-                self._drop(state)
-            self.pool.trim()
+        self._entries.release()
 
     def close(self) -> None:
         """Close all graphs for good; calls go to the function itself."""
@@ -517,10 +407,10 @@ class GraphedCallable:
         return self._copy(copy.deepcopy(self.fn, memo))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (self.fn, self._options(), self.pool.limit, self.pool.evict)
+        return _rebuild, (type(self), self.fn, self._options(), self.pool.limit, self.pool.evict)
 
     def _copy(self, fn: Callable[..., Any]) -> GraphedCallable:
-        return _rebuild(fn, self._options(), self.pool.limit, self.pool.evict)
+        return _rebuild(type(self), fn, self._options(), self.pool.limit, self.pool.evict)
 
     def _options(self) -> dict[str, Any]:
         return {
@@ -531,13 +421,25 @@ class GraphedCallable:
         }
 
 
+@dataclass(frozen=True)
+class Miss:
+    """No graph answers a call: what kind of reason, and which."""
+
+    kind: str
+    why: str
+
+
 def _rebuild(
-    fn: Callable[..., Any], options: Mapping[str, Any], limit: int | None, evict: bool
+    kind: type[GraphedCallable],
+    fn: Callable[..., Any],
+    options: Mapping[str, Any],
+    limit: int | None,
+    evict: bool,
 ) -> GraphedCallable:
-    return GraphedCallable(fn, pool=MemoryPool(limit, evict=evict), **options)
+    return kind(fn, pool=MemoryPool(limit, evict=evict), **options)
 
 
-def _quick_key(args: Args, kwargs: Kwargs) -> Any:
+def quick_key(args: Args, kwargs: Kwargs) -> Any:
     """What is looked up before a whole signature is made; None where not all are tensors."""
     try:
         shapes = [arg.shape for arg in args]
@@ -563,10 +465,9 @@ def _arguments(call: Call) -> tuple[Args, Kwargs]:
 
 
 def _kind(error: GraphwrightError) -> str:
-    return (
-        "the pool's limit" if isinstance(error, MemoryBudgetExceeded) else "it cannot be captured"
-    )
+    return _LIMIT if isinstance(error, MemoryBudgetExceeded) else UNCAPTURED
 
 
-def _name(fn: Callable[..., Any]) -> str:
+def name_of(fn: Callable[..., Any]) -> str:
+    """What errors and statistics call a function."""
     return type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))

@@ -8,6 +8,7 @@ do about it. docs/errors.md mirrors this file.
 from __future__ import annotations
 
 import contextlib
+import sys
 import traceback
 from pathlib import Path
 
@@ -67,6 +68,10 @@ class CaptureError(GraphwrightError):
     """The work of a call could not be captured as a graph."""
 
 
+class PaddingError(GraphwrightError):
+    """A call may not be filled up to a bucket: what it returns would depend on the padding."""
+
+
 class MemoryBudgetExceeded(GraphwrightError):
     """A graph does not fit under its memory pool's limit."""
 
@@ -88,6 +93,14 @@ def user_frame(error: BaseException) -> str | None:
         if not frame.filename.startswith(_NOT_THE_USER_S):
             return f"{frame.filename}:{frame.lineno}"
     return None
+
+
+def levels_above() -> int:
+    """The `stacklevel` of a warning of the caller's that is meant for the user's own line."""
+    frame, level = sys._getframe(1), 1
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_OWN_ROOT):
+        frame, level = frame.f_back, level + 1
+    return level
 
 
 def first_line(error: BaseException, limit: int = 300) -> str:

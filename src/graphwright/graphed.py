@@ -8,10 +8,13 @@ from typing import Any, overload
 
 from torch import nn
 
-from .dispatch import Call, GraphedCallable, GraphStatistics, OnMiss
+from .dispatch import Call, GraphedCallable, OnMiss
+from .errors import OptionError
 from .graphs.capture import Outputs
 from .graphs.memory import MemoryPool
 from .proxy import ModuleProxy
+from .shapes.buckets import Buckets
+from .tally import GraphStatistics
 
 
 class GraphedModule(ModuleProxy):
@@ -77,6 +80,10 @@ def graph(  # type: ignore[overload-overlap]  # a module is callable, and the mo
     on_miss: OnMiss = "capture",
     max_graphs: int = 32,
     audit: int | None = None,
+    dynamic_shapes: Any = None,
+    buckets: Buckets | None = None,
+    pad: Any = None,
+    split: bool = False,
 ) -> GraphedModule: ...
 @overload
 def graph(
@@ -87,6 +94,10 @@ def graph(
     on_miss: OnMiss = "capture",
     max_graphs: int = 32,
     audit: int | None = None,
+    dynamic_shapes: Any = None,
+    buckets: Buckets | None = None,
+    pad: Any = None,
+    split: bool = False,
 ) -> GraphedCallable: ...
 def graph(
     fn: Callable[..., Any],
@@ -96,6 +107,10 @@ def graph(
     on_miss: OnMiss = "capture",
     max_graphs: int = 32,
     audit: int | None = None,
+    dynamic_shapes: Any = None,
+    buckets: Buckets | None = None,
+    pad: Any = None,
+    split: bool = False,
 ) -> GraphedModule | GraphedCallable:
     """Answer calls by graphs: one is captured for each kind of call, and replayed for the next.
 
@@ -114,6 +129,18 @@ def graph(
         max_graphs: graphs to keep; the least recently used one is closed for a new one.
         audit: every so many calls, run `fn` beside the graph and compare, where the call changes
             nothing and draws no random numbers.
+        dynamic_shapes: which dimensions of the arguments vary, as `torch.export` takes it: a
+            dictionary by argument, or a tuple of the positional ones, that has for each tensor a
+            dictionary from axis to `Dim` (or its name), or a tuple with one a dimension, or None.
+        buckets: sizes of these dimensions to capture graphs for. A call goes to the smallest bucket
+            that holds it, is filled up, and what it returns is cut, once it is proved that this
+            changes nothing; where it would, the call is eager. Without `dynamic_shapes`
+            `Buckets(batch=[1, 4, 16])` means dimension 0 of every tensor that has the size that
+            most of them have.
+        pad: what tensors are filled up with, mirroring the arguments: `{"attention_mask": 0}`. By
+            default zeros, and among integers the smallest one of the first call.
+        split: answer calls above the largest bucket in chunks, where it is proved that rows are
+            independent of each other; else they are eager.
 
     Returns:
         a GraphedModule, which is the module in all but how it is called; for a plain function a
@@ -122,7 +149,25 @@ def graph(
     Raises:
         OptionError: an option makes no sense.
     """
-    graphs = GraphedCallable(
-        fn, pool=pool, outputs=outputs, on_miss=on_miss, max_graphs=max_graphs, audit=audit
-    )
+    options: dict[str, Any] = {
+        "pool": pool,
+        "outputs": outputs,
+        "on_miss": on_miss,
+        "max_graphs": max_graphs,
+        "audit": audit,
+    }
+    shapes: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "pad": pad, "split": split}
+    graphs: GraphedCallable
+    if buckets is not None:
+        # Symbolic shapes take a second to import.
+        from .bucketed import BucketedCallable
+
+        graphs = BucketedCallable(fn, buckets=buckets, **shapes, **options)
+    elif given := [name for name, value in shapes.items() if value not in (None, False)]:
+        raise OptionError(
+            f"{' and '.join(given)} say how calls are filled up to buckets, and there are none.",
+            remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
+        )
+    else:
+        graphs = GraphedCallable(fn, **options)
     return GraphedModule(graphs) if isinstance(fn, nn.Module) else graphs

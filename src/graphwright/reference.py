@@ -161,10 +161,10 @@ def _widen(leaf: Any) -> Any:
     return _wide(leaf) if isinstance(leaf, torch.dtype) else leaf
 
 
-def _exact(
+def exact_outcome(
     model: Model, module: nn.Module, call: Call, state: State
-) -> tuple[dict[str, torch.Tensor], set[str]]:
-    """The model's float64 outcome and the operations that led there.
+) -> tuple[Outcome, set[str]]:
+    """What a call does when every operation runs in float64, and the operations' names.
 
     Raises whatever the model raises on the way.
     """
@@ -181,9 +181,8 @@ def _exact(
         state.restore()
         double = copy.deepcopy(module).double()
         with mode:
-            outcome = run(double, wide, State(double))
-    values = {n: v for n, v in outcome.leaves().items() if isinstance(v, torch.Tensor)}
-    return values, mode.operations
+            outcome = run(double, wide, State(double, weights=False))
+    return outcome, mode.operations
 
 
 def _permits_tf32(call: Call, operations: set[str]) -> bool:
@@ -261,7 +260,8 @@ def _reference(
     notes: list[str] = []
     _refuse_disagreement(first, second, tolerance)
     try:
-        exact, operations = _exact(model, module, call, state)
+        outcome, operations = exact_outcome(model, module, call, state)
+        exact = tensors_in(outcome)
         gap = errors(first, exact)
         if any(not error.rms <= _ANOTHER_PATH for error in gap.values()):
             raise ArithmeticError("its float64 run takes another path")
@@ -274,7 +274,7 @@ def _reference(
     for other in variations(call, generator, 6 if small < _FEW_ELEMENTS else 1):
         try:
             eager = run(model, other, state)
-            values = tensors_in(eager) if exact is None else _exact(model, module, other, state)[0]
+            wide = eager if exact is None else exact_outcome(model, module, other, state)[0]
         except Exception as error:
             notes.append(f"{other.name}: left out, eager raises {first_line(error, 120)}")
             continue
@@ -283,7 +283,7 @@ def _reference(
                 f"{other.name}: left out, eager gives NaN or Inf where the sample does not"
             )
             continue
-        cases.append(Case(other, eager, values))
+        cases.append(Case(other, eager, tensors_in(wide)))
     measured = [case.eager_error for case in cases]
     measured.append(errors(second, cases[0].exact))
     if exact is None:

@@ -292,12 +292,19 @@ def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
         return None
 
 
-def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
-    """Whether a guard passes some values, which are tensors that share no memory."""
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether all values are dense tensors of PyTorch's own class."""
     for value in values:
-        # The guard ends the process on tensors without strides.
         if type(value) not in _PLAIN_TYPES or value.layout is not _STRIDED or value.is_nested:
             return False
+    return True
+
+
+def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
+    """Whether a guard passes some values, which are tensors that share no memory."""
+    # The guard ends the process on tensors without strides.
+    if not are_plain(values):
+        return False
     return guard(*values) and (len(values) < 2 or _apart(values))
 
 

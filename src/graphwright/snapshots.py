@@ -91,10 +91,10 @@ class State:
 
     Buffers and tensor attributes, which a call may change or replace, are kept as copies; plain
     attributes by value; parameters, which inference must not change, in host memory and by a
-    checksum.
+    checksum, unless `weights` is False.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, *, weights: bool = True) -> None:
         # Where each tensor is found, under which key, and which tensor it is.
         self._places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
         self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
@@ -114,7 +114,7 @@ class State:
         self._parameters = {
             name: parameter
             for name, parameter in module.named_parameters()
-            if parameter.layout is torch.strided
+            if weights and parameter.layout is torch.strided
         }
         self._checksums = self._sums()
         self._weights = {n: p.detach().to("cpu", copy=True) for n, p in self._parameters.items()}

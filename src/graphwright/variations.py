@@ -19,7 +19,7 @@ def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[C
     their own, since a value that never differs tells nothing.
     """
     changes: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
-        (f"random inputs {index + 1}", lambda t: _drawn(t, generator)) for index in range(draws)
+        (f"random inputs {index + 1}", lambda t: drawn_like(t, generator)) for index in range(draws)
     ]
     changes.append(("the sample's values permuted", lambda t: _permuted(t, generator)))
     if any(t.dtype is torch.bool for t in call.tensors()):
@@ -37,12 +37,12 @@ def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[C
         yield mine
 
 
-def _drawn(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+def drawn_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
     """Random values like the tensor's: a mask's, its mean and deviation, its own integers."""
     shape = tensor.shape
     values = as_float64(tensor).reshape(-1).cpu()
     if tensor.is_complex():
-        parts = _drawn(torch.view_as_real(tensor), generator)
+        parts = drawn_like(torch.view_as_real(tensor), generator)
         return torch.view_as_complex(parts.contiguous())
     ones = bool((values == 1).any())
     only_both = bool(((values == 0) | (values == 1)).all())

@@ -14,22 +14,13 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..accuracy import error_of, special_values
+from ..accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
 from ..errors import CaptureError, first_line, user_frame
 from ..signature import SCALARS, describe
 from .journal import Journal, compilers_off, tensors
 from .recorder import Allocate, Recorder
 from .transfer import Inputs
 from .undo import Undo
-
-# The largest share of the results' root mean square that other kernels may differ by.
-_ROUNDING = {
-    torch.float64: 1e-6,
-    torch.float32: 1e-3,  # TF32
-    torch.float16: 2e-2,
-    torch.bfloat16: 1e-1,
-}
-_OTHER_ROUNDING = 1e-1
 
 
 @dataclass(frozen=True)
@@ -165,7 +156,7 @@ def _compare(told: Any, eager: Sequence[Any]) -> None:
         if alike and a.numel():
             error, _ = error_of(a, b, b)
             real = a.dtype.to_real() if a.dtype.is_complex else a.dtype
-            alike = error.rms <= _ROUNDING.get(real, _OTHER_ROUNDING)
+            alike = error.rms <= ROUNDING.get(real, OTHER_ROUNDING)
             alike = alike and torch.equal(special_values(a), special_values(b))
     if not alike:
         raise CaptureError(

@@ -50,8 +50,11 @@ class Silent:
     def row(self, row: Row) -> None: ...
 
 
+Progress = _Shown | Silent
+
+
 @contextlib.contextmanager
-def shown(progress: bool | None) -> Iterator[_Shown | Silent]:
+def shown(progress: bool | None) -> Iterator[Progress]:
     """A listener that shows progress on stderr; None shows it where stderr is a terminal."""
     if progress is None:
         progress = sys.stderr.isatty()

@@ -1,0 +1,308 @@
+"""Which dimensions of a call are dynamic, in torch.export's vocabulary, and their sizes."""
+
+from __future__ import annotations
+
+import inspect
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from ..errors import OptionError, SignatureError
+from ..signature import Args, Kwargs
+
+BATCH = "batch"
+
+
+@dataclass(frozen=True)
+class Size:
+    """The size of one dimension of a tensor: `factor * n + offset` for a named size n."""
+
+    name: str
+    factor: int = 1
+    offset: int = 0
+
+    def of(self, n: int) -> int:
+        """The dimension's size where the named one is `n`."""
+        return self.factor * n + self.offset
+
+    def solve(self, size: int) -> int | None:
+        """The named size that gives this size, or None."""
+        n, rest = divmod(size - self.offset, self.factor)
+        return None if rest else n
+
+
+# The dynamic dimensions of one tensor, by axis.
+Axes = Mapping[int, Size]
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """The sizes that a caller declares possible, both ends included."""
+
+    low: int = 1
+    high: int | None = None
+
+    def hold(self, n: int) -> bool:
+        """Whether a size is a possible one."""
+        return self.low <= n and (self.high is None or n <= self.high)
+
+
+class Dimensions:
+    """The dynamic dimensions of a function's arguments.
+
+    Args:
+        fn: whose arguments they are.
+        names: of the dimensions; others that `dynamic_shapes` names have fixed sizes.
+        dynamic_shapes: mirrors the arguments: a dictionary by argument, or a tuple of the
+            positional ones; at a tensor's place a dictionary from axis to `torch.export.Dim` (or
+            its name), or a tuple with one a dimension, or None. `2 * dim + 1` is possible. None
+            stands for: dimension 0 of every tensor that has the size that most of them have.
+        pad: mirrors the arguments likewise: the value that a tensor is padded with.
+
+    Raises:
+        OptionError: these make no sense.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        names: Sequence[str],
+        dynamic_shapes: Any = None,
+        pad: Any = None,
+    ) -> None:
+        self.names = tuple(names)
+        self.shapes = dynamic_shapes
+        self.pad = pad
+        self._parameters = _parameters(fn)
+        self.bounds = dict.fromkeys(self.names, Bounds())
+        if dynamic_shapes is None:
+            if self.names != (BATCH,):
+                raise OptionError(
+                    f"Buckets over {', '.join(self.names)} need to know which dimensions these "
+                    "are.",
+                    remedy="Pass dynamic_shapes, for example "
+                    "{'x': {0: Dim('batch'), 1: Dim('length')}}; without it, `batch` alone is "
+                    "dimension 0.",
+                )
+        else:
+            self._declare(dynamic_shapes)
+        for tree, option in ((dynamic_shapes, "dynamic_shapes"), (pad, "pad")):
+            self._refuse_unknown(tree, option)
+
+    def _declare(self, tree: Any) -> None:
+        """Collect the bounds of the dimensions; refuse what says nothing."""
+        found: set[str] = set()
+        for dim in _dims(tree):
+            root = getattr(dim, "root", dim)
+            name = root if isinstance(root, str) else root.__name__
+            found.add(name)
+            if name in self.bounds and not isinstance(root, str):
+                high = root.max if isinstance(root.max, int) else None
+                self.bounds[name] = Bounds(max(1, int(root.min)), high)
+        missing = [name for name in self.names if name not in found]
+        if missing:
+            raise OptionError(
+                f"The buckets have sizes for {', '.join(missing)}, which no dimension of "
+                f"dynamic_shapes is named; it names {', '.join(sorted(found)) or 'none'}.",
+                remedy="Use the same names in both.",
+            )
+
+    def _refuse_unknown(self, tree: Any, option: str) -> None:
+        names, extra = self._parameters
+        if isinstance(tree, Mapping) and not extra and names:
+            unknown = [name for name in tree if name not in names]
+            if unknown:
+                raise OptionError(
+                    f"{option} names {', '.join(map(repr, unknown))}; the arguments are "
+                    f"{', '.join(names)}."
+                )
+        elif tree is not None and not isinstance(tree, Mapping | tuple | list):
+            raise OptionError(
+                f"{option} is a dictionary by argument, or a tuple that mirrors the positional "
+                f"ones, not a {type(tree).__name__}."
+            )
+
+    def axes(self, args: Args, kwargs: Kwargs) -> list[Axes]:
+        """The dynamic dimensions of a call's leaves, in the order of `signature.flatten`.
+
+        Raises:
+            SignatureError: the call has not the form that `dynamic_shapes` mirrors, or no tensor
+                with one of the dimensions.
+        """
+        paths, leaves = self._paths(args, kwargs)
+        if self.shapes is None:
+            return _batched(leaves)
+        found = [
+            self._axes(_follow(self.shapes, path, name), name, leaf)
+            for (name, path), leaf in zip(paths, leaves, strict=True)
+        ]
+        there = {size.name for axes in found for size in axes.values()}
+        missing = [name for name in self.names if name not in there]
+        if missing:
+            raise SignatureError(
+                f"No tensor of the call has the dimension {missing[0]!r}; dynamic_shapes gives it "
+                "to others.",
+                remedy="Name the arguments in dynamic_shapes as the call passes them.",
+            )
+        return found
+
+    def pads(self, args: Args, kwargs: Kwargs) -> list[float | int | bool | None]:
+        """The declared pad value of each leaf of a call; None where none is declared.
+
+        Raises:
+            SignatureError: a declared value is no number.
+        """
+        paths, _ = self._paths(args, kwargs)
+        found: list[float | int | bool | None] = []
+        for name, path in paths:
+            value = _follow(self.pad, path, name)
+            if value is not None and not isinstance(value, bool | int | float):
+                raise SignatureError(f"The pad value of {name} is a number, not {value!r}.")
+            found.append(value)
+        return found
+
+    def _paths(self, args: Args, kwargs: Kwargs) -> tuple[list[tuple[str, Any]], list[Any]]:
+        """The way to each leaf: the argument's name or index, then keys; and the leaves."""
+        names, _ = self._parameters
+        tree = (tuple(args), dict(sorted(kwargs.items())))
+        with_paths, _ = pytree.tree_flatten_with_path(tree)
+        paths = []
+        for (which, argument, *rest), _ in with_paths:
+            keys = [_key(key) for key in rest]
+            if _key(which) == 0:
+                index = _key(argument)
+                name = names[index] if index < len(names) else None
+                paths.append((name or f"args[{index}]", (index, name, keys)))
+            else:
+                paths.append((_key(argument), (None, _key(argument), keys)))
+        return paths, [leaf for _, leaf in with_paths]
+
+    def _axes(self, spec: Any, name: str, leaf: Any) -> Axes:
+        if spec is None:
+            return {}
+        if not isinstance(leaf, torch.Tensor):
+            raise SignatureError(f"dynamic_shapes has dimensions for {name}, which is no tensor.")
+        pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
+        axes: dict[int, Size] = {}
+        for axis, dim in pairs:
+            size = _size(dim)
+            if size is None or size.name not in self.bounds:
+                continue
+            if not -leaf.dim() <= axis < leaf.dim():
+                raise SignatureError(
+                    f"dynamic_shapes names dimension {axis} of {name}, which has {leaf.dim()}."
+                )
+            axes[axis % leaf.dim()] = size
+        return axes
+
+    def sizes(self, shapes: Sequence[Any], axes: Sequence[Axes]) -> tuple[int, ...] | None:
+        """The named sizes of a call, or None where two tensors disagree about one.
+
+        Args:
+            shapes: of its leaves; of no use where a leaf has no axes.
+            axes: of its leaves.
+        """
+        found: dict[str, int] = {}
+        for shape, own in zip(shapes, axes, strict=True):
+            for axis, size in own.items():
+                n = size.solve(shape[axis])
+                if n is None or found.setdefault(size.name, n) != n:
+                    return None
+        return tuple(found[name] for name in self.names)
+
+
+def _batched(leaves: Sequence[Any]) -> list[Axes]:
+    sizes = Counter(
+        leaf.shape[0] for leaf in leaves if isinstance(leaf, torch.Tensor) and leaf.dim()
+    )
+    if not sizes:
+        raise SignatureError(
+            "The call has no tensor with a dimension that could be the batch.",
+            remedy="Pass dynamic_shapes, or leave the buckets out.",
+        )
+    common = sizes.most_common(1)[0][0]  # of several, that of the first tensor
+    return [
+        {0: Size(BATCH)}
+        if isinstance(leaf, torch.Tensor) and leaf.dim() and leaf.shape[0] == common
+        else {}
+        for leaf in leaves
+    ]
+
+
+def _parameters(fn: Callable[..., Any]) -> tuple[list[str], bool]:
+    """Names of a function's parameters, and whether it takes others too."""
+    try:
+        signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
+    except (TypeError, ValueError):
+        return [], True
+    several = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    kinds = [parameter.kind for parameter in signature.parameters.values()]
+    names = [n for n, p in signature.parameters.items() if p.kind not in several]
+    return names, any(kind in several for kind in kinds)
+
+
+def _key(entry: Any) -> Any:
+    """What a step of a path says: an index, a key or an attribute."""
+    for attribute in ("idx", "key", "name"):
+        if hasattr(entry, attribute):
+            return getattr(entry, attribute)
+    return entry
+
+
+def _follow(tree: Any, path: Any, name: str) -> Any:
+    """What a tree that mirrors the arguments has at a leaf's place; None for nothing."""
+    index, argument, keys = path
+    if tree is None:
+        return None
+    if isinstance(tree, Mapping):
+        found = tree.get(argument)
+    else:
+        found = tree[index] if index is not None and index < len(tree) else None
+    for key in keys:
+        if found is None:
+            return None
+        try:
+            found = found.get(key) if isinstance(found, Mapping) else found[key]
+        except (TypeError, LookupError) as error:
+            raise SignatureError(
+                f"No place of {name} in the tree that mirrors it: {key!r}."
+            ) from error
+    return found
+
+
+def _dims(tree: Any) -> list[Any]:
+    """All dimensions in a tree of them."""
+    if isinstance(tree, Mapping):
+        return [dim for value in tree.values() for dim in _dims(value)]
+    if isinstance(tree, tuple | list):
+        return [dim for value in tree for dim in _dims(value)]
+    return [] if _size(tree) is None else [tree]
+
+
+def _size(dim: Any) -> Size | None:
+    """A dimension's size; None for one that is static.
+
+    Raises:
+        OptionError: it has no name, or is no dimension at all.
+    """
+    if dim is None or dim is Dim.STATIC or isinstance(dim, int):
+        return None
+    if isinstance(dim, str):
+        return Size(dim)
+    if isinstance(dim, Dim):
+        fn = getattr(dim, "fn", None)
+        if fn is None:
+            return Size(dim.__name__)
+        root: Any = getattr(dim, "root", None)
+        one, two = int(fn(1)), int(fn(2))
+        return Size(root.__name__, two - one, 2 * one - two)
+    raise OptionError(
+        f"{dim!r} names no dimension.",
+        remedy="Use torch.export.Dim('batch'), its name as a text, or None for a fixed size.",
+    )

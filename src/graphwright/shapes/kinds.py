@@ -1,0 +1,453 @@
+"""One kind of call: calls that differ in named sizes alone, and what is known about them."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..audit import difference
+from ..errors import CaptureError, SignatureError, first_line
+from ..graphs.journal import Journal, compilers_off
+from ..graphs.memory import MemoryPool
+from ..graphs.transaction import transaction
+from ..signature import (
+    Args,
+    CallSignature,
+    Kwargs,
+    argument_names,
+    flatten,
+    leaf_names,
+    unflatten,
+)
+from ..snapshots import clone_leaves
+from ..watch import FunctionModule
+from .dimensions import Axes, Dimensions
+from .outputs import OutputShapes, Sizes, Underivable, derive, fit, memory_format
+from .padding import Plan, Value, shape_at
+from .proof import Prover, Subject, Verdicts
+
+_MAX_PLANS = 1 << 16
+_FITTED_BELOW = 6
+
+
+class Kind:
+    """Calls that differ in named sizes alone, and whether and how each bucket may answer them.
+
+    Attributes:
+        axes: the dynamic dimensions of the call's leaves.
+        reason: why none of these calls may be filled up, or None.
+        grad: the gradient mode that it belongs to, where the function's numbers depend on it.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        dimensions: Dimensions,
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        pool: MemoryPool,
+        grad: bool | None = None,
+    ) -> None:
+        """Remember a call as the sample; nothing runs yet.
+
+        Raises:
+            SignatureError: the call does not have the dimensions, or sizes that do not agree.
+        """
+        self.dimensions = dimensions
+        self.grad = grad
+        self.axes: list[Axes] = dimensions.axes(args, kwargs)
+        self._signature = CallSignature.of(args, kwargs)
+        leaves, self._spec = flatten(args, kwargs)
+        self._names = argument_names(args, kwargs)
+        self._check_sizes(leaves)
+        self._forms = [memory_format(v) if own else None for v, own in self._with_axes(leaves)]
+        self._twins = _twins(leaves)
+        declared = dimensions.pads(args, kwargs)
+        with torch.no_grad():
+            sample = clone_leaves(leaves)
+            sample = [v.detach() if isinstance(v, torch.Tensor) else v for v in sample]
+            fills = [
+                _default(leaf) if value is None and own else value or 0
+                for value, leaf, own in zip(declared, sample, self.axes, strict=True)
+            ]
+        self.subject = Subject(
+            fn,
+            fn if isinstance(fn, nn.Module) else FunctionModule(fn),
+            self._spec,
+            _without_twins(sample, self._twins),
+            self.axes,
+            dimensions.names,
+            dimensions.bounds,
+            fills,
+            [value is not None for value in declared],
+        )
+        self._pool = pool
+        self.reason: str | None = None
+        self._prover: Prover | None = None
+        self._mutated: tuple[int, ...] = ()
+        self._traces: list[OutputShapes] = []
+        self.verdicts: dict[Sizes, Verdicts | str] = {}
+        self._checked: set[Sizes] = set()
+        self._joints: dict[tuple[str, int], list[int | None] | str] = {}
+        self._plans: dict[tuple[Sizes, Sizes], Plan | str] = {}
+
+    def _with_axes(self, leaves: Sequence[Any]) -> Iterator[tuple[Any, Axes]]:
+        return zip(leaves, self.axes, strict=True)
+
+    def _check_sizes(self, leaves: Sequence[Any]) -> None:
+        if self.dimensions.sizes([getattr(v, "shape", ()) for v in leaves], self.axes) is None:
+            sizes = [
+                f"{self._names[index]} has {leaf.shape[axis]} in dimension {axis}"
+                for index, (leaf, own) in enumerate(self._with_axes(leaves))
+                for axis in own
+            ]
+            raise SignatureError(
+                f"The arguments do not agree about the named sizes: {'; '.join(sizes)}.",
+                remedy="Correct dynamic_shapes, or the arguments.",
+            )
+
+    def sizes(self, signature: CallSignature, leaves: Sequence[Any]) -> Sizes | None:
+        """The named sizes of a call of this kind; None for one of another kind."""
+        mine = self._signature
+        if signature.spec != mine.spec or signature.switches != mine.switches:
+            return None
+        for have, want, own in zip(signature.leaves, mine.leaves, self.axes, strict=True):
+            if not own and have != want:
+                return None
+            if own and (len(have) != 5 or (have[1], have[3]) != (want[1], want[3])):
+                return None
+            if own and not _alike(have[0], want[0], own):
+                return None
+        if _twins(leaves) != self._twins:
+            return None
+        for leaf, form in zip(leaves, self._forms, strict=True):
+            if form is not None and (memory_format(leaf) is not form or not _in_order(leaf, form)):
+                return None
+        return self.dimensions.sizes([getattr(v, "shape", ()) for v in leaves], self.axes)
+
+    def sample(self, sizes: Sizes) -> tuple[Args, Kwargs]:
+        """Arguments of some sizes, made of the sample's values."""
+        args, kwargs = unflatten(self.subject.at(sizes), self._spec)
+        return args, kwargs
+
+    def plan(self, sizes: Sizes, bucket: Sizes) -> Plan | str:
+        """How a bucket answers a call, once it is proved that it may; else why it may not.
+
+        Args:
+            sizes: the named sizes of the call.
+            bucket: those of the bucket.
+        """
+        key = (sizes, bucket)
+        known = self._plans.get(key)
+        if known is None:
+            with self._pool.lock:
+                known = self._plan(sizes, bucket)
+                if len(self._plans) >= _MAX_PLANS:
+                    self._plans.clear()
+                self._plans[key] = known
+        return known
+
+    def _plan(self, sizes: Sizes, bucket: Sizes) -> Plan | str:
+        verdicts = self._verdicts(bucket)
+        if isinstance(verdicts, str):
+            return verdicts
+        prover = self._prover
+        assert prover is not None
+        if prover.known(verdicts, sizes):
+            reason = prover.extend(verdicts, sizes)
+        else:
+            with self._trial():
+                reason = prover.extend(verdicts, sizes)
+        if reason is not None:
+            return reason
+        named = dict(zip(self.dimensions.names, bucket, strict=True))
+        shapes: list[Sizes | None] = []
+        for leaf, own in self._with_axes(self.subject.at(sizes)):
+            shape = shape_at(leaf.shape, own, named) if own else None
+            shapes.append(None if shape is None or shape == tuple(leaf.shape) else shape)
+        return Plan(
+            sizes,
+            bucket,
+            tuple(shapes),
+            tuple(self.subject.fills),
+            tuple(verdicts.chosen(sizes, prover.arguments)),
+            tuple(slot for slot in self._mutated if shapes[slot] is not None),
+        )
+
+    def culprits(self, sizes: Sizes, bucket: Sizes) -> set[str]:
+        """Dimensions that are exact-only where a call may not be filled up to a bucket."""
+        verdicts = self.verdicts.get(bucket)
+        if self._prover is None or not isinstance(verdicts, Verdicts):
+            return set(self.dimensions.names)
+        return self._prover.culprits(verdicts, sizes)
+
+    def is_checked(self, bucket: Sizes) -> bool:
+        """Whether a bucket's graph was compared with eager."""
+        return bucket in self._checked
+
+    def check(
+        self, plan: Plan, run: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs
+    ) -> str | None:
+        """Compare what a bucket's graph gives for a call with what eager gives without padding.
+
+        Args:
+            plan: how the call is filled up.
+            run: the graph.
+            args: of the call.
+            kwargs: likewise.
+
+        Returns:
+            how they differ, beyond what other kernels may; the bucket is refused then.
+        """
+        leaves, spec = flatten(args, kwargs)
+        padded = plan.pad(leaves)
+        result = plan.cut(run(*unflatten(padded, spec)), leaves, padded)
+        with self._trial():
+            again, named = unflatten(clone_leaves(leaves), spec)
+            expected = self.subject.fn(*again, **named)
+        names = leaf_names(expected, "output")
+        pairs = zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True)
+        for name, (mine, theirs) in zip(names, pairs, strict=True):
+            why = difference(mine, theirs, other_kernels=True)
+            if why is not None:
+                told = f"{name} of the graph in the bucket {plan.bucket} is not eager's: {why}"
+                self.verdicts[plan.bucket] = told
+                self._plans = {key: p for key, p in self._plans.items() if key[1] != plan.bucket}
+                return told
+        self._checked.add(plan.bucket)
+        return None
+
+    def proofs(self) -> list[Verdicts]:
+        """What is known about the buckets that could be tried."""
+        found = list(self.verdicts.values())
+        return [verdicts for verdicts in found if isinstance(verdicts, Verdicts)]
+
+    def prove(self, bucket: Sizes, served: Sequence[Sizes]) -> str | None:
+        """Why a bucket may not answer one of some calls, or None where it may answer all.
+
+        Args:
+            bucket: its sizes.
+            served: sizes of these calls.
+        """
+        for sizes in served:
+            found = self.plan(sizes, bucket)
+            if isinstance(found, str):
+                return found
+        return None
+
+    def _verdicts(self, bucket: Sizes) -> Verdicts | str:
+        known = self.verdicts.get(bucket)
+        if known is None:
+            with self._trial():
+                if self._prover is None and self.reason is None:
+                    self._look()
+                known = self.reason
+                if known is None:
+                    assert self._prover is not None
+                    shapes = self._shapes(bucket)
+                    if isinstance(shapes, str):
+                        known = shapes
+                    else:
+                        # The first one with every filling at every size.
+                        first = not self.verdicts
+                        known = self._prover.start(bucket, shapes, thorough=first)
+            self.verdicts[bucket] = known
+        return known
+
+    @contextmanager
+    def _trial(self) -> Iterator[None]:
+        """Run the function as a capture would; whatever that changes is put back."""
+        devices = sorted({v.device.index for v in self.subject.sample if _on_gpu(v)})
+        with (
+            self._pool.lock,
+            transaction(self._pool, self.subject.module, _nothing) as undo,
+            torch.random.fork_rng(devices),
+            compilers_off(),
+        ):
+            try:
+                yield
+            finally:
+                undo.restore(python=True)
+
+    def _look(self) -> None:
+        """Learn from a run of the sample what cutting has to know beside shapes."""
+        leaves = clone_leaves(self.subject.sample)
+        args, kwargs = unflatten(leaves, self._spec)
+        journal = Journal()
+        try:
+            with journal:
+                result = self.subject.fn(*args, **kwargs)
+            journal.forget_what_stood_still()
+            self._mutated = tuple(
+                slot
+                for slot, leaf in enumerate(leaves)
+                if isinstance(leaf, torch.Tensor) and journal.wrote_to(leaf)
+            )
+            random = bool(journal.generators)
+        finally:
+            journal.undo()
+        outputs, _ = pytree.tree_flatten(result)
+        arguments, shared, reason = _aliases(
+            outputs, leaf_names(result, "output"), leaves, self._names, self.axes
+        )
+        self.reason = reason
+        if random:
+            self.reason = "it draws random numbers, others for other sizes"
+        elif len(self._mutated) and self._overlap:
+            self.reason = "it writes to an argument that shares memory with another one"
+        self._prover = Prover(self.subject, arguments, shared)
+
+    @property
+    def _overlap(self) -> bool:
+        twins = sum(first != index for index, first in enumerate(self._twins))
+        return len(self._signature.aliases) > twins
+
+    def _shapes(self, bucket: Sizes) -> OutputShapes | str:
+        """The shapes of the outputs, by a trace that takes the bucket's way."""
+        for shapes in self._traces:
+            if shapes.holds(bucket):
+                return shapes
+        names = self.dimensions.names
+        sizes = dict(zip(names, bucket, strict=True))
+        try:
+            shapes = derive(self.subject.fn, self.subject.at(bucket), self._spec, self.axes, sizes)
+        except Underivable as symbolic:
+            try:
+                shapes = fit(names, self._seen(bucket))
+            except Underivable as fitted:
+                return f"the shapes of its outputs follow no rule: {symbolic}; {fitted}"
+        self._traces.append(shapes)
+        return shapes
+
+    def _seen(self, bucket: Sizes) -> dict[Sizes, tuple[list[Any], pytree.TreeSpec]]:
+        """What the function returns for some small sizes, and for the bucket."""
+        ranges = []
+        for name, full in zip(self.dimensions.names, bucket, strict=True):
+            low = self.dimensions.bounds[name].low
+            ranges.append([n for n in (low, low + 1, low + 2, low + _FITTED_BELOW) if n <= full])
+        found = {}
+        error: Exception | None = None
+        for sizes in (*itertools.product(*ranges), bucket):
+            args, kwargs = self.sample(sizes)
+            try:
+                found[sizes] = pytree.tree_flatten(self.subject.fn(*args, **kwargs))
+            except Exception as raised:
+                error = raised
+        if bucket not in found:
+            assert error is not None
+            raise CaptureError(
+                f"The call fails in the bucket {bucket}: {first_line(error)}",
+                remedy="Leave sizes out of the buckets that the function cannot take.",
+            ) from error
+        return found
+
+    def rows_apart(self, name: str, chunk: int, others: Sizes) -> list[int | None] | str:
+        """Whether a call can be answered in chunks along one dimension, and how they are joined.
+
+        Args:
+            name: of the dimension.
+            chunk: its size in a chunk.
+            others: named sizes to try it with; that of the dimension itself is of no use.
+
+        Returns:
+            for each output the axis along which to join, None for one that is the same in all
+            chunks; or a reason against it.
+        """
+        with self._pool.lock:
+            known = self._joints.get((name, chunk))
+            if known is None:
+                with self._trial():
+                    known = self._joints[name, chunk] = self._split(name, chunk, others)
+            return known
+
+    def _split(self, name: str, chunk: int, others: Sizes) -> list[int | None] | str:
+        if self._prover is None and self.reason is None:
+            self._look()
+        if self.reason is not None:
+            return self.reason
+        if self._mutated or self._prover is None or self._prover.arguments:
+            return "it writes to its arguments or returns them"
+        return self._prover.split(name, chunk, others)
+
+
+def _nothing() -> None:
+    """Stands for what a trial leaves behind."""
+
+
+def _on_gpu(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.is_cuda
+
+
+def _twins(leaves: Sequence[Any]) -> tuple[int, ...]:
+    """For each leaf the first one that is the same tensor."""
+    first: dict[int, int] = {}
+    return tuple(
+        first.setdefault(id(leaf), index) if isinstance(leaf, torch.Tensor) else index
+        for index, leaf in enumerate(leaves)
+    )
+
+
+def _without_twins(sample: Sequence[Any], twins: Sequence[int]) -> list[Any]:
+    """The sample with one tensor where the call had one."""
+    return [sample[first] for first in twins]
+
+
+def _alike(have: Sequence[int], want: Sequence[int], axes: Axes) -> bool:
+    return len(have) == len(want) and all(
+        n == m for axis, (n, m) in enumerate(zip(have, want, strict=True)) if axis not in axes
+    )
+
+
+def _in_order(leaf: torch.Tensor, form: torch.memory_format) -> bool:
+    """Whether dimensions lie in memory in their order, as they do in a filled-up copy.
+
+    Gaps between rows make no difference to what a function returns; another order may.
+    """
+    if form is not torch.contiguous_format:
+        return True  # Only dense tensors are said to be channels last.
+    steps = [st for st, n in zip(leaf.stride(), leaf.shape, strict=True) if n > 1]
+    return 0 not in steps and steps == sorted(steps, reverse=True)
+
+
+def _default(leaf: Any) -> Value:
+    """What to fill with where the caller says nothing: zeros; among integers one that was seen."""
+    if not isinstance(leaf, torch.Tensor) or leaf.dtype is torch.bool or not leaf.numel():
+        return 0
+    return 0 if leaf.is_floating_point() or leaf.is_complex() else int(leaf.min())
+
+
+def _aliases(
+    outputs: Sequence[Any],
+    names: Sequence[str],
+    leaves: Sequence[Any],
+    arguments: Sequence[str],
+    axes: Sequence[Axes],
+) -> tuple[dict[int, int], list[int], str | None]:
+    """Outputs that are arguments, outputs that share memory with others, and what forbids cuts."""
+    by_identity = {
+        id(leaf): slot for slot, (leaf, own) in enumerate(zip(leaves, axes, strict=True)) if own
+    }
+    by_memory = {leaves[slot].untyped_storage().data_ptr(): slot for slot in by_identity.values()}
+    same: dict[int, int] = {}
+    owners: dict[int, tuple[int, int]] = {}
+    shared: set[int] = set()
+    for index, output in enumerate(outputs):
+        if not isinstance(output, torch.Tensor) or not output.numel():
+            continue
+        memory = output.untyped_storage().data_ptr()
+        if id(output) in by_identity:
+            same[index] = by_identity[id(output)]
+        elif memory in by_memory:
+            reason = f"{names[index]} is a view of the argument {arguments[by_memory[memory]]}"
+            return same, [], reason
+        first, identity = owners.setdefault(memory, (index, id(output)))
+        if identity != id(output):
+            shared |= {first, index}
+    return same, sorted(shared), None

@@ -1,0 +1,308 @@
+"""The shapes of what a function returns, as expressions of the sizes of what it is given.
+
+They come from running the function on fake tensors whose sizes are symbols, which also tells on
+which comparisons of sizes it branched; or, where that fails, from fitting polynomials to the shapes
+that it returned for several sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils import _pytree as pytree
+
+from ..errors import first_line
+from ..signature import unflatten
+from .dimensions import Axes
+
+Sizes = tuple[int, ...]
+Geometry = tuple[Sizes, Sizes]  # shape and strides
+
+
+class Underivable(Exception):
+    """The shapes of a function's outputs could not be expressed by the sizes of its inputs."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One output: its shape and strides as expressions; for a whole number, its value as shape.
+
+    Attributes:
+        shape: one expression a dimension.
+        stride: likewise, in elements.
+        number: whether the output is a whole number and no tensor.
+    """
+
+    shape: tuple[sympy.Expr, ...]
+    stride: tuple[sympy.Expr, ...]
+    number: bool = False
+
+
+class OutputShapes:
+    """Shapes of a function's outputs for any sizes.
+
+    Attributes:
+        leaves: of the outputs that are tensors or whole numbers, None for others.
+        spec: the outputs' tree.
+        guards: comparisons of sizes that held where it was derived; where they all hold, the
+            function takes the same way.
+        fitted: whether the expressions were fitted, so that branches on sizes are unknown.
+    """
+
+    def __init__(
+        self,
+        names: Sequence[str],
+        leaves: Sequence[Leaf | None],
+        spec: pytree.TreeSpec,
+        guards: Sequence[sympy.Basic] = (),
+        *,
+        fixed: Mapping[str, int] | None = None,
+        fitted: bool = False,
+    ) -> None:
+        self.names = tuple(names)
+        self.leaves = tuple(leaves)
+        self.spec = spec
+        self.guards = tuple(guards)
+        self.fitted = fitted
+        self._fixed = dict(fixed or {})
+        self._guards = _compiled(self.names, self.guards)
+        self._shapes = [
+            None if leaf is None else _compiled(self.names, (*leaf.shape, *leaf.stride))
+            for leaf in self.leaves
+        ]
+
+    def way(self, sizes: Sizes) -> tuple[bool, ...]:
+        """Which of the guards hold for some sizes: the same ones, the same way."""
+        return tuple(map(bool, self._guards(*sizes)))
+
+    def holds(self, sizes: Sizes) -> bool:
+        """Whether the expressions were derived on the way that these sizes take."""
+        named = dict(zip(self.names, sizes, strict=True))
+        return all(named[name] == n for name, n in self._fixed.items()) and all(self.way(sizes))
+
+    def of(self, sizes: Sizes) -> list[Geometry | int | None]:
+        """Shape and strides of each output for some sizes; a whole number as it is."""
+        found: list[Geometry | int | None] = []
+        for leaf, shape in zip(self.leaves, self._shapes, strict=True):
+            if leaf is None or shape is None:
+                found.append(None)
+                continue
+            values = tuple(map(int, shape(*sizes)))
+            rank = len(leaf.shape)
+            found.append(values[0] if leaf.number else (values[:rank], values[rank:]))
+        return found
+
+
+def symbols_of(names: Sequence[str]) -> list[sympy.Symbol]:
+    """The symbols that stand for named sizes in expressions."""
+    return [sympy.Symbol(name, integer=True, positive=True) for name in names]
+
+
+def _compiled(names: Sequence[str], expressions: Sequence[Any]) -> Callable[..., Sequence[Any]]:
+    """The values of some expressions as a function of the named sizes, in their order."""
+    from torch.utils._sympy.printers import PythonPrinter
+
+    symbols = symbols_of(names)
+    places = [sympy.Symbol(f"n{index}", integer=True, positive=True) for index in range(len(names))]
+    renamed = [
+        sympy.sympify(e).xreplace(dict(zip(symbols, places, strict=True))) for e in expressions
+    ]
+
+    def slowly(*sizes: int) -> Sequence[Any]:
+        known = {place: sympy.Integer(n) for place, n in zip(places, sizes, strict=True)}
+        return [expression.xreplace(known) for expression in renamed]
+
+    try:
+        printer = PythonPrinter()
+        text = ", ".join(f"({printer.doprint(expression)})" for expression in renamed)
+        source = f"lambda {', '.join(map(str, places))}: ({text}{',' if text else ''})"
+        quickly: Callable[..., Sequence[Any]] = eval(source, {"math": math, "torch": torch})
+        tries = [tuple(7 + 3 * i for i, _ in enumerate(names)), tuple(2 for _ in names)]
+        if all(list(quickly(*sizes)) == list(slowly(*sizes)) for sizes in tries):
+            return quickly
+    except Exception:
+        return slowly  # An expression that the printer does not know.
+    return slowly
+
+
+def derive(
+    fn: Callable[..., Any],
+    leaves: Sequence[Any],
+    spec: pytree.TreeSpec,
+    axes: Sequence[Axes],
+    sizes: Mapping[str, int],
+) -> OutputShapes:
+    """Run a function on fake tensors with symbolic sizes.
+
+    Sizes of 1 stay fixed: whatever holds for 1 alone would be taken for the rule.
+
+    Args:
+        fn: the function; it runs once, on tensors without memory.
+        leaves: of a call's arguments, with the given sizes.
+        spec: their tree.
+        axes: their dynamic dimensions.
+        sizes: the named sizes; guards hold for these.
+
+    Raises:
+        Underivable: an operation cannot run on symbols, or the function asks for one exact size.
+    """
+    env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
+    mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
+    symbols: dict[Any, sympy.Symbol] = {}
+    symbolic: dict[str, Any] = {}
+    for name, symbol in zip(sizes, symbols_of(list(sizes)), strict=True):
+        hint = sizes[name]
+        if hint == 1:
+            symbolic[name] = 1
+            continue
+        source = ConstantSource(name)
+        own = env.create_symbol(hint, source=source, dynamic_dim=DimDynamic.DYNAMIC)
+        symbols[own] = symbol
+        symbolic[name] = env.create_symintnode(own, hint=hint, source=source)
+    try:
+        with mode:
+            fakes = _fakes(mode, leaves, axes, symbolic)
+            args, kwargs = unflatten(fakes, spec)
+            result = fn(*args, **kwargs)
+            outputs, out_spec = pytree.tree_flatten(result)
+            found = [_leaf(output, env) for output in outputs]
+            guards = [guard.expr for guard in env.guards]
+    except Exception as error:
+        raise Underivable(first_line(error, 160)) from error
+    pinned = [symbols[own].name for own in symbols if env.replacements.get(own, own).is_number]
+    if pinned:
+        raise Underivable(f"the function works for one size of {pinned[0]} alone")
+    known = [_renamed(leaf, symbols) for leaf in found]
+    if any(not e.free_symbols <= set(symbols.values()) for e in _all(known)):
+        raise Underivable("a shape depends on values")
+    kept = {guard.xreplace(symbols) for guard in guards}
+    fixed = {name: n for name, n in sizes.items() if n == 1}
+    ours = set(symbols.values())
+    ordered = sorted((g for g in kept if g.free_symbols and g.free_symbols <= ours), key=str)
+    return OutputShapes(list(sizes), known, out_spec, ordered, fixed=fixed)
+
+
+def _fakes(
+    mode: FakeTensorMode, leaves: Sequence[Any], axes: Sequence[Axes], symbolic: Mapping[str, Any]
+) -> list[Any]:
+    """A call's leaves as fake tensors; one that stands twice stays one."""
+    made: dict[int, Any] = {}
+    for leaf, own in zip(leaves, axes, strict=True):
+        if id(leaf) in made or not isinstance(leaf, torch.Tensor):
+            continue
+        if not own:
+            made[id(leaf)] = mode.from_tensor(leaf, static_shapes=True)
+            continue
+        shape = [
+            own[axis].factor * symbolic[own[axis].name] + own[axis].offset if axis in own else n
+            for axis, n in enumerate(leaf.shape)
+        ]
+        made[id(leaf)] = torch.empty(
+            shape, dtype=leaf.dtype, device=leaf.device, memory_format=memory_format(leaf)
+        )
+    return [made.get(id(leaf), leaf) for leaf in leaves]
+
+
+def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """Channels last for images and volumes that are laid out so, else contiguous."""
+    for rank, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
+        other = tensor.dim() == rank and not tensor.is_contiguous()
+        if other and tensor.is_contiguous(memory_format=form):
+            return form
+    return torch.contiguous_format
+
+
+def _leaf(output: Any, env: ShapeEnv) -> Leaf | None:
+    if isinstance(output, torch.Tensor):
+        return Leaf(
+            tuple(_expression(n, env) for n in output.shape),
+            tuple(_expression(n, env) for n in output.stride()),
+        )
+    if isinstance(output, torch.SymInt):
+        return Leaf((_expression(output, env),), (), number=True)
+    if isinstance(output, torch.SymFloat | torch.SymBool):
+        raise Underivable("an output is a number made of sizes")
+    return None
+
+
+def _expression(n: Any, env: ShapeEnv) -> sympy.Expr:
+    return env.simplify(n.node.expr) if isinstance(n, torch.SymInt) else sympy.Integer(int(n))
+
+
+def _renamed(leaf: Leaf | None, symbols: Mapping[Any, sympy.Symbol]) -> Leaf | None:
+    if leaf is None:
+        return None
+    shape = tuple(e.xreplace(dict(symbols)) for e in leaf.shape)
+    return Leaf(shape, tuple(e.xreplace(dict(symbols)) for e in leaf.stride), leaf.number)
+
+
+def _all(leaves: Sequence[Leaf | None]) -> list[sympy.Expr]:
+    return [e for leaf in leaves if leaf is not None for e in (*leaf.shape, *leaf.stride)]
+
+
+def fit(
+    names: Sequence[str],
+    seen: Mapping[Sizes, tuple[Sequence[Any], pytree.TreeSpec]],
+) -> OutputShapes:
+    """Fit expressions to the outputs that several sizes gave.
+
+    A size of an output is taken for a sum of products of named sizes, each at most once. Some of
+    the sizes seen are left out of the fit and have to agree with it.
+
+    Args:
+        names: of the sizes.
+        seen: the outputs' leaves and their tree, by sizes.
+
+    Raises:
+        Underivable: no such expressions, or no contiguous outputs.
+    """
+    trees = [spec for _, spec in seen.values()]
+    if any(spec != trees[0] for spec in trees):
+        raise Underivable("the tree of the outputs depends on the sizes")
+    rows = [leaves for leaves, _ in seen.values()]
+    found: list[Leaf | None] = []
+    for index in range(len(rows[0])):
+        outputs = [row[index] for row in rows]
+        if not all(isinstance(output, torch.Tensor) for output in outputs):
+            found.append(None)
+            continue
+        if len({output.dim() for output in outputs}) > 1:
+            raise Underivable("the number of an output's dimensions depends on the sizes")
+        if not all(output.is_contiguous() for output in outputs):
+            raise Underivable("an output is not contiguous")
+        shape = tuple(
+            _polynomial(names, {s: o.shape[axis] for s, o in zip(seen, outputs, strict=True)})
+            for axis in range(outputs[0].dim())
+        )
+        stride = tuple(sympy.expand(sympy.prod(shape[axis + 1 :])) for axis in range(len(shape)))
+        found.append(Leaf(shape, stride))
+    return OutputShapes(names, found, trees[0], fitted=True)
+
+
+def _polynomial(names: Sequence[str], seen: Mapping[Sizes, int]) -> sympy.Expr:
+    """The polynomial that is of degree one in each size and takes the values that were seen."""
+    symbols = symbols_of(names)
+    products: list[sympy.Expr] = [sympy.Integer(1)]
+    for count in range(1, len(symbols) + 1):
+        products += [sympy.prod(chosen) for chosen in itertools.combinations(symbols, count)]
+    rows = sympy.Matrix(
+        [[p.subs(dict(zip(symbols, sizes, strict=True))) for p in products] for sizes in seen]
+    )
+    values = sympy.Matrix(list(seen.values()))
+    if len(seen) <= len(products) or rows.rank() < len(products):
+        raise Underivable("too few sizes were seen to tell the rule of the outputs' shapes")
+    unknown = sympy.symbols(f"c:{len(products)}")
+    solution = sympy.linsolve((rows, values), *unknown)
+    if not solution:
+        raise Underivable("no polynomial of the sizes gives the outputs' shapes")
+    factors = next(iter(solution))
+    return sum((c * p for c, p in zip(factors, products, strict=True)), sympy.Integer(0))

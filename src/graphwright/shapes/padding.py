@@ -1,0 +1,243 @@
+"""Fill a call's tensors up to a bucket, and cut what it returns to the sizes asked for."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import sympy
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .dimensions import Axes
+from .outputs import Geometry, Leaf, OutputShapes, Sizes, memory_format, symbols_of
+
+Value = float | int | bool
+
+_EXACT_IN_FLOAT = 2**53
+
+
+def fill(leaf: torch.Tensor, shape: Sequence[int], value: Value) -> torch.Tensor:
+    """A tensor of some shape that begins with `leaf` in every dimension and goes on with `value`.
+
+    It is contiguous, or channels last where `leaf` is.
+    """
+    if not isinstance(value, int) or abs(value) <= _EXACT_IN_FLOAT:
+        widths = [(0, wanted - n) for wanted, n in zip(shape, leaf.shape, strict=True)]
+        return nn.functional.pad(leaf, list(itertools.chain(*reversed(widths))), value=value)
+    made = torch.full(tuple(shape), value, dtype=leaf.dtype, device=leaf.device).contiguous(
+        memory_format=memory_format(leaf)
+    )
+    cut_to(made, leaf.shape).copy_(leaf)
+    return made
+
+
+def shape_at(shape: Sequence[int], axes: Axes, named: Mapping[str, int]) -> Sizes:
+    """The shape of an argument with other named sizes."""
+    return tuple(
+        axes[axis].of(named[axes[axis].name]) if axis in axes else n for axis, n in enumerate(shape)
+    )
+
+
+def cut_to(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The first elements of each dimension, as a view."""
+    for axis, n in enumerate(shape):
+        if tensor.shape[axis] != n:
+            tensor = tensor.narrow(axis, 0, n)
+    return tensor
+
+
+@dataclass(frozen=True)
+class Factors:
+    """A dimension of an output that is several named sizes in one: (batch * length, features).
+
+    What is valid of it is no prefix: it is split, cut in each factor, and joined again.
+
+    Attributes:
+        axis: which dimension.
+        bucket: its factors in the bucket.
+        true: its factors in what was asked for.
+    """
+
+    axis: int
+    bucket: Sizes
+    true: Sizes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one output of a bucket becomes the one that was asked for.
+
+    Attributes:
+        shape: of the result.
+        stride: likewise, in elements.
+        number: a whole number to give in the output's place.
+        argument: the argument that the output is.
+        factors: a dimension that has to be split to be cut.
+        whole: the output does not depend on the sizes.
+    """
+
+    shape: Sizes = ()
+    stride: Sizes = ()
+    number: int | None = None
+    argument: int | None = None
+    factors: Factors | None = None
+    whole: bool = False
+
+    def __call__(self, output: Any) -> Any:
+        """Cut; memory is shared with the output only where it is a range of it."""
+        if self.whole:
+            return output
+        if self.number is not None:
+            return self.number
+        assert isinstance(output, torch.Tensor)
+        if self.factors is None and self.is_prefix_of(output):
+            result = torch.empty(0, dtype=output.dtype, device=output.device)
+            return result.set_(
+                output.untyped_storage(), output.storage_offset(), self.shape, self.stride
+            )
+        result = torch.empty_strided(
+            self.shape, self.stride, dtype=output.dtype, device=output.device
+        )
+        factors = self.factors
+        if factors is None:
+            return result.copy_(cut_to(output, self.shape))
+        rest = list(self.shape)
+        rest[factors.axis : factors.axis + 1] = factors.true
+        source = cut_to(output.unflatten(factors.axis, factors.bucket), rest)
+        result.unflatten(factors.axis, factors.true).copy_(source)
+        return result
+
+    def is_prefix_of(self, output: torch.Tensor) -> bool:
+        """Whether the result lies in the output's memory as eager would have laid it out."""
+        return all(
+            n == 1 or mine == theirs
+            for n, mine, theirs in zip(self.shape, self.stride, output.stride(), strict=True)
+        )
+
+
+def cuts_of(
+    shapes: OutputShapes, sizes: Sizes, bucket: Sizes, arguments: Mapping[int, int]
+) -> list[list[Cut]]:
+    """The ways in which each output might be cut, the likeliest first.
+
+    Args:
+        shapes: of the outputs.
+        sizes: the named sizes that were asked for.
+        bucket: those of the bucket.
+        arguments: outputs that are arguments, and which.
+    """
+    found: list[list[Cut]] = []
+    true, full = shapes.of(sizes), shapes.of(bucket)
+    for index, (leaf, mine, theirs) in enumerate(zip(shapes.leaves, true, full, strict=True)):
+        if index in arguments:
+            found.append([Cut(argument=arguments[index])])
+        elif leaf is None or mine is None or mine == theirs:
+            found.append([Cut(whole=True)])
+        elif isinstance(mine, int):
+            found.append([Cut(number=mine)])
+        else:
+            found.append(_cuts(shapes.names, leaf, mine, sizes, bucket))
+    return found
+
+
+def _cuts(
+    names: Sequence[str], leaf: Leaf, geometry: Geometry, sizes: Sizes, bucket: Sizes
+) -> list[Cut]:
+    plain = Cut(*geometry)
+    split = [
+        replace(plain, factors=Factors(axis, full, true))
+        for axis, expression in enumerate(leaf.shape)
+        for full, true in _factors(names, expression, sizes, bucket)
+    ]
+    return [*split, plain]
+
+
+def _factors(
+    names: Sequence[str], expression: sympy.Expr, sizes: Sizes, bucket: Sizes
+) -> list[tuple[Sizes, Sizes]]:
+    """The factors of a dimension in the bucket and in the sizes asked for, in each order."""
+    if len(expression.free_symbols) < 2:
+        return []
+    number, parts = sympy.factor(expression).as_coeff_mul()
+    if any(len(part.free_symbols) != 1 for part in parts) or not number.is_integer:
+        return []
+    symbols = symbols_of(names)
+
+    def at(part: sympy.Expr, named: Sizes) -> int:
+        return int(part.xreplace(dict(zip(symbols, map(sympy.Integer, named), strict=True))))
+
+    order = {symbol: index for index, symbol in enumerate(symbols)}
+    parts = sorted(parts, key=lambda part: order[next(iter(part.free_symbols))])
+    rest = () if number == 1 else (int(number),)
+    return [
+        (
+            (*(at(part, bucket) for part in chosen), *rest),
+            (*(at(part, sizes) for part in chosen), *rest),
+        )
+        for chosen in itertools.permutations(parts)
+    ]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call of some sizes that a bucket answers.
+
+    Attributes:
+        sizes: the named sizes of the call.
+        bucket: those of the bucket.
+        shapes: the bucket's shape of each argument that has to be filled up, None for others.
+        fills: what each is filled with.
+        cuts: how the outputs are cut.
+        back: arguments that the call writes to and that were filled up.
+    """
+
+    sizes: Sizes
+    bucket: Sizes
+    shapes: tuple[Sizes | None, ...]
+    fills: tuple[Value, ...]
+    cuts: tuple[Cut, ...]
+    back: tuple[int, ...] = ()
+
+    def pad(self, leaves: Sequence[Any]) -> list[Any]:
+        """The bucket's arguments; one that stands twice stays one."""
+        made: dict[int, Any] = {}
+        found = []
+        for leaf, shape, value in zip(leaves, self.shapes, self.fills, strict=True):
+            if shape is not None:
+                if id(leaf) not in made:
+                    made[id(leaf)] = fill(leaf, shape, value)
+                leaf = made[id(leaf)]
+            found.append(leaf)
+        return found
+
+    def cut(self, result: Any, leaves: Sequence[Any], padded: Sequence[Any]) -> Any:
+        """What the caller gets for what the bucket returned.
+
+        Args:
+            result: what the bucket returned.
+            leaves: the call's arguments.
+            padded: the bucket's arguments, which it may have written to.
+        """
+        for slot in self.back:
+            leaves[slot].copy_(cut_to(padded[slot], leaves[slot].shape))
+        if isinstance(result, torch.Tensor):
+            return self._one(self.cuts[0], result, leaves)
+        outputs, spec = pytree.tree_flatten(result)
+        made: dict[int, Any] = {}
+        found = []
+        for output, cut in zip(outputs, self.cuts, strict=True):
+            result = made.get(id(output))  # A tensor that stands twice stays one.
+            if result is None:
+                result = self._one(cut, output, leaves)
+                if isinstance(output, torch.Tensor):
+                    made[id(output)] = result
+            found.append(result)
+        return pytree.tree_unflatten(found, spec)
+
+    @staticmethod
+    def _one(cut: Cut, output: Any, leaves: Sequence[Any]) -> Any:
+        return cut(output) if cut.argument is None else leaves[cut.argument]

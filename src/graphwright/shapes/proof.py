@@ -1,0 +1,515 @@
+"""Is padding harmless? Found by running a call padded and unpadded, in float64.
+
+At several sizes, 1 among them, and with several fillings of the padding, what the padded call gives
+has to be what eager gives without it. In float64 two kernels for two shapes agree to 1e-14, so that
+whatever depends on the padding shows. Sizes for which the function takes another way (it branches
+on sizes) are a case of their own, and each such case is tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..accuracy import ROUNDING, ErrorMeasure, error_of, special_values
+from ..errors import first_line
+from ..reference import exact_outcome
+from ..signature import argument_names, unflatten
+from ..snapshots import Call, Outcome, State, run
+from ..variations import drawn_like
+from .dimensions import Axes, Bounds
+from .outputs import OutputShapes, Sizes, memory_format
+from .padding import Cut, Value, cut_to, cuts_of, fill, shape_at
+
+# Relative to the root mean square of an output. In float64 only what a model computes in a
+# narrower type of its own is above 1e-12.
+_EXACT_RMS = 1e-6
+_EXACT_MAX = 1e-5
+# Sizes of one dimension that are looked at one by one for branches.
+_MAX_LOOKED_AT = 4096
+_FAR = 100.0
+
+FILLINGS = 3
+
+Names = tuple[str, ...]
+
+
+@dataclass
+class Subject:
+    """A function and a sample of one kind of call.
+
+    Attributes:
+        fn: the function, and `module`, what holds its parameters.
+        module: the same object for a module.
+        spec: tree of the call's arguments.
+        sample: its leaves.
+        axes: their dynamic dimensions.
+        names: of the dimensions.
+        bounds: of their sizes.
+        fills: what each leaf is filled up with.
+        declared: whether the caller said so.
+    """
+
+    fn: Callable[..., Any]
+    module: nn.Module
+    spec: pytree.TreeSpec
+    sample: list[Any]
+    axes: list[Axes]
+    names: Names
+    bounds: Mapping[str, Bounds]
+    fills: list[Value]
+    declared: list[bool]
+
+    @property
+    def arguments(self) -> list[str]:
+        """Names of the leaves."""
+        return argument_names(*unflatten(self.sample, self.spec))
+
+    def at(self, sizes: Sizes) -> list[Any]:
+        """The sample with other sizes: a part of it, or repeated."""
+        named = dict(zip(self.names, sizes, strict=True))
+        made: dict[int, Any] = {}
+        for leaf, own in zip(self.sample, self.axes, strict=True):
+            if id(leaf) in made or not own:
+                continue
+            resized = leaf
+            for axis, n in enumerate(shape_at(leaf.shape, own, named)):
+                if n < leaf.shape[axis]:
+                    resized = resized.narrow(axis, 0, n)
+                elif n > leaf.shape[axis]:
+                    places = torch.arange(n, device=leaf.device) % leaf.shape[axis]
+                    resized = resized.index_select(axis, places)
+            made[id(leaf)] = resized.contiguous(memory_format=memory_format(leaf))
+        return [made.get(id(leaf), leaf) for leaf in self.sample]
+
+    def padded(
+        self, leaves: Sequence[Any], bucket: Sizes, filling: int, generator: torch.Generator
+    ) -> list[Any]:
+        """A call's leaves filled up to a bucket.
+
+        Args:
+            leaves: of the call.
+            bucket: named sizes.
+            filling: 0 for what calls will be filled with; 1 and 2 for other values of the kind that
+                the tensor holds, where the caller declared none.
+            generator: of the other values; on the CPU.
+        """
+        named = dict(zip(self.names, bucket, strict=True))
+        made: dict[int, Any] = {}
+        for index, (leaf, own) in enumerate(zip(leaves, self.axes, strict=True)):
+            if not own or id(leaf) in made:
+                continue
+            shape = shape_at(leaf.shape, own, named)
+            if shape == tuple(leaf.shape):
+                continue
+            full = fill(leaf, shape, self.fills[index])
+            if filling and not self.declared[index] and full.numel():
+                full = _other(full, self.sample[index], filling, generator)
+                cut_to(full, leaf.shape).copy_(leaf)
+            made[id(leaf)] = full
+        return [made.get(id(leaf), leaf) for leaf in leaves]
+
+    def chunks(self, leaves: Sequence[Any], name: str, parts: Sequence[int]) -> Iterator[list[Any]]:
+        """A call's leaves in parts along one dimension, as views."""
+        begin = 0
+        for n in parts:
+            yield [
+                narrowed(leaf, own, name, begin, n)
+                for leaf, own in zip(leaves, self.axes, strict=True)
+            ]
+            begin += n
+
+    def call(self, name: str, leaves: Sequence[Any]) -> Call:
+        """Leaves as a call."""
+        return Call(name, *unflatten(list(leaves), self.spec))
+
+
+def _other(
+    like: torch.Tensor, sample: torch.Tensor, filling: int, generator: torch.Generator
+) -> torch.Tensor:
+    """Values of the kind that a sample holds, in another tensor's shape and layout."""
+    values = sample.reshape(-1)
+    if sample.is_floating_point() or sample.is_complex():
+        # Like the sample's, and far from these, both finite.
+        made = drawn_like(like, generator) if filling == 1 else torch.full_like(like, _far(values))
+    elif filling == 1 or sample.dtype is torch.bool:
+        places = torch.randint(0, values.numel(), like.shape, generator=generator)
+        made = values[places.to(values.device)]
+        made = ~made if sample.dtype is torch.bool and filling == 2 else made
+    else:
+        made = torch.full_like(like, int(values.max()))
+    return torch.empty_like(like).copy_(made)
+
+
+def _far(values: torch.Tensor) -> float:
+    real = torch.view_as_real(values) if values.is_complex() else values
+    finite = real[torch.isfinite(real)].abs()
+    largest = float(finite.double().max()) if finite.numel() else 0.0
+    return min(_FAR * (largest or 1.0), torch.finfo(real.dtype).max / 4)
+
+
+@dataclass
+class Verdicts:
+    """What is known about filling one bucket up.
+
+    Attributes:
+        bucket: its sizes.
+        shapes: of the outputs there.
+        refused: by which dimensions are filled up and which way the function takes at the true
+            sizes: why it may not be done, or None where it may.
+        runs: calls that were run to find out.
+        seconds: what that took.
+    """
+
+    bucket: Sizes
+    shapes: OutputShapes
+    refused: dict[tuple[Names, tuple[bool, ...]], str | None] = field(default_factory=dict)
+    cuts: dict[int, list[int]] = field(default_factory=dict)
+    runs: int = 0
+    seconds: float = 0.0
+
+    def chosen(self, sizes: Sizes, arguments: Mapping[int, int]) -> list[Cut]:
+        """How outputs are cut: the first of the ways that were right wherever it was tried."""
+        ways = cuts_of(self.shapes, sizes, self.bucket, arguments)
+        return [
+            way[self.cuts[index][0]] if len(way) > 1 and index in self.cuts else way[0]
+            for index, way in enumerate(ways)
+        ]
+
+
+class Prover:
+    """Tries whether buckets of one subject may be filled up.
+
+    Args:
+        subject: what is called.
+        arguments: outputs that are arguments, and which.
+        shared: outputs that share memory with others, which cutting must not tear apart.
+    """
+
+    def __init__(
+        self, subject: Subject, arguments: Mapping[int, int], shared: Sequence[int] = ()
+    ) -> None:
+        self.subject = subject
+        self.arguments = dict(arguments)
+        self.shared = tuple(shared)
+        self._state = State(subject.module, weights=False)
+        self._generator = torch.Generator().manual_seed(0)
+        self._exactly = True
+        self._calls = 0
+        self._turn = itertools.cycle(range(FILLINGS))
+
+    def start(self, bucket: Sizes, shapes: OutputShapes, *, thorough: bool) -> Verdicts:
+        """Try sizes at both ends of each range on which the function takes one way.
+
+        Args:
+            bucket: the bucket.
+            shapes: of the outputs there.
+            thorough: with every filling at every size, else with one in turn.
+        """
+        verdicts = Verdicts(bucket, shapes)
+        for sizes in self._points(bucket, shapes):
+            self.extend(verdicts, sizes, thorough=thorough, again=True)
+        return verdicts
+
+    def extend(
+        self, verdicts: Verdicts, sizes: Sizes, *, thorough: bool = True, again: bool = False
+    ) -> str | None:
+        """Why a call of some sizes may not be filled up, or None where it may; tried if unknown.
+
+        Args:
+            verdicts: what is known.
+            sizes: of the call.
+            thorough: with every filling.
+            again: try it though sizes of the same case are known to be right.
+        """
+        key = self._key(verdicts, sizes)
+        if key in verdicts.refused and (verdicts.refused[key] is not None or not again):
+            return verdicts.refused[key]
+        reason = self._known(verdicts, sizes, key[0])
+        if reason is None:
+            begun = time.perf_counter()
+            before = self._calls
+            try:
+                reason = self._try(verdicts, sizes, thorough)
+            except _Inexact:
+                self._exactly = False
+                reason = self._try(verdicts, sizes, thorough)
+            finally:
+                self._state.restore()
+            verdicts.seconds += time.perf_counter() - begun
+            verdicts.runs += self._calls - before
+        verdicts.refused[key] = reason
+        return reason
+
+    def split(self, name: str, chunk: int, others: Sizes) -> list[int | None] | str:
+        """Whether a call is what its chunks along one dimension are, joined; see `Kind`."""
+        subject = self.subject
+        place = subject.names.index(name)
+
+        def at(n: int) -> Sizes:
+            return (*others[:place], n, *others[place + 1 :])
+
+        parts = [chunk, chunk, 1] if chunk > 1 else [1, 1, 1]
+        leaves = subject.at(at(sum(parts)))
+        try:
+            whole = self._run(leaves)
+            pieces = [self._run(chunks) for chunks in subject.chunks(leaves, name, parts)]
+        except _Inexact:
+            self._exactly = False
+            return self.split(name, chunk, others)
+        except Exception as error:
+            return f"it fails in chunks of {chunk} along {name}: {first_line(error, 160)}"
+        finally:
+            self._state.restore()
+        if whole.buffers or any(piece.buffers for piece in pieces):
+            return "it writes to its buffers"
+        joints: list[int | None] = []
+        for leaf, want in whole.outputs.items():
+            values = [piece.outputs.get(leaf) for piece in pieces]
+            joint = _joint(values, want, exactly=self._exactly)
+            if isinstance(joint, str):
+                return f"{leaf} of all rows is not that of chunks along {name}: {joint}"
+            joints.append(joint)
+        return joints
+
+    def known(self, verdicts: Verdicts, sizes: Sizes) -> bool:
+        """Whether calls of some sizes need no further trial."""
+        return self._key(verdicts, sizes) in verdicts.refused
+
+    def _key(self, verdicts: Verdicts, sizes: Sizes) -> tuple[Names, tuple[bool, ...]]:
+        return self._padded(sizes, verdicts.bucket), verdicts.shapes.way(sizes)
+
+    def culprits(self, verdicts: Verdicts, sizes: Sizes) -> set[str]:
+        """Dimensions that may not be filled up by themselves; if there are none, all that are."""
+        names = self._padded(sizes, verdicts.bucket)
+        found = {name for name in names if self._alone(verdicts, sizes, name) is not None}
+        return found or set(names)
+
+    def _known(self, verdicts: Verdicts, sizes: Sizes, names: Names) -> str | None:
+        """Why one of several dimensions may not be filled up by itself."""
+        if len(names) < 2:
+            return None
+        reasons = [self._alone(verdicts, sizes, name) for name in names]
+        return next((reason for reason in reasons if reason is not None), None)
+
+    def _alone(self, verdicts: Verdicts, sizes: Sizes, name: str) -> str | None:
+        index = self.subject.names.index(name)
+        alone = (*verdicts.bucket[:index], sizes[index], *verdicts.bucket[index + 1 :])
+        return verdicts.refused.get(((name,), verdicts.shapes.way(alone)))
+
+    def _padded(self, sizes: Sizes, bucket: Sizes) -> Names:
+        """Names of the dimensions that are filled up."""
+        return tuple(
+            name for name, n, m in zip(self.subject.names, sizes, bucket, strict=True) if n != m
+        )
+
+    def _points(self, bucket: Sizes, shapes: OutputShapes) -> Iterator[Sizes]:
+        """Sizes to try: in each dimension alone, then in several at once."""
+        several: list[list[int]] = []
+        for index, (name, full) in enumerate(zip(self.subject.names, bucket, strict=True)):
+            low = self.subject.bounds[name].low
+            places = [(*bucket[:index], n, *bucket[index + 1 :]) for n in _looked_at(low, full)]
+            chosen = _telling(places, shapes.way)
+            if shapes.fitted:  # Branches are unknown, so that more is tried.
+                chosen = sorted({*chosen, *places[1:3], *places[:: max(1, len(places) // 4)]})
+            yield from chosen
+            several.append([*(sizes[index] for sizes in chosen), full])
+        if sum(len(sizes) > 1 for sizes in several) < 2:
+            return
+        seen = set()
+        for sizes in itertools.product(*several):
+            key = (self._padded(sizes, bucket), shapes.way(sizes))
+            if len(key[0]) > 1 and key not in seen:
+                seen.add(key)
+                yield sizes
+
+    def _try(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> str | None:
+        subject, bucket = self.subject, verdicts.bucket
+        names = self._padded(sizes, bucket)
+        change = ", ".join(
+            f"{name} padded from {n} to {m}"
+            for name, n, m in zip(subject.names, sizes, bucket, strict=True)
+            if n != m
+        )
+        true = subject.at(sizes)
+        try:
+            expected = self._run(true)
+        except _Inexact:
+            raise
+        except Exception as error:
+            limits = " and ".join(f"Dim({name!r}, min=…)" for name in names)
+            return (
+                f"with {change} it would answer a call that eager refuses: "
+                f"{first_line(error, 160)}. Declare {limits} if there are no such calls"
+            )
+        free = any(
+            own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
+        )
+        fillings = range(FILLINGS) if thorough else (next(self._turn),)
+        for filling in fillings if free else (0,):
+            padded = subject.padded(true, bucket, filling, self._generator)
+            try:
+                outcome = self._run(padded)
+            except _Inexact:
+                raise
+            except Exception as error:
+                return f"with {change} the call fails: {first_line(error, 160)}"
+            why = self._difference(verdicts, sizes, expected, outcome)
+            if why is not None:
+                return f"with {change}, {why}"
+        return None
+
+    def _run(self, leaves: Sequence[Any]) -> Outcome:
+        """What a call does, in float64 where the function can be run so."""
+        self._calls += 1
+        subject = self.subject
+        call = subject.call("proof", leaves)
+        if not self._exactly:
+            return run(subject.fn, call, self._state)
+        try:
+            return exact_outcome(subject.fn, subject.module, call, self._state)[0]
+        except Exception as error:
+            run(subject.fn, call, self._state)  # Raises where the call itself is to blame.
+            raise _Inexact from error
+
+    def _difference(
+        self, verdicts: Verdicts, sizes: Sizes, expected: Outcome, outcome: Outcome
+    ) -> str | None:
+        """How a padded call differs from eager without padding, in words, or None."""
+        if outcome.spec != expected.spec or expected.spec != verdicts.shapes.spec:
+            return "the tree of its outputs depends on the size"
+        ways = cuts_of(verdicts.shapes, sizes, verdicts.bucket, self.arguments)
+        rules = verdicts.shapes.of(sizes)
+        pairs = zip(expected.outputs.items(), outcome.outputs.values(), strict=True)
+        for index, ((name, want), have) in enumerate(pairs):
+            if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
+                number = ways[index][0].number
+                have = have if number is None else number
+                if type(want) is not type(have) or not (want == have or want != want):
+                    return f"{name} is {have!r}, without padding {want!r}"
+                continue
+            if index in self.arguments:
+                continue
+            rule = rules[index]
+            shape = rule[0] if isinstance(rule, tuple) else tuple(want.shape)
+            if tuple(want.shape) != shape:
+                return f"{name} has shape {tuple(want.shape)}, where {shape} follows the rule"
+            several = len(ways[index]) > 1
+            left = (
+                verdicts.cuts.setdefault(index, list(range(len(ways[index])))) if several else [0]
+            )
+            found = {way: self._apart(index, ways[index][way], want, have) for way in left}
+            if several:
+                verdicts.cuts[index] = [way for way in left if found[way] is None]
+            if all(why is not None for why in found.values()):
+                return f"{name} {found[left[-1]]}"
+        return self._side_effects(expected, outcome)
+
+    def _apart(self, index: int, cut: Cut, want: torch.Tensor, have: torch.Tensor) -> str | None:
+        try:
+            mine = cut(have)
+        except RuntimeError as error:
+            return f"cannot be cut: {first_line(error, 120)}"
+        if index in self.shared and not (cut.whole or cut.is_prefix_of(have)):
+            return "shares memory with another output, which a copy of its valid part would not"
+        if mine.shape == want.shape and _layout(mine) != _layout(want):
+            return f"has strides {mine.stride()}, without padding {want.stride()}"
+        return _apart(mine, want, exactly=self._exactly)
+
+    def _side_effects(self, expected: Outcome, outcome: Outcome) -> str | None:
+        """How what the calls wrote to differs."""
+        for name, want in expected.inputs.items():
+            have = outcome.inputs[name]
+            if isinstance(want, torch.Tensor):
+                why = _apart(cut_to(have, want.shape), want, exactly=self._exactly)
+                if why is not None:
+                    return f"{name} {why}"
+        for name in {**expected.buffers, **outcome.buffers}:
+            if name not in expected.buffers or name not in outcome.buffers:
+                return f"{name} is changed only with or only without padding"
+            why = _apart(outcome.buffers[name], expected.buffers[name], exactly=self._exactly)
+            if why is not None:
+                return f"{name} {why}"
+        return None
+
+
+class _Inexact(Exception):
+    """A call runs, but not in float64."""
+
+
+def narrowed(leaf: Any, axes: Axes, name: str, begin: int, n: int) -> Any:
+    """The part of an argument that belongs to some rows of a named dimension."""
+    for axis, size in axes.items():
+        if size.name == name:
+            leaf = leaf.narrow(axis, size.factor * begin, size.of(n))
+    return leaf
+
+
+def _joint(values: Sequence[Any], want: Any, *, exactly: bool) -> int | str | None:
+    """The axis along which parts make up the whole; None where each part is the whole."""
+    if not isinstance(want, torch.Tensor):
+        alike = all(type(v) is type(want) and (v == want or v != v) for v in values)
+        return None if alike else "another value"
+    parts = [value for value in values if isinstance(value, torch.Tensor)]
+    if len(parts) < len(values) or any(part.dim() != want.dim() for part in parts):
+        return "another shape"
+    if all(part.shape == want.shape for part in parts):
+        whys = [_apart(part, want, exactly=exactly) for part in parts]
+        return next((why for why in whys if why is not None), None)
+    told = "another shape"
+    for axis in range(want.dim()):
+        rest = [[n for i, n in enumerate(part.shape) if i != axis] for part in (want, *parts)]
+        total = sum(part.shape[axis] for part in parts)
+        if all(shape == rest[0] for shape in rest) and total == want.shape[axis]:
+            why = _apart(torch.cat(parts, axis), want, exactly=exactly)
+            if why is None:
+                return axis
+            told = why
+    return told
+
+
+def _looked_at(low: int, full: int) -> list[int]:
+    """Sizes from the lowest one to below the bucket's, not all where they are too many."""
+    step = max(1, (full - low) // _MAX_LOOKED_AT)
+    return sorted({*range(low, full, step), max(low, full - 1)}) if low < full else []
+
+
+def _telling(places: Sequence[Sizes], way: Callable[[Sizes], Any]) -> list[Sizes]:
+    """Both ends of each set of sizes that take one way, and the middle of the largest set."""
+    groups: dict[Any, list[Sizes]] = {}
+    for sizes in places:
+        groups.setdefault(way(sizes), []).append(sizes)
+    if not groups:
+        return []
+    largest = max(groups.values(), key=len)
+    ends = {sizes for group in groups.values() for sizes in (group[0], group[-1])}
+    return sorted(ends | {largest[len(largest) // 2]})
+
+
+def _layout(tensor: torch.Tensor) -> list[int]:
+    """The strides that matter: those of dimensions with more than one element."""
+    return [step for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
+
+
+def _apart(have: torch.Tensor, want: torch.Tensor, *, exactly: bool) -> str | None:
+    """How two tensors differ, in words, beyond rounding."""
+    if have.shape != want.shape or have.dtype != want.dtype:
+        return f"has shape {tuple(have.shape)}, without padding {tuple(want.shape)}"
+    if not want.numel():
+        return None
+    if not torch.equal(special_values(have), special_values(want)):
+        return "has NaN or Inf in other places than without padding"
+    error, peak = error_of(have, want, want)
+    limit = ErrorMeasure(_EXACT_RMS, _EXACT_MAX * peak)
+    if not exactly and want.dtype in ROUNDING:
+        limit = ErrorMeasure(ROUNDING[want.dtype], 10 * ROUNDING[want.dtype] * peak)
+    if error.rms <= limit.rms and error.max <= limit.max:
+        return None
+    return f"changes by {error.rms:.1e} of its root mean square (largest: {error.max:.1e})"
