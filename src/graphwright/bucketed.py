@@ -90,10 +90,14 @@ class BucketedCallable(GraphedCallable):
         bucketing = self._bucketing
         try:
             kind, sizes = bucketing.kind(state.kinds, signature, args, kwargs, grad)
+        except SignatureError as error:
+            return self._missed("no dynamic sizes", error.what, args, kwargs)
+        try:
             answer = bucketing.answer(kind, sizes)
-        except (SignatureError, CaptureError) as error:
-            kind_of = "no dynamic sizes" if isinstance(error, SignatureError) else UNCAPTURED
-            return self._missed(kind_of, error.what, args, kwargs)
+        except CaptureError as error:
+            # The sample may be to blame, so that another one gets its turn.
+            state.kinds = [other for other in state.kinds if other is not kind]
+            return self._missed(UNCAPTURED, error.what, args, kwargs, sizes)
         if answer.above is not None and bucketing.split:
             chunks = bucketing.chunks(kind, sizes, answer.above)
             if not isinstance(chunks, str):
@@ -103,16 +107,18 @@ class BucketedCallable(GraphedCallable):
         if answer.reason is not None:
             what = "above the largest bucket" if answer.outside else PADDING
             return self._missed(what, answer.reason, args, kwargs, sizes)
-        if answer.plan is None:
-            return self._exactly(signature, state, grad, args, kwargs, sizes)
-        plan = answer.plan
         leaves, spec = flatten(args, kwargs)
+        plan = answer.plan
+        if plan is None and kind in state.kinds:
+            plan = kind.laid_out(leaves, sizes)
+        if plan is None:
+            return self._exactly(signature, state, grad, args, kwargs, sizes)
         padded, named = unflatten(plan.pad(leaves), spec)
         entry = self._entry(CallSignature.of(padded, named), state, grad, padded, named)
         if isinstance(entry, Miss):
             return self._missed(entry.kind, entry.why, args, kwargs, sizes)
         entry.sizes = plan.bucket
-        if not kind.is_checked(plan.bucket) and entry.pure:
+        if plan.sizes != plan.bucket and not kind.is_checked(plan.bucket) and entry.pure:
             graph = entry.graph
             assert graph is not None
             why = kind.check(plan, graph.run, args, kwargs)

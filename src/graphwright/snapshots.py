@@ -74,6 +74,11 @@ def can_hold_anything(tensor: torch.Tensor) -> bool:
     )
 
 
+def layout(tensor: torch.Tensor) -> list[int]:
+    """The strides that matter: those of dimensions with more than one element."""
+    return [step for step, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Equal in shape, dtype and every bit; NaN equals the same NaN."""
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))

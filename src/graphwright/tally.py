@@ -101,7 +101,9 @@ class Tally:
         for entry in entries:
             if entry.sizes is not None:
                 exact[entry.sizes] += entry.hits
-        padded = sum(self.padded.values())
+        filled = sum(self.padded.values())
+        # Calls of a bucket's own sizes were only brought into its layout.
+        padded = sum(n for (bucket, sizes), n in self.padded.items() if bucket != sizes)
         seen: Counter[Sizes] = exact + self.elsewhere
         held: dict[Sizes, Counter[Sizes]] = {
             sizes: Counter({sizes: n}) for sizes, n in exact.items()
@@ -111,7 +113,7 @@ class Tally:
             held.setdefault(bucket, Counter())[sizes] += count
         proofs = list(verdicts)
         return GraphStatistics(
-            hits=self._past + sum(entry.hits for entry in entries) + padded,
+            hits=self._past + sum(entry.hits for entry in entries) + filled,
             captures=captures,
             eager=dict(self.eager),
             audits=self.audits,

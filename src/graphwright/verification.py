@@ -22,6 +22,7 @@ from .snapshots import (
     Outcome,
     can_hold_anything,
     keep,
+    layout,
     outputs_by_name,
     run,
     same_bits,
@@ -35,11 +36,6 @@ class Verdict:
     ok: bool
     reason: str = ""
     error: ErrorMeasure | None = None
-
-
-def _layout(tensor: torch.Tensor) -> list[int]:
-    """The strides that matter: those of dimensions with more than one element."""
-    return [st for st, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
 
 
 def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = None) -> Verdict:
@@ -64,7 +60,7 @@ def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = No
             mine, theirs = getattr(leaf, what), getattr(expected, what)
             if mine != theirs:
                 return Verdict(False, f"{name} has {what} {mine}, eager's has {theirs}")
-        if leaf.numel() and _layout(leaf) != _layout(expected):
+        if leaf.numel() and layout(leaf) != layout(expected):
             have_, want_ = leaf.stride(), expected.stride()
             return Verdict(False, f"{name} has strides {have_}, eager's has {want_}")
         if name in case.eager_error and same_bits(leaf, expected):

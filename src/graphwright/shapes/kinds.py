@@ -25,12 +25,20 @@ from ..signature import (
     leaf_names,
     unflatten,
 )
-from ..snapshots import clone_leaves
+from ..snapshots import clone_leaves, layout
 from ..watch import FunctionModule
 from .dimensions import Axes, Dimensions
-from .outputs import OutputShapes, Sizes, Underivable, derive, fit, memory_format
-from .padding import Plan, Value, shape_at
-from .proof import Prover, Subject, Verdicts
+from .outputs import (
+    OutputShapes,
+    Sizes,
+    Underivable,
+    contiguous_stride,
+    derive,
+    fit,
+    memory_format,
+)
+from .padding import Cut, Plan, Value, shape_at
+from .proof import Impossible, Prover, Subject, Verdicts
 
 _MAX_PLANS = 1 << 16
 _FITTED_BELOW = 6
@@ -92,6 +100,7 @@ class Kind:
         self.reason: str | None = None
         self._prover: Prover | None = None
         self._mutated: tuple[int, ...] = ()
+        self._outputs = 0
         self._traces: list[OutputShapes] = []
         self.verdicts: dict[Sizes, Verdicts | str] = {}
         self._checked: set[Sizes] = set()
@@ -181,6 +190,32 @@ class Kind:
             tuple(slot for slot in self._mutated if shapes[slot] is not None),
         )
 
+    def laid_out(self, leaves: Sequence[Any], sizes: Sizes) -> Plan | None:
+        """How a call of a bucket's own sizes gets the bucket's strides; None where it has these."""
+        shapes: list[Sizes | None] = []
+        for leaf, own, form in zip(leaves, self.axes, self._forms, strict=True):
+            apart = own and leaf.stride() != contiguous_stride(leaf.shape, form)
+            shapes.append(tuple(leaf.shape) if apart else None)
+        if not any(shape is not None for shape in shapes):
+            return None
+        with self._pool.lock:
+            self._looked()
+        if self.reason is not None or self._prover is None:
+            return None
+        arguments = self._prover.arguments
+        outputs = self._outputs
+        cuts = [
+            Cut(argument=arguments[index]) if index in arguments else Cut(whole=True)
+            for index in range(outputs)
+        ]
+        back = tuple(slot for slot in self._mutated if shapes[slot] is not None)
+        return Plan(sizes, sizes, tuple(shapes), tuple(self.subject.fills), tuple(cuts), back)
+
+    def _looked(self) -> None:
+        if self._prover is None and self.reason is None:
+            with self._trial():
+                self._look()
+
     def culprits(self, sizes: Sizes, bucket: Sizes) -> set[str]:
         """Dimensions that are exact-only where a call may not be filled up to a bucket."""
         verdicts = self.verdicts.get(bucket)
@@ -216,6 +251,8 @@ class Kind:
         pairs = zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True)
         for name, (mine, theirs) in zip(names, pairs, strict=True):
             why = difference(mine, theirs, other_kernels=True)
+            if isinstance(theirs, torch.Tensor) and not why and layout(mine) != layout(theirs):
+                why = f"strides {mine.stride()} instead of {theirs.stride()}"
             if why is not None:
                 told = f"{name} of the graph in the bucket {plan.bucket} is not eager's: {why}"
                 self.verdicts[plan.bucket] = told
@@ -232,22 +269,23 @@ class Kind:
     def prove(self, bucket: Sizes, served: Sequence[Sizes]) -> str | None:
         """Why a bucket may not answer one of some calls, or None where it may answer all.
 
+        Calls that eager refuses too count as answered.
+
         Args:
             bucket: its sizes.
             served: sizes of these calls.
         """
         for sizes in served:
             found = self.plan(sizes, bucket)
-            if isinstance(found, str):
+            if isinstance(found, str) and not isinstance(found, Impossible):
                 return found
         return None
 
     def _verdicts(self, bucket: Sizes) -> Verdicts | str:
         known = self.verdicts.get(bucket)
         if known is None:
+            self._looked()
             with self._trial():
-                if self._prover is None and self.reason is None:
-                    self._look()
                 known = self.reason
                 if known is None:
                     assert self._prover is not None
@@ -294,6 +332,7 @@ class Kind:
         finally:
             journal.undo()
         outputs, _ = pytree.tree_flatten(result)
+        self._outputs = len(outputs)
         arguments, shared, reason = _aliases(
             outputs, leaf_names(result, "output"), leaves, self._names, self.axes
         )
@@ -363,13 +402,12 @@ class Kind:
         with self._pool.lock:
             known = self._joints.get((name, chunk))
             if known is None:
+                self._looked()
                 with self._trial():
                     known = self._joints[name, chunk] = self._split(name, chunk, others)
             return known
 
     def _split(self, name: str, chunk: int, others: Sizes) -> list[int | None] | str:
-        if self._prover is None and self.reason is None:
-            self._look()
         if self.reason is not None:
             return self.reason
         if self._mutated or self._prover is None or self._prover.arguments:

@@ -221,6 +221,12 @@ def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     return torch.contiguous_format
 
 
+def contiguous_stride(shape: Sequence[int], form: torch.memory_format | None) -> Sizes:
+    """The strides of a new tensor of some shape and memory format."""
+    made = torch.empty(tuple(shape), device="meta", memory_format=form or torch.contiguous_format)
+    return made.stride()
+
+
 def _leaf(output: Any, env: ShapeEnv) -> Leaf | None:
     if isinstance(output, torch.Tensor):
         return Leaf(

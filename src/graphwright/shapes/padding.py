@@ -25,6 +25,11 @@ def fill(leaf: torch.Tensor, shape: Sequence[int], value: Value) -> torch.Tensor
 
     It is contiguous, or channels last where `leaf` is.
     """
+    if tuple(shape) == leaf.shape:
+        made = torch.empty(
+            leaf.shape, dtype=leaf.dtype, device=leaf.device, memory_format=memory_format(leaf)
+        )
+        return made.copy_(leaf)
     if not isinstance(value, int) or abs(value) <= _EXACT_IN_FLOAT:
         widths = [(0, wanted - n) for wanted, n in zip(shape, leaf.shape, strict=True)]
         return nn.functional.pad(leaf, list(itertools.chain(*reversed(widths))), value=value)
@@ -94,7 +99,7 @@ class Cut:
         if self.number is not None:
             return self.number
         assert isinstance(output, torch.Tensor)
-        if self.factors is None and self.is_prefix_of(output):
+        if self.is_prefix(output.stride()):
             result = torch.empty(0, dtype=output.dtype, device=output.device)
             return result.set_(
                 output.untyped_storage(), output.storage_offset(), self.shape, self.stride
@@ -111,11 +116,11 @@ class Cut:
         result.unflatten(factors.axis, factors.true).copy_(source)
         return result
 
-    def is_prefix_of(self, output: torch.Tensor) -> bool:
-        """Whether the result lies in the output's memory as eager would have laid it out."""
-        return all(
+    def is_prefix(self, stride: Sequence[int]) -> bool:
+        """Whether the result lies in an output of such strides as eager would have laid it out."""
+        return self.factors is None and all(
             n == 1 or mine == theirs
-            for n, mine, theirs in zip(self.shape, self.stride, output.stride(), strict=True)
+            for n, mine, theirs in zip(self.shape, self.stride, stride, strict=True)
         )
 
 
@@ -189,7 +194,8 @@ class Plan:
     Attributes:
         sizes: the named sizes of the call.
         bucket: those of the bucket.
-        shapes: the bucket's shape of each argument that has to be filled up, None for others.
+        shapes: the bucket's shape of each argument that has to be filled up, or brought into the
+            bucket's layout; None for others.
         fills: what each is filled with.
         cuts: how the outputs are cut.
         back: arguments that the call writes to and that were filled up.

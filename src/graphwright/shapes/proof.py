@@ -86,7 +86,13 @@ class Subject:
                 elif n > leaf.shape[axis]:
                     places = torch.arange(n, device=leaf.device) % leaf.shape[axis]
                     resized = resized.index_select(axis, places)
-            made[id(leaf)] = resized.contiguous(memory_format=memory_format(leaf))
+            laid_out = torch.empty(
+                resized.shape,
+                dtype=leaf.dtype,
+                device=leaf.device,
+                memory_format=memory_format(leaf),
+            )
+            made[id(leaf)] = laid_out.copy_(resized)
         return [made.get(id(leaf), leaf) for leaf in self.sample]
 
     def padded(
@@ -345,10 +351,11 @@ class Prover:
             raise
         except Exception as error:
             limits = " and ".join(f"Dim({name!r}, min=…)" for name in names)
-            return (
+            told = (
                 f"with {change} it would answer a call that eager refuses: "
                 f"{first_line(error, 160)}. Declare {limits} if there are no such calls"
             )
+            return told if all(verdicts.shapes.way(sizes)) else Impossible(told)
         free = any(
             own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
         )
@@ -387,6 +394,7 @@ class Prover:
             return "the tree of its outputs depends on the size"
         ways = cuts_of(verdicts.shapes, sizes, verdicts.bucket, self.arguments)
         rules = verdicts.shapes.of(sizes)
+        full = verdicts.shapes.of(verdicts.bucket)
         pairs = zip(expected.outputs.items(), outcome.outputs.values(), strict=True)
         for index, ((name, want), have) in enumerate(pairs):
             if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
@@ -405,22 +413,25 @@ class Prover:
             left = (
                 verdicts.cuts.setdefault(index, list(range(len(ways[index])))) if several else [0]
             )
-            found = {way: self._apart(index, ways[index][way], want, have) for way in left}
+            found = {way: self._apart(ways[index][way], want, have) for way in left}
+            rule = full[index]
+            if index in self.shared and isinstance(rule, tuple):
+                found |= {
+                    way: "shares memory with another output, which its valid part could not"
+                    for way in left
+                    if not (ways[index][way].whole or ways[index][way].is_prefix(rule[1]))
+                }
             if several:
                 verdicts.cuts[index] = [way for way in left if found[way] is None]
             if all(why is not None for why in found.values()):
                 return f"{name} {found[left[-1]]}"
         return self._side_effects(expected, outcome)
 
-    def _apart(self, index: int, cut: Cut, want: torch.Tensor, have: torch.Tensor) -> str | None:
+    def _apart(self, cut: Cut, want: torch.Tensor, have: torch.Tensor) -> str | None:
         try:
             mine = cut(have)
-        except RuntimeError as error:
+        except (RuntimeError, IndexError) as error:
             return f"cannot be cut: {first_line(error, 120)}"
-        if index in self.shared and not (cut.whole or cut.is_prefix_of(have)):
-            return "shares memory with another output, which a copy of its valid part would not"
-        if mine.shape == want.shape and _layout(mine) != _layout(want):
-            return f"has strides {mine.stride()}, without padding {want.stride()}"
         return _apart(mine, want, exactly=self._exactly)
 
     def _side_effects(self, expected: Outcome, outcome: Outcome) -> str | None:
@@ -438,6 +449,10 @@ class Prover:
             if why is not None:
                 return f"{name} {why}"
         return None
+
+
+class Impossible(str):
+    """Why some calls are not filled up that eager refuses too: nobody misses them."""
 
 
 class _Inexact(Exception):
@@ -491,11 +506,6 @@ def _telling(places: Sequence[Sizes], way: Callable[[Sizes], Any]) -> list[Sizes
     largest = max(groups.values(), key=len)
     ends = {sizes for group in groups.values() for sizes in (group[0], group[-1])}
     return sorted(ends | {largest[len(largest) // 2]})
-
-
-def _layout(tensor: torch.Tensor) -> list[int]:
-    """The strides that matter: those of dimensions with more than one element."""
-    return [step for step, n in zip(tensor.stride(), tensor.shape, strict=True) if n > 1]
 
 
 def _apart(have: torch.Tensor, want: torch.Tensor, *, exactly: bool) -> str | None:

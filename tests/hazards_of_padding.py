@@ -1,0 +1,370 @@
+"""Hazard 16: a call that is filled up to a bucket is eager's without padding, or is not filled up.
+
+Functions that depend on their padding have to give eager's numbers all the same, by another way;
+with the proof switched off they do not.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from hazards import hazard, module_is_not_watched, rand, refused, same
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # the field's name for it
+from torch.utils import _pytree as pytree
+
+import graphwright as gw
+from graphwright.shapes import kinds, outputs, padding, proof
+from graphwright.snapshots import layout
+
+Sizes = tuple[int, ...]
+Arguments = Callable[[torch.device, Sizes], tuple[torch.Tensor, ...]]
+WIDTH = 6
+BATCH = ({0: "batch"},)
+LENGTH = ({1: "length"},)
+BOTH = ({0: "batch", 1: "length"}, {0: "batch", 1: "length"})
+
+
+def rows(device: torch.device, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+    return (rand(device, sizes[0], WIDTH),)
+
+
+def series(device: torch.device, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+    return (rand(device, 2, sizes[0], WIDTH),)
+
+
+def masked(device: torch.device, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+    batch, length = sizes
+    real = torch.randint(1, length + 1, (batch, 1), device=device)
+    mask = (torch.arange(length, device=device) < real).float()
+    return rand(device, batch, length, WIDTH), mask
+
+
+@dataclass(frozen=True)
+class Case:
+    """A function, its arguments by named sizes, and how its calls are filled up."""
+
+    fn: Callable[[torch.device], Callable[..., Any]]
+    arguments: Arguments
+    dynamic_shapes: Any
+    buckets: dict[str, list[int]]
+    pad: Any = None
+    # What the error says of the function's dimension and output, where it is refused.
+    refused: tuple[str, ...] = ()
+
+    def graphed(self, device: torch.device, **options: Any) -> tuple[Any, Any]:
+        fn = self.fn(device)
+        made = gw.graph(
+            fn,
+            dynamic_shapes=self.dynamic_shapes,
+            buckets=gw.Buckets(**self.buckets),
+            pad=self.pad,
+            **options,
+        )
+        return fn, made
+
+    def sizes(self) -> list[Sizes]:
+        """Sizes below, at and above the buckets."""
+        axes = []
+        for sizes in self.buckets.values():
+            axes.append(sorted({1, *(n - 1 for n in sizes), *sizes, sizes[-1] // 2 + 1} - {0}))
+        found: list[Sizes] = [()]
+        for axis in axes:
+            found = [(*sizes, n) for sizes in found for n in axis]
+        return found
+
+
+class Attention(nn.Module):
+    """One head over a series, with or without regard to its mask."""
+
+    def __init__(self, *, masked: bool) -> None:
+        super().__init__()
+        self.masked = masked
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> Any:
+        seen = (mask > 0)[:, None] if self.masked else None
+        attended = F.scaled_dot_product_attention(*self.qkv(x).chunk(3, -1), attn_mask=seen)
+        return attended, mask.sum(1)
+
+
+def attention(device: torch.device) -> Callable[..., Any]:
+    return Attention(masked=True).to(device).eval()
+
+
+def unmasked_attention(device: torch.device) -> Callable[..., Any]:
+    return Attention(masked=False).to(device).eval()
+
+
+def norm(device: torch.device) -> Callable[..., Any]:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(device)
+
+
+def mean_by_length(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (x * mask[..., None]).sum(1) / x.shape[1]
+
+
+def mean_by_mask(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    return (x * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+
+
+def positions(x: torch.Tensor) -> torch.Tensor:
+    return x + torch.linspace(0, 1, x.shape[1], device=x.device)[:, None]
+
+
+def branching(x: torch.Tensor) -> torch.Tensor:
+    return x * 3 if x.shape[1] > 704 else x * 2
+
+
+def at_five(x: torch.Tensor) -> torch.Tensor:
+    return x * 3 if x.shape[0] == 5 else x * 2
+
+
+def plain(fn: Callable[..., Any]) -> Callable[[torch.device], Callable[..., Any]]:
+    return lambda device: fn
+
+
+REFUSED = {
+    "attention without its mask over length": Case(
+        unmasked_attention,
+        masked,
+        BOTH,
+        {"batch": [4], "length": [8, 16]},
+        (None, 0),
+        ("length", "output[0]"),
+    ),
+    "batch norm in training mode": Case(
+        norm, rows, BATCH, {"batch": [4, 8]}, refused=("batch", "output")
+    ),
+    "a masked sum divided by the padded length": Case(
+        plain(mean_by_length),
+        masked,
+        BOTH,
+        {"batch": [4], "length": [8, 16]},
+        (None, 0),
+        ("length", "output"),
+    ),
+    "the last position": Case(
+        plain(lambda x: x[:, -1] * 2), series, LENGTH, {"length": [8]}, refused=("length", "output")
+    ),
+    "positions from linspace": Case(
+        plain(positions), series, LENGTH, {"length": [8]}, refused=("length", "output")
+    ),
+    "squeeze at batch 1": Case(
+        plain(lambda x: (x * 2).squeeze()),
+        rows,
+        BATCH,
+        {"batch": [4]},
+        refused=("batch", "output has shape"),
+    ),
+    "a branch on the length": Case(
+        plain(branching),
+        series,
+        LENGTH,
+        {"length": [512, 1024]},
+        refused=("length padded from 1 to 1024", "output"),
+    ),
+    "the batch's mean": Case(
+        plain(lambda x: {"rows": x * 2, "mean": x.mean()}),
+        rows,
+        BATCH,
+        {"batch": [4, 8]},
+        refused=("batch", "output['mean']"),
+    ),
+    "softmax over the batch": Case(
+        plain(lambda x: x.softmax(0)), rows, BATCH, {"batch": [4]}, refused=("batch", "output")
+    ),
+    "a branch at one size": Case(
+        plain(at_five), rows, BATCH, {"batch": [8]}, refused=("batch padded from 5 to 8", "output")
+    ),
+    "rows from the end": Case(
+        plain(lambda x: x.flip(0) * 2), rows, BATCH, {"batch": [4]}, refused=("batch", "output")
+    ),
+}
+
+ACCEPTED = {
+    "rows apart": Case(
+        lambda device: nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh()).to(device).eval(),
+        rows,
+        BATCH,
+        {"batch": [1, 4, 8]},
+    ),
+    "masked attention": Case(
+        attention, masked, BOTH, {"batch": [1, 4], "length": [8, 16]}, (None, 0)
+    ),
+    "masked mean": Case(
+        plain(mean_by_mask), masked, BOTH, {"batch": [4], "length": [8, 16]}, (None, 0)
+    ),
+    "convolution over the batch": Case(
+        lambda device: nn.Conv2d(3, 4, 3, padding=1).to(device).eval(),
+        lambda device, sizes: (rand(device, sizes[0], 3, 8, 8),),
+        BATCH,
+        {"batch": [4]},
+    ),
+    "2·b+1 rows": Case(
+        plain(lambda x: torch.cat([x.new_ones(1, WIDTH), x.repeat_interleave(2, 0)])),
+        rows,
+        BATCH,
+        {"batch": [4, 8]},
+    ),
+    "(b·l, d)": Case(
+        plain(lambda x, mask: (x * mask[..., None]).flatten(0, 1)),
+        masked,
+        BOTH,
+        {"batch": [4], "length": [8]},
+        (None, 0),
+    ),
+    "(l·b, d)": Case(
+        plain(lambda x, mask: (x * mask[..., None]).transpose(0, 1).flatten(0, 1)),
+        masked,
+        BOTH,
+        {"batch": [4], "length": [8]},
+        (None, 0),
+    ),
+    "half the length": Case(plain(lambda x: x[:, ::2] * 2), series, LENGTH, {"length": [8, 16]}),
+    "a size among the outputs": Case(
+        plain(lambda x: (x * 2, x.shape[0] * 3)), rows, BATCH, {"batch": [4, 8]}
+    ),
+    "pairs": Case(
+        plain(lambda x, y: x @ y.T),
+        lambda device, sizes: (*rows(device, sizes), rand(device, 5, WIDTH)),
+        ({0: "batch"}, None),
+        {"batch": [4, 8]},
+    ),
+}
+
+
+def as_eager(case: Case, device: torch.device) -> Any:
+    """Call at many sizes, twice each; all has to be eager's."""
+    fn, graphed = case.graphed(device)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for _ in range(2):
+            for sizes in case.sizes():
+                arguments = case.arguments(device, sizes)
+                try:
+                    expected, spec = pytree.tree_flatten(fn(*arguments))
+                except ValueError:
+                    refused(ValueError, lambda given=arguments: graphed(*given))
+                    continue
+                actual, same_spec = pytree.tree_flatten(graphed(*arguments))
+                assert spec == same_spec
+                for mine, theirs in zip(actual, expected, strict=True):
+                    if isinstance(theirs, torch.Tensor):
+                        same(mine, theirs, f"at {sizes}")
+                        assert layout(mine) == layout(theirs)
+                    else:
+                        assert mine == theirs
+    return graphed
+
+
+def graphs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(kinds.Kind, "check", lambda self, plan, run, args, kwargs: None)
+
+
+def nothing_is_proved(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(proof.Prover, "_try", lambda self, verdicts, sizes, thorough: None)
+    graphs_are_not_compared(patch)
+
+
+def fillings_are_compared_with_each_other(patch: pytest.MonkeyPatch) -> None:
+    """What others do: run the padded call with two fillings, and see whether they agree."""
+    original = proof.Subject.at
+    graphs_are_not_compared(patch)
+
+    def run(self: proof.Prover, verdicts: Any, sizes: Any, thorough: bool) -> str | None:
+        subject, found = self.subject, []
+        for filling in (0, 1):
+            leaves = subject.padded(original(subject, sizes), verdicts.bucket, filling, _SEED)
+            found.append(self._run(leaves))
+        cuts = padding.cuts_of(verdicts.shapes, sizes, verdicts.bucket, {})
+        pairs = zip(*(outcome.outputs.values() for outcome in found), cuts, strict=True)
+        for one, two, ways in pairs:
+            if isinstance(one, torch.Tensor) and not torch.allclose(
+                ways[-1](one), ways[-1](two), equal_nan=True
+            ):
+                return "the fillings differ"
+        return None
+
+    patch.setattr(proof.Prover, "_try", run)
+
+
+_SEED = torch.Generator().manual_seed(1)
+
+
+def padding_is_whatever_was_there(patch: pytest.MonkeyPatch) -> None:
+    def fill(leaf: torch.Tensor, shape: Any, value: Any) -> torch.Tensor:
+        made = leaf.new_full(tuple(shape), float("nan"))
+        padding.cut_to(made, leaf.shape).copy_(leaf)
+        return made
+
+    patch.setattr(padding, "fill", fill)
+    graphs_are_not_compared(patch)
+
+
+def nothing_is_cut(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(padding.Cut, "__call__", lambda self, output: output)
+    nothing_is_proved(patch)
+
+
+def branches_are_not_seen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(outputs.OutputShapes, "way", lambda self, sizes: ())
+
+
+def _add_refused(name: str, case: Case) -> None:
+    def check(device: torch.device) -> None:
+        as_eager(case, device)
+
+    check.__name__ = f"padding_is_not_used_for_{name.replace(' ', '_')}"
+    hazard(16, branches_are_not_seen if case.fn is _AT_FIVE else nothing_is_proved)(check)
+
+
+def _add_accepted(name: str, case: Case) -> None:
+    def check(device: torch.device) -> None:
+        told = as_eager(case, device).statistics
+        assert told.padded > 0
+        assert not told.eager
+
+    check.__name__ = f"padding_changes_nothing_for_{name.replace(' ', '_')}"
+    hazard(16, nothing_is_cut)(check)
+
+
+_AT_FIVE = REFUSED["a branch at one size"].fn
+for _name, _case in REFUSED.items():
+    _add_refused(_name, _case)
+for _name, _case in ACCEPTED.items():
+    _add_accepted(_name, _case)
+
+
+@hazard(16, fillings_are_compared_with_each_other)
+def two_fillings_that_agree_prove_nothing(device: torch.device) -> None:
+    # None of these depends on what the padding holds.
+    for name in ("positions from linspace", "squeeze at batch 1", "a branch on the length"):
+        as_eager(REFUSED[name], device)
+
+
+@hazard(16, padding_is_whatever_was_there)
+def padding_holds_what_was_declared(device: torch.device) -> None:
+    as_eager(ACCEPTED["masked attention"], device)
+
+
+@hazard(16, module_is_not_watched)
+def a_proof_belongs_to_the_state_it_was_made_in(device: torch.device) -> None:
+    model = norm(device).eval()
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for _ in range(2):
+            same(graphed(x), model(x))
+        assert graphed.statistics.padded == 2
+        model.train()
+        before = {name: value.clone() for name, value in model.state_dict().items()}
+        actual = graphed(x)
+        model.load_state_dict(before)
+        same(actual, model(x))

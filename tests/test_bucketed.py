@@ -1,0 +1,528 @@
+"""graph(buckets=…): which calls buckets answer, how, and what is told of it."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import warnings
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from hazards import rand, same
+from hazards_of_padding import ACCEPTED, REFUSED, WIDTH, Case
+from torch import nn
+from torch.export import Dim
+
+import graphwright as gw
+
+TABLE = pytest.mark.parametrize
+
+
+def rows_model(device: torch.device) -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, 16), nn.GELU(), nn.Linear(16, 3)).to(device).eval()
+
+
+def sample_of(case: Case, device: torch.device) -> tuple[torch.Tensor, ...]:
+    return case.arguments(device, tuple(sizes[-1] for sizes in case.buckets.values()))
+
+
+@TABLE("name", REFUSED)
+def test_what_depends_on_the_padding_is_refused_by_name(name: str, device: torch.device) -> None:
+    case = REFUSED[name]
+    _, graphed = case.graphed(device)
+    with torch.no_grad(), pytest.raises(gw.PaddingError) as refusal:
+        graphed.prepare([sample_of(case, device)])
+    assert [word for word in case.refused if word not in str(refusal.value)] == []
+    assert graphed.statistics.graphs == 0
+    assert graphed.pool.reserved == 0
+
+
+@TABLE("name", REFUSED)
+def test_what_depends_on_the_padding_is_an_error_where_that_is_asked_for(
+    name: str, device: torch.device
+) -> None:
+    case = REFUSED[name]
+    _, graphed = case.graphed(device, on_miss="error")
+    worst = (5,) if name == "a branch at one size" else tuple(1 for _ in case.buckets)
+    worst = (2, 2) if len(worst) == 2 else (3,) if "norm" in name else worst
+    worst = (600,) if name == "a branch on the length" else worst
+    with torch.no_grad(), pytest.raises(gw.PaddingError) as refusal:
+        graphed(*case.arguments(device, worst))
+    assert [word for word in case.refused if word not in str(refusal.value)] == []
+
+
+@TABLE("name", ACCEPTED)
+def test_what_does_not_is_prepared_once_and_never_captured_again(
+    name: str, device: torch.device
+) -> None:
+    case = ACCEPTED[name]
+    fn, graphed = case.graphed(device)
+    with torch.no_grad():
+        graphed.prepare([sample_of(case, device)])
+        captured = graphed.statistics.captures
+        for sizes in case.sizes():
+            arguments = case.arguments(device, sizes)
+            mine, theirs = graphed(*arguments), fn(*arguments)
+            first = mine[0] if isinstance(mine, tuple) else mine
+            same(first, theirs[0] if isinstance(theirs, tuple) else theirs)
+    told = graphed.statistics
+    assert told.captures == captured
+    assert not told.eager
+    assert told.hits == len(case.sizes())
+
+
+def test_a_warning_names_the_caller_s_line_once(device: torch.device) -> None:
+    graphed = gw.graph(lambda x: x.mean(0), buckets=gw.Buckets(batch=[4]))
+    with pytest.warns(RuntimeWarning, match="padded from") as told:
+        graphed(rand(device, 3, WIDTH))
+    assert told[0].filename == __file__
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        graphed(rand(device, 3, WIDTH))
+    assert graphed.statistics.eager == {"padding is not harmless": 2}
+
+
+def test_one_dimension_may_be_exact_only(device: torch.device) -> None:
+    graphed = gw.graph(
+        lambda x: x.flip(1) * 2,
+        dynamic_shapes=({0: "batch", 1: "length"},),
+        buckets=gw.Buckets(batch=[4], length=[8, 16]),
+    )
+    with torch.no_grad():
+        for batch, length in ((3, 8), (2, 16)):
+            x = rand(device, batch, length)
+            same(graphed(x), x.flip(1) * 2)
+        x = rand(device, 3, 5)
+        with pytest.warns(RuntimeWarning, match="length"):
+            result = graphed(x)
+        same(result, x.flip(1) * 2)
+    told = graphed.statistics
+    assert told.padded == 2
+    assert told.eager == {"padding is not harmless": 1}
+
+
+def test_statistics_count_sizes_and_waste(device: torch.device) -> None:
+    graphed = gw.graph(rows_model(device), buckets=gw.Buckets(batch=[2, 8]))
+    with torch.no_grad():
+        for batch in (1, 2, 2, 5, 8, 9):
+            graphed(rand(device, batch, WIDTH))
+    told = graphed.statistics
+    assert told.sizes == gw.SizesSeen(("batch",), {(1,): 1, (2,): 2, (5,): 1, (8,): 1, (9,): 1})
+    assert told.buckets == {
+        (2,): gw.BucketStatistics(exact=2, padded=1, waste=1 / 6),
+        (8,): gw.BucketStatistics(exact=1, padded=1, waste=3 / 16),
+    }
+    assert told.waste == pytest.approx(4 / 22)
+    assert (told.hits, told.padded, told.eager) == (5, 2, {"above the largest bucket": 1})
+    assert told.proof_runs > 0
+    assert told.proof_s > 0
+    better = gw.Buckets.from_sizes(told.sizes, max_graphs=3)
+    assert better.waste(told.sizes) <= gw.Buckets(batch=[2, 8, 9]).waste(told.sizes)
+    words = graphed.explain()
+    assert "padding is 18.2% of what was computed" in words
+    assert "1 calls eager: above the largest bucket" in words
+
+
+def test_sizes_are_still_known_after_a_release(device: torch.device) -> None:
+    graphed = gw.graph(rows_model(device), buckets=gw.Buckets(batch=[2, 8]))
+    x = rand(device, 2, WIDTH)
+    with torch.no_grad():
+        for _ in range(3):
+            graphed(x)
+            graphed(x[:1])
+        graphed.release()
+        same(graphed(x[:1]), graphed.module(x[:1]))
+    told = graphed.statistics
+    assert told.sizes is not None
+    assert told.sizes.counts == {(2,): 3, (1,): 4}
+    assert told.hits == 7
+
+
+@TABLE("batch", [9, 16, 17, 24, 25])
+def test_a_call_above_the_largest_bucket_is_split(batch: int, device: torch.device) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4, 8]), split=True)
+    x = rand(device, batch, WIDTH)
+    with torch.no_grad():
+        same(graphed(x), model(x))
+    told = graphed.statistics
+    assert told.split == 1
+    assert not told.eager
+    assert told.hits == -(-batch // 8)
+
+
+def test_rows_that_are_not_independent_are_not_split(device: torch.device) -> None:
+    for fn in (lambda x: x - x.mean(0), lambda x: (x * 2, x.sum()), lambda x: x @ x.T):
+        graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]), split=True)
+        x = rand(device, 9, WIDTH)
+        with torch.no_grad():
+            mine, theirs = graphed(x), fn(x)
+            same(mine[-1], theirs[-1])
+        told = graphed.statistics
+        assert told.split == 0
+        assert told.eager == {"it cannot be split": 1}
+
+
+def test_what_is_the_same_for_all_rows_is_handed_out_once_when_split(device: torch.device) -> None:
+    weight = rand(device, WIDTH, 2)
+    fn = lambda x: {"rows": x @ weight, "weight": weight * 2, "width": 2}  # noqa: E731
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]), split=True)
+    x = rand(device, 7, WIDTH)
+    with torch.no_grad():
+        mine, theirs = graphed(x), fn(x)
+    same(mine["rows"], theirs["rows"])
+    same(mine["weight"], theirs["weight"])
+    assert mine["width"] == 2
+    assert graphed.statistics.split == 1
+
+
+def test_an_input_that_is_written_to_is_written_to(device: torch.device) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        x.add_(1)
+        return x * y
+
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]))
+    with torch.no_grad():
+        for batch in (3, 4, 1, 3):
+            x, y = rand(device, batch, WIDTH), rand(device, batch, WIDTH)
+            expected_x = x.clone()
+            expected = fn(expected_x, y)
+            same(graphed(x, y), expected)
+            same(x, expected_x)
+    assert graphed.statistics.padded == 3
+
+
+def test_an_input_that_is_returned_is_the_caller_s(device: torch.device) -> None:
+    graphed = gw.graph(lambda x: (x, x * 2), buckets=gw.Buckets(batch=[4]))
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        for _ in range(2):
+            mine, doubled = graphed(x)
+            assert mine is x
+            same(doubled, x * 2)
+    assert graphed.statistics.padded == 2
+
+
+def test_outputs_that_share_memory_go_on_doing_so(device: torch.device) -> None:
+    def fn(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 2
+        return y, y[:, 1]
+
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]))
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        whole, column = graphed(x)
+        same(column, (x * 2)[:, 1])
+        whole.zero_()
+        assert not column.any()
+    assert graphed.statistics.padded == 1
+
+
+def test_results_belong_to_the_caller(device: torch.device) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[8]))
+    x, other = rand(device, 5, WIDTH), rand(device, 6, WIDTH)
+    with torch.no_grad():
+        first = graphed(x)
+        kept = first.clone()
+        graphed(other).fill_(7)
+        same(first, kept)
+        same(graphed(x), kept)
+
+
+def test_views_of_arguments_are_left_to_eager(device: torch.device) -> None:
+    graphed = gw.graph(lambda x: x[:, 1:], buckets=gw.Buckets(batch=[4]))
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="a view of the argument"):
+        result = graphed(x)
+    assert result.data_ptr() == x[:, 1:].data_ptr()
+
+
+@TABLE("what", ["transposed", "expanded"])
+def test_another_order_in_memory_is_not_filled_up(what: str, device: torch.device) -> None:
+    graphed = gw.graph(lambda x: x * 2, buckets=gw.Buckets(batch=[4]))
+    x = rand(device, WIDTH, 3).T if what == "transposed" else rand(device, 1, WIDTH).expand(3, -1)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        result = graphed(x)
+    same(result, x * 2)
+    assert result.stride() == (x * 2).stride()
+
+
+def test_gaps_between_rows_make_no_difference(device: torch.device) -> None:
+    graphed = gw.graph(lambda x: x * 2, buckets=gw.Buckets(batch=[4]))
+    with torch.no_grad():
+        for _ in range(2):
+            x = rand(device, 3, 2 * WIDTH)[:, :WIDTH]
+            same(graphed(x), x * 2)
+    assert graphed.statistics.padded == 2
+
+
+def test_another_layout_of_a_bucket_s_own_sizes_needs_no_graph_of_its_own(
+    device: torch.device,
+) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[1, 4]))
+    with torch.no_grad():
+        graphed.prepare([(rand(device, 4, WIDTH),)])
+        wide = rand(device, 4, 2 * WIDTH)
+        for x in (wide[:, :WIDTH], wide[:1, :WIDTH], wide[:3, WIDTH:]):
+            for _ in range(2):
+                same(graphed(x), model(x))
+    told = graphed.statistics
+    assert (told.captures, told.hits, told.padded) == (2, 6, 2)
+    assert told.buckets[4,].exact == 2
+
+
+def test_channels_last_stays_so(device: torch.device) -> None:
+    model = nn.Conv2d(3, 4, 3).to(device, memory_format=torch.channels_last).eval()
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
+    with torch.no_grad():
+        for form in (torch.channels_last, torch.contiguous_format):
+            for _ in range(2):
+                x = rand(device, 3, 3, 8, 8).contiguous(memory_format=form)
+                mine, theirs = graphed(x), model(x)
+                torch.testing.assert_close(mine, theirs, rtol=1e-2, atol=1e-3)
+                assert mine.stride() == theirs.stride()
+
+
+def test_the_common_size_is_the_batch(device: torch.device) -> None:
+    def fn(x: torch.Tensor, weight: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return (x + y) @ weight
+
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4, 8]))
+    weight = rand(device, WIDTH, 2)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for batch in (3, WIDTH, 5, 1, 8, WIDTH):
+            x, y = rand(device, batch, WIDTH), rand(device, batch, WIDTH)
+            same(graphed(x, weight, y), fn(x, weight, y))
+    assert graphed.statistics.padded >= 4
+
+
+def test_derived_sizes_and_bounds(device: torch.device) -> None:
+    batch = Dim("batch", min=2, max=6)
+
+    def fn(x: torch.Tensor, pairs: torch.Tensor) -> torch.Tensor:
+        return x + pairs[:-1].view(-1, 2, WIDTH).sum(1)
+
+    graphed = gw.graph(
+        fn, dynamic_shapes=({0: batch}, {0: 2 * batch + 1}), buckets=gw.Buckets(batch=[4, 8])
+    )
+    with torch.no_grad():
+        for n in (2, 3, 4, 6, 1, 7):
+            x, pairs = rand(device, n, WIDTH), rand(device, 2 * n + 1, WIDTH)
+            same(graphed(x, pairs), fn(x, pairs))
+    told = graphed.statistics
+    assert told.padded == 3
+    assert told.eager == {"above the largest bucket": 2}
+
+
+def test_a_dimension_by_name_in_a_tree(device: torch.device) -> None:
+    def fn(inputs: dict[str, Any], *, scale: float, names: tuple[str, ...]) -> dict[str, Any]:
+        return {"a": inputs["x"] * scale + inputs["more"][0], "n": len(names)}
+
+    graphed = gw.graph(
+        fn,
+        dynamic_shapes={"inputs": {"x": ("rows", None), "more": [{0: "rows"}]}},
+        buckets=gw.Buckets(rows=[4]),
+    )
+    with torch.no_grad():
+        for n in (3, 4, 2):
+            inputs = {"x": rand(device, n, WIDTH), "more": [rand(device, n, WIDTH)]}
+            mine = graphed(inputs, scale=2.0, names=("a", "b"))
+            same(mine["a"], fn(inputs, scale=2.0, names=())["a"])
+            assert mine["n"] == 2
+    assert graphed.statistics.padded == 2
+
+
+def test_plain_values_make_another_kind(device: torch.device) -> None:
+    graphed = gw.graph(lambda x, k: x * k, buckets=gw.Buckets(batch=[4]))
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        for k in (2, 3, 2.0, True):
+            same(graphed(x, k), x * k)
+    assert graphed.statistics.padded == 4
+    assert graphed.statistics.captures == 4
+
+
+def test_gradients_are_not_lost(device: torch.device) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        graphed(x)
+        graphed(x)
+    leaf = x.clone().requires_grad_()
+    graphed(leaf).sum().backward()
+    assert leaf.grad is not None
+    assert graphed.statistics.eager == {"gradients are wanted": 1}
+
+
+def test_new_weights_take_effect_when_filled_up(device: torch.device) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        same(graphed(x), model(x))
+        model[0].weight.mul_(2)
+        same(graphed(x), model(x))
+        model[0].weight.data = rand(device, 16, WIDTH)
+        same(graphed(x), model(x))
+        same(graphed(x), model(x))
+    assert not graphed.statistics.eager
+
+
+def test_autocast_is_part_of_the_kind(device: torch.device) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        for on in (False, True, False, True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=on):
+                mine, theirs = graphed(x), model(x)
+            assert mine.dtype == theirs.dtype
+            torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
+    assert graphed.statistics.padded == 4
+
+
+def test_audits_compare_with_eager_without_padding(device: torch.device) -> None:
+    graphed = gw.graph(rows_model(device), buckets=gw.Buckets(batch=[4]), audit=2)
+    with torch.no_grad():
+        for _ in range(4):
+            graphed(rand(device, 3, WIDTH))
+    assert graphed.statistics.audits == 2
+
+
+def test_only_prepared_buckets_are_used_where_that_is_asked_for(device: torch.device) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]), on_miss="error")
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        with pytest.raises(gw.SignatureError, match="No graph"):
+            graphed(x)
+        graphed.prepare([(x,)])
+        same(graphed(x), model(x))
+        with pytest.raises(gw.SignatureError, match="above the largest bucket"):
+            graphed(rand(device, 5, WIDTH))
+
+
+def test_a_first_call_that_fails_spoils_nothing(device: torch.device) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
+    with torch.no_grad():
+        wrong = rand(device, 3, WIDTH + 1)
+        with pytest.raises(RuntimeError):
+            graphed(wrong)
+        x = rand(device, 3, WIDTH)
+        same(graphed(x), model(x))
+    assert graphed.statistics.padded == 1
+
+
+def test_copies_and_pickles_keep_their_buckets(device: torch.device) -> None:
+    model = rows_model(device)
+    dim = {"input": {0: "rows"}}
+    graphed = gw.graph(model, dynamic_shapes=dim, buckets=gw.Buckets(rows=[4]), split=True)
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        graphed(x)
+        for other in (copy.deepcopy(graphed), pickle.loads(pickle.dumps(graphed))):
+            same(other(x), model(x))
+            assert other.statistics.padded == 1
+
+
+def test_threads_may_call_at_once(device: torch.device) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[2, 8]))
+
+    def work(seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for _ in range(25):
+                n = int(torch.randint(1, 9, (), generator=generator))
+                x = torch.randn(n, WIDTH, generator=generator).to(device)
+                same(graphed(x), model(x))
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    assert graphed.statistics.hits == 100
+
+
+def test_a_limit_on_memory_leaves_calls_eager(device: torch.device) -> None:
+    pool = gw.MemoryPool("1KiB")
+    graphed = gw.graph(rows_model(device), buckets=gw.Buckets(batch=[4]), pool=pool)
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match="limit"):
+        same(graphed(x), graphed.module(x))
+    assert graphed.statistics.eager == {"the pool's limit": 1}
+
+
+def test_a_call_of_no_rows_is_eager(device: torch.device) -> None:
+    graphed = gw.graph(lambda x: x * 2, buckets=gw.Buckets(batch=[4]))
+    assert graphed(rand(device, 0, WIDTH)).shape == (0, WIDTH)
+
+
+@TABLE(
+    ("options", "said"),
+    [
+        ({"dynamic_shapes": {"x": {0: "batch"}}}, "there are none"),
+        ({"split": True}, "there are none"),
+        ({"buckets": [1, 2]}, "Buckets"),
+        ({"buckets": gw.Buckets(batch=[4], length=[8])}, "dynamic_shapes"),
+        ({"buckets": gw.Buckets(length=[8])}, "dynamic_shapes"),
+        ({"buckets": gw.Buckets(b=[4]), "dynamic_shapes": {"x": {0: "batch"}}}, "b"),
+        ({"buckets": gw.Buckets(b=[4]), "dynamic_shapes": {"y": {0: "b"}}}, "'y'"),
+        ({"buckets": gw.Buckets(b=[4]), "dynamic_shapes": {"x": {0: Dim.AUTO}}}, "names no"),
+        ({"buckets": gw.Buckets(b=[4]), "dynamic_shapes": "b"}, "dictionary"),
+        ({"buckets": gw.Buckets(batch=[4]), "pad": {"z": 0}}, "'z'"),
+        ({"buckets": gw.Buckets(batch=range(1, 40))}, "39 buckets"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], said: str) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    with pytest.raises(gw.OptionError, match=said):
+        gw.graph(fn, **options)
+
+
+def test_arguments_that_do_not_agree_about_a_size(device: torch.device) -> None:
+    graphed = gw.graph(
+        lambda x, y: (x * 2, y * 2),
+        dynamic_shapes=({0: "n"}, {0: "n"}),
+        buckets=gw.Buckets(n=[4]),
+        on_miss="error",
+    )
+    with pytest.raises(gw.SignatureError, match="do not agree"):
+        graphed(rand(device, 2, WIDTH), rand(device, 3, WIDTH))
+
+
+def test_random_functions_are_left_to_eager(device: torch.device) -> None:
+    fn: Callable[..., Any] = lambda x: torch.dropout(x, 0.5, train=True)  # noqa: E731
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]))
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        torch.manual_seed(3)
+        with pytest.warns(RuntimeWarning, match="random numbers"):
+            mine = graphed(x)
+        torch.manual_seed(3)
+        same(mine, fn(x))
+
+
+def test_proofs_leave_everything_as_it_was(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)).to(device).train()
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[8]))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    seeds = torch.get_rng_state()
+    x = rand(device, 5, WIDTH)
+    kept = x.clone()
+    with torch.no_grad(), pytest.raises(gw.PaddingError):
+        graphed.prepare([(x,)])
+    for name, value in model.state_dict().items():
+        same(value, before[name], name)
+    same(x, kept)
+    if device.type == "cuda":
+        assert torch.equal(torch.get_rng_state(), seeds)
