@@ -2,6 +2,7 @@
 
 scripts/bench tune [--out DIR] [CASE ...]             tune each case in a process of its own
 scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a process of its own
+scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
 scripts/bench tables                                  bench/results/*.json -> docs/
 """
 
@@ -96,6 +97,26 @@ def capture(models: list[str], out: Path, options: list[str], *, quick: bool) ->
     return sum("failed" in one for one in every)
 
 
+def architectures(out: Path) -> int:
+    """bench/architectures.py on every architecture; the number that were accepted and are wrong."""
+    from architectures import failures, measure
+    from architectures_table import counts
+
+    result = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "architectures",
+        "commit": commit(),
+        **measure(),
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    where = out / "architectures.json"
+    where.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+    wrong = list(failures(result))
+    print("\n".join([*wrong, *counts(result), f"wrote {where}"]))
+    return len(wrong)
+
+
 def _captured(name: str, options: list[str]) -> dict[str, Any]:
     """The figures of one model: without its peers where these take the process with them."""
     import torch
@@ -131,7 +152,8 @@ def _process(what: str, options: list[str]) -> dict[str, Any]:
 
 
 def tables() -> None:
-    """docs/results.md from every result that is committed."""
+    """docs/results.md from every result that is committed, and docs/architectures.md."""
+    from architectures_table import to_markdown as architectures_to_markdown
     from capture_table import to_markdown as capture_to_markdown
 
     from graphwright.report import Report
@@ -159,6 +181,10 @@ def tables() -> None:
         lines += [f"## `{file.name}`, commit {data['commit']}", "", capture_to_markdown(data)]
     text = "\n".join(lines).rstrip() + "\n"
     (ROOT / "docs" / "results.md").write_text(text, encoding="utf-8")
+    for file in RESULTS.glob("architectures*.json"):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        page = architectures_to_markdown(data, file.name)
+        (ROOT / "docs" / "architectures.md").write_text(page, encoding="utf-8")
 
 
 def main() -> None:
@@ -173,13 +199,17 @@ def main() -> None:
     capturing.add_argument("--out", type=Path, default=RESULTS)
     capturing.add_argument("--no-peers", action="store_true", help="leave PyTorch's own ways out")
     capturing.add_argument("--quick", action="store_true", help="try the script: no result")
-    commands.add_parser("tables", help="make docs/results.md")
+    buckets = commands.add_parser("architectures", help="which architectures take buckets")
+    buckets.add_argument("--out", type=Path, default=RESULTS)
+    commands.add_parser("tables", help="make docs/results.md and docs/architectures.md")
     given = parser.parse_args()
     if given.command == "tune":
         tune(given.cases, given.out, given.options.split())
     elif given.command == "capture":
         options = ["--quick"] * given.quick + ["--no-peers"] * given.no_peers
         sys.exit(capture(given.only, given.out, options, quick=given.quick))
+    elif given.command == "architectures":
+        sys.exit(architectures(given.out))
     else:
         tables()
 

@@ -120,7 +120,7 @@ def main(count: int | None = None, smallest: tuple[int, int] | None = None) -> G
             worst = max(worst, float((graphed(**request) - embedder(**request)).abs().max()))
     told = graphed.statistics
     show(
-        f"{len(now)} requests answered, {told.waste:.1%} of the work is padding",
+        f"{len(now)} requests, {told.waste:.1%} padding",
         ["bucket", "requests", "filled up", "padding"],
         [
             ("×".join(map(str, b)), str(of.exact + of.padded), str(of.padded), f"{of.waste:.1%}")

@@ -45,6 +45,16 @@ def test_minilm_embeds_real_sentences(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Nearest in meaning" in capsys.readouterr().out
 
 
+def test_minilm_is_served_by_buckets(capsys: pytest.CaptureFixture[str]) -> None:
+    told = importlib.import_module("minilm_buckets").main(count=12, smallest=(8, 32))
+    assert told.graphs == 2
+    assert told.hits == 6
+    assert told.padded > 0
+    assert not told.eager
+    printed = capsys.readouterr().out
+    assert all("×".join(map(str, bucket)) in printed for bucket in told.buckets)
+
+
 def test_the_sentences_differ_in_length() -> None:
     minilm = importlib.import_module("minilm")
     words = sorted(len(sentence.split()) for sentence in minilm.SENTENCES)

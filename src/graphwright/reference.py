@@ -114,11 +114,12 @@ class Reference:
 class _Float64(TorchDispatchMode):
     """Runs every operation in float64, whatever precision the model asks for on the way.
 
-    `operations` names what was run.
+    `operations` names what was run. `widened` keeps tensors in float64 from one run to the next.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, widened: Widened | None = None) -> None:
         self.operations: set[str] = set()
+        self._widened = {} if widened is None else widened
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
 
     def __torch_dispatch__(
@@ -140,9 +141,33 @@ class _Float64(TorchDispatchMode):
             ]
             if any(_is_narrow(leaf) for leaf in pytree.tree_leaves(written)):
                 # What is written to keeps its dtype; widening the rest could only mismatch.
+                self._widened.clear()
                 return func(*args, **named)
-        args, named = pytree.tree_map(_widen, (args, named))
+        args, named = pytree.tree_map(self._widen, (args, named))
         return func(*args, **named)
+
+    def _widen(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and id(leaf) in self._widened:
+            original, wide = self._widened[id(leaf)]
+            if original is leaf:
+                return wide
+        return _widen(leaf)
+
+
+# Tensors with themselves in float64, by identity.
+Widened = dict[int, tuple[torch.Tensor, torch.Tensor]]
+_MAX_WIDENED = 1 << 29
+
+
+def widened(module: nn.Module) -> Widened:
+    """A module's weights in float64, for `exact_outcome`; none where they would take much memory.
+
+    They are right until the weights change.
+    """
+    weights = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
+    if sum(weight.numel() * _wide(weight.dtype).itemsize for weight in weights) > _MAX_WIDENED:
+        return {}
+    return {id(weight): (weight, _widen(weight.detach())) for weight in weights}
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -162,13 +187,20 @@ def _widen(leaf: Any) -> Any:
 
 
 def exact_outcome(
-    model: Model, module: nn.Module, call: Call, state: State
+    model: Model, module: nn.Module, call: Call, state: State, weights: Widened | None = None
 ) -> tuple[Outcome, set[str]]:
     """What a call does when every operation runs in float64, and the operations' names.
 
+    Args:
+        model: what is called.
+        module: what holds its parameters.
+        call: the inputs.
+        state: of the module, to start from.
+        weights: what `widened` gave, for many calls in a row.
+
     Raises whatever the model raises on the way.
     """
-    mode = _Float64()
+    mode = _Float64(weights)
     args, kwargs = pytree.tree_map(_widen, (call.args, dict(call.kwargs)))
     wide = Call(call.name, args, kwargs)
     try:

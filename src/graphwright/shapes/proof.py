@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..accuracy import ROUNDING, ErrorMeasure, error_of, special_values
 from ..errors import first_line
-from ..reference import exact_outcome
+from ..reference import Widened, exact_outcome, widened
 from ..signature import argument_names, unflatten
 from ..snapshots import Call, Outcome, State, run
 from ..variations import drawn_like
@@ -208,6 +208,7 @@ class Prover:
         self._state = State(subject.module, weights=False)
         self._generator = torch.Generator().manual_seed(0)
         self._exactly = True
+        self._weights: Widened = {}
         self._calls = 0
         self._turn = itertools.cycle(range(FILLINGS))
 
@@ -220,8 +221,12 @@ class Prover:
             thorough: with every filling at every size, else with one in turn.
         """
         verdicts = Verdicts(bucket, shapes)
-        for sizes in self._points(bucket, shapes):
-            self.extend(verdicts, sizes, thorough=thorough, again=True)
+        self._weights = widened(self.subject.module)
+        try:
+            for sizes in self._points(bucket, shapes, thorough=thorough):
+                self.extend(verdicts, sizes, thorough=thorough, again=True)
+        finally:
+            self._weights = {}
         return verdicts
 
     def extend(
@@ -316,19 +321,21 @@ class Prover:
             name for name, n, m in zip(self.subject.names, sizes, bucket, strict=True) if n != m
         )
 
-    def _points(self, bucket: Sizes, shapes: OutputShapes) -> Iterator[Sizes]:
+    def _points(self, bucket: Sizes, shapes: OutputShapes, *, thorough: bool) -> Iterator[Sizes]:
         """Sizes to try: in each dimension alone, then in several at once."""
         several: list[list[int]] = []
         for index, (name, full) in enumerate(zip(self.subject.names, bucket, strict=True)):
             low = self.subject.bounds[name].low
             places = [(*bucket[:index], n, *bucket[index + 1 :]) for n in _looked_at(low, full)]
-            chosen = _telling(places, shapes.way)
+            chosen = _telling(places, shapes.way, thorough=thorough)
             if shapes.fitted:  # Branches are unknown, so that more is tried.
                 chosen = sorted({*chosen, *places[1:3], *places[:: max(1, len(places) // 4)]})
             yield from chosen
             several.append([*(sizes[index] for sizes in chosen), full])
         if sum(len(sizes) > 1 for sizes in several) < 2:
             return
+        if not thorough:  # What else a call comes upon is tried then.
+            several = [[sizes[0], sizes[max(0, len(sizes) - 2)]] for sizes in several]
         seen = set()
         for sizes in itertools.product(*several):
             key = (self._padded(sizes, bucket), shapes.way(sizes))
@@ -381,7 +388,7 @@ class Prover:
         if not self._exactly:
             return run(subject.fn, call, self._state)
         try:
-            return exact_outcome(subject.fn, subject.module, call, self._state)[0]
+            return exact_outcome(subject.fn, subject.module, call, self._state, self._weights)[0]
         except Exception as error:
             run(subject.fn, call, self._state)  # Raises where the call itself is to blame.
             raise _Inexact from error
@@ -496,13 +503,21 @@ def _looked_at(low: int, full: int) -> list[int]:
     return sorted({*range(low, full, step), max(low, full - 1)}) if low < full else []
 
 
-def _telling(places: Sequence[Sizes], way: Callable[[Sizes], Any]) -> list[Sizes]:
-    """Both ends of each set of sizes that take one way, and the middle of the largest set."""
+def _telling(
+    places: Sequence[Sizes], way: Callable[[Sizes], Any], *, thorough: bool
+) -> list[Sizes]:
+    """The ends of each set of sizes that take one way.
+
+    If `thorough`, both of them and the middle of the largest set; else the lower ends, and the
+    highest size of all.
+    """
     groups: dict[Any, list[Sizes]] = {}
     for sizes in places:
         groups.setdefault(way(sizes), []).append(sizes)
     if not groups:
         return []
+    if not thorough:
+        return sorted({*(group[0] for group in groups.values()), places[-1]})
     largest = max(groups.values(), key=len)
     ends = {sizes for group in groups.values() for sizes in (group[0], group[-1])}
     return sorted(ends | {largest[len(largest) // 2]})
