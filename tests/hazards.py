@@ -115,13 +115,13 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def results_stay_static(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transfer.Results, "build", lambda self, leaves, copies: self.tree)
+    patch.setattr(transfer.Results, "build", lambda self, leaves, copies, finish=None: self.tree)
     never = property(lambda self: False, lambda self, value: None)
     patch.setattr(transfer.Results, "single", never, raising=False)
 
 
 def results_are_copies(patch: pytest.MonkeyPatch) -> None:
-    def build(self: transfer.Results, leaves: Any, copies: Any) -> Any:
+    def build(self: transfer.Results, leaves: Any, copies: Any, finish: Any = None) -> Any:
         clone = torch.Tensor.clone
         return torch.utils._pytree.tree_map_only(torch.Tensor, clone, self.tree)
 

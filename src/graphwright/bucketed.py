@@ -92,6 +92,15 @@ class BucketedCallable(GraphedCallable):
             kind, sizes = bucketing.kind(state.kinds, signature, args, kwargs, grad)
         except SignatureError as error:
             return self._missed("no dynamic sizes", error.what, args, kwargs)
+        if kind is None:
+            if sizes in bucketing.buckets.points:
+                return self._exactly(signature, state, grad, args, kwargs, sizes)
+            why = "an argument's dimensions lie in memory in another order than a bucket's"
+            return self._missed("another order in memory", why, args, kwargs, sizes)
+        if self.on_miss != "capture" and not kind.prepared:
+            return self._missed(
+                "no graph fits", "prepare() was not called for this kind", args, kwargs, sizes
+            )
         try:
             answer = bucketing.answer(kind, sizes)
         except CaptureError as error:
@@ -101,19 +110,18 @@ class BucketedCallable(GraphedCallable):
         if answer.above is not None and bucketing.split:
             chunks = bucketing.chunks(kind, sizes, answer.above)
             if not isinstance(chunks, str):
-                self._tally.split += 1
-                return self._in_chunks(kind, answer.above, *chunks, args, kwargs)
+                return self._in_chunks(kind, answer.above, *chunks, sizes, args, kwargs)
             return self._missed("it cannot be split", chunks, args, kwargs, sizes)
         if answer.reason is not None:
-            what = "above the largest bucket" if answer.outside else PADDING
-            return self._missed(what, answer.reason, args, kwargs, sizes)
+            return self._missed(answer.kind, answer.reason, args, kwargs, sizes)
         leaves, spec = flatten(args, kwargs)
         plan = answer.plan
-        if plan is None and kind in state.kinds:
+        if plan is None:
             plan = kind.laid_out(leaves, sizes)
         if plan is None:
             return self._exactly(signature, state, grad, args, kwargs, sizes)
-        padded, named = unflatten(plan.pad(leaves), spec)
+        values = plan.pad(leaves)
+        padded, named = unflatten(values, spec)
         entry = self._entry(CallSignature.of(padded, named), state, grad, padded, named)
         if isinstance(entry, Miss):
             return self._missed(entry.kind, entry.why, args, kwargs, sizes)
@@ -121,9 +129,9 @@ class BucketedCallable(GraphedCallable):
         if plan.sizes != plan.bucket and not kind.is_checked(plan.bucket) and entry.pure:
             graph = entry.graph
             assert graph is not None
-            why = kind.check(plan, graph.run, args, kwargs)
-            if why is not None:
-                return self._missed(PADDING, why, args, kwargs, sizes)
+            off = kind.check(plan, graph.run, args, kwargs)
+            if off is not None:
+                return self._missed(PADDING, off, args, kwargs, sizes)
         filled = _Filled(
             entry,
             plan,
@@ -136,7 +144,7 @@ class BucketedCallable(GraphedCallable):
             if len(self._quick) >= _MAX_QUICK:
                 self._quick.clear()
             self._quick[key] = filled
-        return self._run_filled(filled, args, kwargs, leaves, padded, named)
+        return self._run_filled(filled, args, kwargs, leaves, values, padded, named)
 
     def _filled_up(self, filled: _Filled, args: Args, kwargs: Kwargs) -> Any:
         """A call whose bucket is known by its shapes; all else about it is looked at."""
@@ -163,7 +171,7 @@ class BucketedCallable(GraphedCallable):
         named = dict(zip(names, values[filled.positional :], strict=True))
         if not entry.signature.fits(padded, named):
             return self._find(args, kwargs)
-        return self._run_filled(filled, args, kwargs, leaves, padded, named)
+        return self._run_filled(filled, args, kwargs, leaves, values, padded, named)
 
     def _run_filled(
         self,
@@ -171,6 +179,7 @@ class BucketedCallable(GraphedCallable):
         args: Args,
         kwargs: Kwargs,
         leaves: Sequence[Any],
+        values: Sequence[Any],
         padded: Args,
         named: Kwargs,
     ) -> Any:
@@ -180,15 +189,16 @@ class BucketedCallable(GraphedCallable):
         if not entry.pure and entry.state.watch.changed() is not None:
             return self._find(args, kwargs)
         try:
-            result = graph.run(padded, named)
+            with torch.no_grad():
+                result = graph.run(padded, named, lambda outputs: plan.cut(outputs, leaves))
         except GraphClosed:
             return self._find(args, kwargs)
         except SignatureError as error:
             return self._missed(SHARED, error.what, args, kwargs, plan.sizes)
         if entry.pure and entry.state.watch.changed() is not None:
             return self._find(args, kwargs)
-        with torch.no_grad():
-            result = plan.cut(result, leaves, flatten(padded, named)[0])
+        if plan.back:
+            plan.write_back(leaves, values)
         tally = self._tally
         tally.padded[plan.bucket, plan.sizes] += 1
         if entry is not self._recent_bucket:
@@ -206,12 +216,17 @@ class BucketedCallable(GraphedCallable):
         name: str,
         parts: Sequence[int],
         joints: Sequence[int | None],
+        sizes: tuple[int, ...],
         args: Args,
         kwargs: Kwargs,
     ) -> Any:
         """Answer a call in chunks along one dimension, and join what they return."""
         leaves, spec = flatten(args, kwargs)
         results = []
+        place = self._bucketing.dimensions.names.index(name)
+        self._tally.split[sizes] += 1
+        for n in parts:
+            self._tally.chunks[*sizes[:place], n, *sizes[place + 1 :]] += 1
         for chunk in kind.subject.chunks(leaves, name, parts):
             results.append(pytree.tree_flatten(self.call(*unflatten(chunk, spec))))
         joined = [
@@ -257,8 +272,14 @@ class BucketedCallable(GraphedCallable):
                 kind, _ = bucketing.kind(state.kinds, signature, args, kwargs, grad)
             except SignatureError as error:
                 raise CaptureError(error.what, remedy=error.remedy) from error
+            if kind is None:
+                raise CaptureError(
+                    "An argument's dimensions lie in memory in another order than a bucket's.",
+                    remedy="Call contiguous() on it.",
+                )
             if kind in owners:
                 continue
+            kind.prepared = True
             for bucket in bucketing.buckets.points:
                 bar.step(f"proving that padding to {bucketing.words(bucket)} is harmless")
                 why = kind.prove(bucket, list(bucketing.served(bucket)))
@@ -292,8 +313,10 @@ class BucketedCallable(GraphedCallable):
     def _padding_error(self, why: str) -> PaddingError:
         return PaddingError(
             f"{name_of(self.fn)} may not be filled up to a bucket: {why}.",
-            remedy="Pass what tells padding from data, such as a mask, and declare its value "
-            "there: pad={'attention_mask': 0}; or leave the dimension out of the buckets.",
+            remedy="If a mask could tell padding from data, pass one and declare its value there: "
+            "pad={'attention_mask': 0}; else leave the dimension out of the buckets."
+            if " padded from " in why
+            else "Leave the buckets out; or change the function in that point.",
         )
 
     def _options(self) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -42,6 +42,9 @@ from .signature import (
     tensors_of,
 )
 from .tally import GraphStatistics, Tally, explained
+
+if TYPE_CHECKING:
+    from .shapes.proof import Verdicts
 
 OnMiss = Literal["capture", "eager", "error"]
 Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -91,7 +94,9 @@ class GraphedCallable:
         self._max_graphs = max_graphs
         self._audit_every = audit
         self._tally = Tally()
-        self._entries = Entries(fn, self.pool, outputs, max_graphs, self._forget)
+        self._entries = Entries(
+            fn, self.pool, outputs, max_graphs, self._forget, self._forget_proofs
+        )
         self._recent: Entry | None = None
         self._fast: Callable[[Args, Kwargs], Any] | None = None
         # What answers calls of some shapes, if nothing else about them differs.
@@ -336,6 +341,9 @@ class GraphedCallable:
         if self._recent is entry:
             self._recent = self._fast = None
         self._quick = {key: found for key, found in self._quick.items() if found is not entry}
+
+    def _forget_proofs(self, verdicts: Iterable[Verdicts]) -> None:
+        self._tally.forget_proofs(verdicts)
 
     def prepare(self, calls: Iterable[Call], *, progress: bool | None = None) -> None:
         """Capture graphs for these calls now: all are warmed up, then captured largest first.

@@ -72,6 +72,7 @@ class Entries:
         outputs: as for `graph()`.
         max_graphs: graphs to keep; the least recently used one is closed for a new one.
         forget: called with each entry that is given up.
+        forget_proofs: called with what was known in a state that is given up.
     """
 
     def __init__(
@@ -81,6 +82,7 @@ class Entries:
         outputs: Outputs,
         max_graphs: int,
         forget: Callable[[Entry], None],
+        forget_proofs: Callable[[Iterable[Verdicts]], None],
     ) -> None:
         self.fn = fn
         self.pool = pool
@@ -88,6 +90,7 @@ class Entries:
         self._outputs: Outputs = outputs
         self._max_graphs = max_graphs
         self._forget = forget
+        self._forget_proofs = forget_proofs
         self._states: list[State] = []
         self._order: dict[CallGraph, Entry] = {}  # least recently used first
 
@@ -220,6 +223,7 @@ class Entries:
 
     def _drop(self, state: State) -> None:
         self._states.remove(state)
+        self._forget_proofs([proof for kind in state.kinds for proof in kind.proofs()])
         for entry in list(state.entries.values()):
             self.discard(entry)
 

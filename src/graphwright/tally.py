@@ -45,7 +45,7 @@ class GraphStatistics:
         graphs: graphs that are ready now.
         nbytes: bytes by which they grew their pool.
         padded: calls among the hits that were filled up to a bucket.
-        split: calls that were answered in chunks, each of which counts as a call too.
+        split: calls that were answered in chunks, each of which is a hit or eager too.
         sizes: sizes of the calls, where there are buckets: for `Buckets.from_sizes`.
         buckets: what each bucket answered, by its sizes.
         waste: share of all computed elements that were padding, from 0 to 1.
@@ -78,7 +78,10 @@ class Tally:
     def __init__(self, names: tuple[str, ...] = ()) -> None:
         self.eager: Counter[str] = Counter()
         self.audits = 0
-        self.split = 0
+        self.split: Counter[Sizes] = Counter()
+        self.chunks: Counter[Sizes] = Counter()  # calls that were made for split ones, by sizes
+        self.proof_runs = 0  # of proofs that hold no longer
+        self.proof_s = 0.0
         self.padded: Counter[tuple[Sizes, Sizes]] = Counter()  # by bucket and sizes
         self.elsewhere: Counter[Sizes] = Counter()  # calls that no bucket answered, by sizes
         self._names = names
@@ -91,6 +94,12 @@ class Tally:
         if entry.sizes is not None:
             self._exact[entry.sizes] += entry.hits
         entry.hits = 0
+
+    def forget_proofs(self, verdicts: Iterable[Verdicts]) -> None:
+        """A state of the module is given up: keep what its proofs cost."""
+        for proof in verdicts:
+            self.proof_runs += proof.runs
+            self.proof_s += proof.seconds
 
     def statistics(
         self, ready: Iterable[Entry], captures: int, verdicts: Iterable[Verdicts]
@@ -111,6 +120,8 @@ class Tally:
         for (bucket, sizes), count in self.padded.items():
             seen[sizes] += count
             held.setdefault(bucket, Counter())[sizes] += count
+        seen += self.split
+        seen.subtract(self.chunks)
         proofs = list(verdicts)
         return GraphStatistics(
             hits=self._past + sum(entry.hits for entry in entries) + filled,
@@ -120,12 +131,12 @@ class Tally:
             graphs=len(entries),
             nbytes=sum(entry.graph.nbytes for entry in entries if entry.graph is not None),
             padded=padded,
-            split=self.split,
-            sizes=SizesSeen(self._names, dict(seen)) if self._names else None,
+            split=sum(self.split.values()),
+            sizes=SizesSeen(self._names, dict(+seen)) if self._names else None,
             buckets={bucket: _of(bucket, held[bucket]) for bucket in sorted(held)},
             waste=_waste(held),
-            proof_runs=sum(proof.runs for proof in proofs),
-            proof_s=sum(proof.seconds for proof in proofs),
+            proof_runs=self.proof_runs + sum(proof.runs for proof in proofs),
+            proof_s=self.proof_s + sum(proof.seconds for proof in proofs),
         )
 
 
@@ -145,19 +156,21 @@ def explained(
 ) -> list[str]:
     """Statistics in words, one line each."""
     lines = [
-        f"{name}: {now.graphs} graphs, {in_units(now.nbytes)} of {in_units(pool.reserved)} in "
-        f"their pool",
-        f"{now.hits} calls answered by graphs, {now.captures} captures",
+        f"{name}: {_count(now.graphs, 'graph')}, {in_units(now.nbytes)} of "
+        f"{in_units(pool.reserved)} in their pool",
+        f"{_count(now.hits, 'call')} answered by graphs, {_count(now.captures, 'capture')}",
     ]
     if now.sizes is not None:
         lines.append(
             f"{now.padded} of these calls filled up to a bucket; padding is {now.waste:.1%} of "
             f"what was computed"
         )
-        lines.append(f"padding proved harmless by {now.proof_runs} runs in {now.proof_s:.2f} s")
+        lines.append(f"padding tried in {_count(now.proof_runs, 'run')}, {now.proof_s:.2f} s")
     if now.split:
-        lines.append(f"{now.split} calls answered in chunks")
-    lines += [f"{count} calls eager: {why}" for why, count in Counter(now.eager).most_common()]
+        lines.append(f"{_count(now.split, 'call')} answered in chunks")
+    lines += [
+        f"{_count(count, 'call')} eager: {why}" for why, count in Counter(now.eager).most_common()
+    ]
     if now.buckets and now.sizes is not None:
         lines += _table(now)
     for entry in ready:
@@ -166,6 +179,10 @@ def explained(
             kind += ", draws random numbers" if entry.graph.random else ""
             lines.append(f"  {entry.graph.name}: {in_units(entry.graph.nbytes)}, {kind}")
     return lines
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
 def _table(now: GraphStatistics) -> list[str]:

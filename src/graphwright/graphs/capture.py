@@ -27,7 +27,7 @@ from .graph import Graph, GraphClosed, State
 from .memory import MemoryPool, Prediction
 from .recorder import Recorder, Recording
 from .transaction import THREAD, capturing_now, let_go, transaction
-from .transfer import Geometry, Inputs, Results, copy, flat, is_dense
+from .transfer import Finish, Geometry, Inputs, Results, copy, flat, is_dense
 from .undo import Undo, autocast_cache_apart
 from .warmup import Warmed, warm
 
@@ -129,8 +129,14 @@ class CallGraph(Graph):
                 remedy="Capture it again, or use graphwright.graph(), which does so by itself.",
             )
 
-    def run(self, args: Args, kwargs: Kwargs) -> Any:
-        """Replay for a call that was found to fit."""
+    def run(self, args: Args, kwargs: Kwargs, finish: Finish | None = None) -> Any:
+        """Replay for a call that was found to fit.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            finish: makes what the caller gets of the leaves of what the function returned.
+        """
         leaves = args if self._plain_args else self._leaves(args, kwargs)
         if self.mutates:
             self.check_overlap(leaves)
@@ -147,8 +153,10 @@ class CallGraph(Graph):
             else:
                 self._run_with_copies(recording, leaves, targets)
         if not self._fresh:
-            return results.again()
-        return targets[0] if results.single else results.build(leaves, targets)
+            return results.again(finish)
+        if finish is None and results.single:
+            return targets[0]
+        return results.build(leaves, targets, finish)
 
     def check_overlap(self, leaves: Sequence[Any]) -> None:
         """Refuse an argument that lies in memory which the call reaches by another way too.

@@ -94,6 +94,10 @@ def _place(tensors: Sequence[torch.Tensor]) -> tuple[int, list[int]]:
     return end, places
 
 
+# Makes of the leaves of what the work returned as many that the caller gets.
+Finish = Callable[[Sequence[Any]], list[Any]]
+
+
 class Inputs:
     """Static inputs: the sample's leaves with tensors in other memory.
 
@@ -215,25 +219,34 @@ class Results:
         self._leaves = leaves
         self.single = len(self.bases) == 1 and tree is self.bases[0]
 
-    def again(self) -> Any:
+    def again(self, finish: Finish | None = None) -> Any:
         """What the work returned, in containers that the caller may change."""
-        return pytree.tree_unflatten(self._leaves, self._spec)
+        results = self._leaves if finish is None else finish(self._leaves)
+        return pytree.tree_unflatten(results, self._spec)
 
-    def build(self, leaves: Sequence[Any], copies: Sequence[torch.Tensor]) -> Any:
+    def build(
+        self,
+        leaves: Sequence[Any],
+        copies: Sequence[torch.Tensor],
+        finish: Finish | None = None,
+    ) -> Any:
         """What the caller gets.
 
         Args:
             leaves: the call's arguments.
             copies: memory of the caller's own that holds what `bases` held.
+            finish: makes it of the leaves that the work returned.
         """
         if self.single:
-            return copies[0]
+            return copies[0] if finish is None else finish(copies)[0]
         made: dict[int, Any] = {}
         results = []
         for leaf, make in zip(self._leaves, self._makers, strict=True):
             if id(leaf) not in made:
                 made[id(leaf)] = make(leaves, copies)
             results.append(made[id(leaf)])
+        if finish is not None:
+            results = finish(results)
         return pytree.tree_unflatten(results, self._spec)
 
 

@@ -12,11 +12,12 @@ from ..graphs.memory import MemoryPool
 from ..signature import Args, CallSignature, Kwargs, flatten
 from .buckets import Buckets
 from .dimensions import Dimensions
-from .kinds import Kind
+from .kinds import Kind, in_order
 from .outputs import Sizes
 from .padding import Plan
 
 _SERVED_A_DIMENSION = 12
+_MAX_KINDS = 64
 
 
 @dataclass(frozen=True)
@@ -26,13 +27,13 @@ class Answer:
     Attributes:
         plan: how it is filled up; None where it is a bucket's size as it is.
         reason: why no bucket answers it, or None.
-        outside: whether the reason is that there is no bucket so large.
+        kind: what kind of reason that is.
         above: the dimension in which it is above the largest bucket, if it is one alone.
     """
 
     plan: Plan | None = None
     reason: str | None = None
-    outside: bool = False
+    kind: str = ""
     above: str | None = None
 
 
@@ -79,8 +80,10 @@ class Bucketing:
         args: Args,
         kwargs: Kwargs,
         grad: bool | None,
-    ) -> tuple[Kind, Sizes]:
+    ) -> tuple[Kind | None, Sizes]:
         """The kind of a call, found among those of a state or added to them, and its sizes.
+
+        There is no kind of calls whose tensors lie in memory in another order than a bucket's.
 
         Raises:
             SignatureError: the call does not have the dimensions.
@@ -95,9 +98,11 @@ class Bucketing:
         shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
         sizes = self.dimensions.sizes(shapes, kind.axes)
         assert sizes is not None  # Kind has looked.
-        if kind.sizes(signature, leaves) is not None:
-            # Else its strides are such that no other call will ever be of this kind.
-            kinds.append(kind)
+        if not in_order(leaves, kind.axes):
+            return None, sizes
+        if len(kinds) >= _MAX_KINDS:
+            del kinds[0]
+        kinds.append(kind)
         return kind, sizes
 
     def answer(self, kind: Kind, sizes: Sizes) -> Answer:
@@ -105,8 +110,8 @@ class Bucketing:
         bounds = self.dimensions.bounds
         for name, n in zip(self.dimensions.names, sizes, strict=True):
             if not bounds[name].hold(n):
-                reason = f"{name}={n} is outside of what dynamic_shapes declares"
-                return Answer(reason=reason, outside=True)
+                reason = f"{name}={n} is outside of the bounds that dynamic_shapes declares"
+                return Answer(reason=reason, kind="outside the declared bounds")
         if sizes in self.buckets.points:
             return Answer()
         exact: set[str] = set()
@@ -121,14 +126,18 @@ class Bucketing:
                 break
             exact |= culprits
         if told is not None:
-            return Answer(reason=told)
+            return Answer(reason=told, kind="padding is not harmless")
         largest = self.buckets.largest
         above = [
             name for name, n in zip(self.dimensions.names, sizes, strict=True) if n > largest[name]
         ]
         what = " and ".join(above) or "its sizes together"
         reason = f"{what} above the largest bucket ({self.words(sizes)})"
-        return Answer(None, reason, True, above[0] if len(above) == 1 else None)
+        return Answer(
+            reason=reason,
+            kind="above the largest bucket",
+            above=above[0] if len(above) == 1 else None,
+        )
 
     def chunks(
         self, kind: Kind, sizes: Sizes, name: str

@@ -128,6 +128,11 @@ class Dimensions:
                 f"ones, not a {type(tree).__name__}."
             )
 
+    def arguments(self, args: Args, kwargs: Kwargs) -> list[str]:
+        """Names of a call's leaves: of the arguments, and where in these they are."""
+        paths, _ = self._paths(args, kwargs)
+        return [name + "".join(f"[{key!r}]" for key in keys) for name, (_, _, keys) in paths]
+
     def axes(self, args: Args, kwargs: Kwargs) -> list[Axes]:
         """The dynamic dimensions of a call's leaves, in the order of `signature.flatten`.
 

@@ -20,7 +20,6 @@ from ..signature import (
     Args,
     CallSignature,
     Kwargs,
-    argument_names,
     flatten,
     leaf_names,
     unflatten,
@@ -50,6 +49,7 @@ class Kind:
     Attributes:
         axes: the dynamic dimensions of the call's leaves.
         reason: why none of these calls may be filled up, or None.
+        prepared: whether all buckets were prepared for it.
         grad: the gradient mode that it belongs to, where the function's numbers depend on it.
     """
 
@@ -73,7 +73,7 @@ class Kind:
         self.axes: list[Axes] = dimensions.axes(args, kwargs)
         self._signature = CallSignature.of(args, kwargs)
         leaves, self._spec = flatten(args, kwargs)
-        self._names = argument_names(args, kwargs)
+        self._names = dimensions.arguments(args, kwargs)
         self._check_sizes(leaves)
         self._forms = [memory_format(v) if own else None for v, own in self._with_axes(leaves)]
         self._twins = _twins(leaves)
@@ -97,6 +97,7 @@ class Kind:
             [value is not None for value in declared],
         )
         self._pool = pool
+        self.prepared = False
         self.reason: str | None = None
         self._prover: Prover | None = None
         self._mutated: tuple[int, ...] = ()
@@ -111,7 +112,13 @@ class Kind:
         return zip(leaves, self.axes, strict=True)
 
     def _check_sizes(self, leaves: Sequence[Any]) -> None:
-        if self.dimensions.sizes([getattr(v, "shape", ()) for v in leaves], self.axes) is None:
+        found = self.dimensions.sizes([getattr(v, "shape", ()) for v in leaves], self.axes)
+        if found is not None and min(found) < 1:
+            raise SignatureError(
+                "A dimension is of size 0: there is nothing to fill up.",
+                remedy="Call the function itself for that.",
+            )
+        if found is None:
             sizes = [
                 f"{self._names[index]} has {leaf.shape[axis]} in dimension {axis}"
                 for index, (leaf, own) in enumerate(self._with_axes(leaves))
@@ -134,10 +141,10 @@ class Kind:
                 return None
             if own and not _alike(have[0], want[0], own):
                 return None
-        if _twins(leaves) != self._twins:
+        if _twins(leaves) != self._twins or not in_order(leaves, self.axes):
             return None
         for leaf, form in zip(leaves, self._forms, strict=True):
-            if form is not None and (memory_format(leaf) is not form or not _in_order(leaf, form)):
+            if form is not None and memory_format(leaf) is not form:
                 return None
         return self.dimensions.sizes([getattr(v, "shape", ()) for v in leaves], self.axes)
 
@@ -243,7 +250,8 @@ class Kind:
         """
         leaves, spec = flatten(args, kwargs)
         padded = plan.pad(leaves)
-        result = plan.cut(run(*unflatten(padded, spec)), leaves, padded)
+        outputs, out_spec = pytree.tree_flatten(run(*unflatten(padded, spec)))
+        result = pytree.tree_unflatten(plan.cut(outputs, leaves), out_spec)
         with self._trial():
             again, named = unflatten(clone_leaves(leaves), spec)
             expected = self.subject.fn(*again, **named)
@@ -443,15 +451,19 @@ def _alike(have: Sequence[int], want: Sequence[int], axes: Axes) -> bool:
     )
 
 
-def _in_order(leaf: torch.Tensor, form: torch.memory_format) -> bool:
+def in_order(leaves: Sequence[Any], axes: Sequence[Axes]) -> bool:
     """Whether dimensions lie in memory in their order, as they do in a filled-up copy.
 
-    Gaps between rows make no difference to what a function returns; another order may.
+    Gaps between rows and repeated ones make no difference to what a function returns; another order
+    may, if only to its strides.
     """
-    if form is not torch.contiguous_format:
-        return True  # Only dense tensors are said to be channels last.
-    steps = [st for st, n in zip(leaf.stride(), leaf.shape, strict=True) if n > 1]
-    return 0 not in steps and steps == sorted(steps, reverse=True)
+    for leaf, own in zip(leaves, axes, strict=True):
+        # Only dense tensors are said to be channels last.
+        if own and memory_format(leaf) is torch.contiguous_format:
+            steps = [step for step in layout(leaf) if step]
+            if steps != sorted(steps, reverse=True):
+                return False
+    return True
 
 
 def _default(leaf: Any) -> Value:

@@ -283,15 +283,27 @@ def fit(
             continue
         if len({output.dim() for output in outputs}) > 1:
             raise Underivable("the number of an output's dimensions depends on the sizes")
-        if not all(output.is_contiguous() for output in outputs):
-            raise Underivable("an output is not contiguous")
         shape = tuple(
             _polynomial(names, {s: o.shape[axis] for s, o in zip(seen, outputs, strict=True)})
             for axis in range(outputs[0].dim())
         )
-        stride = tuple(sympy.expand(sympy.prod(shape[axis + 1 :])) for axis in range(len(shape)))
-        found.append(Leaf(shape, stride))
+        found.append(Leaf(shape, _strides(shape, outputs)))
     return OutputShapes(names, found, trees[0], fitted=True)
+
+
+def _strides(shape: Sequence[sympy.Expr], outputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Strides of dense outputs whose dimensions lie in memory in one order."""
+    largest = max(outputs, key=torch.Tensor.numel)
+    order = sorted(range(len(shape)), key=lambda axis: (-largest.stride()[axis], axis))
+    for output in outputs:
+        dense = output.permute(order).is_contiguous()
+        if not dense:
+            raise Underivable("an output is not dense")
+    inner = {axis: order[place + 1 :] for place, axis in enumerate(order)}
+    return tuple(
+        sympy.expand(sympy.prod([shape[other] for other in inner[axis]]))
+        for axis in range(len(shape))
+    )
 
 
 def _polynomial(names: Sequence[str], seen: Mapping[Sizes, int]) -> sympy.Expr:

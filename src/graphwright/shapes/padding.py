@@ -10,7 +10,6 @@ from typing import Any
 import sympy
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from .dimensions import Axes
 from .outputs import Geometry, Leaf, OutputShapes, Sizes, memory_format, symbols_of
@@ -220,30 +219,26 @@ class Plan:
             found.append(leaf)
         return found
 
-    def cut(self, result: Any, leaves: Sequence[Any], padded: Sequence[Any]) -> Any:
-        """What the caller gets for what the bucket returned.
+    def cut(self, outputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+        """What the caller gets for the bucket's outputs.
 
         Args:
-            result: what the bucket returned.
+            outputs: leaves of what the bucket returned.
             leaves: the call's arguments.
-            padded: the bucket's arguments, which it may have written to.
         """
-        for slot in self.back:
-            leaves[slot].copy_(cut_to(padded[slot], leaves[slot].shape))
-        if isinstance(result, torch.Tensor):
-            return self._one(self.cuts[0], result, leaves)
-        outputs, spec = pytree.tree_flatten(result)
         made: dict[int, Any] = {}
         found = []
         for output, cut in zip(outputs, self.cuts, strict=True):
             result = made.get(id(output))  # A tensor that stands twice stays one.
             if result is None:
-                result = self._one(cut, output, leaves)
+                result = cut(output) if cut.argument is None else leaves[cut.argument]
                 if isinstance(output, torch.Tensor):
                     made[id(output)] = result
             found.append(result)
-        return pytree.tree_unflatten(found, spec)
+        return found
 
-    @staticmethod
-    def _one(cut: Cut, output: Any, leaves: Sequence[Any]) -> Any:
-        return cut(output) if cut.argument is None else leaves[cut.argument]
+    def write_back(self, leaves: Sequence[Any], padded: Sequence[Any]) -> None:
+        """Give the call's arguments what the bucket wrote to its own."""
+        with torch.no_grad():
+            for slot in self.back:
+                leaves[slot].copy_(cut_to(padded[slot], leaves[slot].shape))
