@@ -12,11 +12,14 @@ from typing import Any
 import pytest
 import torch
 from hazards import rand, same
-from hazards_of_padding import ACCEPTED, REFUSED, WIDTH, Case
+from hazards_of_padding import ACCEPTED, REFUSED, WIDTH, Case, as_eager
 from torch import nn
 from torch.export import Dim
 
 import graphwright as gw
+from graphwright import signature
+from graphwright.shapes import outputs
+from graphwright.shapes.dimensions import Size
 from graphwright.snapshots import layout
 
 TABLE = pytest.mark.parametrize
@@ -89,6 +92,52 @@ def test_what_does_not_is_prepared_once_and_never_captured_again(
     assert told.captures == captured
     assert not told.eager
     assert told.hits == len(case.sizes())
+
+
+@TABLE("name", ["rows apart", "masked attention", "masked mean", "2·b+1 rows", "(b·l, d)", "pairs"])
+def test_shapes_that_symbols_do_not_give_are_fitted(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise outputs.Underivable("no symbols")
+
+    monkeypatch.setattr(outputs, "_derive", fails)
+    told = as_eager(ACCEPTED[name], device).statistics
+    assert told.padded > 0
+    assert not told.eager
+
+
+def test_shapes_that_follow_no_rule_leave_sizes_exact_only(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*args: Any) -> Any:
+        raise outputs.Underivable("no symbols")
+
+    monkeypatch.setattr(outputs, "_derive", fails)
+    graphed = ACCEPTED["half the length"].graphed(device)[1]
+    with torch.no_grad():
+        for length in (16, 8):
+            x = rand(device, 2, length, WIDTH)
+            same(graphed(x), x[:, ::2] * 2)
+        x = rand(device, 2, 5, WIDTH)
+        with pytest.warns(RuntimeWarning, match="no symbols; no polynomial"):
+            result = graphed(x)
+        same(result, x[:, ::2] * 2)
+    assert graphed.statistics.eager == {"padding is not harmless": 1}
+
+
+def test_attention_can_be_traced_by_its_shape(device: torch.device) -> None:
+    case = ACCEPTED["masked attention"]
+    fn, arguments = case.fn(device), case.arguments(device, (4, 8))
+    axes = [{0: Size("batch"), 1: Size("length")}] * 2
+    leaves, spec = signature.flatten(arguments, {})
+    sizes = {"batch": 4, "length": 8}
+    with torch.no_grad(), outputs._AttentionByShape():
+        by_shape = outputs._derive(fn, leaves, spec, axes, sizes)
+        for size in ((4, 8), (3, 5), (2, 1)):
+            expected = fn(*case.arguments(device, size))
+            shapes = [(tuple(t.shape), t.stride()) for t in expected]
+            assert by_shape.of(size) == shapes
 
 
 def test_a_warning_names_the_caller_s_line_once(device: torch.device) -> None:

@@ -195,7 +195,8 @@ class BucketedCallable(GraphedCallable):
             return self._find(args, kwargs)
         except SignatureError as error:
             return self._missed(SHARED, error.what, args, kwargs, plan.sizes)
-        if entry.pure and entry.state.watch.changed() is not None:
+        watch = entry.state.watch
+        if entry.pure and not watch.unchanged() and watch.changed() is not None:
             return self._find(args, kwargs)
         if plan.back:
             plan.write_back(leaves, values)

@@ -124,14 +124,12 @@ class GraphedCallable:
             result = fast(args, kwargs)
             if result is not _MISS:
                 return result
-        entry = self._recent
-        if entry is None or not entry.signature.fits(args, kwargs):
-            found = self._quick.get(quick_key(args, kwargs))
-            if not isinstance(found, Entry):
-                return self._unknown(found, args, kwargs)
-            if not found.signature.fits(args, kwargs):
-                return self._find(args, kwargs)
-            entry = found
+        key = quick_key(args, kwargs)
+        entry = self._recent if key is None else self._quick.get(key)
+        if not isinstance(entry, Entry):
+            return self._unknown(entry, args, kwargs)
+        if not entry.signature.fits(args, kwargs):
+            return self._find(args, kwargs)
         if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
             return self._find(args, kwargs)
         return self._answer(entry, args, kwargs)

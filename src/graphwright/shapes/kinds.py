@@ -36,7 +36,7 @@ from .outputs import (
     fit,
     memory_format,
 )
-from .padding import Cut, Plan, Value, shape_at
+from .padding import Cut, Plan, Value, shape_at, widths_of
 from .proof import Impossible, Prover, Subject, Verdicts
 
 _MAX_PLANS = 1 << 16
@@ -184,26 +184,29 @@ class Kind:
         if reason is not None:
             return reason
         named = dict(zip(self.dimensions.names, bucket, strict=True))
-        shapes: list[Sizes | None] = []
-        for leaf, own in self._with_axes(self.subject.at(sizes)):
-            shape = shape_at(leaf.shape, own, named) if own else None
-            shapes.append(None if shape is None or shape == tuple(leaf.shape) else shape)
+        true = dict(zip(self.dimensions.names, sizes, strict=True))
+        widths: list[Sizes | None] = []
+        for leaf, own in self._with_axes(self.subject.sample):
+            added: Sizes = ()
+            if own:
+                added = widths_of(shape_at(leaf.shape, own, true), shape_at(leaf.shape, own, named))
+            widths.append(added if any(added) else None)
         return Plan(
             sizes,
             bucket,
-            tuple(shapes),
+            tuple(widths),
             tuple(self.subject.fills),
             tuple(verdicts.chosen(sizes, prover.arguments)),
-            tuple(slot for slot in self._mutated if shapes[slot] is not None),
+            tuple(slot for slot in self._mutated if widths[slot] is not None),
         )
 
     def laid_out(self, leaves: Sequence[Any], sizes: Sizes) -> Plan | None:
         """How a call of a bucket's own sizes gets the bucket's strides; None where it has these."""
-        shapes: list[Sizes | None] = []
+        widths: list[Sizes | None] = []
         for leaf, own, form in zip(leaves, self.axes, self._forms, strict=True):
             apart = own and leaf.stride() != contiguous_stride(leaf.shape, form)
-            shapes.append(tuple(leaf.shape) if apart else None)
-        if not any(shape is not None for shape in shapes):
+            widths.append(widths_of(leaf.shape, leaf.shape) if apart else None)
+        if all(added is None for added in widths):
             return None
         with self._pool.lock:
             self._looked()
@@ -215,8 +218,8 @@ class Kind:
             Cut(argument=arguments[index]) if index in arguments else Cut(whole=True)
             for index in range(outputs)
         ]
-        back = tuple(slot for slot in self._mutated if shapes[slot] is not None)
-        return Plan(sizes, sizes, tuple(shapes), tuple(self.subject.fills), tuple(cuts), back)
+        back = tuple(slot for slot in self._mutated if widths[slot] is not None)
+        return Plan(sizes, sizes, tuple(widths), tuple(self.subject.fills), tuple(cuts), back)
 
     def _looked(self) -> None:
         if self._prover is None and self.reason is None:
@@ -367,7 +370,7 @@ class Kind:
             shapes = derive(self.subject.fn, self.subject.at(bucket), self._spec, self.axes, sizes)
         except Underivable as symbolic:
             try:
-                shapes = fit(names, self._seen(bucket))
+                shapes = fit(names, self._seen(bucket), bucket)
             except Underivable as fitted:
                 return f"the shapes of its outputs follow no rule: {symbolic}; {fitted}"
         self._traces.append(shapes)

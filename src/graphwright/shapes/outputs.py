@@ -7,9 +7,11 @@ that it returned for several sizes.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +20,7 @@ import torch
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import first_line
@@ -155,6 +158,21 @@ def derive(
     Raises:
         Underivable: an operation cannot run on symbols, or the function asks for one exact size.
     """
+    try:
+        return _derive(fn, leaves, spec, axes, sizes)
+    except Underivable:
+        # On a GPU some of its kernels cannot be traced with symbols.
+        with _AttentionByShape():
+            return _derive(fn, leaves, spec, axes, sizes)
+
+
+def _derive(
+    fn: Callable[..., Any],
+    leaves: Sequence[Any],
+    spec: pytree.TreeSpec,
+    axes: Sequence[Axes],
+    sizes: Mapping[str, int],
+) -> OutputShapes:
     env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     symbols: dict[Any, sympy.Symbol] = {}
@@ -169,7 +187,7 @@ def derive(
         symbols[own] = symbol
         symbolic[name] = env.create_symintnode(own, hint=hint, source=source)
     try:
-        with mode:
+        with _quiet(), mode:
             fakes = _fakes(mode, leaves, axes, symbolic)
             args, kwargs = unflatten(fakes, spec)
             result = fn(*args, **kwargs)
@@ -189,6 +207,39 @@ def derive(
     ours = set(symbols.values())
     ordered = sorted((g for g in kept if g.free_symbols and g.free_symbols <= ours), key=str)
     return OutputShapes(list(sizes), known, out_spec, ordered, fixed=fixed)
+
+
+class _AttentionByShape(TorchFunctionMode):
+    """Takes attention for its shape: that of the queries, as wide as the values."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if func is not torch.nn.functional.scaled_dot_product_attention:
+            return func(*args, **named)
+        query, _, value = (
+            *args[:3],
+            *(named[name] for name in ("query", "key", "value")[len(args[:3]) :]),
+        )
+        # Its kernels lay their result out as the queries are.
+        return torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """What fails on symbols fails for us alone: nobody wants to read of it."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    level = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        log.setLevel(level)
 
 
 def _fakes(
@@ -258,6 +309,7 @@ def _all(leaves: Sequence[Leaf | None]) -> list[sympy.Expr]:
 def fit(
     names: Sequence[str],
     seen: Mapping[Sizes, tuple[Sequence[Any], pytree.TreeSpec]],
+    bucket: Sizes,
 ) -> OutputShapes:
     """Fit expressions to the outputs that several sizes gave.
 
@@ -267,10 +319,12 @@ def fit(
     Args:
         names: of the sizes.
         seen: the outputs' leaves and their tree, by sizes.
+        bucket: the largest sizes; those that are 1 stay fixed.
 
     Raises:
         Underivable: no such expressions, or no contiguous outputs.
     """
+    free = [name if full > 1 else None for name, full in zip(names, bucket, strict=True)]
     trees = [spec for _, spec in seen.values()]
     if any(spec != trees[0] for spec in trees):
         raise Underivable("the tree of the outputs depends on the sizes")
@@ -284,11 +338,12 @@ def fit(
         if len({output.dim() for output in outputs}) > 1:
             raise Underivable("the number of an output's dimensions depends on the sizes")
         shape = tuple(
-            _polynomial(names, {s: o.shape[axis] for s, o in zip(seen, outputs, strict=True)})
+            _polynomial(free, {s: o.shape[axis] for s, o in zip(seen, outputs, strict=True)})
             for axis in range(outputs[0].dim())
         )
         found.append(Leaf(shape, _strides(shape, outputs)))
-    return OutputShapes(names, found, trees[0], fitted=True)
+    fixed = {name: 1 for name, full in zip(names, bucket, strict=True) if full == 1}
+    return OutputShapes(names, found, trees[0], fixed=fixed, fitted=True)
 
 
 def _strides(shape: Sequence[sympy.Expr], outputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
@@ -306,9 +361,16 @@ def _strides(shape: Sequence[sympy.Expr], outputs: Sequence[torch.Tensor]) -> tu
     )
 
 
-def _polynomial(names: Sequence[str], seen: Mapping[Sizes, int]) -> sympy.Expr:
-    """The polynomial that is of degree one in each size and takes the values that were seen."""
-    symbols = symbols_of(names)
+def _polynomial(names: Sequence[str | None], seen: Mapping[Sizes, int]) -> sympy.Expr:
+    """The polynomial that is of degree one in each size and takes the values that were seen.
+
+    Sizes without a name are left out.
+    """
+    symbols = symbols_of([name for name in names if name is not None])
+    seen = {
+        tuple(n for n, name in zip(sizes, names, strict=True) if name is not None): value
+        for sizes, value in seen.items()
+    }
     products: list[sympy.Expr] = [sympy.Integer(1)]
     for count in range(1, len(symbols) + 1):
         products += [sympy.prod(chosen) for chosen in itertools.combinations(symbols, count)]

@@ -9,7 +9,6 @@ from typing import Any
 
 import sympy
 import torch
-from torch import nn
 
 from .dimensions import Axes
 from .outputs import Geometry, Leaf, OutputShapes, Sizes, memory_format, symbols_of
@@ -19,24 +18,31 @@ Value = float | int | bool
 _EXACT_IN_FLOAT = 2**53
 
 
-def fill(leaf: torch.Tensor, shape: Sequence[int], value: Value) -> torch.Tensor:
-    """A tensor of some shape that begins with `leaf` in every dimension and goes on with `value`.
+def fill(leaf: torch.Tensor, widths: Sequence[int], value: Value) -> torch.Tensor:
+    """A tensor that begins with `leaf` in every dimension and goes on with `value`.
 
     It is contiguous, or channels last where `leaf` is.
+
+    Args:
+        leaf: what it begins with.
+        widths: as of `widths_of`.
+        value: what it goes on with.
     """
-    if tuple(shape) == leaf.shape:
-        made = torch.empty(
-            leaf.shape, dtype=leaf.dtype, device=leaf.device, memory_format=memory_format(leaf)
-        )
-        return made.copy_(leaf)
-    if not isinstance(value, int) or abs(value) <= _EXACT_IN_FLOAT:
-        widths = [(0, wanted - n) for wanted, n in zip(shape, leaf.shape, strict=True)]
-        return nn.functional.pad(leaf, list(itertools.chain(*reversed(widths))), value=value)
-    made = torch.full(tuple(shape), value, dtype=leaf.dtype, device=leaf.device).contiguous(
-        memory_format=memory_format(leaf)
+    if any(widths) and (not isinstance(value, int) or abs(value) <= _EXACT_IN_FLOAT):
+        return torch.constant_pad_nd(leaf, widths, value)
+    added = reversed(widths[1::2])
+    shape = [n + more for n, more in zip(leaf.shape, added, strict=True)]
+    made = torch.empty(
+        shape, dtype=leaf.dtype, device=leaf.device, memory_format=memory_format(leaf)
     )
-    cut_to(made, leaf.shape).copy_(leaf)
+    cut_to(made.fill_(value) if any(widths) else made, leaf.shape).copy_(leaf)
     return made
+
+
+def widths_of(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """How much is added before and after each dimension, the last one first; as PyTorch pads."""
+    pairs = [(0, m - n) for n, m in zip(shape, wanted, strict=True)]
+    return tuple(itertools.chain(*reversed(pairs)))
 
 
 def shape_at(shape: Sequence[int], axes: Axes, named: Mapping[str, int]) -> Sizes:
@@ -193,8 +199,8 @@ class Plan:
     Attributes:
         sizes: the named sizes of the call.
         bucket: those of the bucket.
-        shapes: the bucket's shape of each argument that has to be filled up, or brought into the
-            bucket's layout; None for others.
+        widths: of each argument that has to be filled up, or (all 0) brought into the bucket's
+            layout; None for others.
         fills: what each is filled with.
         cuts: how the outputs are cut.
         back: arguments that the call writes to and that were filled up.
@@ -202,7 +208,7 @@ class Plan:
 
     sizes: Sizes
     bucket: Sizes
-    shapes: tuple[Sizes | None, ...]
+    widths: tuple[Sizes | None, ...]
     fills: tuple[Value, ...]
     cuts: tuple[Cut, ...]
     back: tuple[int, ...] = ()
@@ -211,10 +217,10 @@ class Plan:
         """The bucket's arguments; one that stands twice stays one."""
         made: dict[int, Any] = {}
         found = []
-        for leaf, shape, value in zip(leaves, self.shapes, self.fills, strict=True):
-            if shape is not None:
+        for leaf, widths, value in zip(leaves, self.widths, self.fills, strict=True):
+            if widths is not None:
                 if id(leaf) not in made:
-                    made[id(leaf)] = fill(leaf, shape, value)
+                    made[id(leaf)] = fill(leaf, widths, value)
                 leaf = made[id(leaf)]
             found.append(leaf)
         return found

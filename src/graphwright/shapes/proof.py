@@ -26,7 +26,7 @@ from ..snapshots import Call, Outcome, State, run
 from ..variations import drawn_like
 from .dimensions import Axes, Bounds
 from .outputs import OutputShapes, Sizes, memory_format
-from .padding import Cut, Value, cut_to, cuts_of, fill, shape_at
+from .padding import Cut, Value, cut_to, cuts_of, fill, shape_at, widths_of
 
 # Relative to the root mean square of an output. In float64 only what a model computes in a
 # narrower type of its own is above 1e-12.
@@ -115,7 +115,7 @@ class Subject:
             shape = shape_at(leaf.shape, own, named)
             if shape == tuple(leaf.shape):
                 continue
-            full = fill(leaf, shape, self.fills[index])
+            full = fill(leaf, widths_of(leaf.shape, shape), self.fills[index])
             if filling and not self.declared[index] and full.numel():
                 full = _other(full, self.sample[index], filling, generator)
                 cut_to(full, leaf.shape).copy_(leaf)
