@@ -128,9 +128,10 @@ def to_markdown(result: Result, file: str) -> str:
     ]
     if beside := _beside(rows):
         lines += [
-            f"{', '.join(beside)}: right for every token that the call's own mask keeps. Where the",
-            "call brings padding along on the left, its tokens attend to nothing, and attention then",
-            "spreads over the whole bucket: what these models return at such places is not eager's.",
+            f"{', '.join(beside)}: right for every token that the call's own mask keeps. Where",
+            "a call brings padding along on the left, its tokens attend to nothing, and attention",
+            "spreads over the whole bucket: what these models return in such places is not",
+            "eager's.",
             "",
         ]
     table = [["model", "batch", "length", "both", "padding", "runs", "s"]]

@@ -5,7 +5,6 @@ scripts/bench buckets runs this. Everything runs under torch.no_grad().
 
 from __future__ import annotations
 
-import argparse
 import functools
 import json
 import math
@@ -316,13 +315,3 @@ def to_markdown(result: Mapping[str, Any]) -> str:
 
 def _ms(seconds: float) -> str:
     return f"{1e3 * seconds:.3f} ms"
-
-
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true")
-    given = parser.parse_args()
-    from run import commit as commit_of
-
-    raise SystemExit(not benchmark(given.out, commit_of(), quick=given.quick))

@@ -2,6 +2,7 @@
 
 scripts/bench tune [--out DIR] [CASE ...]             tune each case in a process of its own
 scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a process of its own
+scripts/bench buckets [--out DIR]                     a model over batch × length, by buckets
 scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
 scripts/bench tables                                  bench/results/*.json -> docs/
 """
@@ -154,6 +155,7 @@ def _process(what: str, options: list[str]) -> dict[str, Any]:
 def tables() -> None:
     """docs/results.md from every result that is committed, and docs/architectures.md."""
     from architectures_table import to_markdown as architectures_to_markdown
+    from buckets import to_markdown as buckets_to_markdown
     from capture_table import to_markdown as capture_to_markdown
 
     from graphwright.report import Report
@@ -179,6 +181,9 @@ def tables() -> None:
     for file in sorted(RESULTS.glob("capture*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         lines += [f"## `{file.name}`, commit {data['commit']}", "", capture_to_markdown(data)]
+    for file in sorted(RESULTS.glob("buckets*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        lines += [f"## `{file.name}`, commit {data['commit']}", "", buckets_to_markdown(data)]
     text = "\n".join(lines).rstrip() + "\n"
     (ROOT / "docs" / "results.md").write_text(text, encoding="utf-8")
     for file in RESULTS.glob("architectures*.json"):
@@ -199,8 +204,11 @@ def main() -> None:
     capturing.add_argument("--out", type=Path, default=RESULTS)
     capturing.add_argument("--no-peers", action="store_true", help="leave PyTorch's own ways out")
     capturing.add_argument("--quick", action="store_true", help="try the script: no result")
-    buckets = commands.add_parser("architectures", help="which architectures take buckets")
-    buckets.add_argument("--out", type=Path, default=RESULTS)
+    bucketing = commands.add_parser("buckets", help="a model over batch × length, by buckets")
+    bucketing.add_argument("--out", type=Path, default=RESULTS)
+    bucketing.add_argument("--quick", action="store_true", help="try the script: no result")
+    taking = commands.add_parser("architectures", help="which architectures take buckets")
+    taking.add_argument("--out", type=Path, default=RESULTS)
     commands.add_parser("tables", help="make docs/results.md and docs/architectures.md")
     given = parser.parse_args()
     if given.command == "tune":
@@ -208,6 +216,10 @@ def main() -> None:
     elif given.command == "capture":
         options = ["--quick"] * given.quick + ["--no-peers"] * given.no_peers
         sys.exit(capture(given.only, given.out, options, quick=given.quick))
+    elif given.command == "buckets":
+        from buckets import benchmark
+
+        sys.exit(not benchmark(given.out, commit(), quick=given.quick))
     elif given.command == "architectures":
         sys.exit(architectures(given.out))
     else:

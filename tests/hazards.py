@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright import signature, watch
+from graphwright import dispatch, signature, watch
 from graphwright.dispatch import GraphedCallable
 from graphwright.graphs import capture as capture_module
 from graphwright.graphs import cpu, cuda, transaction, transfer, undo
@@ -136,6 +136,7 @@ def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
 def any_call_fits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(signature.CallSignature, "fits", lambda self, args, kwargs: True)
     patch.setattr(GraphedCallable, "_shortcut", lambda self, entry: None)
+    patch.setattr(dispatch, "quick_key", lambda args, kwargs: None)
 
 
 def module_is_not_watched(patch: pytest.MonkeyPatch) -> None:
