@@ -19,7 +19,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright.shapes import kinds, outputs, padding, proof
+from graphwright.shapes import kinds, outputs, padding, proof, subject
 from graphwright.snapshots import layout
 
 Sizes = tuple[int, ...]
@@ -274,7 +274,7 @@ def nothing_is_proved(patch: pytest.MonkeyPatch) -> None:
 
 def fillings_are_compared_with_each_other(patch: pytest.MonkeyPatch) -> None:
     """What others do: run the padded call with two fillings, and see whether they agree."""
-    original = proof.Subject.at
+    original = subject.Subject.at
     graphs_are_not_compared(patch)
 
     def run(self: proof.Prover, verdicts: Any, sizes: Any, thorough: bool) -> str | None:

@@ -298,6 +298,26 @@ def test_outputs_that_share_memory_go_on_doing_so(device: torch.device) -> None:
     assert graphed.statistics.padded == 1
 
 
+def test_views_of_an_output_that_is_copied_are_views_of_the_copy(device: torch.device) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> dict[str, torch.Tensor]:
+        both = x @ y.T
+        return {"first": both[1:, 1:], "both": both, "turned": both.T, "again": both}
+
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4, 8]))
+    with torch.no_grad():
+        for n in (3, 5, 8, 2, 7):
+            x, y = rand(device, n, WIDTH), rand(device, n, WIDTH)
+            mine, theirs = graphed(x, y), fn(x, y)
+            assert mine["again"] is mine["both"]
+            for name, value in theirs.items():
+                same(mine[name], value, name)
+                assert layout(mine[name]) == layout(value)
+            mine["both"].zero_()
+            assert not mine["turned"].any()
+            assert not mine["first"].any()
+    assert graphed.statistics.padded == 4
+
+
 def test_results_belong_to_the_caller(device: torch.device) -> None:
     model = rows_model(device)
     graphed = gw.graph(model, buckets=gw.Buckets(batch=[8]))
@@ -620,6 +640,25 @@ def test_random_functions_are_left_to_eager(device: torch.device) -> None:
             mine = graphed(x)
         torch.manual_seed(3)
         same(mine, fn(x))
+
+
+def test_random_numbers_that_change_nothing_forbid_nothing(device: torch.device) -> None:
+    def with_layer_drop(x: torch.Tensor) -> torch.Tensor:
+        chance = torch.rand(2, device=x.device)
+        return x * 2 + torch.where(chance < 2.0, 0.0, 1.0).sum()
+
+    def with_dropout(x: torch.Tensor) -> torch.Tensor:
+        return x * (torch.rand_like(x) < 0.999)
+
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad():
+        graphed = gw.graph(with_layer_drop, buckets=gw.Buckets(batch=[4]))
+        same(graphed(x), x * 2)
+        same(graphed(x), x * 2)
+        assert graphed.statistics.padded == 2
+        graphed = gw.graph(with_dropout, buckets=gw.Buckets(batch=[4]))
+        with pytest.warns(RuntimeWarning, match="random numbers"):
+            graphed(x)
 
 
 def test_proofs_leave_everything_as_it_was(device: torch.device) -> None:

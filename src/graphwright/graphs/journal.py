@@ -89,7 +89,7 @@ class Journal(TorchDispatchMode):
                 )
             self.read(tensor)
         if torch.Tag.nondeterministic_seeded in func.tags:
-            generator = _generator_of(args, kwargs)
+            generator = generator_of(args, kwargs)
             if id(generator) not in self._generators:
                 self._generators[id(generator)] = (generator, generator.get_state())
         for tensor in written(func, args, kwargs):
@@ -160,7 +160,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Generator:
+def generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Generator:
     """The generator that a random operation draws from: its argument, else its device's own."""
     for value in (*args, *kwargs.values()):
         if isinstance(value, torch.Generator):

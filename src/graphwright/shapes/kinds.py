@@ -26,6 +26,7 @@ from ..signature import (
 )
 from ..snapshots import clone_leaves, layout
 from ..watch import FunctionModule
+from .chance import depends_on_chance
 from .dimensions import Axes, Dimensions
 from .outputs import (
     OutputShapes,
@@ -37,7 +38,9 @@ from .outputs import (
     memory_format,
 )
 from .padding import Cut, Plan, Value, shape_at, widths_of
-from .proof import Impossible, Prover, Subject, Verdicts
+from .proof import Impossible, Prover, Verdicts
+from .sharing import aliases_of, sharing_of, twins_of
+from .subject import Subject
 
 _MAX_PLANS = 1 << 16
 _FITTED_BELOW = 6
@@ -76,7 +79,7 @@ class Kind:
         self._names = dimensions.arguments(args, kwargs)
         self._check_sizes(leaves)
         self._forms = [memory_format(v) if own else None for v, own in self._with_axes(leaves)]
-        self._twins = _twins(leaves)
+        self._twins = twins_of(leaves)
         declared = dimensions.pads(args, kwargs)
         with torch.no_grad():
             sample = clone_leaves(leaves)
@@ -89,7 +92,7 @@ class Kind:
             fn,
             fn if isinstance(fn, nn.Module) else FunctionModule(fn),
             self._spec,
-            _without_twins(sample, self._twins),
+            [sample[first] for first in self._twins],
             self.axes,
             dimensions.names,
             dimensions.bounds,
@@ -141,7 +144,7 @@ class Kind:
                 return None
             if own and not _alike(have[0], want[0], own):
                 return None
-        if _twins(leaves) != self._twins or not in_order(leaves, self.axes):
+        if twins_of(leaves) != self._twins or not in_order(leaves, self.axes):
             return None
         for leaf, form in zip(leaves, self._forms, strict=True):
             if form is not None and memory_format(leaf) is not form:
@@ -269,6 +272,11 @@ class Kind:
                 self.verdicts[plan.bucket] = told
                 self._plans = {key: p for key, p in self._plans.items() if key[1] != plan.bucket}
                 return told
+        if sharing_of(result) != sharing_of(expected):
+            told = f"the outputs in the bucket {plan.bucket} share memory in another way"
+            self.verdicts[plan.bucket] = told
+            self._plans = {key: p for key, p in self._plans.items() if key[1] != plan.bucket}
+            return told
         self._checked.add(plan.bucket)
         return None
 
@@ -344,15 +352,19 @@ class Kind:
             journal.undo()
         outputs, _ = pytree.tree_flatten(result)
         self._outputs = len(outputs)
-        arguments, shared, reason = _aliases(
+        arguments, shared, reason = aliases_of(
             outputs, leaf_names(result, "output"), leaves, self._names, self.axes
         )
         self.reason = reason
-        if random:
+        if random and (journal.wrote or depends_on_chance(self._again)):
             self.reason = "it draws random numbers, others for other sizes"
         elif len(self._mutated) and self._overlap:
             self.reason = "it writes to an argument that shares memory with another one"
         self._prover = Prover(self.subject, arguments, shared)
+
+    def _again(self) -> Any:
+        args, kwargs = unflatten(clone_leaves(self.subject.sample), self._spec)
+        return self.subject.fn(*args, **kwargs)
 
     @property
     def _overlap(self) -> bool:
@@ -434,20 +446,6 @@ def _on_gpu(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.is_cuda
 
 
-def _twins(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """For each leaf the first one that is the same tensor."""
-    first: dict[int, int] = {}
-    return tuple(
-        first.setdefault(id(leaf), index) if isinstance(leaf, torch.Tensor) else index
-        for index, leaf in enumerate(leaves)
-    )
-
-
-def _without_twins(sample: Sequence[Any], twins: Sequence[int]) -> list[Any]:
-    """The sample with one tensor where the call had one."""
-    return [sample[first] for first in twins]
-
-
 def _alike(have: Sequence[int], want: Sequence[int], axes: Axes) -> bool:
     return len(have) == len(want) and all(
         n == m for axis, (n, m) in enumerate(zip(have, want, strict=True)) if axis not in axes
@@ -474,33 +472,3 @@ def _default(leaf: Any) -> Value:
     if not isinstance(leaf, torch.Tensor) or leaf.dtype is torch.bool or not leaf.numel():
         return 0
     return 0 if leaf.is_floating_point() or leaf.is_complex() else int(leaf.min())
-
-
-def _aliases(
-    outputs: Sequence[Any],
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    arguments: Sequence[str],
-    axes: Sequence[Axes],
-) -> tuple[dict[int, int], list[int], str | None]:
-    """Outputs that are arguments, outputs that share memory with others, and what forbids cuts."""
-    by_identity = {
-        id(leaf): slot for slot, (leaf, own) in enumerate(zip(leaves, axes, strict=True)) if own
-    }
-    by_memory = {leaves[slot].untyped_storage().data_ptr(): slot for slot in by_identity.values()}
-    same: dict[int, int] = {}
-    owners: dict[int, tuple[int, int]] = {}
-    shared: set[int] = set()
-    for index, output in enumerate(outputs):
-        if not isinstance(output, torch.Tensor) or not output.numel():
-            continue
-        memory = output.untyped_storage().data_ptr()
-        if id(output) in by_identity:
-            same[index] = by_identity[id(output)]
-        elif memory in by_memory:
-            reason = f"{names[index]} is a view of the argument {arguments[by_memory[memory]]}"
-            return same, [], reason
-        first, identity = owners.setdefault(memory, (index, id(output)))
-        if identity != id(output):
-            shared |= {first, index}
-    return same, sorted(shared), None

@@ -12,7 +12,7 @@ import itertools
 import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
@@ -31,6 +31,9 @@ Sizes = tuple[int, ...]
 Geometry = tuple[Sizes, Sizes]  # shape and strides
 
 
+_ZERO = sympy.Integer(0)
+
+
 class Underivable(Exception):
     """The shapes of a function's outputs could not be expressed by the sizes of its inputs."""
 
@@ -43,11 +46,20 @@ class Leaf:
         shape: one expression a dimension.
         stride: likewise, in elements.
         number: whether the output is a whole number and no tensor.
+        owner: the output that it is a view of, if any.
+        offset: where in that one it begins, in elements.
     """
 
     shape: tuple[sympy.Expr, ...]
     stride: tuple[sympy.Expr, ...]
     number: bool = False
+    owner: int | None = None
+    offset: sympy.Expr = _ZERO
+
+    @property
+    def expressions(self) -> tuple[sympy.Expr, ...]:
+        """All that depends on sizes."""
+        return (*self.shape, *self.stride, self.offset)
 
 
 class OutputShapes:
@@ -79,7 +91,7 @@ class OutputShapes:
         self._fixed = dict(fixed or {})
         self._guards = _compiled(self.names, self.guards)
         self._shapes = [
-            None if leaf is None else _compiled(self.names, (*leaf.shape, *leaf.stride))
+            None if leaf is None else _compiled(self.names, leaf.expressions)
             for leaf in self.leaves
         ]
 
@@ -101,8 +113,14 @@ class OutputShapes:
                 continue
             values = tuple(map(int, shape(*sizes)))
             rank = len(leaf.shape)
-            found.append(values[0] if leaf.number else (values[:rank], values[rank:]))
+            found.append(values[0] if leaf.number else (values[:rank], values[rank : 2 * rank]))
         return found
+
+    def offset(self, index: int, sizes: Sizes) -> int:
+        """Where in its owner an output that is a view begins, in elements."""
+        shape = self._shapes[index]
+        assert shape is not None
+        return int(shape(*sizes)[-1])
 
 
 def symbols_of(names: Sequence[str]) -> list[sympy.Symbol]:
@@ -192,8 +210,12 @@ def _derive(
             args, kwargs = unflatten(fakes, spec)
             result = fn(*args, **kwargs)
             outputs, out_spec = pytree.tree_flatten(result)
-            found = [_leaf(output, env) for output in outputs]
             guards = [guard.expr for guard in env.guards]
+            owners = _owners(outputs)
+            found = [
+                _leaf(output, env, owners.get(index), outputs)
+                for index, output in enumerate(outputs)
+            ]
     except Exception as error:
         raise Underivable(first_line(error, 160)) from error
     pinned = [symbols[own].name for own in symbols if env.replacements.get(own, own).is_number]
@@ -278,11 +300,32 @@ def contiguous_stride(shape: Sequence[int], form: torch.memory_format | None) ->
     return made.stride()
 
 
-def _leaf(output: Any, env: ShapeEnv) -> Leaf | None:
+def _owners(outputs: Sequence[Any]) -> dict[int, int]:
+    """For outputs that are views of another one, which that is: one that fills its memory."""
+    first: dict[int, int] = {}
+    for index, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor):
+            storage = output.untyped_storage()
+            if output.numel() * output.element_size() == storage.nbytes():
+                first.setdefault(storage._cdata, index)
+    return {
+        index: owner
+        for index, output in enumerate(outputs)
+        if isinstance(output, torch.Tensor)
+        and (owner := first.get(output.untyped_storage()._cdata)) not in (None, index)
+        and output is not outputs[owner]
+        and output.dtype is outputs[owner].dtype
+    }
+
+
+def _leaf(output: Any, env: ShapeEnv, owner: int | None, outputs: Sequence[Any]) -> Leaf | None:
     if isinstance(output, torch.Tensor):
+        begin = 0 if owner is None else output.storage_offset() - outputs[owner].storage_offset()
         return Leaf(
             tuple(_expression(n, env) for n in output.shape),
             tuple(_expression(n, env) for n in output.stride()),
+            owner=owner,
+            offset=_expression(begin, env),
         )
     if isinstance(output, torch.SymInt):
         return Leaf((_expression(output, env),), (), number=True)
@@ -298,12 +341,17 @@ def _expression(n: Any, env: ShapeEnv) -> sympy.Expr:
 def _renamed(leaf: Leaf | None, symbols: Mapping[Any, sympy.Symbol]) -> Leaf | None:
     if leaf is None:
         return None
-    shape = tuple(e.xreplace(dict(symbols)) for e in leaf.shape)
-    return Leaf(shape, tuple(e.xreplace(dict(symbols)) for e in leaf.stride), leaf.number)
+    named = dict(symbols)
+    return replace(
+        leaf,
+        shape=tuple(e.xreplace(named) for e in leaf.shape),
+        stride=tuple(e.xreplace(named) for e in leaf.stride),
+        offset=leaf.offset.xreplace(named),
+    )
 
 
 def _all(leaves: Sequence[Leaf | None]) -> list[sympy.Expr]:
-    return [e for leaf in leaves if leaf is not None for e in (*leaf.shape, *leaf.stride)]
+    return [e for leaf in leaves if leaf is not None for e in leaf.expressions]
 
 
 def fit(

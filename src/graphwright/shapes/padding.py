@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import sympy
@@ -88,6 +88,8 @@ class Cut:
         argument: the argument that the output is.
         factors: a dimension that has to be split to be cut.
         whole: the output does not depend on the sizes.
+        owner: the output that this one is a view of: it becomes a view of what that one becomes.
+        offset: where in that one it begins, in elements.
     """
 
     shape: Sizes = ()
@@ -96,6 +98,15 @@ class Cut:
     argument: int | None = None
     factors: Factors | None = None
     whole: bool = False
+    owner: int | None = None
+    offset: int = 0
+
+    def view_of(self, owner: torch.Tensor) -> torch.Tensor:
+        """The result, in what the output that owns its memory has become."""
+        result = torch.empty(0, dtype=owner.dtype, device=owner.device)
+        return result.set_(
+            owner.untyped_storage(), owner.storage_offset() + self.offset, self.shape, self.stride
+        )
 
     def __call__(self, output: Any) -> Any:
         """Cut; memory is shared with the output only where it is a range of it."""
@@ -145,6 +156,9 @@ def cuts_of(
     for index, (leaf, mine, theirs) in enumerate(zip(shapes.leaves, true, full, strict=True)):
         if index in arguments:
             found.append([Cut(argument=arguments[index])])
+        elif isinstance(mine, tuple) and leaf is not None and leaf.owner is not None:
+            offset = shapes.offset(index, sizes)
+            found.append([Cut(*mine, owner=leaf.owner, offset=offset)])
         elif leaf is None or mine is None or mine == theirs:
             found.append([Cut(whole=True)])
         elif isinstance(mine, int):
@@ -204,6 +218,7 @@ class Plan:
         fills: what each is filled with.
         cuts: how the outputs are cut.
         back: arguments that the call writes to and that were filled up.
+        views: outputs that are views of others.
     """
 
     sizes: Sizes
@@ -212,6 +227,11 @@ class Plan:
     fills: tuple[Value, ...]
     cuts: tuple[Cut, ...]
     back: tuple[int, ...] = ()
+    views: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        views = (index for index, cut in enumerate(self.cuts) if cut.owner is not None)
+        object.__setattr__(self, "views", tuple(views))
 
     def pad(self, leaves: Sequence[Any]) -> list[Any]:
         """The bucket's arguments; one that stands twice stays one."""
@@ -233,14 +253,18 @@ class Plan:
             leaves: the call's arguments.
         """
         made: dict[int, Any] = {}
-        found = []
+        found: list[Any] = []
         for output, cut in zip(outputs, self.cuts, strict=True):
             result = made.get(id(output))  # A tensor that stands twice stays one.
-            if result is None:
+            if result is None and cut.owner is None:
                 result = cut(output) if cut.argument is None else leaves[cut.argument]
                 if isinstance(output, torch.Tensor):
                     made[id(output)] = result
             found.append(result)
+        for index in self.views:
+            cut = self.cuts[index]
+            assert cut.owner is not None
+            found[index] = cut.view_of(found[cut.owner])
         return found
 
     def write_back(self, leaves: Sequence[Any], padded: Sequence[Any]) -> None:

@@ -15,18 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..accuracy import ROUNDING, ErrorMeasure, error_of, special_values
 from ..errors import first_line
 from ..reference import Widened, exact_outcome, widened
-from ..signature import argument_names, unflatten
-from ..snapshots import Call, Outcome, State, run
-from ..variations import drawn_like
-from .dimensions import Axes, Bounds
-from .outputs import OutputShapes, Sizes, memory_format
-from .padding import Cut, Value, cut_to, cuts_of, fill, shape_at, widths_of
+from ..snapshots import Outcome, State, run
+from .outputs import OutputShapes, Sizes
+from .padding import Cut, cut_to, cuts_of
+from .subject import Subject
 
 # Relative to the root mean square of an output. In float64 only what a model computes in a
 # narrower type of its own is above 1e-12.
@@ -34,131 +30,10 @@ _EXACT_RMS = 1e-6
 _EXACT_MAX = 1e-5
 # Sizes of one dimension that are looked at one by one for branches.
 _MAX_LOOKED_AT = 4096
-_FAR = 100.0
 
 FILLINGS = 3
 
 Names = tuple[str, ...]
-
-
-@dataclass
-class Subject:
-    """A function and a sample of one kind of call.
-
-    Attributes:
-        fn: the function, and `module`, what holds its parameters.
-        module: the same object for a module.
-        spec: tree of the call's arguments.
-        sample: its leaves.
-        axes: their dynamic dimensions.
-        names: of the dimensions.
-        bounds: of their sizes.
-        fills: what each leaf is filled up with.
-        declared: whether the caller said so.
-    """
-
-    fn: Callable[..., Any]
-    module: nn.Module
-    spec: pytree.TreeSpec
-    sample: list[Any]
-    axes: list[Axes]
-    names: Names
-    bounds: Mapping[str, Bounds]
-    fills: list[Value]
-    declared: list[bool]
-
-    @property
-    def arguments(self) -> list[str]:
-        """Names of the leaves."""
-        return argument_names(*unflatten(self.sample, self.spec))
-
-    def at(self, sizes: Sizes) -> list[Any]:
-        """The sample with other sizes: a part of it, or repeated."""
-        named = dict(zip(self.names, sizes, strict=True))
-        made: dict[int, Any] = {}
-        for leaf, own in zip(self.sample, self.axes, strict=True):
-            if id(leaf) in made or not own:
-                continue
-            resized = leaf
-            for axis, n in enumerate(shape_at(leaf.shape, own, named)):
-                if n < leaf.shape[axis]:
-                    resized = resized.narrow(axis, 0, n)
-                elif n > leaf.shape[axis]:
-                    places = torch.arange(n, device=leaf.device) % leaf.shape[axis]
-                    resized = resized.index_select(axis, places)
-            laid_out = torch.empty(
-                resized.shape,
-                dtype=leaf.dtype,
-                device=leaf.device,
-                memory_format=memory_format(leaf),
-            )
-            made[id(leaf)] = laid_out.copy_(resized)
-        return [made.get(id(leaf), leaf) for leaf in self.sample]
-
-    def padded(
-        self, leaves: Sequence[Any], bucket: Sizes, filling: int, generator: torch.Generator
-    ) -> list[Any]:
-        """A call's leaves filled up to a bucket.
-
-        Args:
-            leaves: of the call.
-            bucket: named sizes.
-            filling: 0 for what calls will be filled with; 1 and 2 for other values of the kind that
-                the tensor holds, where the caller declared none.
-            generator: of the other values; on the CPU.
-        """
-        named = dict(zip(self.names, bucket, strict=True))
-        made: dict[int, Any] = {}
-        for index, (leaf, own) in enumerate(zip(leaves, self.axes, strict=True)):
-            if not own or id(leaf) in made:
-                continue
-            shape = shape_at(leaf.shape, own, named)
-            if shape == tuple(leaf.shape):
-                continue
-            full = fill(leaf, widths_of(leaf.shape, shape), self.fills[index])
-            if filling and not self.declared[index] and full.numel():
-                full = _other(full, self.sample[index], filling, generator)
-                cut_to(full, leaf.shape).copy_(leaf)
-            made[id(leaf)] = full
-        return [made.get(id(leaf), leaf) for leaf in leaves]
-
-    def chunks(self, leaves: Sequence[Any], name: str, parts: Sequence[int]) -> Iterator[list[Any]]:
-        """A call's leaves in parts along one dimension, as views."""
-        begin = 0
-        for n in parts:
-            yield [
-                narrowed(leaf, own, name, begin, n)
-                for leaf, own in zip(leaves, self.axes, strict=True)
-            ]
-            begin += n
-
-    def call(self, name: str, leaves: Sequence[Any]) -> Call:
-        """Leaves as a call."""
-        return Call(name, *unflatten(list(leaves), self.spec))
-
-
-def _other(
-    like: torch.Tensor, sample: torch.Tensor, filling: int, generator: torch.Generator
-) -> torch.Tensor:
-    """Values of the kind that a sample holds, in another tensor's shape and layout."""
-    values = sample.reshape(-1)
-    if sample.is_floating_point() or sample.is_complex():
-        # Like the sample's, and far from these, both finite.
-        made = drawn_like(like, generator) if filling == 1 else torch.full_like(like, _far(values))
-    elif filling == 1 or sample.dtype is torch.bool:
-        places = torch.randint(0, values.numel(), like.shape, generator=generator)
-        made = values[places.to(values.device)]
-        made = ~made if sample.dtype is torch.bool and filling == 2 else made
-    else:
-        made = torch.full_like(like, int(values.max()))
-    return torch.empty_like(like).copy_(made)
-
-
-def _far(values: torch.Tensor) -> float:
-    real = torch.view_as_real(values) if values.is_complex() else values
-    finite = real[torch.isfinite(real)].abs()
-    largest = float(finite.double().max()) if finite.numel() else 0.0
-    return min(_FAR * (largest or 1.0), torch.finfo(real.dtype).max / 4)
 
 
 @dataclass
@@ -402,8 +277,12 @@ class Prover:
         ways = cuts_of(verdicts.shapes, sizes, verdicts.bucket, self.arguments)
         rules = verdicts.shapes.of(sizes)
         full = verdicts.shapes.of(verdicts.bucket)
-        pairs = zip(expected.outputs.items(), outcome.outputs.values(), strict=True)
-        for index, ((name, want), have) in enumerate(pairs):
+        wanted, given = list(expected.outputs.items()), list(outcome.outputs.values())
+        owners = {way[0].owner for way in ways}
+        done: dict[int, torch.Tensor] = {}
+        # A view comes after what it is a view of.
+        for index in sorted(range(len(ways)), key=lambda place: ways[place][0].owner is not None):
+            (name, want), have = wanted[index], given[index]
             if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
                 number = ways[index][0].number
                 have = have if number is None else number
@@ -412,34 +291,33 @@ class Prover:
                 continue
             if index in self.arguments:
                 continue
-            rule = rules[index]
-            shape = rule[0] if isinstance(rule, tuple) else tuple(want.shape)
-            if tuple(want.shape) != shape:
-                return f"{name} has shape {tuple(want.shape)}, where {shape} follows the rule"
+            rule, filled = rules[index], full[index]
+            if isinstance(rule, tuple) and tuple(want.shape) != rule[0]:
+                return f"{name} has shape {tuple(want.shape)}, where {rule[0]} follows the rule"
             several = len(ways[index]) > 1
-            left = (
-                verdicts.cuts.setdefault(index, list(range(len(ways[index])))) if several else [0]
-            )
-            found = {way: self._apart(ways[index][way], want, have) for way in left}
-            rule = full[index]
-            if index in self.shared and isinstance(rule, tuple):
-                found |= {
-                    way: "shares memory with another output, which its valid part could not"
-                    for way in left
-                    if not (ways[index][way].whole or ways[index][way].is_prefix(rule[1]))
-                }
+            left = verdicts.cuts.get(index, list(range(len(ways[index])))) if several else [0]
+            found: dict[int, str | None] = {}
+            for way in left:
+                cut = ways[index][way]
+                apart = cut.whole or cut.owner is not None or index in owners
+                if index in self.shared and not apart and isinstance(filled, tuple):
+                    apart = cut.is_prefix(filled[1])
+                    if not apart:
+                        found[way] = "shares memory with another output in a way that no cut keeps"
+                        continue
+                try:
+                    mine = cut(have) if cut.owner is None else cut.view_of(done[cut.owner])
+                except (RuntimeError, IndexError) as error:
+                    found[way] = f"cannot be cut: {first_line(error, 120)}"
+                    continue
+                found[way] = _apart(mine, want, exactly=self._exactly)
+                if found[way] is None:
+                    done.setdefault(index, mine)
             if several:
                 verdicts.cuts[index] = [way for way in left if found[way] is None]
-            if all(why is not None for why in found.values()):
+            if index not in done:
                 return f"{name} {found[left[-1]]}"
         return self._side_effects(expected, outcome)
-
-    def _apart(self, cut: Cut, want: torch.Tensor, have: torch.Tensor) -> str | None:
-        try:
-            mine = cut(have)
-        except (RuntimeError, IndexError) as error:
-            return f"cannot be cut: {first_line(error, 120)}"
-        return _apart(mine, want, exactly=self._exactly)
 
     def _side_effects(self, expected: Outcome, outcome: Outcome) -> str | None:
         """How what the calls wrote to differs."""
@@ -464,14 +342,6 @@ class Impossible(str):
 
 class _Inexact(Exception):
     """A call runs, but not in float64."""
-
-
-def narrowed(leaf: Any, axes: Axes, name: str, begin: int, n: int) -> Any:
-    """The part of an argument that belongs to some rows of a named dimension."""
-    for axis, size in axes.items():
-        if size.name == name:
-            leaf = leaf.narrow(axis, size.factor * begin, size.of(n))
-    return leaf
 
 
 def _joint(values: Sequence[Any], want: Any, *, exactly: bool) -> int | str | None:

@@ -1,0 +1,57 @@
+"""Whether what a call returns depends on the random numbers that it draws.
+
+Some models draw numbers that they use in training alone (layer drop), and can be filled up.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ..graphs.journal import generator_of, tensors
+from ..snapshots import same_bits
+
+
+class _Loaded(TorchDispatchMode):
+    """Gives every random number the same value."""
+
+    def __init__(self, value: float) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        self._value = value
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        named = dict(kwargs or {})
+        if torch.Tag.nondeterministic_seeded not in func.tags:
+            return func(*args, **named)
+        generator = generator_of(args, named)
+        before = generator.get_state()
+        result = func(*args, **named)
+        if not torch.equal(before, generator.get_state()):  # Attention without dropout draws none.
+            for tensor in tensors(result):
+                tensor.fill_(self._value)
+        return result
+
+
+def depends_on_chance(call: Callable[[], Any]) -> bool:
+    """Whether a call gives other results where all random numbers are 0 than where all are 1."""
+    found = []
+    for value in (0.0, 1.0):
+        with _Loaded(value):
+            found.append(pytree.tree_leaves(call()))
+    return not all(map(_same, *found))
+
+
+def _same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
+        return same_bits(a, b)
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))
