@@ -20,16 +20,17 @@ SHORT = {
     r"shapes of its outputs follow no rule: (.*)": r"the outputs' shapes follow no rule: \1",
     r"padded from \d+ to \d+,? (.*)": r"\1",
 }
-# Why the lengths of these are exact-only, as their code tells.
+# Why these are exact-only, as their code tells.
 BECAUSE = {
-    "ConvBertModel": "its convolutions see the padding, which no mask takes out",
-    "FNetModel": "its Fourier transform mixes all positions, and there is no mask",
-    "MoonshineModel": "it normalizes over the length, and there is no mask",
-    "SiglipModel": "what stands for the text is its last position",
-    "Speech2TextModel": "its second convolution sees what the first made of the padding",
-    "Wav2Vec2Model": "it normalizes over the length before its mask counts",
-    "HubertModel": "it normalizes over the length before its mask counts",
-    "SEWModel": "it normalizes over the length before its mask counts",
+    ("batch", "ViTMAEModel"): "it draws the patches that it leaves out",
+    ("length", "ConvBertModel"): "its convolutions see the padding, which no mask takes out",
+    ("length", "FNetModel"): "its Fourier transform mixes all positions, and there is no mask",
+    ("length", "MoonshineModel"): "it normalizes over the length, and there is no mask",
+    ("length", "SiglipModel"): "what stands for the text is its last position",
+    ("length", "Speech2TextModel"): "its second convolution sees what the first makes of padding",
+    ("length", "Wav2Vec2Model"): "it normalizes over the length before its mask counts",
+    ("length", "HubertModel"): "it normalizes over the length before its mask counts",
+    ("length", "SEWModel"): "it normalizes over the length before its mask counts",
 }
 
 
@@ -80,7 +81,7 @@ def _exact(rows: list[Result]) -> Iterator[list[str]]:
         models: dict[str, list[str]] = {}
         for row in rows:
             if row[way]["verdict"] == "exact-only":
-                because = BECAUSE.get(row["model"]) if way == "length" else None
+                because = BECAUSE.get((way, row["model"]))
                 reason = _short(row[way]["reason"])
                 told = f"{because} ({reason})" if because else reason
                 models.setdefault(told, []).append(_name(row))

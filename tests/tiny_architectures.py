@@ -285,6 +285,8 @@ class Case:
 def errors(found: Any, expected: Any, mask: torch.Tensor | None) -> tuple[float, float]:
     """Largest errors of a call's outputs, relative to each one's root mean square.
 
+    That is taken for 0.1 at least: one number near 0 is often the difference of larger ones.
+
     Args:
         found: the outputs.
         expected: what eager returns.
@@ -302,7 +304,7 @@ def errors(found: Any, expected: Any, mask: torch.Tensor | None) -> tuple[float,
             assert have == want
             continue
         assert (have.shape, have.dtype) == (want.shape, want.dtype)
-        scale = float(want.double().square().mean().sqrt()) or 1.0
+        scale = max(0.1, float(want.double().square().mean().sqrt()))
         apart = (have.double() - want.double()).abs().nan_to_num(nan=math.inf) / scale
         apart[(have == want) | (have.isnan() & want.isnan())] = 0
         data = torch.ones(apart.shape[:2], dtype=torch.bool)
