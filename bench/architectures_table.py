@@ -66,6 +66,7 @@ def _short(reason: str) -> str:
         if (match := re.search(pattern, reason)) is not None:
             reason = match.expand(words)
             break
+    reason = re.sub(r"/\S+:\d+: ", "", reason)  # where PyTorch was built
     text = re.sub(r"output\['(\w+)'\]", r"`\1`", reason)
     return text if len(text) <= 160 else text[:159] + "…"
 

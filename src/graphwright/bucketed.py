@@ -22,6 +22,7 @@ from .graphs.transaction import capturing_now
 from .report.progress import Progress
 from .shapes.bucketing import Bucketing
 from .shapes.buckets import Buckets
+from .shapes.dimensions import portable
 from .shapes.kinds import Kind
 from .shapes.padding import Plan
 from .signature import (
@@ -36,6 +37,7 @@ from .signature import (
 from .tally import Tally
 
 _MAX_QUICK = 1 << 16
+_MAX_FAILURES = 3
 
 
 @dataclass(eq=False)
@@ -63,6 +65,12 @@ class BucketedCallable(GraphedCallable):
         **options: Any,
     ) -> None:
         super().__init__(fn, **options)
+        if split and self._outputs == "static":
+            raise OptionError(
+                "A call that is split needs the outputs of several replays, and outputs='static' "
+                "keeps those of one.",
+                remedy="Leave one of the two out.",
+            )
         self._bucketing = Bucketing(
             fn, buckets, dynamic_shapes=dynamic_shapes, pad=pad, split=split, pool=self.pool
         )
@@ -73,6 +81,7 @@ class BucketedCallable(GraphedCallable):
             )
         self._tally = Tally(buckets.names)
         self._recent_bucket: Entry | None = None
+        self._failures = 0
 
     def _unknown(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         if isinstance(found, _Filled):
@@ -104,8 +113,12 @@ class BucketedCallable(GraphedCallable):
         try:
             answer = bucketing.answer(kind, sizes)
         except CaptureError as error:
-            # The sample may be to blame, so that another one gets its turn.
-            state.kinds = [other for other in state.kinds if other is not kind]
+            # The sample may be to blame, so that others get their turn, but not for ever.
+            self._failures += 1
+            if self._failures < _MAX_FAILURES:
+                state.kinds = [other for other in state.kinds if other is not kind]
+            else:
+                kind.reason = error.what
             return self._missed(UNCAPTURED, error.what, args, kwargs, sizes)
         if answer.above is not None and bucketing.split:
             chunks = bucketing.chunks(kind, sizes, answer.above)
@@ -126,6 +139,9 @@ class BucketedCallable(GraphedCallable):
         if isinstance(entry, Miss):
             return self._missed(entry.kind, entry.why, args, kwargs, sizes)
         entry.sizes = plan.bucket
+        if kind.overlap and entry.graph is not None and entry.graph.written:
+            why = "it writes to an argument that shares memory with another one"
+            return self._missed(PADDING, why, args, kwargs, sizes)
         if plan.sizes != plan.bucket and not kind.is_checked(plan.bucket) and entry.pure:
             graph = entry.graph
             assert graph is not None
@@ -190,7 +206,7 @@ class BucketedCallable(GraphedCallable):
             return self._find(args, kwargs)
         try:
             with torch.no_grad():
-                result = graph.run(padded, named, lambda outputs: plan.cut(outputs, leaves))
+                result = graph.run(padded, named, lambda outputs: plan.cut(outputs, leaves, values))
         except GraphClosed:
             return self._find(args, kwargs)
         except SignatureError as error:
@@ -198,8 +214,8 @@ class BucketedCallable(GraphedCallable):
         watch = entry.state.watch
         if entry.pure and not watch.unchanged() and watch.changed() is not None:
             return self._find(args, kwargs)
-        if plan.back:
-            plan.write_back(leaves, values)
+        if not entry.pure:
+            plan.write_back(graph.written, leaves, values)
         tally = self._tally
         tally.padded[plan.bucket, plan.sizes] += 1
         if entry is not self._recent_bucket:
@@ -325,7 +341,7 @@ class BucketedCallable(GraphedCallable):
         return {
             **super()._options(),
             "buckets": mine.buckets,
-            "dynamic_shapes": mine.dimensions.shapes,
+            "dynamic_shapes": portable(mine.dimensions.shapes),
             "pad": mine.dimensions.pad,
             "split": mine.split,
         }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -187,7 +187,12 @@ def _widen(leaf: Any) -> Any:
 
 
 def exact_outcome(
-    model: Model, module: nn.Module, call: Call, state: State, weights: Widened | None = None
+    model: Model,
+    module: nn.Module,
+    call: Call,
+    state: State,
+    weights: Widened | None = None,
+    look: Callable[[Any, Call], None] | None = None,
 ) -> tuple[Outcome, set[str]]:
     """What a call does when every operation runs in float64, and the operations' names.
 
@@ -197,6 +202,7 @@ def exact_outcome(
         call: the inputs.
         state: of the module, to start from.
         weights: what `widened` gave, for many calls in a row.
+        look: as for `run`.
 
     Raises whatever the model raises on the way.
     """
@@ -205,7 +211,7 @@ def exact_outcome(
     wide = Call(call.name, args, kwargs)
     try:
         with mode:
-            outcome = run(model, wide, state)
+            outcome = run(model, wide, state, look)
     except Exception:
         if model is not module:
             raise
@@ -213,7 +219,7 @@ def exact_outcome(
         state.restore()
         double = copy.deepcopy(module).double()
         with mode:
-            outcome = run(double, wide, State(double, weights=False))
+            outcome = run(double, wide, State(double, weights=False), look)
     return outcome, mode.operations
 
 

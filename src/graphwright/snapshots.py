@@ -6,7 +6,7 @@ to either can be run again and again and compared with itself.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,6 +138,14 @@ class State:
                 if not same_bits(tensor, self._kept[name]):
                     tensor.copy_(self._kept[name])
 
+    def vary(self, storages: Collection[int]) -> None:
+        """Start from other values in the buffers of some storages (by identity) from now on."""
+        generator = torch.Generator().manual_seed(0)
+        for name, (_, _, tensor) in self._places.items():
+            if tensor.untyped_storage()._cdata in storages and tensor.is_floating_point():
+                added = 0.5 + torch.rand(tensor.shape, generator=generator)
+                self._kept[name] = self._kept[name] + added.to(tensor.device, tensor.dtype)
+
     def changes(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that differ from what was kept, by name."""
         found = {}
@@ -199,15 +207,26 @@ def outputs_by_name(result: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
     return named, spec
 
 
-def run(model: Model, call: Call, state: State) -> Outcome:
+def run(
+    model: Model, call: Call, state: State, look: Callable[[Any, Call], None] | None = None
+) -> Outcome:
     """Call a model on clones of the inputs, from the kept state, and keep what it did.
+
+    Args:
+        model: what is called.
+        call: the inputs.
+        state: what it starts from.
+        look: shown what the model returned and the clones, before copies are made.
 
     Raises:
         SignatureError: the model returned something that cannot be compared.
     """
     state.restore()
     mine = call.clone()
-    outputs, spec = outputs_by_name(model(*mine.args, **mine.kwargs))
+    result = model(*mine.args, **mine.kwargs)
+    if look is not None:
+        look(result, mine)
+    outputs, spec = outputs_by_name(result)
     inputs = {f"{name} after the call": leaf for name, leaf in mine.leaves().items()}
     return Outcome(spec, keep(outputs), keep(inputs), state.changes())
 

@@ -173,6 +173,11 @@ class CallGraph(Graph):
                     remedy="Pass a copy.",
                 )
 
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Positions of the arguments' leaves that a call writes to."""
+        return () if self._warmed is None else self._warmed.mutated
+
     def launcher(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
         """`run` for arguments that are all tensors, in one function; None where it is not simple.
 

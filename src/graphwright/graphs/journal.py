@@ -145,6 +145,11 @@ class Journal(TorchDispatchMode):
         """Whether the run wrote to anything from outside."""
         return bool(self._saved)
 
+    @property
+    def written(self) -> list[torch.UntypedStorage]:
+        """Memory from outside that the run wrote to."""
+        return [storage for storage, _ in self._saved.values()]
+
     def undo(self) -> None:
         """Put back all that the run, and later ones of the same work, wrote to."""
         for storage, kept in self._saved.values():

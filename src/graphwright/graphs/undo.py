@@ -137,6 +137,9 @@ class Undo:
             of = f" of {type(module).__name__}{f' ({path})' if path else ''}"
             attributes = vars(module)
             look.note(attributes)
+            for name, value in attributes.items():
+                if name in _OWN and name not in _HOLDERS and isinstance(value, dict):
+                    look.note(value)  # Hooks, which some libraries add in their first run.
             for holder in _HOLDERS:
                 if not isinstance(attributes.get(holder), dict):  # of a ScriptModule
                     continue

@@ -43,12 +43,12 @@ class _Loaded(TorchDispatchMode):
 
 
 def depends_on_chance(call: Callable[[], Any]) -> bool:
-    """Whether a call gives other results where all random numbers are 0 than where all are 1."""
-    found = []
+    """Whether a call gives other results with other random numbers, or where all are 0 or all 1."""
+    found = [pytree.tree_leaves(call()) for _ in range(2)]
     for value in (0.0, 1.0):
         with _Loaded(value):
             found.append(pytree.tree_leaves(call()))
-    return not all(map(_same, *found))
+    return not all(all(map(_same, found[0], other)) for other in found[1:])
 
 
 def _same(a: Any, b: Any) -> bool:

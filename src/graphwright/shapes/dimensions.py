@@ -100,9 +100,11 @@ class Dimensions:
         found: set[str] = set()
         for dim in _dims(tree):
             root = getattr(dim, "root", dim)
-            name = root if isinstance(root, str) else root.__name__
+            size = _size(root)
+            assert size is not None
+            name = size.name
             found.add(name)
-            if name in self.bounds and not isinstance(root, str):
+            if name in self.bounds and isinstance(root, Dim):
                 high = root.max if isinstance(root.max, int) else None
                 self.bounds[name] = Bounds(max(1, int(root.min)), high)
         missing = [name for name in self.names if name not in found]
@@ -290,6 +292,15 @@ def _dims(tree: Any) -> list[Any]:
     return [] if _size(tree) is None else [tree]
 
 
+def portable(tree: Any) -> Any:
+    """The same tree of dimensions; those that follow from others in a form that can be pickled."""
+    if isinstance(tree, Mapping):
+        return {key: portable(value) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(portable(value) for value in tree)
+    return _size(tree) if hasattr(tree, "root") else tree
+
+
 def _size(dim: Any) -> Size | None:
     """A dimension's size; None for one that is static.
 
@@ -300,6 +311,8 @@ def _size(dim: Any) -> Size | None:
         return None
     if isinstance(dim, str):
         return Size(dim)
+    if isinstance(dim, Size):
+        return dim
     if isinstance(dim, Dim):
         fn = getattr(dim, "fn", None)
         if fn is None:

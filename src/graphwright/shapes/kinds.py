@@ -24,7 +24,7 @@ from ..signature import (
     leaf_names,
     unflatten,
 )
-from ..snapshots import clone_leaves, layout
+from ..snapshots import State, clone_leaves, layout
 from ..watch import FunctionModule
 from .chance import depends_on_chance
 from .dimensions import Axes, Dimensions
@@ -39,11 +39,14 @@ from .outputs import (
 )
 from .padding import Cut, Plan, Value, shape_at, widths_of
 from .proof import Impossible, Prover, Verdicts
-from .sharing import aliases_of, sharing_of, twins_of
-from .subject import Subject
+from .sharing import aliases_of, pattern_of, twins_of
+from .subject import Subject, varied
 
 _MAX_PLANS = 1 << 16
 _FITTED_BELOW = 6
+_A_COUNTER = 16  # bytes
+_MAX_WAYS = 12
+_MAX_FOLLOWED_FROM = 256
 
 
 class Kind:
@@ -80,10 +83,17 @@ class Kind:
         self._check_sizes(leaves)
         self._forms = [memory_format(v) if own else None for v, own in self._with_axes(leaves)]
         self._twins = twins_of(leaves)
+        self._gaps = _gaps(leaves, self.axes, self._forms)
+        # A call with gaps in memory is run as it is too: does that make a difference?
+        self._as_given = clone_leaves(leaves) if any(self._gaps) else None
         declared = dimensions.pads(args, kwargs)
         with torch.no_grad():
             sample = clone_leaves(leaves)
             sample = [v.detach() if isinstance(v, torch.Tensor) else v for v in sample]
+            sample = [
+                varied(v) if own and value is None else v
+                for v, own, value in zip(sample, self.axes, declared, strict=True)
+            ]
             fills = [
                 _default(leaf) if value is None and own else value or 0
                 for value, leaf, own in zip(declared, sample, self.axes, strict=True)
@@ -108,7 +118,7 @@ class Kind:
         self._traces: list[OutputShapes] = []
         self.verdicts: dict[Sizes, Verdicts | str] = {}
         self._checked: set[Sizes] = set()
-        self._joints: dict[tuple[str, int], list[int | None] | str] = {}
+        self._joints: dict[tuple[str, Sizes], list[int | None] | str] = {}
         self._plans: dict[tuple[Sizes, Sizes], Plan | str] = {}
 
     def _with_axes(self, leaves: Sequence[Any]) -> Iterator[tuple[Any, Axes]]:
@@ -146,9 +156,13 @@ class Kind:
                 return None
         if twins_of(leaves) != self._twins or not in_order(leaves, self.axes):
             return None
+        if _pairs(signature) != _pairs(mine):
+            return None
         for leaf, form in zip(leaves, self._forms, strict=True):
             if form is not None and memory_format(leaf) is not form:
                 return None
+        if _gaps(leaves, self.axes, self._forms) != self._gaps:
+            return None
         return self.dimensions.sizes([getattr(v, "shape", ()) for v in leaves], self.axes)
 
     def sample(self, sizes: Sizes) -> tuple[Args, Kwargs]:
@@ -199,8 +213,7 @@ class Kind:
             bucket,
             tuple(widths),
             tuple(self.subject.fills),
-            tuple(verdicts.chosen(sizes, prover.arguments)),
-            tuple(slot for slot in self._mutated if widths[slot] is not None),
+            tuple(verdicts.chosen(sizes)),
         )
 
     def laid_out(self, leaves: Sequence[Any], sizes: Sizes) -> Plan | None:
@@ -215,14 +228,8 @@ class Kind:
             self._looked()
         if self.reason is not None or self._prover is None:
             return None
-        arguments = self._prover.arguments
-        outputs = self._outputs
-        cuts = [
-            Cut(argument=arguments[index]) if index in arguments else Cut(whole=True)
-            for index in range(outputs)
-        ]
-        back = tuple(slot for slot in self._mutated if widths[slot] is not None)
-        return Plan(sizes, sizes, tuple(widths), tuple(self.subject.fills), tuple(cuts), back)
+        cuts = (Cut(whole=True),) * self._outputs
+        return Plan(sizes, sizes, tuple(widths), tuple(self.subject.fills), cuts)
 
     def _looked(self) -> None:
         if self._prover is None and self.reason is None:
@@ -257,9 +264,10 @@ class Kind:
         leaves, spec = flatten(args, kwargs)
         padded = plan.pad(leaves)
         outputs, out_spec = pytree.tree_flatten(run(*unflatten(padded, spec)))
-        result = pytree.tree_unflatten(plan.cut(outputs, leaves), out_spec)
+        result = pytree.tree_unflatten(plan.cut(outputs, leaves, padded), out_spec)
         with self._trial():
-            again, named = unflatten(clone_leaves(leaves), spec)
+            copies = clone_leaves(leaves)
+            again, named = unflatten(copies, spec)
             expected = self.subject.fn(*again, **named)
         names = leaf_names(expected, "output")
         pairs = zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True)
@@ -272,7 +280,7 @@ class Kind:
                 self.verdicts[plan.bucket] = told
                 self._plans = {key: p for key, p in self._plans.items() if key[1] != plan.bucket}
                 return told
-        if sharing_of(result) != sharing_of(expected):
+        if pattern_of(result, leaves) != pattern_of(expected, copies):
             told = f"the outputs in the bucket {plan.bucket} share memory in another way"
             self.verdicts[plan.bucket] = told
             self._plans = {key: p for key, p in self._plans.items() if key[1] != plan.bucket}
@@ -304,19 +312,23 @@ class Kind:
         known = self.verdicts.get(bucket)
         if known is None:
             self._looked()
-            with self._trial():
-                known = self.reason
-                if known is None:
-                    assert self._prover is not None
-                    shapes = self._shapes(bucket)
-                    if isinstance(shapes, str):
-                        known = shapes
-                    else:
-                        # The first one with every filling at every size.
-                        first = not self.verdicts
-                        known = self._prover.start(bucket, shapes, thorough=first)
+            try:
+                known = self._tried(bucket)
+            except CaptureError as error:
+                known = f"the call fails in that bucket: {error.what}"
             self.verdicts[bucket] = known
         return known
+
+    def _tried(self, bucket: Sizes) -> Verdicts | str:
+        if self.reason is not None:
+            return self.reason
+        with self._trial():
+            assert self._prover is not None
+            shapes = self._shapes(bucket)
+            if isinstance(shapes, str):
+                return shapes
+            # The first one with every filling at every size.
+            return self._prover.start(bucket, shapes, thorough=not self.verdicts)
 
     @contextmanager
     def _trial(self) -> Iterator[None]:
@@ -328,9 +340,11 @@ class Kind:
             torch.random.fork_rng(devices),
             compilers_off(),
         ):
+            state = State(self.subject.module, weights=False)
             try:
                 yield
             finally:
+                state.restore()
                 undo.restore(python=True)
 
     def _look(self) -> None:
@@ -352,22 +366,61 @@ class Kind:
             journal.undo()
         outputs, _ = pytree.tree_flatten(result)
         self._outputs = len(outputs)
-        arguments, shared, reason = aliases_of(
+        shared, reason = aliases_of(
             outputs, leaf_names(result, "output"), leaves, self._names, self.axes
         )
         self.reason = reason
+        mine = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
+        buffers = {b.untyped_storage()._cdata for b in self.subject.module.buffers()}
+        written = {s._cdata: s.nbytes() for s in journal.written if s._cdata not in mine}
+        if any(n > _A_COUNTER for storage, n in written.items() if storage not in buffers):
+            self.reason = "it writes to memory that is neither an argument's nor a buffer's"
         if random and (journal.wrote or depends_on_chance(self._again)):
             self.reason = "it draws random numbers, others for other sizes"
-        elif len(self._mutated) and self._overlap:
+        elif len(self._mutated) and self.overlap:
             self.reason = "it writes to an argument that shares memory with another one"
-        self._prover = Prover(self.subject, arguments, shared)
+        elif self._as_given is not None and self._differs_with_gaps():
+            self.reason = "it depends on gaps between the rows of an argument"
+        self._prover = Prover(self.subject, shared, buffers & set(written))
 
     def _again(self) -> Any:
         args, kwargs = unflatten(clone_leaves(self.subject.sample), self._spec)
         return self.subject.fn(*args, **kwargs)
 
+    def _differs_with_gaps(self) -> bool:
+        """Whether a call does something else for tensors with gaps than for ones without."""
+        assert self._as_given is not None
+        found = []
+        for laid_out in (False, True):
+            leaves = clone_leaves(self._as_given)
+            if laid_out:
+                for slot, form in enumerate(self._forms):
+                    if self._gaps[slot] and form is not None:
+                        dense = torch.empty_like(leaves[slot], memory_format=form)
+                        leaves[slot] = dense.copy_(leaves[slot])
+            args, kwargs = unflatten(leaves, self._spec)
+            result = self.subject.fn(*args, **kwargs)
+            found.append((result, pattern_of(result, leaves), leaves))
+        (one, one_pattern, one_leaves), (two, two_pattern, two_leaves) = found
+        if one_pattern != two_pattern:
+            return True
+        pairs = zip(
+            [*pytree.tree_leaves(one), *one_leaves],
+            [*pytree.tree_leaves(two), *two_leaves],
+            strict=True,
+        )
+        outputs = len(pytree.tree_leaves(one))
+        for index, (a, b) in enumerate(pairs):
+            if difference(a, b, other_kernels=True) is not None:
+                return True
+            given = index >= outputs or one_pattern[index][0] is not None
+            if isinstance(a, torch.Tensor) and not given and layout(a) != layout(b):
+                return True
+        return False
+
     @property
-    def _overlap(self) -> bool:
+    def overlap(self) -> bool:
+        """Whether arguments share memory without being one."""
         twins = sum(first != index for index, first in enumerate(self._twins))
         return len(self._signature.aliases) > twins
 
@@ -376,17 +429,52 @@ class Kind:
         for shapes in self._traces:
             if shapes.holds(bucket):
                 return shapes
-        names = self.dimensions.names
-        sizes = dict(zip(names, bucket, strict=True))
         try:
-            shapes = derive(self.subject.fn, self.subject.at(bucket), self._spec, self.axes, sizes)
+            shapes = self._traced(bucket)
         except Underivable as symbolic:
             try:
-                shapes = fit(names, self._seen(bucket), bucket)
-            except Underivable as fitted:
-                return f"the shapes of its outputs follow no rule: {symbolic}; {fitted}"
+                # At one exact size it may go its own way: then the way beside it tells more.
+                shapes = self._traced(tuple(n - 1 if n > 2 else n for n in bucket))
+            except Underivable:
+                try:
+                    shapes = fit(self.dimensions.names, self._seen(bucket), bucket)
+                except Underivable as fitted:
+                    return f"the shapes of its outputs follow no rule: {symbolic}; {fitted}"
         self._traces.append(shapes)
+        if not shapes.fitted:
+            self._tell_ways_apart(shapes, bucket)
         return shapes
+
+    def _traced(self, sizes: Sizes) -> OutputShapes:
+        """Shapes derived on the way that some sizes take."""
+        named = dict(zip(self.dimensions.names, sizes, strict=True))
+        # Caches that the function keeps anywhere fill with real values first.
+        args, kwargs = self.sample(sizes)
+        self.subject.fn(*args, **kwargs)
+        return derive(self.subject.fn, self.subject.at(sizes), self._spec, self.axes, named)
+
+    def _tell_ways_apart(self, shapes: OutputShapes, bucket: Sizes) -> None:
+        """Follow the other ways below a bucket too: each may branch on sizes further on."""
+        places = [
+            (*bucket[:index], n, *bucket[index + 1 :])
+            for index, full in enumerate(bucket)
+            for n in range(full - 1, 1, -max(1, full // _MAX_FOLLOWED_FROM))
+        ]
+        guards = set(shapes.guards)
+        followed = {shapes.way(bucket)}
+        for _ in range(_MAX_WAYS):
+            other = next((sizes for sizes in places if shapes.way(sizes) not in followed), None)
+            if other is None:
+                return
+            followed.add(shapes.way(other))
+            try:
+                found = self._traced(other)
+            except Exception:
+                continue  # Eager refuses these sizes, or symbols do not get through.
+            if not set(found.guards) <= guards:
+                guards |= set(found.guards)
+                shapes.tell_apart_by(guards)
+                followed = {shapes.way(bucket), *(shapes.way(sizes) for sizes in [other])}
 
     def _seen(self, bucket: Sizes) -> dict[Sizes, tuple[list[Any], pytree.TreeSpec]]:
         """What the function returns for some small sizes, and for the bucket."""
@@ -416,25 +504,24 @@ class Kind:
         Args:
             name: of the dimension.
             chunk: its size in a chunk.
-            others: named sizes to try it with; that of the dimension itself is of no use.
+            others: the named sizes of the whole call.
 
         Returns:
             for each output the axis along which to join, None for one that is the same in all
             chunks; or a reason against it.
         """
         with self._pool.lock:
-            known = self._joints.get((name, chunk))
+            known = self._joints.get((name, others))
             if known is None:
                 self._looked()
                 with self._trial():
-                    known = self._joints[name, chunk] = self._split(name, chunk, others)
+                    known = self._joints[name, others] = self._split(name, chunk, others)
             return known
 
     def _split(self, name: str, chunk: int, others: Sizes) -> list[int | None] | str:
         if self.reason is not None:
             return self.reason
-        if self._mutated or self._prover is None or self._prover.arguments:
-            return "it writes to its arguments or returns them"
+        assert self._prover is not None
         return self._prover.split(name, chunk, others)
 
 
@@ -467,8 +554,27 @@ def in_order(leaves: Sequence[Any], axes: Sequence[Axes]) -> bool:
     return True
 
 
+def _pairs(signature: CallSignature) -> list[tuple[int, int]]:
+    """Which arguments share memory."""
+    return [(first, second) for first, second, _ in signature.aliases]
+
+
+def _gaps(
+    leaves: Sequence[Any], axes: Sequence[Axes], forms: Sequence[torch.memory_format | None]
+) -> tuple[bool, ...]:
+    """Which of the tensors that vary are laid out otherwise than new ones."""
+    return tuple(
+        bool(own)
+        and form is not None
+        and layout(leaf) != layout(torch.empty_like(leaf, device="meta", memory_format=form))
+        for leaf, own, form in zip(leaves, axes, forms, strict=True)
+    )
+
+
 def _default(leaf: Any) -> Value:
     """What to fill with where the caller says nothing: zeros; among integers one that was seen."""
     if not isinstance(leaf, torch.Tensor) or leaf.dtype is torch.bool or not leaf.numel():
         return 0
-    return 0 if leaf.is_floating_point() or leaf.is_complex() else int(leaf.min())
+    if leaf.is_floating_point() or leaf.is_complex():
+        return 0
+    return int(leaf.long().min())  # Not all integers have a minimum of their own.

@@ -8,22 +8,27 @@ that it returned for several sizes.
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import sympy
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._prims_common import suggest_memory_format
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from ..errors import first_line
+from ..errors import CaptureError, first_line
 from ..signature import unflatten
 from .dimensions import Axes
 
@@ -89,20 +94,28 @@ class OutputShapes:
         self.guards = tuple(guards)
         self.fitted = fitted
         self._fixed = dict(fixed or {})
-        self._guards = _compiled(self.names, self.guards)
+        # One by one: what comes after a guard that does not hold may make no sense.
+        self._guards = [_compiled(self.names, [guard]) for guard in self.guards]
+        self._others: list[Callable[..., Sequence[Any]]] = []
         self._shapes = [
             None if leaf is None else _compiled(self.names, leaf.expressions)
             for leaf in self.leaves
         ]
 
-    def way(self, sizes: Sizes) -> tuple[bool, ...]:
-        """Which of the guards hold for some sizes: the same ones, the same way."""
-        return tuple(map(bool, self._guards(*sizes)))
+    def way(self, sizes: Sizes) -> tuple[bool | None, ...]:
+        """Which of the guards hold for some sizes, others' included: the same, the same way."""
+        return (*_evaluated(self._guards, sizes), *_evaluated(self._others, sizes))
 
     def holds(self, sizes: Sizes) -> bool:
         """Whether the expressions were derived on the way that these sizes take."""
         named = dict(zip(self.names, sizes, strict=True))
-        return all(named[name] == n for name, n in self._fixed.items()) and all(self.way(sizes))
+        fixed = all(named[name] == n for name, n in self._fixed.items())
+        return fixed and all(_evaluated(self._guards, sizes))
+
+    def tell_apart_by(self, guards: Iterable[sympy.Basic]) -> None:
+        """Other guards, of other ways through the function, that `way` shall regard too."""
+        more = sorted(set(guards) - set(self.guards), key=str)
+        self._others = [_compiled(self.names, [guard]) for guard in more]
 
     def of(self, sizes: Sizes) -> list[Geometry | int | None]:
         """Shape and strides of each output for some sizes; a whole number as it is."""
@@ -121,6 +134,17 @@ class OutputShapes:
         shape = self._shapes[index]
         assert shape is not None
         return int(shape(*sizes)[-1])
+
+
+def _evaluated(
+    guards: Sequence[Callable[..., Sequence[Any]]], sizes: Sizes
+) -> Iterator[bool | None]:
+    """Whether each guard holds; None for one that makes no sense for these sizes."""
+    for guard in guards:
+        try:
+            yield bool(guard(*sizes)[0])
+        except Exception:  # Division by zero, and the checks of torch's own functions.
+            yield None
 
 
 def symbols_of(names: Sequence[str]) -> list[sympy.Symbol]:
@@ -147,8 +171,8 @@ def _compiled(names: Sequence[str], expressions: Sequence[Any]) -> Callable[...,
         text = ", ".join(f"({printer.doprint(expression)})" for expression in renamed)
         source = f"lambda {', '.join(map(str, places))}: ({text}{',' if text else ''})"
         quickly: Callable[..., Sequence[Any]] = eval(source, {"math": math, "torch": torch})
-        tries = [tuple(7 + 3 * i for i, _ in enumerate(names)), tuple(2 for _ in names)]
-        if all(list(quickly(*sizes)) == list(slowly(*sizes)) for sizes in tries):
+        tried = tuple(7 + 3 * index for index, _ in enumerate(names))
+        if list(quickly(*tried)) == list(slowly(*tried)):
             return quickly
     except Exception:
         return slowly  # An expression that the printer does not know.
@@ -176,12 +200,23 @@ def derive(
     Raises:
         Underivable: an operation cannot run on symbols, or the function asks for one exact size.
     """
+    made = _Made()
     try:
-        return _derive(fn, leaves, spec, axes, sizes)
+        with made:
+            found = _derive(fn, leaves, spec, axes, sizes)
     except Underivable:
         # On a GPU some of its kernels cannot be traced with symbols.
-        with _AttentionByShape():
-            return _derive(fn, leaves, spec, axes, sizes)
+        with made, _AttentionByShape():
+            found = _derive(fn, leaves, spec, axes, sizes)
+    finally:
+        kept = made.kept()
+    if kept:
+        raise CaptureError(
+            "The function keeps a tensor in a place that cannot be put back: a cache of its class "
+            "or of another module, which now holds one without values.",
+            remedy="Clear that cache, and fill it for the largest sizes before graph() is called.",
+        )
+    return found
 
 
 def _derive(
@@ -205,7 +240,7 @@ def _derive(
         symbols[own] = symbol
         symbolic[name] = env.create_symintnode(own, hint=hint, source=source)
     try:
-        with _quiet(), mode:
+        with _quiet(), mode, enable_python_dispatcher():
             fakes = _fakes(mode, leaves, axes, symbolic)
             args, kwargs = unflatten(fakes, spec)
             result = fn(*args, **kwargs)
@@ -229,6 +264,32 @@ def _derive(
     ours = set(symbols.values())
     ordered = sorted((g for g in kept if g.free_symbols and g.free_symbols <= ours), key=str)
     return OutputShapes(list(sizes), known, out_spec, ordered, fixed=fixed)
+
+
+class _Made(TorchDispatchMode):
+    """Remembers the tensors that are made, to see whether any outlives its run."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        self._made: list[weakref.ref[torch.Tensor]] = []
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **dict(kwargs or {}))
+        for leaf in pytree.tree_leaves(result):
+            if isinstance(leaf, FakeTensor):
+                self._made.append(weakref.ref(leaf))
+        return result
+
+    def kept(self) -> bool:
+        """Whether any of them lives on."""
+        gc.collect()
+        return any(made() is not None for made in self._made)
 
 
 class _AttentionByShape(TorchFunctionMode):
@@ -287,11 +348,8 @@ def _fakes(
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """Channels last for images and volumes that are laid out so, else contiguous."""
-    for rank, form in ((4, torch.channels_last), (5, torch.channels_last_3d)):
-        other = tensor.dim() == rank and not tensor.is_contiguous()
-        if other and tensor.is_contiguous(memory_format=form):
-            return form
-    return torch.contiguous_format
+    # As PyTorch decides it by the strides, also where both would do.
+    return suggest_memory_format(tensor) if tensor.dim() in (4, 5) else torch.contiguous_format
 
 
 def contiguous_stride(shape: Sequence[int], form: torch.memory_format | None) -> Sizes:

@@ -85,7 +85,6 @@ class Cut:
         shape: of the result.
         stride: likewise, in elements.
         number: a whole number to give in the output's place.
-        argument: the argument that the output is.
         factors: a dimension that has to be split to be cut.
         whole: the output does not depend on the sizes.
         owner: the output that this one is a view of: it becomes a view of what that one becomes.
@@ -95,7 +94,6 @@ class Cut:
     shape: Sizes = ()
     stride: Sizes = ()
     number: int | None = None
-    argument: int | None = None
     factors: Factors | None = None
     whole: bool = False
     owner: int | None = None
@@ -140,23 +138,18 @@ class Cut:
         )
 
 
-def cuts_of(
-    shapes: OutputShapes, sizes: Sizes, bucket: Sizes, arguments: Mapping[int, int]
-) -> list[list[Cut]]:
+def cuts_of(shapes: OutputShapes, sizes: Sizes, bucket: Sizes) -> list[list[Cut]]:
     """The ways in which each output might be cut, the likeliest first.
 
     Args:
         shapes: of the outputs.
         sizes: the named sizes that were asked for.
         bucket: those of the bucket.
-        arguments: outputs that are arguments, and which.
     """
     found: list[list[Cut]] = []
     true, full = shapes.of(sizes), shapes.of(bucket)
     for index, (leaf, mine, theirs) in enumerate(zip(shapes.leaves, true, full, strict=True)):
-        if index in arguments:
-            found.append([Cut(argument=arguments[index])])
-        elif isinstance(mine, tuple) and leaf is not None and leaf.owner is not None:
+        if isinstance(mine, tuple) and leaf is not None and leaf.owner is not None:
             offset = shapes.offset(index, sizes)
             found.append([Cut(*mine, owner=leaf.owner, offset=offset)])
         elif leaf is None or mine is None or mine == theirs:
@@ -217,7 +210,6 @@ class Plan:
             layout; None for others.
         fills: what each is filled with.
         cuts: how the outputs are cut.
-        back: arguments that the call writes to and that were filled up.
         views: outputs that are views of others.
     """
 
@@ -226,7 +218,6 @@ class Plan:
     widths: tuple[Sizes | None, ...]
     fills: tuple[Value, ...]
     cuts: tuple[Cut, ...]
-    back: tuple[int, ...] = ()
     views: tuple[int, ...] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -245,30 +236,39 @@ class Plan:
             found.append(leaf)
         return found
 
-    def cut(self, outputs: Sequence[Any], leaves: Sequence[Any]) -> list[Any]:
+    def cut(
+        self, outputs: Sequence[Any], leaves: Sequence[Any], padded: Sequence[Any]
+    ) -> list[Any]:
         """What the caller gets for the bucket's outputs.
 
         Args:
             outputs: leaves of what the bucket returned.
             leaves: the call's arguments.
+            padded: the bucket's arguments.
         """
-        made: dict[int, Any] = {}
+        # An output that is an argument is the caller's own; one that stands twice stays one.
+        made: dict[int, Any] = {id(v): leaf for v, leaf in zip(padded, leaves, strict=True)}
         found: list[Any] = []
         for output, cut in zip(outputs, self.cuts, strict=True):
-            result = made.get(id(output))  # A tensor that stands twice stays one.
+            tensor = isinstance(output, torch.Tensor)
+            result = made.get(id(output)) if tensor else None
             if result is None and cut.owner is None:
-                result = cut(output) if cut.argument is None else leaves[cut.argument]
-                if isinstance(output, torch.Tensor):
+                result = cut(output)
+                if tensor:
                     made[id(output)] = result
             found.append(result)
         for index in self.views:
             cut = self.cuts[index]
             assert cut.owner is not None
-            found[index] = cut.view_of(found[cut.owner])
+            if found[index] is None:
+                found[index] = cut.view_of(found[cut.owner])
         return found
 
-    def write_back(self, leaves: Sequence[Any], padded: Sequence[Any]) -> None:
+    def write_back(
+        self, slots: Sequence[int], leaves: Sequence[Any], padded: Sequence[Any]
+    ) -> None:
         """Give the call's arguments what the bucket wrote to its own."""
         with torch.no_grad():
-            for slot in self.back:
-                leaves[slot].copy_(cut_to(padded[slot], leaves[slot].shape))
+            for slot in slots:
+                if self.widths[slot] is not None:
+                    leaves[slot].copy_(cut_to(padded[slot], leaves[slot].shape))

@@ -46,11 +46,16 @@ class Subject:
     fills: list[Value]
     declared: list[bool]
 
-    def at(self, sizes: Sizes) -> list[Any]:
-        """The sample with other sizes: a part of it, or repeated."""
+    def at(self, sizes: Sizes, *, vary: bool = False) -> list[Any]:
+        """The sample with other sizes: a part of it, or more of its kind, no two rows alike.
+
+        Args:
+            sizes: named ones.
+            vary: give all numbers that are no whole ones other values: samples may hold equal rows.
+        """
         named = dict(zip(self.names, sizes, strict=True))
         made: dict[int, Any] = {}
-        for leaf, own in zip(self.sample, self.axes, strict=True):
+        for leaf, own, said in zip(self.sample, self.axes, self.declared, strict=True):
             if id(leaf) in made or not own:
                 continue
             resized = leaf
@@ -58,8 +63,7 @@ class Subject:
                 if n < leaf.shape[axis]:
                     resized = resized.narrow(axis, 0, n)
                 elif n > leaf.shape[axis]:
-                    places = torch.arange(n, device=leaf.device) % leaf.shape[axis]
-                    resized = resized.index_select(axis, places)
+                    resized = _extended(resized, axis, n)
             laid_out = torch.empty(
                 resized.shape,
                 dtype=leaf.dtype,
@@ -67,6 +71,9 @@ class Subject:
                 memory_format=memory_format(leaf),
             )
             made[id(leaf)] = laid_out.copy_(resized)
+            if vary and not said and leaf.is_floating_point() and not _is_mask(leaf):
+                factors = torch.rand(resized.shape, generator=torch.Generator().manual_seed(1))
+                laid_out.mul_((0.5 + factors).to(leaf.device, leaf.dtype))
         return [made.get(id(leaf), leaf) for leaf in self.sample]
 
     def padded(
@@ -91,7 +98,7 @@ class Subject:
                 continue
             full = fill(leaf, widths_of(leaf.shape, shape), self.fills[index])
             if filling and not self.declared[index] and full.numel():
-                full = _other(full, self.sample[index], filling, generator)
+                full = _other(full, self.sample[index], own, filling, generator)
                 cut_to(full, leaf.shape).copy_(leaf)
             made[id(leaf)] = full
         return [made.get(id(leaf), leaf) for leaf in leaves]
@@ -111,8 +118,47 @@ class Subject:
         return Call(name, *unflatten(list(leaves), self.spec))
 
 
+def _extended(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
+    """A tensor with more elements along one axis: its own, varied so that no part is repeated."""
+    own = tensor.shape[axis]
+    places = torch.arange(n, device=tensor.device) % own
+    more = tensor.index_select(axis, places)
+    if _is_mask(tensor) or tensor.dtype is torch.bool:
+        return more
+    if tensor.is_floating_point() or tensor.is_complex():
+        generator = torch.Generator().manual_seed(n)
+        factors = 0.5 + torch.rand(more.shape, generator=generator)
+        factors.narrow(axis, 0, own).fill_(1)
+        return more * factors.to(more.device, more.dtype)
+    other = next((a for a in range(tensor.dim()) if a != axis and tensor.shape[a] > 1), None)
+    if other is None:
+        return more
+    # Ids stay ids: each repetition is turned by one place more.
+    parts = [part.roll(turn, other) for turn, part in enumerate(more.split(own, axis))]
+    return torch.cat(parts, axis)
+
+
+def _is_mask(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds zeros and ones alone, and not zeros alone."""
+    return bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor == 1).any())
+
+
+def varied(leaf: torch.Tensor) -> torch.Tensor:
+    """A sample with other values where it has but one: dummies prove nothing."""
+    if not leaf.is_floating_point() or leaf.numel() < 2 or _is_mask(leaf):
+        return leaf
+    if bool((leaf == leaf.reshape(-1)[0]).all()):
+        drawn = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(0))
+        return torch.empty_like(leaf).copy_(drawn)
+    return leaf
+
+
 def _other(
-    like: torch.Tensor, sample: torch.Tensor, filling: int, generator: torch.Generator
+    like: torch.Tensor,
+    sample: torch.Tensor,
+    axes: Axes,
+    filling: int,
+    generator: torch.Generator,
 ) -> torch.Tensor:
     """Values of the kind that a sample holds, in another tensor's shape and layout."""
     values = sample.reshape(-1)
@@ -120,8 +166,10 @@ def _other(
         # Like the sample's, and far from these, both finite.
         made = drawn_like(like, generator) if filling == 1 else torch.full_like(like, _far(values))
     elif filling == 1 or sample.dtype is torch.bool:
-        places = torch.randint(0, values.numel(), like.shape, generator=generator)
-        made = values[places.to(values.device)]
+        made = sample
+        for axis in axes:  # Whole slices: what belongs together stays together.
+            places = torch.randint(0, sample.shape[axis], (like.shape[axis],), generator=generator)
+            made = made.index_select(axis, places.to(sample.device))
         made = ~made if sample.dtype is torch.bool and filling == 2 else made
     else:
         made = torch.full_like(like, int(values.max()))
