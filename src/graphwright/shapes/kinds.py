@@ -45,7 +45,7 @@ from .subject import Subject, varied
 _MAX_PLANS = 1 << 16
 _FITTED_BELOW = 6
 _A_COUNTER = 16  # bytes
-_MAX_WAYS = 12
+_MAX_WAYS = 4
 _MAX_FOLLOWED_FROM = 256
 
 
@@ -450,8 +450,14 @@ class Kind:
         named = dict(zip(self.dimensions.names, sizes, strict=True))
         # Caches that the function keeps anywhere fill with real values first.
         args, kwargs = self.sample(sizes)
-        self.subject.fn(*args, **kwargs)
-        return derive(self.subject.fn, self.subject.at(sizes), self._spec, self.axes, named)
+        real = pytree.tree_leaves(self.subject.fn(*args, **kwargs))
+        found = derive(self.subject.fn, self.subject.at(sizes), self._spec, self.axes, named)
+        for leaf, rule in zip(real, found.of(sizes), strict=True):
+            if isinstance(leaf, torch.Tensor) and isinstance(rule, tuple):
+                steps = [step for step, n in zip(rule[1], rule[0], strict=True) if n > 1]
+                if rule[0] != leaf.shape or steps != layout(leaf):
+                    raise Underivable("symbols give other shapes or strides than the function has")
+        return found
 
     def _tell_ways_apart(self, shapes: OutputShapes, bucket: Sizes) -> None:
         """Follow the other ways below a bucket too: each may branch on sizes further on."""
