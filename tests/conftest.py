@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -30,8 +31,10 @@ def seeded() -> None:
 
 
 @pytest.fixture(autouse=True)
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Short timing rounds: no test asserts on a time."""
+def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Short timing rounds, in one process: no test asserts on a time; no memory of other runs."""
+    monkeypatch.setattr("graphwright.tuner.ISOLATED", False)
+    monkeypatch.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr("graphwright.tuner.SCREENING_S", 0.05)
     monkeypatch.setattr("graphwright.tuner.FINAL_S_EACH", 0.05)
     monkeypatch.setattr("graphwright.measurement.WARMUP_S", 0.0)

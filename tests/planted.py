@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from graphwright.signature import switches
 from graphwright.strategies import Availability, Built
 
 
@@ -201,3 +206,151 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
         return x * self.count
+
+
+# ---------------------------------------------------------------- harms to a whole process
+
+
+def segfaults(model: nn.Module) -> Callable[..., Any]:
+    ctypes.string_at(0)
+    raise AssertionError("not reached")
+
+
+def leaves(model: nn.Module) -> Callable[..., Any]:
+    os._exit(0)
+
+
+def interrupts(model: nn.Module) -> Callable[..., Any]:
+    raise KeyboardInterrupt
+
+
+def hangs(model: nn.Module) -> Callable[..., Any]:
+    """Holds the interpreter's lock meanwhile, as an extension may."""
+    ctypes.PyDLL(None).sleep(1000)
+    raise AssertionError("not reached")
+
+
+def hangs_later(model: nn.Module) -> Callable[..., Any]:
+    """Works until it is timed."""
+    count = [0]
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        count[0] += 1
+        if count[0] > 50:
+            time.sleep(1000)
+        with torch.no_grad():
+            return model(*args, **kwargs)
+
+    return call
+
+
+def leaks(model: nn.Module) -> Callable[..., Any]:
+    """Keeps 32 MiB of every call, 2 GiB in all."""
+    kept: list[torch.Tensor] = []
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if len(kept) < 64:
+            kept.append(torch.ones(8 << 20, device=args[0].device))
+        with torch.no_grad():
+            return model(*args, **kwargs)
+
+    return call
+
+
+def exhausts_the_gpu(model: nn.Module) -> Callable[..., Any]:
+    kept: list[torch.Tensor] = []
+    while True:
+        kept.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
+
+
+def reads_astray(model: nn.Module) -> Callable[..., Any]:
+    """Reads far outside of a tensor's memory on the GPU."""
+    x = torch.zeros(8, device="cuda")
+    astray = x.as_strided((1,), (1,)).set_(x.untyped_storage(), 0, (1,), (1,))
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def stray(pointer):  # type: ignore[no-untyped-def]
+        tl.store(pointer + (1 << 45), 1.0)
+
+    stray[(1,)](astray)
+    torch.cuda.synchronize()
+    raise AssertionError("not reached")
+
+
+def vandalises(model: nn.Module) -> Callable[..., Any]:
+    """Changes what all of a process shares, but for the caller's."""
+    if "_worker" in sys.argv[0]:
+        os.environ["VANDAL"] = "1"
+        os.chdir("/")
+        torch.set_num_threads(1)
+    return torch.no_grad()(model)
+
+
+@dataclass(frozen=True)
+class Spawns:
+    """Starts a process that outlives it, and writes down the numbers of both."""
+
+    file: str
+    hang: bool = False
+
+    def __call__(self, model: nn.Module) -> Callable[..., Any]:
+        if "_worker" not in sys.argv[0]:
+            return torch.no_grad()(model)
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        with open(self.file, "a", encoding="ascii") as handle:
+            handle.write(f"{child.pid}\n{os.getpid()}\n")
+        if self.hang:
+            time.sleep(1000)
+        return torch.no_grad()(model)
+
+
+@dataclass(frozen=True)
+class Logs:
+    """Takes half a second to set up, and writes down the time of that and of every call."""
+
+    file: str
+
+    def __call__(self, model: nn.Module) -> Callable[..., Any]:
+        def note() -> None:
+            if "_worker" in sys.argv[0]:  # Not in the caller's process, where finalists are built.
+                with open(self.file, "a", encoding="ascii") as handle:
+                    handle.write(f"{time.monotonic()}\n")
+
+        note()
+        time.sleep(0.5)
+        note()
+
+        def call(x: torch.Tensor) -> Any:
+            note()
+            with torch.no_grad():
+                return model(x)
+
+        return call
+
+
+@dataclass(frozen=True)
+class OnlyElsewhere:
+    """Works in any process but one."""
+
+    not_in: int
+
+    def __call__(self, model: nn.Module) -> Callable[..., Any]:
+        if os.getpid() == self.not_in:
+            raise RuntimeError("not here")
+        return torch.no_grad()(lambda x: Small.forward(model, x))  # type: ignore[arg-type]  # a Small
+
+
+@dataclass(frozen=True)
+class Tells:
+    """Writes down the settings that it finds in another process."""
+
+    file: str
+
+    def __call__(self, model: nn.Module) -> Callable[..., Any]:
+        if "_worker" in sys.argv[0]:
+            found = (switches(), torch.get_num_threads(), torch.is_grad_enabled())
+            with open(self.file, "w", encoding="ascii") as handle:
+                handle.write(repr(found))
+        return torch.no_grad()(model)

@@ -37,7 +37,7 @@ def tuned_small(
 
     signature = CallSignature.of((x,), {})
     watch = ModuleWatch(model, values=values)
-    return TunedModule(model, REPORT, winner, signature, watch), model, x
+    return TunedModule(model, REPORT, [(signature, winner)], watch), model, x
 
 
 def won(result: torch.Tensor) -> bool:
@@ -203,7 +203,7 @@ def test_keyword_arguments_may_come_in_any_order(strategy: str, device: torch.de
     assert row.measurement is not None, row.reason
     built = tuning.candidates[-1].build(model, (), {"b": b, "a": a})
     signature = CallSignature.of((), {"b": b.clone(), "a": a.clone()})
-    tuned = TunedModule(model, tuning.report, built.call, signature)
+    tuned = TunedModule(model, tuning.report, [(signature, built.call)])
     x, y = torch.randn(2, 4, device=device).unbind()
     x, y = x.clone(), y.clone()
     assert torch.equal(tuned(a=x, b=y), y - 2 * x)
@@ -262,7 +262,7 @@ def test_a_scripted_module_can_be_tuned() -> None:
     (candidate,) = parse_candidates(["torchscript:freeze"], ())
     built = candidate.build(model, (x,), {})
     signature, watch = CallSignature.of((x,), {}), ModuleWatch(model, values=True)
-    fast = TunedModule(model, tuned.report, built.call, signature, watch)
+    fast = TunedModule(model, tuned.report, [(signature, built.call)], watch)
     torch.testing.assert_close(fast(x), model(x).detach())
     assert fast.calls == {"tuned": 1}
     with torch.no_grad():

@@ -73,7 +73,7 @@ def test_a_finalist_is_near_the_best_by_its_own_time_too() -> None:
     tuning = Tuning(model, (x,), strategies=[])
     figures = {"eager": (3, 3), "slow": (1.1, 5), "fast": (0.7, 3), "beaten": (2, 3)}
     tuning.report.rows = [row(name, *times) for name, times in figures.items()]
-    tuning._kept = {r.strategy: Built(model) for r in tuning.report.rows}
+    tuning._kept = {r.strategy: [Built(model)] for r in tuning.report.rows}
     tuning._drop_the_beaten()
     assert set(tuning._kept) == {"eager", "slow", "fast"}
 
@@ -88,7 +88,7 @@ def test_within_the_noise_the_simpler_one_is_chosen() -> None:
     for row in tuning.report.rows:  # Three equal sets of samples leave only complexity.
         row.final = same.final or same.screening
         row.status = Status.OK
-        tuning._kept[row.strategy] = Built(model)
+        tuning._kept[row.strategy] = [Built(model)]
     assert [row.strategy for row in tuning._ranked()] == ["eager", "c5", "c9"]
 
 
@@ -103,7 +103,7 @@ def test_a_certain_gain_beats_simplicity_however_noisy_eager_is() -> None:
         row = Row(name, Status.OK, complexity=rank, final=rounds(*times), screening=rounds(*times))
         row.baseline = rounds(*figures["eager"])
         tuning.report.rows.append(row)
-        tuning._kept[name] = Built(model)
+        tuning._kept[name] = [Built(model)]
     assert tuning._ranked()[0].strategy == "fast"
 
 

@@ -7,8 +7,9 @@ interrupted, after what was known by then was printed.
 from __future__ import annotations
 
 import os
+import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,19 @@ def main() -> None:
     "--strategies", metavar="A,B", help="Try only these, such as torchscript,inductor+graph."
 )
 @click.option("--tolerance", type=float, help="Relative error to accept, in place of 3 × eager's.")
-@click.option("--budget", type=_Seconds(), help="Begin nothing after this long: 120s or 2m.")
+@click.option("--budget", type=_Seconds(), help="Take no longer than this: 120s or 2m.")
+@click.option(
+    "--timeout",
+    type=_Seconds(),
+    default=600.0,
+    show_default="10m",
+    help="Give a strategy up whose set-up or timing takes longer.",
+)
+@click.option(
+    "--memory-limit", metavar="BYTES", help="What one strategy may take beside the model: 2GiB."
+)
+@click.option("--here", is_flag=True, help="Try strategies in this process, not in ones of theirs.")
+@click.option("--fresh", is_flag=True, help="Take no choice of an earlier run, and remember none.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Save all samples here.")
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False), help="Save a table.")
 @click.option("--svg", "svg_file", type=click.Path(dir_okay=False), help="Save a picture.")
@@ -89,6 +102,10 @@ def tune(
     strategies: str | None,
     tolerance: float | None,
     budget: float | None,
+    timeout: float,
+    memory_limit: str | None,
+    here: bool,
+    fresh: bool,
     json_file: str | None,
     markdown_file: str | None,
     svg_file: str | None,
@@ -114,7 +131,12 @@ def tune(
         tolerance=tolerance,
         allow=_split(allow),
         budget_s=budget,
+        timeout_s=timeout,
+        memory_limit=memory_limit,
+        isolate=None if not here else False,
+        remember=not fresh,
         name=loaded.name,
+        repeat=_repeater(target, inputs, device, objective, allow, tolerance),
     )
     tuning.report.notes += loaded.notes
     interrupted = False
@@ -196,6 +218,25 @@ def _device(text: str | None) -> Any:
             f"--device {text!r} cannot be used: {first}.", remedy="Write cpu, cuda or cuda:0."
         ) from error
     return device
+
+
+def _repeater(
+    target: str,
+    inputs: Sequence[str],
+    device: str | None,
+    objective: str,
+    allow: Sequence[str],
+    tolerance: float | None,
+) -> Callable[[str], str]:
+    """The command that tries one strategy again, as this run has tried it."""
+    given = ["graphwright", "tune", target]
+    for option, values in (("--input", inputs), ("--allow", allow)):
+        given += [word for value in values for word in (option, value)]
+    for option, value in (("--device", device), ("--tolerance", tolerance)):
+        given += [] if value is None else [option, str(value)]
+    if objective != "latency":
+        given += ["--objective", objective]
+    return lambda strategy: shlex.join([*given, "--strategies", strategy, "--fresh"])
 
 
 def _split(values: Sequence[str]) -> tuple[str, ...]:

@@ -355,7 +355,7 @@ class GraphedCallable:
             CaptureError: one cannot be captured; none of them is then.
             MemoryBudgetExceeded: they do not fit under the pool's limit.
         """
-        wanted = [_arguments(call) for call in calls]
+        wanted = [arguments_of(call) for call in calls]
         with shown(progress) as bar, self.pool.lock:
             self._prepare(wanted, bar)
 
@@ -456,7 +456,12 @@ def quick_key(args: Args, kwargs: Kwargs) -> Any:
         return None
 
 
-def _arguments(call: Call) -> tuple[Args, Kwargs]:
+def arguments_of(call: Call) -> tuple[Args, Kwargs]:
+    """Positional and keyword arguments of a call that was written down in one of three ways.
+
+    Raises:
+        OptionError: it is none of them.
+    """
     if isinstance(call, Mapping):
         return (), dict(call)
     if isinstance(call, tuple):
@@ -464,7 +469,7 @@ def _arguments(call: Call) -> tuple[Args, Kwargs]:
             return call[0], dict(call[1])
         return call, {}
     raise OptionError(
-        f"A call to prepare is a tuple, a dictionary, or a pair of both, not a "
+        f"A call is written as a tuple, a dictionary, or a pair of both, not a "
         f"{type(call).__name__}.",
         remedy="For one positional argument x write (x,).",
     )

@@ -104,6 +104,20 @@ class Measurement:
         return [a / b for a, b in zip(mine, theirs, strict=True)]
 
 
+def weighted(parts: Sequence[tuple[float, Measurement]]) -> Measurement:
+    """The mean call of several, by their weights: one figure a round."""
+    count = min(len(measurement.latency) for _, measurement in parts)
+    total = sum(weight for weight, _ in parts)
+
+    def mean(objective: str) -> list[float]:
+        rounds = [(weight / total, m.rounds(objective)) for weight, m in parts]
+        return [round(sum(w * r[turn] for w, r in rounds), DIGITS) for turn in range(count)]
+
+    return Measurement(
+        tuple((value,) for value in mean("latency")), tuple(mean("throughput"))
+    )
+
+
 class Timer:
     """Times calls on one device. On CUDA every single call is synchronised."""
 
@@ -265,6 +279,11 @@ class MemoryMeter:
         else:
             high = (_status_bytes("VmHWM"),)
         return max(0, *(after - before for after, before in zip(high, self._start, strict=True)))
+
+    def kept(self) -> int:
+        """Bytes in use between calls: allocated on CUDA, else resident."""
+        self._settle()
+        return self._in_use()[0]
 
     def _settle(self) -> None:
         gc.collect()

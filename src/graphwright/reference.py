@@ -246,6 +246,7 @@ def reference(
     *,
     tolerance: float | None = None,
     seed: int = 0,
+    state: State | None = None,
 ) -> Reference:
     """Run eager and a float64 copy of the work on the sample inputs and variations of them.
 
@@ -258,13 +259,14 @@ def reference(
         call: the sample inputs.
         tolerance: relative error to accept in place of the rule stated above.
         seed: of the variations.
+        state: of the module, where there is one already.
 
     Raises:
         ModelFailed: the model raises on its sample inputs.
         SignatureError: an argument or result cannot be compared.
         VerificationError: two eager calls with the same inputs disagree.
     """
-    state = State(module)
+    state = State(module) if state is None else state
     try:
         return _reference(model, module, call, state, tolerance, seed)
     finally:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from .dispatch import arguments_of
 from .errors import OptionError, SignatureError
+from .signature import Args, Kwargs
 from .snapshots import Call
 from .strategies import LOSSY
 
@@ -24,6 +27,7 @@ def check_options(
     tolerance: float | None,
     allow: Sequence[str],
     budget_s: float | None,
+    timeout_s: float,
 ) -> None:
     """Name everything that is wrong with the options at once."""
     wrong = []
@@ -45,6 +49,8 @@ def check_options(
         wrong.append(f"allow names {unknown}, but knows only {', '.join(LOSSY)}")
     if budget_s is not None and not _positive(budget_s):
         wrong.append(f"budget_s is {budget_s!r}, not a positive number of seconds")
+    if not _positive(timeout_s):
+        wrong.append(f"timeout_s is {timeout_s!r}, not a positive number of seconds")
     if wrong:
         raise OptionError(f"tune() cannot begin: {'; '.join(wrong)}.")
 
@@ -53,7 +59,45 @@ def _positive(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
 
 
-def device_of(module: nn.Module, call: Call) -> torch.device:
+def samples_of(
+    args: Args, kwargs: Kwargs | None, samples: Any, weights: Any
+) -> list[tuple[float, Call]]:
+    """The calls to tune for, with their weights.
+
+    Raises:
+        OptionError: there are none, or they make no sense.
+    """
+    if samples is None:
+        if weights is not None:
+            raise OptionError("weights are those of several samples, and there is one call.")
+        return [(1.0, Call("the sample inputs", tuple(args), dict(kwargs or {})))]
+    if len(args) or kwargs:
+        raise OptionError(
+            "There are samples as well as args or kwargs.", remedy="Make these one of the samples."
+        )
+    if isinstance(samples, Mapping) or not isinstance(samples, Sequence) or not samples:
+        raise OptionError(
+            f"samples is {samples!r:.60}, not a list of calls.",
+            remedy="For example samples=[(x1,), (x8,)], or [{'x': x1}, ((x8,), {'flag': True})].",
+        )
+    given = [1.0] * len(samples) if weights is None else list(weights)
+    if len(given) != len(samples) or not all(map(_positive, given)):
+        raise OptionError(
+            f"weights is {weights!r}, not a positive number for each of {len(samples)} samples."
+        )
+    calls: dict[str, tuple[float, Call]] = {}
+    for weight, sample in zip(given, samples, strict=True):
+        mine, named = arguments_of(sample)
+        call = Call("", tuple(mine), dict(named))
+        words = "; ".join(input_in_words(n, leaf) for n, leaf in call.leaves().items())
+        name = words
+        while name in calls:
+            name = f"{words} (another)" if name == words else f"{name}'"
+        calls[name] = (float(weight), replace(call, name=name))
+    return list(calls.values())
+
+
+def device_of(module: nn.Module, calls: Iterable[Call]) -> torch.device:
     """The one device that the model and its inputs are on.
 
     Raises:
@@ -62,7 +106,7 @@ def device_of(module: nn.Module, call: Call) -> torch.device:
     places: dict[torch.device, str] = {}
     for name, parameter in module.named_parameters():
         places.setdefault(parameter.device, f"parameter {name}")
-    for name, leaf in call.leaves().items():
+    for name, leaf in (pair for call in calls for pair in call.leaves().items()):
         # 0-d tensors on the CPU act as plain numbers beside CUDA tensors.
         if isinstance(leaf, torch.Tensor) and not (leaf.dim() == 0 and leaf.device.type == "cpu"):
             places.setdefault(leaf.device, name)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -39,43 +39,54 @@ class _Choice:
         self,
         module: nn.Module,
         report: Report,
-        call: Callable[..., Any] | None,
-        signature: CallSignature | None,
+        table: Sequence[tuple[CallSignature, Callable[..., Any]]],
         watch: ModuleWatch | None,
         pure: bool,
         quiet: bool,
     ) -> None:
         self.module = module
         self.report = report
-        self.call = call
-        self.signature = signature
+        self.table = list(table)
         self.watch = watch
         self.pure = pure
         self.quiet = quiet
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
-    def attempt(self, args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
+    def fitting(self, args: Args, kwargs: Kwargs) -> tuple[CallSignature, Any] | None:
+        """What answers a call, and the signature it was built for; None where nothing does."""
+        for entry in self.table:
+            if entry[0].fits(args, kwargs):
+                return entry
+        return None
+
+    def attempt(
+        self, tuned: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> tuple[bool, Any]:
         """Call the winner and then look whether the module had changed; True if the result counts.
 
         A call that changes nothing may begin first: the GPU works while the module is looked
         over, and a result that came too late is dropped.
         """
-        assert self.call is not None  # __call__ has looked.
         watch = self.watch
         if watch is None:
-            return True, self.call(*args, **kwargs)
+            return True, tuned(*args, **kwargs)
         if not self.pure:
             if self.outdated(watch):
                 return False, None
-            return True, self.call(*args, **kwargs)
+            return True, tuned(*args, **kwargs)
         try:
-            result = self.call(*args, **kwargs)
+            result = tuned(*args, **kwargs)
         except Exception:
             if self.outdated(watch):
                 return False, None
             raise
         return (False, None) if self.outdated(watch) else (True, result)
+
+    def differences(self, args: Args, kwargs: Kwargs) -> str | None:
+        """How a call differs from what was tuned for; from the likest of several."""
+        told = [signature.differences(args, kwargs) for signature, _ in self.table]
+        return min(told, key=len, default=None)
 
     def outdated(self, watch: ModuleWatch) -> bool:
         """Whether the module has changed; the reason is kept for `explain`."""
@@ -106,14 +117,13 @@ class TunedModule(ModuleProxy):
         self,
         module: nn.Module,
         report: Report,
-        call: Callable[..., Any] | None,
-        signature: CallSignature | None = None,
+        table: Sequence[tuple[CallSignature, Callable[..., Any]]] = (),
         watch: ModuleWatch | None = None,
         pure: bool = False,
         quiet: bool = True,
     ) -> None:
         super().__init__(module)
-        choice = _Choice(module, report, call, signature, watch, pure, quiet)
+        choice = _Choice(module, report, table, watch, pure, quiet)
         object.__setattr__(self, "_choice", choice)
 
     _choice: _Choice
@@ -131,23 +141,20 @@ class TunedModule(ModuleProxy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the winner, or the module itself where the winner does not fit."""
         choice = self._choice
-        signature = choice.signature
-        fits = signature is not None and signature.fits(args, kwargs)
+        found = choice.fitting(args, kwargs)
         if torch.is_grad_enabled() and (
             choice.module.training
             # What fits requires grad exactly where the sample did.
-            or (signature.wants_grad if fits and signature else _wants_grad(args, kwargs))
+            or (found[0].wants_grad if found is not None else _wants_grad(args, kwargs))
         ):
             choice.calls["eager: gradients are wanted"] += 1
             choice.last_difference = "training mode, or an input that requires grad"
             return choice.module(*args, **kwargs)
-        if choice.call is None or signature is None:
-            kind = "nothing tuned"
-        elif not fits:
-            kind = "another signature"
-            choice.last_difference = signature.differences(args, kwargs)
+        if found is None:
+            kind = "another signature" if choice.table else "nothing tuned"
+            choice.last_difference = choice.differences(args, kwargs)
         else:
-            counts, result = choice.attempt(args, kwargs)
+            counts, result = choice.attempt(found[1], args, kwargs)
             if counts:
                 choice.calls["tuned"] += 1
                 return result
@@ -160,7 +167,7 @@ class TunedModule(ModuleProxy):
         choice = self._choice
         lines = [f"strategy: {choice.report.chosen}", choice.report.reason]
         change = None if choice.watch is None else choice.watch.changed()
-        if choice.call is None:
+        if not choice.table:
             lines.append("This copy was not tuned: every call goes to the module itself.")
         elif change is not None:
             lines.append(f"Every call now goes to the module itself, since {change}.")
@@ -177,11 +184,11 @@ class TunedModule(ModuleProxy):
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
         # What was built belongs to the original's weights; a copy starts untuned, and says so.
         module = copy.deepcopy(self._choice.module, memo)
-        return TunedModule(module, self._choice.report, None, quiet=self._choice.quiet)
+        return TunedModule(module, self._choice.report, quiet=self._choice.quiet)
 
     def __reduce__(self) -> tuple[Any, ...]:
         choice = self._choice
-        return TunedModule, (choice.module, choice.report, None, None, None, False, choice.quiet)
+        return TunedModule, (choice.module, choice.report, (), None, False, choice.quiet)
 
 
 def _wants_grad(args: Args, kwargs: Kwargs) -> bool:

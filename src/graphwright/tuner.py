@@ -1,47 +1,50 @@
 """tune(): try what this machine has, verify, measure in turns with eager, choose, report.
 
 `Tuning` runs the steps and holds what is known so far, so that an interrupted run can still be
-shown. `Tuning.evaluate` is the one place where a candidate's own code runs: it gets a candidate
-and gives a row, which is all that a worker process would have to do in its place.
+shown. Candidates are tried in processes of their own (`isolation`) where that is possible, by the
+same `Evaluator` that tries them here otherwise.
 """
 
 from __future__ import annotations
 
 import datetime
 import gc
-import statistics
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
+from . import choices
+from .choosing import near_best, ranked
 from .errors import ModelFailed, OptionError, in_words
-from .measurement import (
-    MemoryMeter,
-    Timer,
-    interleave,
-    load_note,
-    median_interval,
-    noise_notes,
-)
-from .reference import Reference, reference
+from .evaluation import Evaluator, Sample, Trial, status_of
+from .graphs.memory import parse_bytes
+from .isolation import IsolationError, Limits, Workers
+from .measurement import Measurement, interleave, load_note, weighted
+from .reference import reference
 from .report import Report, Row, Status
 from .report.environment import environment
 from .report.progress import Silent, shown
 from .report.reason import sentence
-from .report.result import COMPILE_DEFAULT, EAGER
-from .request import check_options, device_of, input_in_words, name_of
+from .report.result import COMPILE_DEFAULT, EAGER, Shape
+from .request import (
+    check_options,
+    device_of,
+    input_in_words,
+    name_of,
+    samples_of,
+)
 from .signature import Args, CallSignature, Kwargs
-from .snapshots import Call
+from .snapshots import Call, State
 from .strategies import (
     Built,
     Candidate,
     Compiler,
     default_candidates,
+    is_ours,
     parse_candidates,
 )
 from .strategies.base import without_grad
@@ -52,16 +55,14 @@ from .watch import FunctionModule, ModuleWatch
 
 Objective = Literal["latency", "throughput", "memory"]
 
-# Seconds of timing a candidate, in turns with eager, and of the finalists' common rounds.
-SCREENING_S = 3.0
+# Whether candidates are tried in processes of their own when tune() is not told.
+ISOLATED = True
+# Seconds of timing a candidate, in turns with eager, and of each finalist in common rounds.
+SCREENING_S = 1.5
 FINAL_S_EACH = 3.0
-# Candidates within this factor of the best are timed again.
-FINALIST_FACTOR = 1.10
-# Slower than eager: the whole interval of the ratio lies above this.
-_SLOWER = 1.02
 _BARE = "torch.compile without checks"
-# A gain below this factor is not worth a less simple candidate, however certain it is.
-_WORTH_IT = 1.01
+# The share of a time budget that is kept for the finalists.
+_FOR_FINALISTS = 0.25
 
 
 class Progress(Protocol):
@@ -77,22 +78,22 @@ class Progress(Protocol):
         """A row is complete."""
 
 
-@dataclass
-class _Evaluation:
-    row: Row
-    built: Built | None = None
-
-
 def tune(
     model: Callable[..., Any],
     args: Args = (),
     kwargs: Kwargs | None = None,
     *,
+    samples: Sequence[Any] | None = None,
+    weights: Sequence[float] | None = None,
     strategies: Iterable[str | Compiler | Candidate] | None = None,
     objective: Objective = "latency",
     tolerance: float | None = None,
     allow: Sequence[str] = (),
     budget_s: float | None = None,
+    timeout_s: float = 600.0,
+    memory_limit: int | str | None = None,
+    isolate: bool | None = None,
+    remember: bool = True,
     progress: bool | None = None,
 ) -> TunedModule:
     """Try every way to run a model that this machine has, verify each, and take the best.
@@ -101,10 +102,16 @@ def tune(
     other call goes to the model itself and is counted. Eager always competes, so the result is
     never knowingly slower. Tuning changes neither the model nor the random-number state.
 
+    Each candidate is tried in a process of its own; one that crashes, hangs or takes too much
+    memory is a row of the report. The winner is built and verified again in this process.
+
     Args:
         model: a module in eval mode, or a plain function of tensors.
         args: positional sample inputs, real values rather than zeros; a tuple.
         kwargs: keyword sample inputs.
+        samples: several calls to tune for in place of `args` and `kwargs`: each a tuple of
+            positional inputs, a dictionary of keyword ones, or a pair of both.
+        weights: the share of each of the samples among all calls; equal by default.
         strategies: names such as "inductor+graph", strategies or candidates of your own; None
             tries all that usually pay. Eager is always added.
         objective: "latency" (one synchronised call), "throughput" (calls issued back to back) or
@@ -113,7 +120,16 @@ def tune(
             mean square error of at most 3 times, and a largest error of at most 8 times, what
             eager itself has against float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
-        budget_s: seconds after which no further candidate is begun; None for no limit.
+        budget_s: seconds that tuning may take in all, finalists included; candidates that it does
+            not suffice for are reported as not tried. None for no limit.
+        timeout_s: seconds that the set-up of one candidate may take, and its timing.
+        memory_limit: bytes, or a text such as "2GiB", that one candidate may take beside the
+            model: of the GPU's memory for a model there, else of the host's. By default most of
+            what is free.
+        isolate: whether candidates are tried in processes of their own. False tries them in this
+            one, as is done with a note for a model that cannot be pickled.
+        remember: whether to take the choice of an earlier run for the same model, inputs, machine
+            and versions (it is verified again), and to remember this one.
         progress: whether to show progress on stderr; None shows it on a terminal.
 
     Raises:
@@ -126,11 +142,17 @@ def tune(
         model,
         args,
         kwargs,
+        samples=samples,
+        weights=weights,
         strategies=strategies,
         objective=objective,
         tolerance=tolerance,
         allow=allow,
         budget_s=budget_s,
+        timeout_s=timeout_s,
+        memory_limit=memory_limit,
+        isolate=isolate,
+        remember=remember,
     )
     with shown(progress) as listener:
         return tuning.run(listener)
@@ -145,14 +167,23 @@ class Tuning:
         args: Args = (),
         kwargs: Kwargs | None = None,
         *,
+        samples: Sequence[Any] | None = None,
+        weights: Sequence[float] | None = None,
         strategies: Iterable[str | Compiler | Candidate] | None = None,
         objective: str = "latency",
         tolerance: float | None = None,
         allow: Sequence[str] = (),
         budget_s: float | None = None,
+        timeout_s: float = 600.0,
+        memory_limit: int | str | None = None,
+        isolate: bool | None = None,
+        remember: bool = True,
         name: str | None = None,
+        repeat: Callable[[str], str] | None = None,
     ) -> None:
-        check_options(model, args, kwargs, objective, tolerance, allow, budget_s)
+        self._started = time.monotonic()
+        check_options(model, args, kwargs, objective, tolerance, allow, budget_s, timeout_s)
+        calls = samples_of(args, kwargs, samples, weights)
         if isinstance(model, TunedModule):
             model = model.module
         self.module = model if isinstance(model, nn.Module) else FunctionModule(model)
@@ -167,34 +198,54 @@ class Tuning:
                 "The model is in training mode, and tune() is for inference.",
                 remedy="Call model.eval() first.",
             )
-        self.call = Call("the sample inputs", tuple(args), dict(kwargs or {}))
-        self.device = device_of(self.module, self.call)
-        self.signature = CallSignature.of(self.call.args, self.call.kwargs)
+        self.calls = calls
+        self.device = device_of(self.module, [call for _, call in calls])
+        self.signatures = [CallSignature.of(call.args, call.kwargs) for _, call in calls]
+        if len(set(self.signatures)) < len(calls):
+            raise OptionError(
+                "Two of the samples are of the same kind: shapes, dtypes and plain values agree.",
+                remedy="Leave one out, and add its weight to the other's.",
+            )
+        self.objective = objective
         self.tolerance = tolerance
         self.budget_s = budget_s
-        self.timer = Timer(self.device)
-        self._started = time.monotonic()
+        self.timeout_s = timeout_s
+        self.memory_limit = None if memory_limit is None else parse_bytes(memory_limit)
+        self.isolate = ISOLATED if isolate is None else isolate
+        self.remember = remember
+        self._allow = tuple(allow)
+        self._repeat = repeat or _repeat_in_python
         if strategies is None:
             self.candidates = default_candidates(self.module, self.device, allow)
         else:
             if isinstance(strategies, str):
                 strategies = strategies.split(",")
             self.candidates = parse_candidates(strategies, allow)
-        self._put_first()
+        self._put_eager_first()
+        inputs = [
+            [input_in_words(n, leaf) for n, leaf in call.leaves().items()] for _, call in calls
+        ]
+        total = sum(weight for weight, _ in calls)
         self.report = Report(
             model=name or name_of(model),
-            inputs=[input_in_words(n, leaf) for n, leaf in self.call.leaves().items()],
+            inputs=inputs[0],
             objective=objective,
             rows=[],
             environment={},
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            shapes=[
+                Shape(call.name, weight / total, words)
+                for (weight, call), words in zip(calls, inputs, strict=True)
+                if len(calls) > 1
+            ],
         )
-        self._kept: dict[str, Built] = {}
-        self._reference: Reference | None = None
+        # What was built in this process, by name.
+        self._kept: dict[str, list[Built]] = {}
+        self._evaluator: Evaluator | None = None
         self._quiet = True
 
-    def _put_first(self) -> None:
-        """Eager first, since all else is measured against it; torch.compile's default second."""
+    def _put_eager_first(self) -> None:
+        """Eager first, since all else is measured against it."""
         rest = {candidate.name: candidate for candidate in self.candidates}
         eager = rest.pop(EAGER, Candidate(PLAIN_EAGER))
         self.candidates = [eager, *rest.values()]
@@ -217,39 +268,60 @@ class Tuning:
                 self.report.seconds = time.monotonic() - self._started
 
     def _run(self, progress: Progress) -> TunedModule:
-        report = self.report
         progress.start(len(self.candidates) + 3)
         progress.step("environment")
-        report.environment = environment(self.device)
+        self.report.environment = environment(self.device)
         progress.step("float64 reference")
-        ref = reference(
-            self.module if not isinstance(self.module, FunctionModule) else self.module._function,
-            self.module,
-            self.call,
-            tolerance=self.tolerance,
-        )
-        self._reference = ref
-        report.eager_error = ref.worst_eager_error
-        report.notes += ref.notes
-        self._quiet = self._same_without_grad(ref)
-        for candidate in self.candidates:
-            progress.step(candidate.name)
-            row = self._try(candidate, ref)
-            report.rows.append(row)
+        self._evaluator = self._referenced()
+        self._quiet = self._same_without_grad()
+        key = self._key()
+        if key is not None:
+            recalled = self._recalled(key)
+            if recalled is not None:
+                return recalled
+        for row in self._screened(progress):
+            self.report.rows.append(row)
             progress.row(row)
-            self._drop_the_beaten()
         progress.step("finalists")
         self._final_rounds()
-        chosen, built = self._choose(ref)
+        chosen = self._choose()
         note = load_note()
         if note:
-            report.notes.append(note)
+            self.report.notes.append(note)
+        if key is not None:
+            self.report.seconds = time.monotonic() - self._started
+            choices.remember(key, self.report)
         # The watch that is handed out begins after the last change that tuning makes.
         self._restore()
-        return self._tuned(chosen.strategy, built)
+        return self._tuned(chosen.strategy, self._kept[chosen.strategy])
 
-    def _same_without_grad(self, ref: Reference) -> bool:
+    def _referenced(self) -> Evaluator:
+        """An evaluator of candidates against references of every sample."""
+        model = self.module
+        state = State(model)
+        samples = []
+        for weight, call in self.calls:
+            fn = model._function if isinstance(model, FunctionModule) else model
+            ref = reference(fn, model, call, tolerance=self.tolerance, state=state)
+            self.report.notes += [note for note in ref.notes if note not in self.report.notes]
+            samples.append(Sample(call.name, weight, call, ref))
+        errors = [s.reference.worst_eager_error for s in samples]
+        self.report.eager_error = max(
+            (error for error in errors if error), key=lambda e: e.rms, default=None
+        )
+        return Evaluator(
+            model, samples, self.device, objective=self.objective, screening_s=SCREENING_S
+        )
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """What evaluates candidates in this process, once the references were made."""
+        assert self._evaluator is not None
+        return self._evaluator
+
+    def _same_without_grad(self) -> bool:
         """Whether eager under no_grad gives the numbers of eager as the caller calls it."""
+        ref = self.evaluator.samples[0].reference
         if not torch.is_grad_enabled() or verify(without_grad(self.module), ref).ok:
             return True
         self.report.notes.append(
@@ -258,208 +330,268 @@ class Tuning:
         )
         return False
 
-    def _try(self, candidate: Candidate, ref: Reference) -> Row:
-        spent = time.monotonic() - self._started
-        late = self.budget_s is not None and spent > self.budget_s
-        if late and candidate.name != EAGER:
-            return Row(
-                candidate.name,
-                Status.NOT_TRIED,
-                f"the budget of {self.budget_s:g} s was spent after {spent:.0f} s",
-                remedy="Give a larger budget, or name the strategies to try.",
-                complexity=candidate.complexity,
+    # ------------------------------------------------------------ candidates, one by one
+
+    def _screened(self, progress: Progress) -> Iterator[Row]:
+        """The row of each candidate, as it becomes known."""
+        eager, *others = self.candidates
+        progress.step(eager.name)
+        yield self._here(eager)
+        if self.isolate and others:
+            try:
+                yield from self._apart(others, progress)
+                return
+            except IsolationError as error:
+                self._not_apart(str(error))
+                known = {row.strategy for row in self.report.rows}
+                others = [candidate for candidate in others if candidate.name not in known]
+        for candidate in others:
+            progress.step(candidate.name)
+            yield self._late(candidate) or self._here(candidate)
+            self._drop_the_beaten()
+
+    def _apart(self, candidates: Sequence[Candidate], progress: Progress) -> Iterator[Row]:
+        """Try candidates in processes of their own."""
+        compiles = any(hasattr(c.compiler, "probes_late") for c in candidates)
+        with Workers(
+            self.evaluator,
+            Limits.here(self.timeout_s, self.device, self.memory_limit),
+            objective=self.objective,
+            screening_s=SCREENING_S,
+            preload=("torch._dynamo",) if compiles else (),
+        ) as workers:
+            tried = workers.evaluate(
+                candidates,
+                deadline=self._deadline(),
+                begin=lambda candidate: progress.step(candidate.name),
             )
-        evaluation = self.evaluate(candidate, ref)
-        if evaluation.built is not None:
-            self._kept[candidate.name] = evaluation.built
-        return evaluation.row
+            for candidate, found in tried:
+                if isinstance(found, str):
+                    self._not_apart(found)
+                    found = self._late(candidate) or self._here(candidate)
+                elif found.status is Status.NOT_TRIED:
+                    found = self._not_tried(candidate)
+                yield self._repeatable(found)
 
-    def evaluate(self, candidate: Candidate, ref: Reference) -> _Evaluation:
-        """Probe, build, verify and measure one candidate; whatever goes wrong becomes its row."""
-        row = Row(candidate.name, Status.OK, complexity=candidate.complexity)
-        found = candidate.availability(self.device)
-        if not found.available:
-            row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
-            return _Evaluation(row)
-        meter = MemoryMeter(self.device)
-        try:
-            built, row.setup_s = self._build(candidate)
-            row.notes += built.notes
-            verdict = verify(built.call, ref, ulp=candidate.lossy_ulp)
-            row.error = verdict.error
-            if not verdict.ok:
-                row.status, row.reason = Status.WRONG, verdict.reason
-                return _Evaluation(row)
-            self._measure(row, built, meter)
-        except Exception as error:
-            row.status = Status.FAILED
-            row.reason, row.remedy = in_words(error)
-            return _Evaluation(row)
-        finally:
-            self._restore()
-        self._judge(row)
-        return _Evaluation(row, built)
+    def _not_apart(self, why: str) -> None:
+        note = f"Candidates were tried in this process, not in ones of their own: {why}."
+        if note not in self.report.notes:
+            self.report.notes.append(note)
 
-    def _build(self, candidate: Candidate) -> tuple[Built, float]:
-        """Build and call once; set-up seconds cover both, as the first call often compiles."""
-        # Loading the kernels of a first eager call is nobody's set-up.
-        sample = self.call.clone()
-        self.module(*sample.args, **sample.kwargs)
-        self.timer.synchronize()
-        sample = self.call.clone()
-        start = time.perf_counter()
-        built = candidate.build(self.module, sample.args, sample.kwargs)
-        sample = self.call.clone()
-        built.call(*sample.args, **sample.kwargs)
-        self.timer.synchronize()
-        return built, time.perf_counter() - start
+    def _here(self, candidate: Candidate) -> Row:
+        """Try a candidate in this process."""
+        trial = self.evaluator.set_up(candidate)
+        if trial.builts:
+            self.evaluator.time(trial)
+        if trial.builts:
+            self._kept[candidate.name] = trial.builts
+        return self._repeatable(trial.row)
 
-    def _bound(self, function: Callable[..., Any]) -> Callable[[], object]:
-        """A call with the sample's values, for timing."""
-        sample = self.call.clone()
-        args, kwargs = sample.args, dict(sample.kwargs)
-        return lambda: function(*args, **kwargs)
+    def _deadline(self) -> float | None:
+        """When no candidate may be at work any more, so that the finalists get their share."""
+        if self.budget_s is None:
+            return None
+        return self._started + (1 - _FOR_FINALISTS) * self.budget_s
 
-    def _measure(self, row: Row, built: Built, meter: MemoryMeter) -> None:
-        mine = self._bound(built.call)
-        row.peak_bytes = meter.peak(mine)
-        # Eager against itself shows how far apart two equal callables come out here.
-        calls = {"candidate": mine, "eager": self._bound(self.module)}
-        measured = interleave(calls, self.timer, budget_s=SCREENING_S)
-        row.screening, row.baseline = measured["candidate"], measured["eager"]
-        row.notes += noise_notes(row.screening)
+    def _late(self, candidate: Candidate) -> Row | None:
+        deadline = self._deadline()
+        late = deadline is not None and time.monotonic() > deadline
+        return self._not_tried(candidate) if late else None
 
-    def _judge(self, row: Row) -> None:
-        """`slower` when eager is faster beyond doubt, by the measure that is asked for."""
-        if row.strategy == EAGER:
-            return
-        low, high = median_interval(self.report.ratios(row))
-        if low > _SLOWER:
-            row.status = Status.SLOWER
-            row.reason = f"{low:.2f} to {high:.2f} times eager's time"
+    def _not_tried(self, candidate: Candidate) -> Row:
+        return Row(
+            candidate.name,
+            Status.NOT_TRIED,
+            f"the budget of {self.budget_s:g} s was spent before it was measured",
+            remedy="Give a larger budget, or name the strategies to try.",
+            complexity=candidate.complexity,
+        )
+
+    def _repeatable(self, row: Row) -> Row:
+        """The row with the command that repeats it, where something went wrong."""
+        if row.status not in (Status.OK, Status.SLOWER, Status.UNAVAILABLE):
+            row.repeat = self._repeat(row.strategy)
+        return row
 
     # ------------------------------------------------------------ choosing
 
-    def _eligible(self) -> list[Row]:
-        return [row for row in self.report.rows if row.status is Status.OK]
-
-    def _cost(self, row: Row) -> float:
-        """What is to be small: time relative to eager's, or peak bytes."""
-        if self.report.objective == "memory" and row.peak_bytes is not None:
-            return float(row.peak_bytes)
-        return statistics.median(self.report.ratios(row))
-
-    def _absolute_cost(self, row: Row) -> float:
-        """What is to be small, by the row's own samples."""
-        if self.report.objective == "memory":
-            return self._cost(row)
-        assert row.screening is not None  # Only what was measured is eligible.
-        return statistics.median(row.screening.rounds(self.report.objective))
-
     def _drop_the_beaten(self) -> None:
         """Let go of candidates that are out of the race, and of the memory they hold."""
-        eligible = self._eligible()
-        near = {EAGER, COMPILE_DEFAULT}
-        # Near the best by either measure: when eager itself wavers from one screening to the next,
-        # the ratios of two candidates to it cannot be set against each other.
-        for cost in (self._cost, self._absolute_cost):
-            limit = FINALIST_FACTOR * min(map(cost, eligible), default=0.0)
-            near |= {row.strategy for row in eligible if cost(row) <= limit}
+        near = {EAGER, *(row.strategy for row in near_best(self.report))}
         for name in [name for name in self._kept if name not in near]:
             del self._kept[name]
         gc.collect()
 
     def _final_rounds(self) -> None:
-        """Time the finalists again in common rounds, with eager and torch.compile's default.
+        """Time the finalists again in common rounds, with eager.
 
-        They are called as the user will call them, through a TunedModule with its checks;
-        torch.compile's default without them too, for the sake of the comparison.
+        They are called as the user will call them: in this process, through a TunedModule with
+        its checks. Those that were tried in another process are built and verified here first.
+        torch.compile's default is timed without those checks too, for the sake of the comparison.
         """
+        self._drop_the_beaten()
+        for row in near_best(self.report):
+            if row.strategy not in self._kept:
+                self._bring_home(row)
         rows = {row.strategy: row for row in self.report.rows}
-        calls = {
-            name: self._bound(self.module if name == EAGER else self._tuned(name, built))
-            for name, built in self._kept.items()
-        }
-        if len(calls) < 2:
+        if len(self._kept) < 2:
             return
-        bare = self._kept.get(COMPILE_DEFAULT)
-        if bare is not None:
-            calls[_BARE] = self._bound(bare.call)
-        budget = FINAL_S_EACH * len(calls)
-        measured = interleave(calls, self.timer, budget_s=budget)
-        if bare is not None:
-            rows[COMPILE_DEFAULT].bare = measured.pop(_BARE)
-        for name, measurement in measured.items():
+        tuned = {name: self._tuned(name, builts) for name, builts in self._kept.items()}
+        budget = self._final_budget() * len(tuned)
+        samples = self.evaluator.samples
+        found: dict[str, list[tuple[float, Measurement]]] = {}
+        for place, sample in enumerate(samples):
+            calls = {
+                name: self.evaluator.bound(self.module if name == EAGER else call, sample.call)
+                for name, call in tuned.items()
+            }
+            if COMPILE_DEFAULT in tuned:
+                bare = self._kept[COMPILE_DEFAULT][place].call
+                calls[_BARE] = self.evaluator.bound(bare, sample.call)
+            measured = interleave(calls, self.evaluator.timer, budget_s=budget / len(samples))
+            for name, measurement in measured.items():
+                found.setdefault(name, []).append((sample.weight, measurement))
+                if len(samples) > 1 and name != _BARE:
+                    rows[name].by_shape[sample.name].final = measurement
+        means = {n: m[0][1] if len(samples) == 1 else weighted(m) for n, m in found.items()}
+        if _BARE in means:
+            rows[COMPILE_DEFAULT].bare = means.pop(_BARE)
+        for name, measurement in means.items():
             rows[name].final = measurement
 
+    def _final_budget(self) -> float:
+        """Seconds of the common rounds for each finalist."""
+        if self.budget_s is None:
+            return FINAL_S_EACH
+        left = self._started + self.budget_s - time.monotonic()
+        return max(0.0, min(FINAL_S_EACH, left / len(self._kept)))
+
+    def _bring_home(self, row: Row) -> None:
+        """Build and verify in this process what was measured in another."""
+        late = self.budget_s is not None and time.monotonic() > self._started + self.budget_s
+        if late and len(self._kept) > 1:
+            return
+        trial = self.evaluator.set_up(self._candidate(row.strategy))
+        if trial.builts:
+            self._kept[row.strategy] = trial.builts
+            return
+        self._fallen(row, trial)
+
+    def _fallen(self, row: Row, trial: Trial) -> None:
+        """A candidate that was right in a process of its own is not in this one."""
+        row.status = trial.row.status
+        row.reason = f"in this process: {trial.row.reason}"
+        row.remedy = trial.row.remedy
+        self._repeatable(row)
+
+    def _candidate(self, name: str) -> Candidate:
+        return next(c for c in self.candidates if c.name == name)
+
     def _ranked(self) -> list[Row]:
-        """Eligible rows, the one to choose first: the simplest within the best one's noise."""
-        rows = [row for row in self._eligible() if row.strategy in self._kept]
-        rows.sort(key=self._cost)
-        if not rows or self.report.objective == "memory":
-            return rows
-        tied = [row for row in rows if self._ties(row, rows[0])]
-        tied.sort(key=lambda row: row.complexity)
-        return tied + [row for row in rows if row not in tied]
+        """Candidates that were built here, the one to choose first."""
+        return ranked(self.report, [r for r in self.report.rows if r.strategy in self._kept])
 
-    def _ties(self, row: Row, best: Row) -> bool:
-        """Whether a row is as good as the best, as far as these rounds can tell."""
-        if row.final is not None and best.final is not None:
-            # Set against each other directly: eager's noise would only widen both.
-            low, _ = median_interval(row.final.ratios(best.final, self.report.objective))
-            return low <= _WORTH_IT
-        low, _ = median_interval(self.report.ratios(row))
-        _, high = median_interval(self.report.ratios(best))
-        return low <= high * _WORTH_IT
-
-    def _choose(self, ref: Reference) -> tuple[Row, Built]:
+    def _choose(self) -> Row:
         """The first of the ranking that is still right when it is verified again."""
         for row in self._ranked():
-            built = self._kept[row.strategy]
-            candidate = next(c for c in self.candidates if c.name == row.strategy)
+            candidate = self._candidate(row.strategy)
             try:
-                verdict = verify(built.call, ref, ulp=candidate.lossy_ulp)
+                why = self._wrong(candidate, self._kept[row.strategy])
             except Exception as error:
-                row.status = Status.FAILED
+                row.status = status_of(error)
                 row.reason, row.remedy = in_words(error)
                 continue
-            if verdict.ok:
+            if why is None:
                 self._conclude(row)
-                return row, built
-            row.status, row.reason = Status.WRONG, f"when verified again: {verdict.reason}"
+                return row
+            row.status, row.reason = Status.WRONG, f"when verified again: {why}"
         failed = self.report.row(EAGER)
         why = failed.reason if failed is not None else "it was not measured"
         raise ModelFailed(f"Eager itself could not be verified or timed: {why}")
+
+    def _wrong(self, candidate: Candidate, builts: Sequence[Built]) -> str | None:
+        """What is wrong with a candidate's answers to the samples, in words, or None."""
+        for sample, built in zip(self.evaluator.samples, builts, strict=True):
+            verdict = self.evaluator.verified(candidate, built, sample)
+            if not verdict.ok:
+                return verdict.reason
+        return None
 
     def _conclude(self, chosen: Row | None = None) -> None:
         """State the choice in one sentence; after an interruption, of what is known."""
         report = self.report
         if chosen is None:
-            ranked = self._ranked()
-            if not ranked:
+            rows = ranked(report, list(report.rows))
+            if not rows:
                 report.reason = "Interrupted before anything was measured."
                 return
-            chosen = ranked[0]
+            chosen = rows[0]
         report.chosen = chosen.strategy
-        finalists = [row for row in self._eligible() if row.final is not None]
+        finalists = [r for r in report.rows if r.final is not None and r.status is Status.OK]
         report.reason = sentence(report, chosen, finalists)
 
-    def _tuned(self, name: str, built: Built) -> TunedModule:
+    # ------------------------------------------------------------ the memory of choices
+
+    def _key(self) -> choices.Key | None:
+        """What the choice is remembered under; None where it is not."""
+        if not self.remember or not all(map(is_ours, self.candidates)):
+            return None
+        options = {
+            "strategies": [candidate.name for candidate in self.candidates],
+            "objective": self.objective,
+            "tolerance": self.tolerance,
+            "allow": sorted(self._allow),
+            "budget_s": self.budget_s,
+            "timeout_s": self.timeout_s,
+            "memory_limit": self.memory_limit,
+            "weights": [weight for weight, _ in self.calls],
+            "grad": torch.is_grad_enabled(),
+        }
+        calls = [(call.args, call.kwargs) for _, call in self.calls]
+        return choices.key_of(self.module, calls, self.device, self.report.environment, options)
+
+    def _recalled(self, key: choices.Key) -> TunedModule | None:
+        """The choice of an earlier run, built and verified again; None where there is none."""
+        found = choices.recall(key)
+        if found is None or found.chosen not in {c.name for c in self.candidates}:
+            return None
+        name = found.chosen
+        trial = self.evaluator.set_up(self._candidate(name))
+        if not trial.builts:
+            self.report.notes.append(
+                f"The choice of an earlier run, {name}, is not right any more "
+                f"({trial.row.reason}): tuned again."
+            )
+            return None
+        found.recalled = found.created
+        found.model = self.report.model
+        self.report = found
+        self._restore()
+        return self._tuned(name, trial.builts)
+
+    # ------------------------------------------------------------ what is handed out
+
+    def _tuned(self, name: str, builts: Sequence[Built]) -> TunedModule:
         """The module with one of the candidates to answer its calls."""
-        pure = self._reference is not None and self._reference.pure
+        pure = all(sample.reference.pure for sample in self.evaluator.samples)
         watch = None
         if name.split(":")[0] != EAGER:  # Eager needs no watching.
-            watch = ModuleWatch(self.module, values=built.holds_weights)
-        call = built.call
+            holds = any(built.holds_weights for built in builts)
+            watch = ModuleWatch(self.module, values=holds)
+        calls: list[Callable[..., Any]] = [built.call for built in builts]
         if name == EAGER:  # What tune() gives never requires grad, eager included.
-            call = quiet_eager(self.module, self._quiet)
-        return TunedModule(self.module, self.report, call, self.signature, watch, pure, self._quiet)
+            calls = [quiet_eager(self.module, self._quiet)] * len(builts)
+        table = list(zip(self.signatures, calls, strict=True))
+        return TunedModule(self.module, self.report, table, watch, pure, self._quiet)
 
     def _restore(self) -> None:
         """Leave the module's buffers and parameters as they were found."""
-        if self._reference is not None:
-            self._reference.state.restore()
-            self._reference.state.corrupted()
+        if self._evaluator is not None:
+            self._evaluator.restore()
+
+
+def _repeat_in_python(strategy: str) -> str:
+    return f"graphwright.tune(model, args, strategies=[{strategy!r}], remember=False)"
 
 
 @contextmanager

@@ -10,7 +10,15 @@ from typing import Any
 from .result import Row, Status
 from .table import duration
 
-_MARKS = {Status.OK: "✓", Status.SLOWER: "·", Status.WRONG: "✗", Status.FAILED: "!"}
+_MARKS = {
+    Status.OK: "✓",
+    Status.SLOWER: "·",
+    Status.WRONG: "✗",
+    Status.FAILED: "!",
+    Status.CRASHED: "!",
+    Status.TIMED_OUT: "!",
+    Status.MEMORY_EXCEEDED: "!",
+}
 
 
 class _Shown:

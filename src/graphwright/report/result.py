@@ -20,7 +20,7 @@ from ..errors import GraphwrightError
 from ..measurement import Measurement, break_even, median_interval
 
 SCHEMA = "graphwright.tune"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 COMPILE_DEFAULT = "inductor"
 EAGER = "eager"
 
@@ -32,6 +32,9 @@ class Status(enum.StrEnum):
     SLOWER = "slower"
     WRONG = "wrong"
     FAILED = "failed"
+    CRASHED = "crashed"
+    TIMED_OUT = "timed out"
+    MEMORY_EXCEEDED = "memory exceeded"
     UNAVAILABLE = "unavailable"
     NOT_TRIED = "not tried"
 
@@ -40,9 +43,11 @@ class Status(enum.StrEnum):
 class Row:
     """One candidate: its status and reason, and what was measured of it.
 
-    `screening` was measured in turns with eager (`baseline`), `final` in turns with all other
-    finalists and with the checks of a TunedModule; `bare`, of torch.compile's default, is the same
-    without those checks, as a peer to compare with. Memory in bytes, times in seconds.
+    `screening` was measured in turns with eager (`baseline`), as the strategy is; `final` in turns
+    with all other finalists and with the checks of a TunedModule; `bare`, of torch.compile's
+    default among them, is the same without those checks, as a peer to compare with. Where there are
+    several shapes, `by_shape` holds a row for each, and these figures are their means by the
+    shapes' weights. `repeat` tries this candidate alone again. Memory in bytes, times in seconds.
     """
 
     strategy: str
@@ -58,6 +63,8 @@ class Row:
     baseline: Measurement | None = None
     final: Measurement | None = None
     bare: Measurement | None = None
+    repeat: str = ""
+    by_shape: dict[str, Row] = field(default_factory=dict)
 
     @property
     def measurement(self) -> Measurement | None:
@@ -66,8 +73,21 @@ class Row:
 
 
 @dataclass
+class Shape:
+    """One of several calls that were tuned for, and its share of all calls."""
+
+    name: str
+    weight: float
+    inputs: list[str]
+
+
+@dataclass
 class Report:
-    """The result of one run of `tune`."""
+    """The result of one run of `tune`.
+
+    `shapes` is empty where there was one call to tune for; `inputs` are those of the first.
+    `recalled` says when the choice was made, where it was remembered from an earlier run.
+    """
 
     model: str
     inputs: list[str]
@@ -81,6 +101,8 @@ class Report:
     created: str = ""
     seconds: float = 0.0
     interrupted: bool = False
+    shapes: list[Shape] = field(default_factory=list)
+    recalled: str = ""
 
     def row(self, strategy: str) -> Row | None:
         """The row of a strategy, by name."""
@@ -138,8 +160,6 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON, every raw sample included, in seconds."""
         data = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
-        for row, out in zip(self.rows, data["rows"], strict=True):
-            out["status"] = str(row.status)
         return json.dumps(_finite(data), indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
@@ -166,7 +186,9 @@ class Report:
             )
         try:
             rows = [_row(row) for row in data.pop("rows")]
-            report = cls(rows=rows, eager_error=_error(data.pop("eager_error")), **data)
+            shapes = [Shape(**shape) for shape in data.pop("shapes")]
+            error = _error(data.pop("eager_error"))
+            report = cls(rows=rows, eager_error=error, shapes=shapes, **data)
             str(report)  # What cannot be shown was damaged in a way that no field shows alone.
             return report
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
@@ -184,6 +206,7 @@ def _row(data: Mapping[str, Any]) -> Row:
     fields["error"] = _error(fields["error"])
     for name in ("screening", "baseline", "final", "bare"):
         fields[name] = _measurement(fields[name])
+    fields["by_shape"] = {name: _row(one) for name, one in fields["by_shape"].items()}
     return Row(**fields)
 
 
@@ -200,6 +223,8 @@ def _measurement(data: Mapping[str, Any] | None) -> Measurement | None:
 
 def _finite(value: Any) -> Any:
     """The same data with NaN and Inf as text, which JSON has no numbers for."""
+    if isinstance(value, enum.Enum):
+        return str(value)
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     if isinstance(value, dict):

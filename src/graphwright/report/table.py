@@ -112,7 +112,8 @@ def explanations(report: Report) -> list[tuple[str, str]]:
     reasons: dict[str, list[str]] = {}
     notes: dict[str, list[str]] = {}
     for row in ordered(report):
-        text = ". ".join(part.rstrip(".") for part in (row.reason, row.remedy) if part)
+        again = f"Repeat it with: {row.repeat}" if row.repeat else ""
+        text = ". ".join(part.rstrip(".") for part in (row.reason, row.remedy, again) if part)
         if text:
             reasons.setdefault(text, []).append(row.strategy)
         for note in row.notes:

@@ -18,6 +18,9 @@ _STYLES = {
     Status.SLOWER: "dim",
     Status.WRONG: "red",
     Status.FAILED: "yellow",
+    Status.CRASHED: "red",
+    Status.TIMED_OUT: "yellow",
+    Status.MEMORY_EXCEEDED: "yellow",
     Status.UNAVAILABLE: "dim",
     Status.NOT_TRIED: "dim",
 }

@@ -25,6 +25,10 @@ class AotAutograd:
     name: str = "aot_autograd"
     complexity: int = 20
 
+    def probes_late(self, device: torch.device) -> bool:
+        """The probe captures, which takes as long as a build."""
+        return True
+
     def probe(self, device: torch.device) -> Availability:
         """Capture and run a tiny model."""
         model, x = tiny_model(device)

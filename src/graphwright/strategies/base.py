@@ -135,10 +135,17 @@ class Candidate:
         """Unit in the last place of the precision that this candidate is allowed to lose to."""
         return None if self.rewrite is None else self.rewrite.lossy_ulp
 
-    def availability(self, device: torch.device) -> Availability:
-        """Available if all its parts are; else the first part's reason."""
+    def availability(self, device: torch.device, *, late: bool = False) -> Availability:
+        """Available if all its parts are; else the first part's reason.
+
+        Parts whose probe compiles are asked only where `late`, after a build has failed: they may
+        say by `probes_late(device)` that a build tells as much.
+        """
         for part in (self.rewrite, self.compiler, self.runner):
             if part is not None:
+                postponed = getattr(part, "probes_late", None)
+                if not late and postponed is not None and postponed(device):
+                    continue
                 found = probe(part, device)
                 if not found.available:
                     return found

@@ -75,6 +75,10 @@ class Inductor:
     complexity: int
     cuda_graphs: bool = False
 
+    def probes_late(self, device: torch.device) -> bool:
+        """Whether the probe compiles, which takes as long as a build."""
+        return not (self.cuda_graphs and device.type == "cpu")
+
     def probe(self, device: torch.device) -> Availability:
         """Compile and run a tiny model in this mode."""
         model, x = tiny_model(device)

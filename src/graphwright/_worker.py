@@ -1,0 +1,158 @@
+"""Candidates are tried under this process: `python -m graphwright._worker CONTROL PAYLOAD PARENT`.
+
+It imports what the model needs, once, and forks a child for each candidate that it is asked to
+try; it runs nothing of the candidate's itself. A child loads the model and its references from the
+file PAYLOAD, evaluates one candidate, and sends the row. CONTROL is a socket to the process that
+tunes: when that ends, so does all that was started here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import json
+import mmap
+import os
+import pickle
+import signal
+import socket
+import sys
+import warnings
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+
+from .isolation import MESSAGE, Task
+
+_PDEATHSIG = 1  # prctl(2)
+
+
+class _Nursery:
+    """Forks children on request, says how they ended, and ends those that are left."""
+
+    def __init__(self, control: socket.socket, payload: int) -> None:
+        self._control = control
+        self._payload = payload
+        self._children: set[int] = set()
+
+    def run(self) -> None:
+        """Answer requests until the other side is gone."""
+        while message := _receive(self._control):
+            request, handles = message
+            answer = getattr(self, request.pop("do"))(handles, **request)
+            self._control.sendall(json.dumps(answer).encode())
+
+    def prepare(self, handles: list[int], path: list[str], modules: list[str]) -> dict[str, Any]:
+        """Import what children will need; what cannot be imported is left to them."""
+        sys.path[:] = path
+        for name in modules:
+            with contextlib.suppress(Exception):
+                importlib.import_module(name)
+        return {"forks": not torch.cuda.is_initialized()}
+
+    def fork(self, handles: list[int]) -> dict[str, Any]:
+        """Start a child that talks through the first handle and prints to the second."""
+        channel, log = handles
+        mother = os.getpid()
+        child = os.fork()
+        if child:
+            self._children.add(child)
+            os.close(channel)
+            os.close(log)
+            return {"child": child}
+        try:
+            os.setsid()
+            _when_parent_ends(signal.SIGKILL, mother)
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            self._control.close()
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.close(log)
+            os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
+            serve(Connection(channel), self._payload)
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
+        except BaseException as error:
+            with contextlib.suppress(Exception):
+                sys.excepthook(type(error), error, error.__traceback__)
+                sys.stderr.flush()
+            os._exit(1)
+
+    def reap(self, handles: list[int], child: int) -> dict[str, Any]:
+        """How a child ended: its exit status, or minus the signal that ended it."""
+        _, status = os.waitpid(child, 0)
+        self._children.discard(child)
+        return {"status": os.waitstatus_to_exitcode(status)}
+
+    def end(self) -> None:
+        """Kill every child with whatever it has started."""
+        for child in self._children:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+
+
+def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    data, handles, _, _ = socket.recv_fds(control, MESSAGE, 2)
+    return (json.loads(data), handles) if data else None
+
+
+def _when_parent_ends(signum: int, parent: int) -> None:
+    """Let the kernel send a signal to this process then, also where the parent was killed."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def serve(channel: Connection, payload: int) -> None:
+    """Evaluate the one candidate that comes through a channel; see `isolation` for the messages."""
+    try:
+        with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # A warning would stand in the log as the last word.
+            task: Task = torch.load(file, weights_only=False)
+        task.settings.apply()
+        mode = torch.inference_mode if task.settings.inference else contextlib.nullcontext
+        with mode():
+            evaluator = task.evaluator()
+            why = evaluator.disagreement()
+    except Exception as error:
+        why = f"{type(error).__name__}: {error}"
+    if why is not None:
+        channel.send(("unfit", why))
+        return
+    channel.send(("loaded",))
+    candidate, device_bytes = pickle.loads(channel.recv_bytes())
+    if device_bytes is not None:
+        total = torch.cuda.get_device_properties(evaluator.device).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, device_bytes / total), evaluator.device)
+    with mode():
+        trial = evaluator.set_up(candidate)
+        if trial.builts:
+            channel.send(("ready",))
+            channel.recv()
+            evaluator.time(trial)
+    channel.send(("row", trial.row))
+
+
+def main() -> None:
+    """Serve the process that holds the other end of the control socket."""
+    control, payload, parent = map(int, sys.argv[1:])
+    nursery = _Nursery(socket.socket(fileno=control), payload)
+
+    def over(*_: object) -> None:
+        nursery.end()
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, over)
+    try:
+        _when_parent_ends(signal.SIGTERM, parent)
+        nursery.run()
+    finally:
+        nursery.end()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Which candidate is chosen: who is near the best, and who of those comes first."""
+
+from __future__ import annotations
+
+import statistics
+
+from .measurement import median_interval
+from .report import Report, Row, Status
+
+# Candidates within this factor of the best are timed again.
+FINALIST_FACTOR = 1.10
+# A gain below this factor is not worth a less simple candidate, however certain it is.
+_WORTH_IT = 1.01
+
+
+def eligible(report: Report) -> list[Row]:
+    """Rows of candidates that are right and not slower than eager."""
+    return [row for row in report.rows if row.status is Status.OK]
+
+
+def cost(report: Report, row: Row) -> float:
+    """What is to be small: time relative to eager's, or peak bytes."""
+    if report.objective == "memory" and row.peak_bytes is not None:
+        return float(row.peak_bytes)
+    return statistics.median(report.ratios(row))
+
+
+def _own_cost(report: Report, row: Row) -> float:
+    """What is to be small, by the row's own samples."""
+    if report.objective == "memory" or row.screening is None:
+        return cost(report, row)
+    return statistics.median(row.screening.rounds(report.objective))
+
+
+def near_best(report: Report) -> list[Row]:
+    """The candidates to time again.
+
+    Near the best by either measure: when eager itself wavers from one screening to the next, the
+    ratios of two candidates to it cannot be set against each other.
+    """
+    rows = eligible(report)
+    near: set[str] = set()
+    for measure in (cost, _own_cost):
+        limit = FINALIST_FACTOR * min((measure(report, row) for row in rows), default=0.0)
+        near |= {row.strategy for row in rows if measure(report, row) <= limit}
+    return [row for row in rows if row.strategy in near]
+
+
+def ranked(report: Report, rows: list[Row]) -> list[Row]:
+    """Eligible rows among some, the one to choose first: the simplest within the best's noise."""
+    rows = [row for row in rows if row.status is Status.OK]
+    rows.sort(key=lambda row: cost(report, row))
+    if not rows:
+        return rows
+    tied = [row for row in rows if _ties(report, row, rows[0])]
+    tied.sort(key=lambda row: row.complexity)
+    return tied + [row for row in rows if row not in tied]
+
+
+def _ties(report: Report, row: Row, best: Row) -> bool:
+    """Whether a row is as good as the best, as far as these rounds can tell."""
+    if report.objective == "memory":
+        return cost(report, row) <= _WORTH_IT * cost(report, best)
+    if row.final is not None and best.final is not None:
+        # Set against each other directly: eager's noise would only widen both.
+        low, _ = median_interval(row.final.ratios(best.final, report.objective))
+        return low <= _WORTH_IT
+    low, _ = median_interval(report.ratios(row))
+    _, high = median_interval(report.ratios(best))
+    return low <= high * _WORTH_IT

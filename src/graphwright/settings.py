@@ -1,0 +1,88 @@
+"""The settings of a process that change what a model computes or how fast, to repeat elsewhere."""
+
+from __future__ import annotations
+
+import os
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .signature import switches
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What one process has set: to be taken in one and applied in another.
+
+    Attributes:
+        path: where modules are imported from.
+        switches: of `signature.switches`: autocast, default dtype, back ends.
+        threads: of operators on the CPU.
+        grad: whether gradients are on.
+        inference: whether inference mode is.
+        warn_only: whether operators that are not deterministic only warn.
+        compilers: what was set of torch.compile's options, as Python, by module.
+    """
+
+    path: tuple[str, ...]
+    switches: tuple[Any, ...]
+    threads: int
+    grad: bool
+    inference: bool
+    warn_only: bool
+    compilers: dict[str, str]
+
+    @classmethod
+    def taken(cls) -> Settings:
+        """Those of this process and thread."""
+        names = ("torch._dynamo.config", "torch._inductor.config")
+        return cls(
+            # An empty entry is the folder that the process is in.
+            path=tuple(os.path.abspath(entry) for entry in sys.path),
+            switches=switches(),
+            threads=torch.get_num_threads(),
+            grad=torch.is_grad_enabled(),
+            inference=torch.is_inference_mode_enabled(),
+            warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            compilers={
+                name: sys.modules[name].codegen_config() for name in names if name in sys.modules
+            },
+        )
+
+    def apply(self) -> None:
+        """Set them in this process and thread for good; inference mode is left to the caller.
+
+        Raises:
+            RuntimeError: one cannot be set here.
+        """
+        import importlib
+
+        # In the order of `switches`.
+        cpu, cuda, dtype, deterministic, mkldnn, cudnn, benchmark, *rest = self.switches
+        matmul, conv, mkldnn_matmul, flash, efficient, math, cudnn_sdp = rest
+        for device, autocast in (("cpu", cpu), ("cuda", cuda)):
+            if autocast:
+                torch.set_autocast_enabled(device, True)
+                torch.set_autocast_dtype(device, autocast)
+        torch.set_default_dtype(dtype)
+        torch.use_deterministic_algorithms(deterministic, warn_only=self.warn_only)
+        c = torch._C
+        c._set_mkldnn_enabled(mkldnn)
+        c._set_cudnn_enabled(cudnn)
+        c._set_cudnn_benchmark(benchmark)
+        c._set_fp32_precision_setter("cuda", "matmul", matmul)
+        c._set_fp32_precision_setter("cuda", "conv", conv)
+        c._set_fp32_precision_setter("mkldnn", "matmul", mkldnn_matmul)
+        torch.backends.cuda.enable_flash_sdp(flash)
+        torch.backends.cuda.enable_mem_efficient_sdp(efficient)
+        torch.backends.cuda.enable_math_sdp(math)
+        torch.backends.cuda.enable_cudnn_sdp(cudnn_sdp)
+        torch.set_num_threads(self.threads)
+        torch.set_grad_enabled(self.grad)
+        for name, statements in self.compilers.items():
+            importlib.import_module(name)
+            exec(statements, {"torch": torch})
+        if switches() != self.switches:
+            raise RuntimeError("a setting of torch.backends could not be repeated")

@@ -1,0 +1,323 @@
+"""Candidates in processes of their own: what they do there harms nobody, and is told."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import torch
+from planted import Branching, Planted, Small
+from torch import nn
+
+import graphwright as gw
+from graphwright.report import Report, Status
+from graphwright.settings import Settings
+from graphwright.strategies import Availability, Built
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="candidates are forked on Linux")
+
+
+@pytest.fixture(autouse=True)
+def isolated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphwright.tuner.ISOLATED", True)
+
+
+class Roundabout(Small):
+    """Does the work of Small the long way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(50):
+            x = x + 0
+        return super().forward(x)
+
+
+def directly(model: nn.Module) -> Callable[..., Any]:
+    return torch.no_grad()(lambda x: Small.forward(model, x))
+
+
+QUICK = Planted("quick", directly)
+
+
+def tune(strategies: list[Any], device: torch.device | str = "cpu", **options: Any) -> Report:
+    model = Roundabout().eval().to(device)
+    x = torch.randn(4, 16, device=device)
+    return gw.tune(model, (x,), strategies=strategies, **options).report
+
+
+def test_each_planted_harm_gets_its_status_and_the_run_goes_on(device: torch.device) -> None:
+    harms = {
+        "segfault": (planted.segfaults, Status.CRASHED),
+        "exit": (planted.leaves, Status.CRASHED),
+        "hang": (planted.hangs, Status.TIMED_OUT),
+        "hang later": (planted.hangs_later, Status.TIMED_OUT),
+        "corrupt": (planted.corrupts_weights, Status.WRONG),
+        "raise": (planted.raises, Status.FAILED),
+        "interrupt": (planted.interrupts, Status.CRASHED),
+    }
+    strategies = [Planted(name, make) for name, (make, _) in harms.items()]
+    report = tune([*strategies, QUICK], device, timeout_s=4)
+    found = {row.strategy: row.status for row in report.rows}
+    wanted = {name: status for name, (_, status) in harms.items()}
+    assert found == {"eager": Status.OK, "quick": Status.OK} | wanted
+    assert report.chosen == "quick"
+    for row in report.rows:
+        if row.strategy in harms:
+            assert row.reason
+            assert row.strategy in row.repeat
+    crashed = report.row("segfault")
+    assert crashed is not None
+    assert "SIGSEGV" in crashed.reason
+    assert not _children()
+
+
+def test_a_leak_past_the_limit_is_a_row() -> None:
+    leak = Planted("leak", planted.leaks)
+    report = tune([leak, QUICK], memory_limit="1GiB")
+    row = report.row("leak")
+    assert row is not None
+    assert row.status is Status.MEMORY_EXCEEDED
+    assert "host memory" in row.reason
+    assert report.chosen == "quick"
+
+
+def test_a_slow_leak_is_found_without_a_limit() -> None:
+    row = tune([Planted("leak", planted.leaks)]).row("leak")
+    assert row is not None
+    assert row.status is Status.MEMORY_EXCEEDED
+    assert "leaks" in row.reason
+
+
+@pytest.mark.gpu
+def test_a_candidate_that_exhausts_the_gpu_is_a_row() -> None:
+    report = tune([Planted("hog", planted.exhausts_the_gpu), QUICK], "cuda")
+    row = report.row("hog")
+    assert row is not None
+    assert row.status is Status.MEMORY_EXCEEDED
+    assert report.chosen == "quick"
+    report = tune([Planted("leak", planted.leaks), QUICK], "cuda", memory_limit="1GiB")
+    row = report.row("leak")
+    assert row is not None
+    assert row.status is Status.MEMORY_EXCEEDED
+    assert report.chosen == "quick"
+
+
+@pytest.mark.gpu
+def test_an_illegal_memory_access_is_a_crash() -> None:
+    report = tune([Planted("stray", planted.reads_astray), QUICK], "cuda")
+    row = report.row("stray")
+    assert row is not None
+    assert row.status is Status.CRASHED
+    assert "illegal memory access" in row.reason
+    assert report.chosen == "quick"
+
+
+def test_a_frozen_branch_is_wrong(device: torch.device) -> None:
+    x, mask = torch.randn(4, 16, device=device), torch.ones(4, 16, dtype=torch.bool, device=device)
+    strategies = [Planted("frozen", planted.frozen_branch)]
+    report = gw.tune(Branching().eval(), (x, mask), strategies=strategies).report
+    assert {row.strategy: row.status for row in report.rows}["frozen"] is Status.WRONG
+    assert report.chosen == "eager"
+
+
+def test_one_zeroed_element_of_sixteen_million_is_wrong(device: torch.device) -> None:
+    model = nn.Sequential(nn.ReLU()).eval()
+    x = torch.rand(16, 1 << 20, device=device) + 0.1
+    report = gw.tune(model, (x,), strategies=[Planted("zero", planted.one_element_zeroed)]).report
+    assert {row.strategy: row.status for row in report.rows}["zero"] is Status.WRONG
+
+
+def test_what_a_candidate_does_to_its_process_stays_there() -> None:
+    threads = torch.get_num_threads()
+    folder = Path.cwd()
+    report = tune([Planted("vandal", planted.vandalises)])
+    assert {row.strategy for row in report.rows} == {"eager", "vandal"}
+    assert torch.get_num_threads() == threads
+    assert Path.cwd() == folder
+    assert "VANDAL" not in os.environ
+
+
+def test_children_of_children_end_too(tmp_path: Path) -> None:
+    file = tmp_path / "pids"
+    tune([Planted("spawn", planted.Spawns(str(file)))])
+    pids = [int(line) for line in file.read_text().split()]
+    assert pids
+    assert not any(map(_alive, pids))
+
+
+def test_set_ups_overlap_and_timings_do_not(tmp_path: Path) -> None:
+    model, x = Small().eval(), torch.randn(4, 16)
+    strategies = [Planted(f"s{n}", planted.Logs(str(tmp_path / f"{n}"))) for n in range(3)]
+    tuning = gw.tuner.Tuning(model, (x,), strategies=strategies)
+    workers = gw.tuner.Workers
+
+    def three_at_once(*args: Any, **kwargs: Any) -> Any:
+        return workers(*args, **kwargs, overlap=3)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphwright.tuner.Workers", three_at_once)
+        tuning.run()
+    spans = {}
+    for n in range(3):
+        times = [float(line) for line in (tmp_path / f"{n}").read_text().split()]
+        # Set-up sleeps between the first two; the calls that are timed come last.
+        spans[n] = (times[0], times[1], times[-20], times[-1])
+    assert max(s[0] for s in spans.values()) < min(s[1] for s in spans.values())
+    timings = sorted((s[2], s[3]) for s in spans.values())
+    assert all(a[1] < b[0] for a, b in zip(timings, timings[1:], strict=False))
+    assert timings[0][0] > max(s[1] for s in spans.values())
+
+
+def test_a_model_that_cannot_be_pickled_is_tuned_here_with_a_note() -> None:
+    model = Roundabout().eval()
+    model.lock = threading.Lock()  # type: ignore[assignment]
+    report = gw.tune(model, (torch.randn(4, 16),), strategies=[QUICK]).report
+    assert report.chosen == "quick"
+    assert any("in this process" in note and "pickle" in note for note in report.notes)
+
+
+def test_a_model_that_is_another_one_elsewhere_is_tuned_here_with_a_note() -> None:
+    here = os.getpid()
+
+    class Homesick(Roundabout):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) * (1 if os.getpid() == here else 2)
+
+    def quick(model: nn.Module) -> Callable[..., Any]:
+        return torch.no_grad()(lambda x: Small.forward(model, x))
+
+    report = gw.tune(Homesick().eval(), (torch.randn(4, 16),), strategies=[QUICK]).report
+    assert {row.strategy: row.status for row in report.rows} == {
+        "eager": Status.OK,
+        "quick": Status.OK,
+    }
+    assert any("in this process" in note for note in report.notes)
+
+
+def test_a_strategy_that_cannot_be_pickled_is_tried_here_with_a_note() -> None:
+    lock = threading.Lock()
+
+    class Locked:
+        name, complexity = "locked", 3
+
+        def probe(self, device: torch.device) -> Availability:
+            return Availability(True)
+
+        def build(self, model: nn.Module, args: Any, kwargs: Any) -> Built:
+            with lock:
+                return Built(directly(model))
+
+    report = tune([Locked(), Planted("segfault", planted.segfaults)])
+    assert {row.strategy: row.status for row in report.rows} == {
+        "eager": Status.OK,
+        "locked": Status.OK,
+        "segfault": Status.CRASHED,
+    }
+    assert any("in this process" in note for note in report.notes)
+
+
+def test_a_candidate_that_works_only_elsewhere_is_not_chosen() -> None:
+    report = tune([Planted("away", planted.OnlyElsewhere(os.getpid()))])
+    row = report.row("away")
+    assert row is not None
+    assert row.status is Status.FAILED
+    assert "in this process" in row.reason
+    assert report.chosen == "eager"
+
+
+def test_settings_are_the_caller_s(tmp_path: Path) -> None:
+    file = tmp_path / "settings"
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.no_grad():
+            tune([Planted("settings", planted.Tells(str(file)))])
+            here = Settings.taken()
+    finally:
+        torch.use_deterministic_algorithms(False)
+        torch.set_num_threads(threads)
+    assert file.read_text() == repr((here.switches, 1, False))
+
+
+def test_the_budget_is_kept_and_what_was_not_tried_says_so() -> None:
+    began = time.monotonic()
+    report = tune([QUICK, Planted("hang", planted.hangs), Planted("never", directly)], budget_s=12)
+    assert time.monotonic() - began < 14
+    statuses = {row.strategy: row.status for row in report.rows}
+    assert statuses == {
+        "eager": Status.OK,
+        "quick": Status.OK,
+        "hang": Status.NOT_TRIED,
+        "never": Status.NOT_TRIED,
+    }
+    assert all("budget" in row.reason for row in report.rows if row.status is Status.NOT_TRIED)
+    assert report.chosen == "quick"
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+import planted, torch
+from planted import Planted, Small
+import graphwright as gw
+x = torch.randn(4, 16)
+print("begun", flush=True)
+gw.tune(Small().eval(), (x,), strategies=[Planted("spawn", planted.Spawns({file!r}, hang=True))])
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
+def test_when_the_caller_ends_nothing_is_left(tmp_path: Path, signum: int) -> None:
+    file = tmp_path / "pids"
+    path = [str(Path(gw.__file__).parent.parent), str(Path(__file__).parent)]
+    source = SCRIPT.format(path=path, file=str(file))
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
+    (tmp_path / "tmp").mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-c", source], stderr=subprocess.DEVNULL, env=environment
+    )
+    try:
+        _until(lambda: file.exists() and len(file.read_text().split()) >= 2, 60)
+        children = [pid for pid in _descendants(process.pid) if pid != process.pid]
+        assert len(children) >= 3  # The nursery, the candidate, and what that has started.
+        os.kill(process.pid, signum)
+        process.wait(20)
+        _until(lambda: not any(map(_alive, children)), 10)
+    finally:
+        process.kill()
+    assert not list((tmp_path / "tmp").iterdir())
+
+
+def _until(condition: Callable[[], bool], seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+
+
+def _descendants(pid: int) -> list[int]:
+    found = [pid]
+    for parent in found:
+        for task in Path(f"/proc/{parent}/task").iterdir():
+            found += [int(child) for child in (task / "children").read_text().split()]
+    return found
+
+
+def _children() -> list[int]:
+    return [pid for pid in _descendants(os.getpid())[1:] if _alive(pid)]
