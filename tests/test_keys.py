@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -289,19 +290,25 @@ def test_what_cannot_be_described_gives_its_type() -> None:
         model.held = value
         return key(model)
 
-    endless: list[Any] = []
-    endless.append(endless)
-    for value in (Odd(), object(), iter([1]), endless, 10**5000, "\ud800", list(range(10**5))):
+    for value in (Odd(), object(), iter([1]), 10**5000, "\ud800", list(range(10**5))):
         assert holding(value) == holding(value)
         assert holding(value) != holding(None)
     assert holding(object()) == holding(object())
+    assert holding([0] * 10**5) == holding([1] * 10**5) != holding([0] * (10**5 + 1))
 
 
-def test_a_function_that_names_itself_has_a_key() -> None:
+def test_what_leads_back_to_itself_has_an_end() -> None:
     def again(x: torch.Tensor, n: int = 2) -> torch.Tensor:
         return x if n == 0 else again(x, n - 1)
 
-    assert key(FunctionModule(again)) == key(FunctionModule(again))
+    def deeper(levels: int) -> Key:
+        return key(model) if levels == 0 else deeper(levels - 1)
+
+    model = FunctionModule(again)
+    model.endless = [model]
+    model.endless.append(model.endless)
+    # Were there none, the error of too deep a recursion would come at another level.
+    assert deeper(0) == deeper(50)
 
 
 def test_an_argument_that_cannot_be_described_is_refused() -> None:
@@ -310,12 +317,14 @@ def test_an_argument_that_cannot_be_described_is_refused() -> None:
 
 
 SCALAR = st.one_of(
-    st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from([0.0, -0.0, 1.0, float("nan")]),
+    st.none(), st.booleans(), st.integers(-2, 2), st.sampled_from([0.0, -0.0, 1.0, math.nan]),
     st.sampled_from([0j, -0j, 1j]), st.text(max_size=2), st.binary(max_size=2),
     st.sampled_from([torch.float32, torch.float16, "torch.float32", "None", "1", "int 1"]),
 )  # fmt: skip
 
 
+@example(math.nan, -math.nan)
+@example(0.0, -0.0)
 @given(SCALAR, SCALAR)
 @settings(max_examples=300, deadline=None)
 def test_keys_of_plain_values_are_equal_as_their_descriptions_are(a: Any, b: Any) -> None:
