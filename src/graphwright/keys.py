@@ -36,9 +36,7 @@ _OF_EVERY_MODULE = {*vars(nn.Module())}
 # Where a model came from, and what transformers and torch.compile note in it: hashes and addresses.
 _OF_NO_CONSEQUENCE = re.compile(r"_?name_or_path|.*_hash|_is_hf_initialized|_torchdynamo_.*id")
 # In a script: how many classes were scripted before it, and the values of small tensors.
-_OF_THIS_SCRIPT = re.compile(
-    r"___torch_mangle_\d+\.|(?<=\) = prim::Constant)\[value=.*?\](?=\(\))", re.DOTALL
-)
+_ITS_OWN = re.compile(r"(?s)___torch_mangle_\d+\.|(?<=\) = prim::Constant)\[value=.*?\](?=\(\))")
 
 
 @dataclass(frozen=True)
@@ -73,8 +71,7 @@ def key_of(
     Raises:
         SignatureError: an argument is neither a tensor nor a plain value.
     """
-    device = torch.device(device)
-    words = _Words(module, device)
+    words = _Words(module, device := torch.device(device))
     parts = {
         "model": {path: words.module(child) for path, child in module.named_modules()},
         "calls": [words.call(args, kwargs) for args, kwargs in calls],
@@ -137,7 +134,7 @@ class _Words:
         if isinstance(module, torch.jit.ScriptModule):
             with contextlib.suppress(RuntimeError, AttributeError):  # It may have no forward.
                 graph: Any = module.graph
-                found["graph"] = _short(_OF_THIS_SCRIPT.sub("", graph.str(False)))
+                found["graph"] = _short(_ITS_OWN.sub("", graph.str(False)))
         else:
             found["attributes"] = self._members(module, depth)
         return found
