@@ -82,19 +82,20 @@ class _Process:
 
     def failure(self) -> str | None:
         """End it if it still runs; why it failed, None where it did not."""
-        self.end()
+        text = self.end().strip()
         if not self.late and self.process.returncode == 0:
             return None
-        self.errors.seek(0)
-        text = self.errors.read().strip()
         print(text[-SHOWN:], file=sys.stderr)
         if self.late:
             return f"took over {self.limit_s:g} s"
         last = text.splitlines()[-1:] or [""]
         return f"exit status {self.process.returncode}: {last[0]}"
 
-    def end(self) -> None:
-        """End the process and all that it has started in its session."""
+    def end(self) -> str:
+        """End the process and all that it has started in its session; what it wrote to stderr."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        with self.errors:
+            self.errors.seek(0)
+            return self.errors.read()

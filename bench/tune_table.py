@@ -85,13 +85,19 @@ def _mean(models: dict[str, Result], peer: str, factor: float) -> Result:
     return target(what, which, mean, factor, "", mean >= factor)
 
 
+def _outcome(model: Result) -> str:
+    """What was chosen, or what became of it."""
+    row = model.get("ways", {}).get(CHOSEN, {})
+    return "failed" if "failed" in model else row.get("chosen", row.get("status", "–"))
+
+
 def line(name: str, model: Result) -> str:
     """One model in a line, for whoever watches."""
     mine, peer = latency(model, CHOSEN), best_peer(model)
     if mine is None:
         row = model.get("ways", {}).get(CHOSEN, {})
         why = model.get("failed") or row.get("reason", "it was not timed")
-        return f"{name}: {row.get('status', 'failed')}, {why}"
+        return f"{name}: {_outcome(model)}, {why}"
     chosen = f"{name}: {model['ways'][CHOSEN]['chosen']} {number(mine, 's')}"
     if peer is None:
         return f"{chosen}; no peer works"
@@ -104,15 +110,13 @@ def overview(result: Result) -> Table:
     table = [["model", "chosen", "tuned", *peers, "vs eager", "vs best peer"]]
     for name, model in result["models"].items():
         mine, peer, plain = latency(model, CHOSEN), best_peer(model), latency(model, "eager")
-        row = model.get("ways", {}).get(CHOSEN, {})
         factors = ["–", "–"]
         if mine is not None and plain is not None:
             factors[0] = f"{plain / mine:.2f}×"
         if mine is not None and peer is not None:
             factors[1] = f"{peer[1] / mine:.2f}× {peer[0]}"
-        outcome = row.get("chosen", row.get("status", "failed" if "failed" in model else "–"))
         cells = [cell(model, way, "latency_s") for way in peers]
-        table.append([name, outcome, bare(mine, "s"), *cells, *factors])
+        table.append([name, _outcome(model), bare(mine, "s"), *cells, *factors])
     return table
 
 
