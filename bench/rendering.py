@@ -84,9 +84,16 @@ def verdicts(found: Sequence[Result]) -> Table:
 
 def verdict(found: Sequence[Result]) -> str:
     """How many targets were met and which were missed, as a sentence."""
-    missed = [f"{t['target']} ({t['model']})" for t in found if t["met"] is False]
     met = f"{sum(t['met'] is True for t in found)} of {len(found)} targets met"
+    missed = [_missed(t) for t in found if t["met"] is False]
     return f"{met}; missed: {'; '.join(missed)}." if missed else f"{met}."
+
+
+def _missed(t: Result) -> str:
+    where = t["model"]
+    if t["value"] is not None and t["limit"] is not None:
+        where += f": {number(t['value'], t['unit'])} against {number(t['limit'], t['unit'])}"
+    return f"{t['target']} ({where})"
 
 
 def machine(environment: Mapping[str, str]) -> str:

@@ -78,8 +78,9 @@ def _mean(models: dict[str, Result], peer: str, factor: float) -> Result:
             ratios.append(theirs / mine)
     which = f"{len(ratios)} of {len(models)} models"
     if not ratios:
-        rows = [model.get("ways", {}).get(peer, {}) for model in models.values()]
-        not_here = all(row.get("status") == "unavailable" for row in rows)
+        # A model that failed early has no row of it.
+        rows = [row for model in models.values() if (row := model.get("ways", {}).get(peer))]
+        not_here = bool(rows) and all(row["status"] == "unavailable" for row in rows)
         return target(what, which, None, factor, "", None if not_here else False)
     mean = statistics.geometric_mean(ratios)
     return target(what, which, mean, factor, "", mean >= factor)
