@@ -21,9 +21,11 @@ from conv_relu_pool import conv_relu_pool as conv_relu_pool  # as above
 from mlp import mlp as mlp  # as above
 from rnn import rnn as rnn  # as above
 
-CLASSICS = ("mlp", "cnn", "rnn", "conv_relu_pool")
 MODELS = (
-    *CLASSICS,
+    "mlp",
+    "cnn",
+    "rnn",
+    "conv_relu_pool",
     "resnet50",
     "mobilenet_v3_large",
     "vit_b_16",
@@ -126,6 +128,3 @@ def load(name: str, device: torch.device) -> tuple[nn.Module, Any]:
         return tensor.to(device, dtype if tensor.is_floating_point() else None)
 
     return model.to(device, dtype), pytree.tree_map(moved, inputs)
-
-
-TUNED = (*CLASSICS, "minilm")

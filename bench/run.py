@@ -1,9 +1,10 @@
 """Run the benchmarks, or make the tables of docs/ from their results.
 
-scripts/bench tune [--out DIR] [CASE ...]             tune each case in a process of its own
+scripts/bench tune [--out DIR] [--warm] [CASE ...]    tune each model beside PyTorch's own ways
 scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a process of its own
 scripts/bench buckets [--out DIR]                     a model over batch × length, by buckets
 scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
+scripts/bench compare A.json B.json                   two results of tune or of capture
 scripts/bench tables                                  bench/results/*.json -> docs/
 """
 
@@ -12,12 +13,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
+
+from processes import figures_of, run_all
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -26,6 +30,9 @@ SCHEMA = "graphwright.bench"
 PICTURE = "minilm"
 # Seconds after which a model of the capture benchmark is given up.
 CAPTURE_LIMIT_S = 150
+# The same for a model of the tune benchmark, and for filling the compilers' caches for one.
+TUNE_LIMIT_S = 150
+WARM_LIMIT_S = 240
 
 
 def commit() -> str:
@@ -40,31 +47,83 @@ def commit() -> str:
         return "unknown"
 
 
-def tune(cases: list[str], out: Path, options: list[str]) -> None:
-    """`graphwright tune` on each case; one JSON with every report and every raw sample."""
-    from cases import TUNED
+def tune(
+    models: list[str],
+    out: Path,
+    options: list[str],
+    left_out: list[str],
+    *,
+    quick: bool,
+    warm: bool,
+) -> int:
+    """bench/tune.py on each model, the file written after each; the number that failed."""
+    from cases import MODELS
+    from tune_table import CHOSEN, latency, line, targets, to_text
 
-    reports = {}
-    for name in cases or TUNED:
-        print(f"== {name}", flush=True)
-        with tempfile.TemporaryDirectory() as folder:
-            file = Path(folder) / "report.json"
-            target = f"{ROOT / 'bench' / 'cases.py'}:{name}"
-            command = [sys.executable, "-m", "graphwright", "tune", target, "--json", str(file)]
-            subprocess.run([*command, *options], check=True)
-            reports[name] = json.loads(file.read_text(encoding="utf-8"))
-    result = {
+    names = models or list(MODELS)
+    without = [word for way in left_out for word in ("--leave-out", way)]
+    result: dict[str, Any] = {
         "schema": SCHEMA,
-        "schema_version": 1,
+        "schema_version": 2,
         "benchmark": "tune",
         "commit": commit(),
-        "host": platform.machine(),
-        "cases": reports,
+        "quick": quick,
+        "options": options,
+        "warmed": _warmed(names, [*without, *options]) if warm else None,
+        "environment": {},
+        "models": {},
     }
-    out.mkdir(parents=True, exist_ok=True)
     where = out / "tune.json"
-    where.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
-    print(f"wrote {where}")
+    for name in names:
+        words = ["--quick"] * quick + [*without, *options]
+        found = figures_of("tune.py", name, words, TUNE_LIMIT_S)
+        result["environment"] = result["environment"] or found.get("environment", {})
+        model = found.get("figures", {})
+        if "failed" in found:
+            model["failed"] = found["failed"]
+        result["models"][name] = model
+        result["targets"] = targets(result)
+        _write(where, result)
+        print(line(name, model), flush=True)
+    print(f"\n{to_text(result)}\nwrote {where}")
+    return sum(latency(model, CHOSEN) is None for model in result["models"].values())
+
+
+def _warmed(names: list[str], options: list[str]) -> dict[str, Any]:
+    """Fill the compilers' caches, several models at once; seconds in all, and what failed."""
+    import torch
+    from tune import MAX_AUTOTUNE
+
+    print("filling the compilers' caches", flush=True)
+    start = time.monotonic()
+    failed: dict[str, Any] = {}
+    # Max-autotune times kernels while it compiles: one at a time, once all else is done.
+    alone = [name for name in names if name in MAX_AUTOTUNE and torch.cuda.is_available()]
+    several = max(1, len(os.sched_getaffinity(0)) // 3)
+    with tempfile.TemporaryDirectory() as folder:
+        for how, which, at_once in (("together", names, several), ("alone", alone, 1)):
+            files = [Path(folder) / f"{name}.{how}.json" for name in which]
+            commands = [
+                ["tune.py", name, str(file), "--warm", how, *options]
+                for name, file in zip(which, files, strict=True)
+            ]
+            for index, failure in run_all(commands, at_once=at_once, limit_s=WARM_LIMIT_S):
+                if failure is not None:
+                    failed[f"{which[index]}, {how}"] = failure
+                    continue
+                found = json.loads(files[index].read_text(encoding="utf-8"))["figures"]
+                for what, why in found["failed"].items():
+                    failed[f"{which[index]}, {what}"] = why
+                print(f"{which[index]}, {how}: {found['seconds']:.0f} s", flush=True)
+    return {"seconds": round(time.monotonic() - start, 3), "failed": failed}
+
+
+def _write(where: Path, result: dict[str, Any]) -> None:
+    """Write a result, whole or not at all."""
+    where.parent.mkdir(parents=True, exist_ok=True)
+    beside = where.with_suffix(".new")
+    beside.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+    os.replace(beside, where)
 
 
 def capture(models: list[str], out: Path, options: list[str], *, quick: bool) -> int:
@@ -91,9 +150,8 @@ def capture(models: list[str], out: Path, options: list[str], *, quick: bool) ->
         "batches": batches,
     }
     result["targets"] = targets(result)
-    out.mkdir(parents=True, exist_ok=True)
     where = out / "capture.json"
-    where.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write(where, result)
     print(f"{to_text(result)}\nwrote {where}")
     return sum("failed" in one for one in every)
 
@@ -110,9 +168,8 @@ def architectures(out: Path) -> int:
         "commit": commit(),
         **measure(),
     }
-    out.mkdir(parents=True, exist_ok=True)
     where = out / "architectures.json"
-    where.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+    _write(where, result)
     wrong = list(failures(result))
     print("\n".join([*wrong, *counts(result), f"wrote {where}"]))
     return len(wrong)
@@ -136,20 +193,7 @@ def _captured(name: str, options: list[str]) -> dict[str, Any]:
 def _process(what: str, options: list[str]) -> dict[str, Any]:
     """What bench/capture.py found in a process of its own, or why it "failed"."""
     print(f"== {' '.join([what, *options])}", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "figures.json"
-        command = [sys.executable, str(ROOT / "bench" / "capture.py"), what, str(file), *options]
-        try:
-            subprocess.run(
-                command, check=True, capture_output=True, text=True, timeout=CAPTURE_LIMIT_S
-            )
-        except subprocess.TimeoutExpired:
-            return {"failed": f"took over {CAPTURE_LIMIT_S} s"}
-        except subprocess.CalledProcessError as error:
-            print(error.stderr[-2000:], file=sys.stderr)
-            last = error.stderr.strip().splitlines()[-1:] or [""]
-            return {"failed": f"exit status {error.returncode}: {last[0]}"}
-        return json.loads(file.read_text(encoding="utf-8"))
+    return figures_of("capture.py", what, options, CAPTURE_LIMIT_S)
 
 
 def tables() -> None:
@@ -157,9 +201,9 @@ def tables() -> None:
     from architectures_table import to_markdown as architectures_to_markdown
     from buckets import to_markdown as buckets_to_markdown
     from capture_table import to_markdown as capture_to_markdown
+    from tune_table import read, reports
+    from tune_table import to_markdown as tune_to_markdown
 
-    from graphwright.report import Report
-    from graphwright.report.markdown import to_markdown
     from graphwright.report.terminal import to_svg
 
     lines = [
@@ -172,12 +216,12 @@ def tables() -> None:
     for file in sorted(RESULTS.glob("tune*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         lines += [f"## `{file.name}`, commit {data['commit']}", ""]
-        for report in data["cases"].values():
-            lines += [to_markdown(Report.from_json(json.dumps(report)))]
-        if PICTURE in data["cases"]:
-            picture = to_svg(Report.from_json(json.dumps(data["cases"][PICTURE])))
+        lines += [tune_to_markdown(data)]
+        shown = read(reports(data).get(PICTURE, {}))
+        if shown is not None:
             (ROOT / "docs" / "images").mkdir(exist_ok=True)
-            (ROOT / "docs" / "images" / f"{PICTURE}.svg").write_text(picture, encoding="utf-8")
+            picture = ROOT / "docs" / "images" / f"{PICTURE}.svg"
+            picture.write_text(to_svg(shown), encoding="utf-8")
     for file in sorted(RESULTS.glob("capture*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         lines += [f"## `{file.name}`, commit {data['commit']}", "", capture_to_markdown(data)]
@@ -192,13 +236,31 @@ def tables() -> None:
         (ROOT / "docs" / "architectures.md").write_text(page, encoding="utf-8")
 
 
+def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
+    """Before minutes of work, not after: are all names known, and tune()'s options?"""
+    from cases import MODELS
+    from tune import tune_options
+    from tune_table import PEERS
+
+    for names, known in ((given.cases, MODELS), (given.leave_out, PEERS)):
+        for name in names:
+            if name not in known:
+                parser.error(f"{name} is none of {', '.join(known)}")
+    tune_options(given.options.split())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, prog="scripts/bench")
     commands = parser.add_subparsers(dest="command", required=True)
-    tuning = commands.add_parser("tune", help="tune each case in a process of its own")
+    tuning = commands.add_parser("tune", help="tune each model in a process of its own")
     tuning.add_argument("cases", nargs="*", metavar="CASE")
     tuning.add_argument("--out", type=Path, default=RESULTS)
-    tuning.add_argument("--options", default="", help="more options of graphwright tune")
+    tuning.add_argument("--quick", action="store_true", help="try the script: no result")
+    tuning.add_argument("--warm", action="store_true", help="fill the compilers' caches first")
+    tuning.add_argument(
+        "--leave-out", action="append", default=[], metavar="WAY", help="a peer to leave out"
+    )
+    tuning.add_argument("--options", default="", help="options of graphwright tune, in one text")
     capturing = commands.add_parser("capture", help="capture each model in a process of its own")
     capturing.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     capturing.add_argument("--out", type=Path, default=RESULTS)
@@ -209,10 +271,17 @@ def main() -> None:
     bucketing.add_argument("--quick", action="store_true", help="try the script: no result")
     taking = commands.add_parser("architectures", help="which architectures take buckets")
     taking.add_argument("--out", type=Path, default=RESULTS)
+    comparing = commands.add_parser("compare", help="two results of tune or of capture")
+    comparing.add_argument("before", type=Path, metavar="A.json")
+    comparing.add_argument("after", type=Path, metavar="B.json")
     commands.add_parser("tables", help="make docs/results.md and docs/architectures.md")
     given = parser.parse_args()
     if given.command == "tune":
-        tune(given.cases, given.out, given.options.split())
+        _check(tuning, given)
+        # As on Ctrl-C, no process is left behind.
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+        words, left_out = given.options.split(), given.leave_out
+        sys.exit(tune(given.cases, given.out, words, left_out, quick=given.quick, warm=given.warm))
     elif given.command == "capture":
         options = ["--quick"] * given.quick + ["--no-peers"] * given.no_peers
         sys.exit(capture(given.only, given.out, options, quick=given.quick))
@@ -220,6 +289,10 @@ def main() -> None:
         from buckets import benchmark
 
         sys.exit(not benchmark(given.out, commit(), quick=given.quick))
+    elif given.command == "compare":
+        from compare import main as compare
+
+        sys.exit(compare(given.before, given.after))
     elif given.command == "architectures":
         sys.exit(architectures(given.out))
     else:

@@ -1,0 +1,320 @@
+"""The benchmark of tune(): targets, tables and comparisons of made-up results, and one real run."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+
+import compare
+import processes
+import run
+import tune_table
+
+ROOT = Path(__file__).parent.parent
+Result = dict[str, Any]
+H200 = {"gpu": "NVIDIA H200", "processor": "Xeon", "torch": "2.11.0"}
+
+
+def way(latency_us: float, **more: Any) -> Result:
+    """A row that was timed; each of six rounds is a little off the median."""
+    rounds = [[latency_us * 1e-6 * (1 + 1e-4 * turn)] * 3 for turn in range(-3, 3)]
+    return {"status": "ok", "latency_s": latency_us * 1e-6, "latency_samples": rounds, **more}
+
+
+def chosen(latency_us: float, strategy: str = "inductor+graph", **more: Any) -> Result:
+    return way(latency_us, **{"chosen": strategy, "elsewhere": {}, "notes": []} | more)
+
+
+def result(**models: Result) -> Result:
+    found: Result = {
+        "schema": "graphwright.bench",
+        "schema_version": 2,
+        "benchmark": "tune",
+        "commit": "abc",
+        "quick": False,
+        "options": [],
+        "warmed": None,
+        "environment": H200,
+        "models": models,
+    }
+    return found | {"targets": tune_table.targets(found)}
+
+
+def model(mine: Result, **peers: float) -> Result:
+    ways = {name.replace("_", "-"): way(latency) for name, latency in peers.items()}
+    return {"report": None, "ways": {"graphwright.tune": mine, **ways}}
+
+
+def met(found: Result, what: str) -> dict[str, bool | None]:
+    """Which targets of a kind were met, by model."""
+    return {t["model"]: t["met"] for t in found["targets"] if what in t["target"]}
+
+
+# ------------------------------------------------------------ targets
+
+
+def test_the_choice_may_be_slower_than_the_best_peer_by_3_percent_and_2_microseconds() -> None:
+    found = result(
+        at=model(chosen(104.9), eager=500, reduce_overhead=100),
+        above=model(chosen(105.1), eager=500, reduce_overhead=100),
+    )
+    assert met(found, "best peer") == {"at": True, "above": False}
+
+
+def test_a_peer_that_failed_is_no_peer_to_beat() -> None:
+    one = model(chosen(105), eager=500)
+    one["ways"]["reduce-overhead"] = {"status": "failed", "reason": "no"}
+    assert met(result(one=one), "best peer") == {"one": True}
+
+
+def test_a_choice_whose_calls_went_to_eager_misses_its_target() -> None:
+    found = result(one=model(chosen(50, elsewhere={"eager: another signature": 7}), eager=100))
+    assert met(found, "best peer") == {"one": False}
+
+
+def test_a_model_that_failed_misses_its_target() -> None:
+    found = result(one={"failed": "took over 150 s, at max-autotune"})
+    assert met(found, "best peer") == {"one": False}
+
+
+def test_means_are_geometric_and_say_over_how_many_models() -> None:
+    found = result(
+        a=model(chosen(10), eager=20, reduce_overhead=16),
+        b=model(chosen(10), eager=180, reduce_overhead=16),
+        c=model(chosen(10), eager=60),
+        d={"failed": "exit status 1"},
+    )
+    means = {t["target"].split("'")[0].split()[-1]: t for t in found["targets"][-2:]}
+    assert means["eager"]["value"] == pytest.approx(6.0)
+    assert (means["eager"]["model"], means["eager"]["met"]) == ("3 of 4 models", True)
+    assert means["reduce-overhead"]["value"] == pytest.approx(1.6)
+    assert means["reduce-overhead"]["model"] == "2 of 4 models"
+
+
+def test_a_mean_against_what_is_not_to_be_had_here_is_not_measured() -> None:
+    here, failed = model(chosen(10), eager=60), model(chosen(10), eager=60)
+    here["ways"]["reduce-overhead"] = {"status": "unavailable", "reason": "needs a CUDA device"}
+    failed["ways"]["reduce-overhead"] = {"status": "failed", "reason": "no"}
+    assert met(result(one=here), "reduce-overhead") == {"0 of 1 models": None}
+    assert met(result(one=failed), "reduce-overhead") == {"0 of 1 models": False}
+    early = {"failed": "took over 150 s, at torch.jit", "ways": {"eager": way(9)}}
+    assert met(result(one=here, two=early), "reduce-overhead") == {"0 of 2 models": None}
+
+
+# ------------------------------------------------------------ tables
+
+
+def test_the_overview_has_the_choice_every_peer_and_both_factors() -> None:
+    one = model(chosen(50), eager=500, reduce_overhead=100)
+    one["ways"]["torch.jit"] = {"status": "wrong", "reason": "is off"}
+    two = model(chosen(80, "eager+graph"), eager=400, reduce_overhead=100)
+    two["ways"]["torch.jit"] = way(90)
+    head, *rows = tune_table.overview(result(one=one, two=two, three={"failed": "x"}))
+    assert head[:4] == ["model", "chosen", "tuned", "eager"]
+    assert head[4:] == ["torch.jit", "reduce-overhead", "vs eager", "vs best peer"]
+    assert rows[0][:6] == ["one", "inductor+graph", "50.0", "500.0", "wrong", "100.0"]
+    assert rows[0][6:] == ["10.00×", "2.00× reduce-overhead"]
+    assert rows[1][:6] == ["two", "eager+graph", "80.0", "400.0", "90.0", "100.0"]
+    assert rows[1][6:] == ["5.00×", "1.12× torch.jit"]
+    assert rows[2] == ["three", "failed", *["–"] * 6]
+
+
+def test_a_model_is_a_line_as_it_is_done() -> None:
+    one = model(chosen(50), eager=500, reduce_overhead=100)
+    assert (
+        tune_table.line("mlp", one)
+        == "mlp: inductor+graph 50.0 µs; best peer reduce-overhead 100.0 µs, 2.00×"
+    )
+    ways = {"graphwright.tune": {"status": "ok", "setup_s": 60.0, "notes": []}}
+    late = {"failed": "took over 150 s, at max-autotune", "ways": ways}
+    assert tune_table.line("mlp", late) == "mlp: failed, took over 150 s, at max-autotune"
+
+
+def test_markdown_says_which_targets_were_missed_and_how_it_was_run() -> None:
+    found = result(one=model(chosen(50, notes=["a note"]), eager=500, reduce_overhead=49))
+    text = tune_table.to_markdown(found | {"warmed": {"seconds": 9.0, "failed": {}}})
+    missed = (
+        "1 of 3 targets met; missed: latency of the choice, ≤ 1.03 × the best peer + 2 µs (one)"
+    )
+    assert missed.replace("1 of 3", "2 of 3") not in text
+    assert "| one | inductor+graph | 50.0 | 500.0 | 49.0 | 10.00× | 0.98× reduce-overhead |" in text
+    assert "2 of 3 targets met; missed: geometric mean of reduce-overhead's latency" in text
+    assert "(1 of 1 models: 0.980 against 1.500)." in text
+    assert "Compilers' caches were filled beforehand" in text
+    assert "- every model: tune: a note" in text
+    assert "gpu NVIDIA H200" in text
+
+
+def test_all_targets_met_is_said() -> None:
+    found = result(one=model(chosen(50), eager=500, reduce_overhead=100))
+    assert "3 of 3 targets met." in tune_table.to_markdown(found)
+
+
+def test_committed_results_can_be_shown() -> None:
+    for file in (ROOT / "bench" / "results").glob("tune*.json"):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        text = tune_table.to_markdown(data)
+        for name in tune_table.reports(data):
+            assert name in text
+
+
+# ------------------------------------------------------------ comparisons
+
+
+def verdicts(before: Result, after: Result) -> dict[str, str]:
+    return {f"{c.model} {c.way}": c.verdict for c in compare.changes(before, after)}
+
+
+def test_a_change_counts_beyond_3_percent_and_both_intervals() -> None:
+    before = result(one=model(chosen(100), eager=100, torch_jit=100, torch_compile=100))
+    wide = [[100e-6], [101e-6], [102e-6], [110e-6], [120e-6], [130e-6]]
+    after = result(one=model(chosen(95), eager=104, torch_jit=102, torch_compile=105))
+    after["models"]["one"]["ways"]["torch-compile"]["latency_samples"] = wide
+    before["models"]["one"]["ways"]["torch-compile"]["latency_samples"] = wide
+    assert verdicts(before, after) == {
+        "one graphwright.tune": "faster",
+        "one eager": "slower",
+        "one torch-jit": "same",
+        "one torch-compile": "same",
+    }
+
+
+def saved(folder: Path, name: str, data: Result) -> Path:
+    file = folder / name
+    file.write_text(json.dumps(data), encoding="utf-8")
+    return file
+
+
+def compared(folder: Path, before: Result, after: Result) -> int:
+    return compare.main(saved(folder, "A.json", before), saved(folder, "B.json", after))
+
+
+@pytest.mark.parametrize(("latency", "code"), [(95, 0), (100, 0), (102, 0), (104, 1)])
+def test_only_a_slower_choice_fails(latency: float, code: int, tmp_path: Path) -> None:
+    before = result(one=model(chosen(100), eager=500))
+    after = result(one=model(chosen(latency), eager=900))
+    assert compared(tmp_path, before, after) == code
+
+
+def test_a_choice_that_is_gone_fails_and_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = result(one=model(chosen(100), eager=500))
+    assert compared(tmp_path, before, result(one={"failed": "took over 150 s"})) == 1
+    assert "lost (failed: took over 150 s)" in capsys.readouterr().out
+
+
+def test_another_choice_is_shown(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = result(one=model(chosen(100), eager=500))
+    after = result(one=model(chosen(100, "eager+graph"), eager=500))
+    assert compared(tmp_path, before, after) == 0
+    assert "same (inductor+graph → eager+graph)" in capsys.readouterr().out
+
+
+def test_capture_is_compared_by_its_own_ways(tmp_path: Path) -> None:
+    def captured(latency: float) -> Result:
+        ways = {"graphwright.graph": way(latency), "hand": way(2 * latency)}
+        other = {"benchmark": "capture", "schema_version": 1, "models": {"one": {"ways": ways}}}
+        return result() | other
+
+    assert compared(tmp_path, captured(100), captured(99)) == 0
+    assert compared(tmp_path, captured(100), captured(110)) == 1
+
+
+def test_models_and_machines_that_differ_are_warned_of(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = result(one=model(chosen(100), eager=500), two=model(chosen(9), eager=99))
+    after = result(one=model(chosen(100), eager=500)) | {"environment": H200 | {"gpu": "A100"}}
+    assert compared(tmp_path, before, after) == 0
+    printed = capsys.readouterr().out
+    assert "warning: other gpu: NVIDIA H200 in A, A100 in B" in printed
+    assert "warning: only in A: two" in printed
+
+
+@pytest.mark.parametrize(
+    ("other", "sentence"),
+    [
+        ({"benchmark": "capture", "schema_version": 1}, "A is a result of tune, B of capture"),
+        ({"schema_version": 1}, "has schema version 1; of tune, version 2 can be compared"),
+        ({"benchmark": "buckets"}, "is a result of buckets, and only tune and capture"),
+        ({"schema": "else"}, "is no result of scripts/bench"),
+    ],
+)
+def test_what_cannot_be_compared_is_said_in_a_sentence(
+    other: Result, sentence: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert compared(tmp_path, result(), result() | other) == 2
+    assert sentence in capsys.readouterr().err
+
+
+# ------------------------------------------------------------ runs
+
+
+def test_a_process_that_hangs_or_fails_keeps_what_it_wrote(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "json.dump({'figures': {'a': 1}, 'doing': 'a peer'}, open(sys.argv[2], 'w'))\n"
+        "time.sleep(60) if sys.argv[1] == 'hangs' else sys.exit('no luck')\n",
+        encoding="utf-8",
+    )
+    kept = {"figures": {"a": 1}}
+    for what, why in (("hangs", "took over 2 s"), ("fails", "exit status 1: no luck")):
+        found = processes.figures_of(str(script), what, [], limit_s=2)
+        assert found == kept | {"failed": f"{why}, at a peer"}
+
+
+def test_tune_runs_and_writes_what_the_tables_are_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    # A GPU would make a benchmark of this.
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("OMP_NUM_THREADS", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    words, left_out = ["--strategies", "eager:no_grad"], ["torch.compile"]
+    assert run.tune(["mlp"], tmp_path, words, left_out, quick=True, warm=False) == 0
+    found = json.loads((tmp_path / "tune.json").read_text(encoding="utf-8"))
+    assert (found["schema_version"], found["quick"], found["warmed"]) == (2, True, None)
+    ways = found["models"]["mlp"]["ways"]
+    assert {name: row["status"] for name, row in ways.items()} == {
+        "graphwright.tune": "ok",
+        "eager": "ok",
+        "torch.jit": "ok",
+        "torch.compile": "unavailable",
+        "reduce-overhead": "unavailable",
+        "max-autotune": "unavailable",
+        "make_graphed_callables": "unavailable",
+    }
+    assert ways["graphwright.tune"]["chosen"].startswith("eager")
+    assert ways["graphwright.tune"]["elsewhere"] == {}
+    assert capsys.readouterr().out.startswith("mlp: eager")
+    assert compare.main(tmp_path / "tune.json", tmp_path / "tune.json") == 0
+    assert tune_table.reports(found)["mlp"]["model"] == "mlp"
+    report = tune_table.read(tune_table.reports(found)["mlp"])
+    assert report is not None
+    assert "<summary>mlp, latency" in tune_table.to_markdown(found)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["nosuch"], "nosuch is none of mlp, cnn"),
+        (["mlp", "--leave-out", "nosuch"], "nosuch is none of eager"),
+        (["mlp", "--options", "--nosuch 3"], "unrecognized arguments: --nosuch 3"),
+    ],
+)
+def test_wrong_words_are_said_before_anything_runs(
+    words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["run.py", "tune", *words])
+    with pytest.raises(SystemExit) as stopped:
+        run.main()
+    assert stopped.value.code == 2
+    assert sentence in capsys.readouterr().err
