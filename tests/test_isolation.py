@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import subprocess
@@ -172,7 +173,7 @@ def test_set_ups_overlap_and_timings_do_not(tmp_path: Path) -> None:
         spans[n] = (times[0], times[1], times[-20], times[-1])
     assert max(s[0] for s in spans.values()) < min(s[1] for s in spans.values())
     timings = sorted((s[2], s[3]) for s in spans.values())
-    assert all(a[1] < b[0] for a, b in zip(timings, timings[1:], strict=False))
+    assert all(a[1] < b[0] for a, b in itertools.pairwise(timings))
     assert timings[0][0] > max(s[1] for s in spans.values())
 
 

@@ -112,7 +112,8 @@ def serve(channel: Connection, payload: int) -> None:
     try:
         with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # A warning would stand in the log as the last word.
-            task: Task = torch.load(file, weights_only=False)
+            readable: Any = file
+            task: Task = torch.load(readable, weights_only=False)
         task.settings.apply()
         mode = torch.inference_mode if task.settings.inference else contextlib.nullcontext
         with mode():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -37,11 +38,20 @@ def as_float64(tensor: torch.Tensor) -> torch.Tensor:
 
 def peak_of(values: torch.Tensor) -> float:
     """Largest magnitude over the root mean square, of the finite values; at least 1."""
-    values = values[torch.isfinite(values)].abs()
+    values = values[torch.isfinite(values)]
     if values.numel() == 0:
         return 1.0
-    scale = float(values.square().mean().sqrt())
-    return max(1.0, float(values.max()) / scale) if scale > 0 else 1.0
+    scale = _root_mean_square(values)
+    return max(1.0, _largest(values) / scale) if scale > 0 else 1.0
+
+
+def _root_mean_square(values: torch.Tensor) -> float:
+    return float(torch.linalg.vector_norm(values)) / math.sqrt(values.numel())
+
+
+def _largest(values: torch.Tensor) -> float:
+    """Largest magnitude; NaN where there is one."""
+    return float(torch.linalg.vector_norm(values, math.inf))
 
 
 def error_of(
@@ -50,13 +60,15 @@ def error_of(
     """Error of `actual` and the peak of `exact`, where eager and exact are both finite."""
     wide, exact, eager = as_float64(actual), as_float64(exact), as_float64(eager)
     where = torch.isfinite(eager) & torch.isfinite(exact)
-    values = exact[where]
-    if values.numel() == 0:
+    if not where.all():
+        wide, exact = wide[where], exact[where]
+    if exact.numel() == 0:
         return ErrorMeasure(0.0, 0.0), 1.0
-    scale = float(values.square().mean().sqrt()) or 1.0
-    gap = (wide[where] - values).abs()
-    rms = float(gap.square().mean().sqrt()) / scale
-    return ErrorMeasure(rms, float(gap.max()) / scale), peak_of(values)
+    own = _root_mean_square(exact)
+    scale = own or 1.0
+    gap = wide - exact
+    error = ErrorMeasure(_root_mean_square(gap) / scale, _largest(gap) / scale)
+    return error, max(1.0, _largest(exact) / scale)
 
 
 def errors(outcome: Outcome, exact: Mapping[str, torch.Tensor]) -> dict[str, ErrorMeasure]:
@@ -70,8 +82,12 @@ def errors(outcome: Outcome, exact: Mapping[str, torch.Tensor]) -> dict[str, Err
 
 def special_values(tensor: torch.Tensor) -> torch.Tensor:
     """0 where finite, else 1 for NaN, 2 for +Inf, 3 for -Inf."""
+    if torch.isfinite(tensor).all():
+        shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
+        return torch.zeros(shape, dtype=torch.int8, device=tensor.device)
     values = as_float64(tensor)
-    return values.isnan() + 2 * values.isposinf() + 3 * values.isneginf()
+    found = values.isnan() + 2 * values.isposinf() + 3 * values.isneginf()
+    return found.to(torch.int8)
 
 
 def worse(a: ErrorMeasure | None, b: ErrorMeasure) -> ErrorMeasure:

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO, Any
@@ -152,10 +152,7 @@ class Workers:
         self._device = evaluator.device
         task = Task(
             evaluator.module,
-            [
-                replace(sample, reference=replace(sample.reference, state=None))
-                for sample in evaluator.samples
-            ],
+            evaluator.samples,
             evaluator.device,
             objective,
             screening_s,
@@ -283,7 +280,7 @@ class Workers:
         except Exception as error:
             raise IsolationError(f"the strategy cannot be pickled: {first_line(error)}") from error
         ours, theirs = socket.socketpair()
-        log = tempfile.TemporaryFile()
+        log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the child
         try:
             pid = self._ask("fork", (theirs.fileno(), log.fileno()))["child"]
         except OSError as error:
@@ -321,15 +318,15 @@ class Workers:
                         f"{duration(self._limits.seconds)}",
                         "Raise timeout_s if it needs longer.",
                     )
-                elif (taken := _resident(child.pid) - child.held) > self._limits.host_bytes:
-                    if child.held:
-                        self._stop(
-                            child,
-                            Status.MEMORY_EXCEEDED,
-                            f"it took {memory(taken)} of host memory; "
-                            f"{memory(self._limits.host_bytes)} are allowed",
-                            "Raise memory_limit if it needs more.",
-                        )
+                taken = _resident(child.pid) - child.held
+                if child.held and not child.over and taken > self._limits.host_bytes:
+                    self._stop(
+                        child,
+                        Status.MEMORY_EXCEEDED,
+                        f"it took {memory(taken)} of host memory; "
+                        f"{memory(self._limits.host_bytes)} are allowed",
+                        "Raise memory_limit if it needs more.",
+                    )
 
     def _hear(self, child: _Child) -> None:
         try:
@@ -419,7 +416,7 @@ def _written(task: Task) -> IO[bytes]:
     """The task in a file that has no name: it goes when the last process that holds it does."""
     import cloudpickle
 
-    file = tempfile.TemporaryFile(prefix="graphwright-")
+    file = tempfile.TemporaryFile(prefix="graphwright-")  # noqa: SIM115  # handed out
     try:
         with _by_value():
             torch.save(task, file, pickle_module=cloudpickle)
@@ -442,7 +439,10 @@ def _by_value() -> Iterator[None]:
     for name, module in list(sys.modules.items()):
         if "." in name or name == "__main__" or not getattr(module, "__file__", None):
             continue
-        if finder.find_spec(name) is None and name not in cloudpickle.list_registry_pickle_by_value():
+        if (
+            finder.find_spec(name) is None
+            and name not in cloudpickle.list_registry_pickle_by_value()
+        ):
             found.append(module)
     for module in found:
         cloudpickle.register_pickle_by_value(module)

@@ -113,9 +113,7 @@ def weighted(parts: Sequence[tuple[float, Measurement]]) -> Measurement:
         rounds = [(weight / total, m.rounds(objective)) for weight, m in parts]
         return [round(sum(w * r[turn] for w, r in rounds), DIGITS) for turn in range(count)]
 
-    return Measurement(
-        tuple((value,) for value in mean("latency")), tuple(mean("throughput"))
-    )
+    return Measurement(tuple((value,) for value in mean("latency")), tuple(mean("throughput")))
 
 
 class Timer:

@@ -73,6 +73,10 @@ class Reference:
     tf32: bool = False
     notes: list[str] = field(default_factory=list)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # The state is of a module in this process; whoever loads a reference takes one of theirs.
+        return {**self.__dict__, "state": None}
+
     @property
     def pure(self) -> bool:
         """Whether no call changed an input or a buffer."""

@@ -60,9 +60,7 @@ class _Choice:
                 return entry
         return None
 
-    def attempt(
-        self, tuned: Callable[..., Any], args: Args, kwargs: Kwargs
-    ) -> tuple[bool, Any]:
+    def attempt(self, tuned: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
         """Call the winner and then look whether the module had changed; True if the result counts.
 
         A call that changes nothing may begin first: the GPU works while the module is looked
@@ -86,7 +84,7 @@ class _Choice:
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
         """How a call differs from what was tuned for; from the likest of several."""
         told = [signature.differences(args, kwargs) for signature, _ in self.table]
-        return min(told, key=len, default=None)
+        return min(told, key=lambda text: len(text or ""), default=None)
 
     def outdated(self, watch: ModuleWatch) -> bool:
         """Whether the module has changed; the reason is kept for `explain`."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Literal, Protocol
 
@@ -38,7 +38,7 @@ from .request import (
     samples_of,
 )
 from .signature import Args, CallSignature, Kwargs
-from .snapshots import Call, State
+from .snapshots import State
 from .strategies import (
     Built,
     Candidate,

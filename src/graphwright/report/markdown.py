@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .result import Report
-from .table import closing, columns, explanations, ordered, title
+from .table import closing, columns, explanations, ordered, shapes, title
 
 
 def to_markdown(report: Report) -> str:
@@ -18,6 +18,12 @@ def to_markdown(report: Report) -> str:
             cells[:2] = [f"**{cells[0]}**", "**chosen**"]
         lines.append("| " + " | ".join(cells) + " |")
     lines.append("")
+    headings, *by_shape = shapes(report) or [[]]
+    if by_shape:
+        lines.append("| " + " | ".join(map(_escaped, headings)) + " |")
+        lines.append("| --- | ---: | ---: | ---: | ---: | --- |")
+        lines += ["| " + " | ".join(map(_escaped, cells)) + " |" for cells in by_shape]
+        lines.append("")
     if report.interrupted:
         lines += ["Interrupted: this is what was known by then.", ""]
     if report.reason:

@@ -187,8 +187,8 @@ class Report:
         try:
             rows = [_row(row) for row in data.pop("rows")]
             shapes = [Shape(**shape) for shape in data.pop("shapes")]
-            error = _error(data.pop("eager_error"))
-            report = cls(rows=rows, eager_error=error, shapes=shapes, **data)
+            eager = _error(data.pop("eager_error"))
+            report = cls(rows=rows, eager_error=eager, shapes=shapes, **data)
             str(report)  # What cannot be shown was damaged in a way that no field shows alone.
             return report
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .result import COMPILE_DEFAULT, EAGER, Report, Row, Status
 
@@ -125,6 +127,10 @@ def explanations(report: Report) -> list[tuple[str, str]]:
 def closing(report: Report) -> list[str]:
     """The lines below the table: notes, the cost of the checks, eager's error, the machine."""
     lines = list(report.notes)
+    if report.recalled:
+        lines.append(
+            f"Remembered from {report.recalled}, when this was measured; verified again now."
+        )
     finalists = [row.strategy for row in report.rows if row.final is not None]
     if finalists:
         lines.append(
@@ -146,6 +152,38 @@ def closing(report: Report) -> list[str]:
     return lines
 
 
+def shapes(report: Report) -> list[list[str]]:
+    """A table with a row for each shape, its headings first; empty where there is one shape."""
+    chosen, eager = report.chosen_row, report.row(EAGER)
+    if not report.shapes or chosen is None or eager is None:
+        return []
+    heading = f"chosen: {chosen.strategy}"
+    found = [["shape", "weight", "eager", heading, "vs eager", "fastest there"]]
+    for shape in report.shapes:
+        # One shape at a time, as if it had been the only one.
+        rows = [
+            row.by_shape[shape.name]
+            for row in report.rows
+            if row.status is Status.OK and shape.name in row.by_shape
+        ]
+        alone = replace(report, rows=rows, shapes=[])
+        mine, theirs = chosen.by_shape[shape.name], eager.by_shape[shape.name]
+        fastest = min(rows, key=lambda row: statistics.median(alone.ratios(row) or [math.inf]))
+        found.append(
+            [
+                shape.name,
+                f"{shape.weight:.0%}",
+                _latency(alone, theirs),
+                _latency(alone, mine),
+                _speedup(alone, mine, EAGER),
+                fastest.strategy,
+            ]
+        )
+    return found
+
+
 def title(report: Report) -> str:
     """What was tuned, for which inputs and objective."""
+    if report.shapes:
+        return f"{report.model}, {report.objective}: {len(report.shapes)} shapes by their weights"
     return f"{report.model}, {report.objective}: {'; '.join(report.inputs)}"

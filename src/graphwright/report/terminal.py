@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .result import Report, Row, Status
-from .table import closing, columns, explanations, ordered, title
+from .table import closing, columns, explanations, ordered, shapes, title
 
 _STYLES = {
     Status.OK: "",
@@ -49,6 +49,14 @@ def render(report: Report, width: int) -> RenderableType:
             style, cells[1] = "bold green", "chosen"
         table.add_row(*cells, style=style)
     parts: list[RenderableType] = [table]
+    headings, *cells_by_shape = shapes(report) or [[]]
+    if cells_by_shape:
+        by_shape = Table()
+        for index, heading in enumerate(headings):
+            by_shape.add_column(heading, justify="right" if 0 < index < 5 else "left")
+        for cells in cells_by_shape:
+            by_shape.add_row(*map(escape, cells))
+        parts.append(by_shape)
     if report.interrupted:
         parts.append(Text("Interrupted: this is what was known by then.", style="yellow"))
     if report.reason:
