@@ -27,7 +27,7 @@ from .errors import (
     SignatureError,
     levels_above,
 )
-from .graphs.capture import CallGraph, Outputs
+from .graphs.callgraph import CallGraph, Outputs
 from .graphs.graph import GraphClosed
 from .graphs.memory import MemoryPool
 from .graphs.transaction import capturing_now

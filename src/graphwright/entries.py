@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .errors import GraphwrightError
-from .graphs.capture import CallGraph, Outputs
+from .graphs.callgraph import CallGraph, Outputs
 from .graphs.graph import State as GraphState
 from .graphs.memory import MemoryPool
 from .signature import Args, CallSignature, Kwargs

@@ -10,7 +10,7 @@ from torch import nn
 
 from .dispatch import Call, GraphedCallable, OnMiss
 from .errors import OptionError
-from .graphs.capture import Outputs
+from .graphs.callgraph import Outputs
 from .graphs.memory import MemoryPool
 from .proxy import ModuleProxy
 from .shapes.buckets import Buckets
