@@ -18,7 +18,7 @@ from torch.export import Dim
 
 import graphwright as gw
 from graphwright import signature
-from graphwright.shapes import outputs
+from graphwright.shapes import outputs, symbolic
 from graphwright.shapes.dimensions import Size
 from graphwright.snapshots import layout
 
@@ -101,7 +101,7 @@ def test_shapes_that_symbols_do_not_give_are_fitted(
     def fails(*args: Any) -> Any:
         raise outputs.Underivable("no symbols")
 
-    monkeypatch.setattr(outputs, "_derive", fails)
+    monkeypatch.setattr(symbolic, "_derive", fails)
     told = as_eager(ACCEPTED[name], device).statistics
     assert told.padded > 0
     assert not told.eager
@@ -113,7 +113,7 @@ def test_shapes_that_follow_no_rule_leave_sizes_exact_only(
     def fails(*args: Any) -> Any:
         raise outputs.Underivable("no symbols")
 
-    monkeypatch.setattr(outputs, "_derive", fails)
+    monkeypatch.setattr(symbolic, "_derive", fails)
     graphed = ACCEPTED["half the length"].graphed(device)[1]
     with torch.no_grad():
         for length in (16, 8):
@@ -132,8 +132,8 @@ def test_attention_can_be_traced_by_its_shape(device: torch.device) -> None:
     axes = [{0: Size("batch"), 1: Size("length")}] * 2
     leaves, spec = signature.flatten(arguments, {})
     sizes = {"batch": 4, "length": 8}
-    with torch.no_grad(), outputs._AttentionByShape():
-        by_shape = outputs._derive(fn, leaves, spec, axes, sizes)
+    with torch.no_grad(), symbolic._AttentionByShape():
+        by_shape = symbolic._derive(fn, leaves, spec, axes, sizes)
         for size in ((4, 8), (3, 5), (2, 1)):
             expected = fn(*case.arguments(device, size))
             shapes = [(tuple(t.shape), t.stride()) for t in expected]

@@ -28,19 +28,13 @@ from ..snapshots import State, clone_leaves, layout
 from ..watch import FunctionModule
 from .chance import depends_on_chance
 from .dimensions import Axes, Dimensions
-from .outputs import (
-    OutputShapes,
-    Sizes,
-    Underivable,
-    contiguous_stride,
-    derive,
-    fit,
-    memory_format,
-)
+from .fitting import fit
+from .outputs import OutputShapes, Sizes, Underivable, contiguous_stride, memory_format
 from .padding import Cut, Plan, Value, shape_at, widths_of
 from .proof import Impossible, Prover, Verdicts
 from .sharing import aliases_of, pattern_of, twins_of
 from .subject import Subject, varied
+from .symbolic import derive
 
 _MAX_PLANS = 1 << 16
 _FITTED_BELOW = 6
