@@ -17,9 +17,9 @@ from torch import nn
 from torch.export import Dim
 
 import graphwright as gw
-from graphwright import signature
 from graphwright.shapes import outputs, symbolic
-from graphwright.shapes.dimensions import Size
+from graphwright.shapes.dimensions import Dimensions
+from graphwright.shapes.kinds import Kind
 from graphwright.snapshots import layout
 
 TABLE = pytest.mark.parametrize
@@ -129,11 +129,10 @@ def test_shapes_that_follow_no_rule_leave_sizes_exact_only(
 def test_attention_can_be_traced_by_its_shape(device: torch.device) -> None:
     case = ACCEPTED["masked attention"]
     fn, arguments = case.fn(device), case.arguments(device, (4, 8))
-    axes = [{0: Size("batch"), 1: Size("length")}] * 2
-    leaves, spec = signature.flatten(arguments, {})
-    sizes = {"batch": 4, "length": 8}
+    dimensions = Dimensions(fn, ["batch", "length"], case.dynamic_shapes)
+    kind = Kind(fn, dimensions, arguments, {}, pool=gw.MemoryPool())
     with torch.no_grad(), symbolic._AttentionByShape():
-        by_shape = symbolic._derive(fn, leaves, spec, axes, sizes)
+        by_shape = symbolic._derive(kind.subject, (4, 8))
         for size in ((4, 8), (3, 5), (2, 1)):
             expected = fn(*case.arguments(device, size))
             shapes = [(tuple(t.shape), t.stride()) for t in expected]

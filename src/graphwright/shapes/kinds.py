@@ -441,11 +441,10 @@ class Kind:
 
     def _traced(self, sizes: Sizes) -> OutputShapes:
         """Shapes derived on the way that some sizes take."""
-        named = dict(zip(self.dimensions.names, sizes, strict=True))
         # Caches that the function keeps anywhere fill with real values first.
         args, kwargs = self.sample(sizes)
         real = pytree.tree_leaves(self.subject.fn(*args, **kwargs))
-        found = derive(self.subject.fn, self.subject.at(sizes), self._spec, self.axes, named)
+        found = derive(self.subject, sizes)
         for leaf, rule in zip(real, found.of(sizes), strict=True):
             if isinstance(leaf, torch.Tensor) and isinstance(rule, tuple):
                 steps = [step for step, n in zip(rule[1], rule[0], strict=True) if n > 1]

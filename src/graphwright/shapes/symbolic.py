@@ -9,7 +9,7 @@ import contextlib
 import gc
 import logging
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,41 +26,32 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..errors import CaptureError, first_line
 from ..signature import unflatten
 from .dimensions import Axes
-from .outputs import Leaf, OutputShapes, Underivable, memory_format, symbols_of
+from .outputs import Leaf, OutputShapes, Sizes, Underivable, memory_format, symbols_of
+from .subject import Subject
 
 
-def derive(
-    fn: Callable[..., Any],
-    leaves: Sequence[Any],
-    spec: pytree.TreeSpec,
-    axes: Sequence[Axes],
-    sizes: Mapping[str, int],
-) -> OutputShapes:
+def derive(subject: Subject, sizes: Sizes) -> OutputShapes:
     """Run a function on fake tensors with symbolic sizes.
 
     Sizes of 1 stay fixed: whatever holds for 1 alone would be taken for the rule.
 
     Args:
-        fn: the function; it runs once, on tensors without memory.
-        leaves: of a call's arguments, with the given sizes.
-        spec: their tree.
-        axes: their dynamic dimensions.
+        subject: the function, which runs once on tensors without memory, and its arguments.
         sizes: the named sizes; guards hold for these.
 
     Raises:
         Underivable: an operation cannot run on symbols, or the function asks for one exact size.
+        CaptureError: the function keeps one of the tensors without memory.
     """
     made = _Made()
     try:
         with made:
-            found = _derive(fn, leaves, spec, axes, sizes)
+            found = _derive(subject, sizes)
     except Underivable:
         # On a GPU some of its kernels cannot be traced with symbols.
         with made, _AttentionByShape():
-            found = _derive(fn, leaves, spec, axes, sizes)
-    finally:
-        kept = made.kept()
-    if kept:
+            found = _derive(subject, sizes)
+    if made.kept():
         raise CaptureError(
             "The function keeps a tensor in a place that cannot be put back: a cache of its class "
             "or of another module, which now holds one without values.",
@@ -69,19 +60,13 @@ def derive(
     return found
 
 
-def _derive(
-    fn: Callable[..., Any],
-    leaves: Sequence[Any],
-    spec: pytree.TreeSpec,
-    axes: Sequence[Axes],
-    sizes: Mapping[str, int],
-) -> OutputShapes:
+def _derive(subject: Subject, sizes: Sizes) -> OutputShapes:
+    leaves = subject.at(sizes)
     env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     symbols: dict[Any, sympy.Symbol] = {}
     symbolic: dict[str, Any] = {}
-    for name, symbol in zip(sizes, symbols_of(list(sizes)), strict=True):
-        hint = sizes[name]
+    for name, symbol, hint in zip(subject.names, symbols_of(subject.names), sizes, strict=True):
         if hint == 1:
             symbolic[name] = 1
             continue
@@ -91,9 +76,9 @@ def _derive(
         symbolic[name] = env.create_symintnode(own, hint=hint, source=source)
     try:
         with _quiet(), mode, enable_python_dispatcher():
-            fakes = _fakes(mode, leaves, axes, symbolic)
-            args, kwargs = unflatten(fakes, spec)
-            result = fn(*args, **kwargs)
+            fakes = _fakes(mode, leaves, subject.axes, symbolic)
+            args, kwargs = unflatten(fakes, subject.spec)
+            result = subject.fn(*args, **kwargs)
             outputs, out_spec = pytree.tree_flatten(result)
             guards = [guard.expr for guard in env.guards]
             owners = _owners(outputs)
@@ -110,10 +95,10 @@ def _derive(
     if any(not e.free_symbols <= set(symbols.values()) for e in _all(known)):
         raise Underivable("a shape depends on values")
     kept = {guard.xreplace(symbols) for guard in guards}
-    fixed = {name: n for name, n in sizes.items() if n == 1}
+    fixed = {name: n for name, n in zip(subject.names, sizes, strict=True) if n == 1}
     ours = set(symbols.values())
     ordered = sorted((g for g in kept if g.free_symbols and g.free_symbols <= ours), key=str)
-    return OutputShapes(list(sizes), known, out_spec, ordered, fixed=fixed)
+    return OutputShapes(subject.names, known, out_spec, ordered, fixed=fixed)
 
 
 class _Made(TorchDispatchMode):
@@ -138,7 +123,12 @@ class _Made(TorchDispatchMode):
 
     def kept(self) -> bool:
         """Whether any of them lives on."""
-        gc.collect()
+        if not self._any_lives():
+            return False
+        gc.collect()  # It takes long, and only what refers to itself needs it.
+        return self._any_lives()
+
+    def _any_lives(self) -> bool:
         return any(made() is not None for made in self._made)
 
 
