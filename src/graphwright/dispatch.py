@@ -44,7 +44,7 @@ from .signature import (
 from .tally import GraphStatistics, Tally, explained
 
 if TYPE_CHECKING:
-    from .shapes.proof import Verdicts
+    from .shapes.verdicts import Verdicts
 
 OnMiss = Literal["capture", "eager", "error"]
 Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]

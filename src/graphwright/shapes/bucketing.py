@@ -145,11 +145,10 @@ class Bucketing:
         """Sizes of the chunks along one dimension, and how outputs are joined; or why not."""
         place = self.dimensions.names.index(name)
         chunk = self.buckets.largest[name]
-        joints = kind.rows_apart(name, chunk, sizes)
-        if isinstance(joints, str):
-            return joints
         whole, rest = divmod(sizes[place], chunk)
-        return [chunk] * whole + [rest] * (rest > 0), joints
+        parts = [chunk] * whole + [rest] * (rest > 0)
+        joints = kind.rows_apart(name, parts, sizes)
+        return joints if isinstance(joints, str) else (parts, joints)
 
     def served(self, bucket: Sizes) -> Iterator[Sizes]:
         """Sizes of calls that a bucket answers, itself excepted; where they are many, some."""

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graphs.journal import generator_of, tensors
-from ..snapshots import same_bits
+from ..snapshots import same_bits, same_value
 
 
 class _Loaded(TorchDispatchMode):
@@ -54,4 +54,4 @@ def depends_on_chance(call: Callable[[], Any]) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return same_bits(a, b)
-    return type(a) is type(b) and bool(a == b or (a != a and b != b))
+    return same_value(a, b)

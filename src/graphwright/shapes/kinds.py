@@ -29,12 +29,13 @@ from ..watch import FunctionModule
 from .chance import depends_on_chance
 from .dimensions import Axes, Dimensions
 from .fitting import fit
-from .outputs import OutputShapes, Sizes, Underivable, contiguous_stride, memory_format
+from .outputs import OutputShapes, Sizes, Underivable, contiguous_stride, memory_format, steps_of
 from .padding import Cut, Plan, Value, shape_at, widths_of
-from .proof import Impossible, Prover, Verdicts
+from .proof import Prover
 from .sharing import aliases_of, pattern_of, twins_of
 from .subject import Subject, varied
 from .symbolic import derive
+from .verdicts import Impossible, Verdicts
 
 _MAX_PLANS = 1 << 16
 _FITTED_BELOW = 6
@@ -187,7 +188,7 @@ class Kind:
             return verdicts
         prover = self._prover
         assert prover is not None
-        if prover.known(verdicts, sizes):
+        if verdicts.know(sizes):
             reason = prover.extend(verdicts, sizes)
         else:
             with self._trial():
@@ -233,9 +234,9 @@ class Kind:
     def culprits(self, sizes: Sizes, bucket: Sizes) -> set[str]:
         """Dimensions that are exact-only where a call may not be filled up to a bucket."""
         verdicts = self.verdicts.get(bucket)
-        if self._prover is None or not isinstance(verdicts, Verdicts):
-            return set(self.dimensions.names)
-        return self._prover.culprits(verdicts, sizes)
+        if isinstance(verdicts, Verdicts):
+            return verdicts.culprits(sizes)
+        return set(self.dimensions.names)
 
     def is_checked(self, bucket: Sizes) -> bool:
         """Whether a bucket's graph was compared with eager."""
@@ -446,10 +447,10 @@ class Kind:
         real = pytree.tree_leaves(self.subject.fn(*args, **kwargs))
         found = derive(self.subject, sizes)
         for leaf, rule in zip(real, found.of(sizes), strict=True):
-            if isinstance(leaf, torch.Tensor) and isinstance(rule, tuple):
-                steps = [step for step, n in zip(rule[1], rule[0], strict=True) if n > 1]
-                if rule[0] != leaf.shape or steps != layout(leaf):
-                    raise Underivable("symbols give other shapes or strides than the function has")
+            if not isinstance(leaf, torch.Tensor) or not isinstance(rule, tuple):
+                continue
+            if rule[0] != leaf.shape or steps_of(rule) != layout(leaf):
+                raise Underivable("symbols give other shapes or strides than the function has")
         return found
 
     def _tell_ways_apart(self, shapes: OutputShapes, bucket: Sizes) -> None:
@@ -497,31 +498,21 @@ class Kind:
             ) from error
         return found
 
-    def rows_apart(self, name: str, chunk: int, others: Sizes) -> list[int | None] | str:
-        """Whether a call can be answered in chunks along one dimension, and how they are joined.
-
-        Args:
-            name: of the dimension.
-            chunk: its size in a chunk.
-            others: the named sizes of the whole call.
-
-        Returns:
-            for each output the axis along which to join, None for one that is the same in all
-            chunks; or a reason against it.
-        """
+    def rows_apart(self, name: str, parts: Sequence[int], sizes: Sizes) -> list[int | None] | str:
+        """Whether and how the chunks of a call can be joined; as `Prover.split`."""
         with self._pool.lock:
-            known = self._joints.get((name, others))
+            known = self._joints.get((name, sizes))
             if known is None:
                 self._looked()
                 with self._trial():
-                    known = self._joints[name, others] = self._split(name, chunk, others)
+                    known = self._joints[name, sizes] = self._split(name, parts, sizes)
             return known
 
-    def _split(self, name: str, chunk: int, others: Sizes) -> list[int | None] | str:
+    def _split(self, name: str, parts: Sequence[int], sizes: Sizes) -> list[int | None] | str:
         if self.reason is not None:
             return self.reason
         assert self._prover is not None
-        return self._prover.split(name, chunk, others)
+        return self._prover.split(name, parts, sizes)
 
 
 def _nothing() -> None:

@@ -168,3 +168,9 @@ def contiguous_stride(shape: Sequence[int], form: torch.memory_format | None) ->
     """The strides of a new tensor of some shape and memory format."""
     made = torch.empty(tuple(shape), device="meta", memory_format=form or torch.contiguous_format)
     return made.stride()
+
+
+def steps_of(geometry: Geometry) -> list[int]:
+    """The strides that matter, as `snapshots.layout` gives them for a tensor."""
+    shape, stride = geometry
+    return [step for step, n in zip(stride, shape, strict=True) if n > 1]
