@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.graphs import undo
-from graphwright.shapes import comparison, kinds, outputs, padding, proof, subject
+from graphwright.shapes import comparison, form, kinds, outputs, padding, proof, subject, tracing
 from graphwright.snapshots import layout
 
 Sizes = tuple[int, ...]
@@ -468,7 +468,7 @@ def an_output_may_be_an_argument_at_some_sizes(device: torch.device) -> None:
 
 
 def only_the_bucket_s_way_is_followed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kinds.Kind, "_tell_ways_apart", lambda self, shapes, bucket: None)
+    patch.setattr(tracing.Traces, "_tell_ways_apart", lambda self, shapes, bucket: None)
 
 
 @hazard(16, only_the_bucket_s_way_is_followed)
@@ -530,8 +530,8 @@ def large_values_hide_no_others(device: torch.device) -> None:
 
 
 def aliases_are_of_no_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kinds, "_pairs", lambda signature: [])
-    patch.setattr(kinds.Kind, "overlap", False)
+    patch.setattr(form, "_pairs", lambda signature: [])
+    patch.setattr(form.Form, "overlap", False)
 
 
 @hazard(16, aliases_are_of_no_kind)
@@ -549,7 +549,7 @@ def arguments_that_overlap_are_another_kind(device: torch.device) -> None:
 
 
 def gaps_are_of_no_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kinds, "_gaps", lambda leaves, axes, forms: (False,) * len(leaves))
+    patch.setattr(form, "_gaps", lambda leaves, axes, forms: (False,) * len(leaves))
 
 
 @hazard(16, gaps_are_of_no_kind)

@@ -19,7 +19,9 @@ from torch.export import Dim
 import graphwright as gw
 from graphwright.shapes import outputs, symbolic
 from graphwright.shapes.dimensions import Dimensions
+from graphwright.shapes.form import Form
 from graphwright.shapes.kinds import Kind
+from graphwright.signature import CallSignature
 from graphwright.snapshots import layout
 
 TABLE = pytest.mark.parametrize
@@ -130,7 +132,8 @@ def test_attention_can_be_traced_by_its_shape(device: torch.device) -> None:
     case = ACCEPTED["masked attention"]
     fn, arguments = case.fn(device), case.arguments(device, (4, 8))
     dimensions = Dimensions(fn, ["batch", "length"], case.dynamic_shapes)
-    kind = Kind(fn, dimensions, arguments, {}, pool=gw.MemoryPool())
+    form = Form(dimensions, CallSignature.of(arguments, {}), arguments, {})
+    kind = Kind(fn, form, arguments, {}, pool=gw.MemoryPool())
     with torch.no_grad(), symbolic._AttentionByShape():
         by_shape = symbolic._derive(kind.subject, (4, 8))
         for size in ((4, 8), (3, 5), (2, 1)):

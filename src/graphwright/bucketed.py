@@ -139,7 +139,7 @@ class BucketedCallable(GraphedCallable):
         if isinstance(entry, Miss):
             return self._missed(entry.kind, entry.why, args, kwargs, sizes)
         entry.sizes = plan.bucket
-        if kind.overlap and entry.graph is not None and entry.graph.written:
+        if kind.form.overlap and entry.graph is not None and entry.graph.written:
             why = "it writes to an argument that shares memory with another one"
             return self._missed(PADDING, why, args, kwargs, sizes)
         if plan.sizes != plan.bucket and not kind.is_checked(plan.bucket) and entry.pure:
@@ -302,7 +302,7 @@ class BucketedCallable(GraphedCallable):
                 why = kind.prove(bucket, list(bucketing.served(bucket)))
                 if why is not None:
                     raise self._padding_error(why)
-                calls.append(kind.sample(bucket))
+                calls.append(kind.subject.arguments(bucket))
                 owners.append(kind)
                 sizes.append(bucket)
         self._entries.capture_all(calls, bar.step)
@@ -323,7 +323,7 @@ class BucketedCallable(GraphedCallable):
         graph = entry.graph
         assert isinstance(plan, Plan)
         assert graph is not None
-        why = kind.check(plan, graph.run, *kind.sample(sizes))
+        why = kind.check(plan, graph.run, *kind.subject.arguments(sizes))
         if why is not None:
             raise self._padding_error(why)
 

@@ -12,7 +12,8 @@ from ..graphs.memory import MemoryPool
 from ..signature import Args, CallSignature, Kwargs, flatten
 from .buckets import Buckets
 from .dimensions import Dimensions
-from .kinds import Kind, in_order
+from .form import Form
+from .kinds import Kind
 from .outputs import Sizes
 from .padding import Plan
 
@@ -91,19 +92,17 @@ class Bucketing:
         leaves, _ = flatten(args, kwargs)
         for kind in kinds:
             if kind.grad is grad:
-                sizes = kind.sizes(signature, leaves)
+                sizes = kind.form.sizes(signature, leaves)
                 if sizes is not None:
                     return kind, sizes
-        kind = Kind(self._fn, self.dimensions, args, kwargs, pool=self._pool, grad=grad)
-        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
-        sizes = self.dimensions.sizes(shapes, kind.axes)
-        assert sizes is not None  # Kind has looked.
-        if not in_order(leaves, kind.axes):
-            return None, sizes
+        form = Form(self.dimensions, signature, args, kwargs)
+        if not form.in_order(leaves):
+            return None, form.own
+        kind = Kind(self._fn, form, args, kwargs, pool=self._pool, grad=grad)
         if len(kinds) >= _MAX_KINDS:
             del kinds[0]
         kinds.append(kind)
-        return kind, sizes
+        return kind, form.own
 
     def answer(self, kind: Kind, sizes: Sizes) -> Answer:
         """How a call of a kind is answered; proofs that this needs are made."""

@@ -24,7 +24,6 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError, first_line
-from ..signature import unflatten
 from .dimensions import Axes
 from .outputs import Leaf, OutputShapes, Sizes, Underivable, memory_format, symbols_of
 from .subject import Subject
@@ -77,9 +76,7 @@ def _derive(subject: Subject, sizes: Sizes) -> OutputShapes:
     try:
         with _quiet(), mode, enable_python_dispatcher():
             fakes = _fakes(mode, leaves, subject.axes, symbolic)
-            args, kwargs = unflatten(fakes, subject.spec)
-            result = subject.fn(*args, **kwargs)
-            outputs, out_spec = pytree.tree_flatten(result)
+            outputs, out_spec = pytree.tree_flatten(subject.result(fakes))
             guards = [guard.expr for guard in env.guards]
             owners = _owners(outputs)
             found = [
