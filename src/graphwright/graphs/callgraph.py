@@ -130,6 +130,10 @@ class CallGraph(Graph):
             finish: makes what the caller gets of the leaves of what the function returned.
         """
         leaves = args if self._plain_args else self._leaves(args, kwargs)
+        return self.run_leaves(leaves, finish)
+
+    def run_leaves(self, leaves: Sequence[Any], finish: Finish | None = None) -> Any:
+        """The same for the leaves of such a call."""
         if self.mutates:
             self.check_overlap(leaves)
         with self.pool.lock:

@@ -10,7 +10,7 @@ from typing import Any
 from ..errors import OptionError
 from ..graphs.memory import MemoryPool
 from ..signature import Args, CallSignature, Kwargs, flatten
-from .buckets import Buckets
+from .buckets import PADDING, Buckets
 from .dimensions import Dimensions
 from .form import Form
 from .kinds import Kind
@@ -125,7 +125,7 @@ class Bucketing:
                 break
             exact |= culprits
         if told is not None:
-            return Answer(reason=told, kind="padding is not harmless")
+            return Answer(reason=told, kind=PADDING)
         largest = self.buckets.largest
         above = [
             name for name, n in zip(self.dimensions.names, sizes, strict=True) if n > largest[name]

@@ -15,6 +15,9 @@ import torch
 
 from ..errors import OptionError
 
+# Why a call is eager that a bucket holds; as errors, warnings and statistics say it.
+PADDING = "padding is not harmless"
+
 _NEVER = 1 << 62  # more than any volume; a volume can be added to it within int64
 _MOST = 1 << 61
 _FLOATS = 1 << 53  # whole numbers up to here are exact in float64, several times as fast as int64
