@@ -21,9 +21,9 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError, first_line
+from ..modes import OperationMode
 from .dimensions import Axes
 from .outputs import Leaf, OutputShapes, Sizes, Underivable, memory_format, symbols_of
 from .subject import Subject
@@ -98,21 +98,15 @@ def _derive(subject: Subject, sizes: Sizes) -> OutputShapes:
     return OutputShapes(subject.names, known, out_spec, ordered, fixed=fixed)
 
 
-class _Made(TorchDispatchMode):
+class _Made(OperationMode):
     """Remembers the tensors that are made, to see whether any outlives its run."""
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        super().__init__()
         self._made: list[weakref.ref[torch.Tensor]] = []
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **dict(kwargs or {}))
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = func(*args, **kwargs)
         for leaf in pytree.tree_leaves(result):
             if isinstance(leaf, FakeTensor):
                 self._made.append(weakref.ref(leaf))
@@ -133,11 +127,7 @@ class _AttentionByShape(TorchFunctionMode):
     """Takes attention for its shape: that of the queries, as wide as the values."""
 
     def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         named = dict(kwargs or {})
         if func is not torch.nn.functional.scaled_dot_product_attention:
