@@ -7,7 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -126,6 +126,31 @@ def test_shapes_that_follow_no_rule_leave_sizes_exact_only(
             result = graphed(x)
         same(result, x[:, ::2] * 2)
     assert graphed.statistics.eager == {"padding is not harmless": 1}
+
+
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:RuntimeWarning")
+@TABLE("in_a_cycle", [False, True])
+def test_a_trace_that_stays_in_a_cache_of_the_class_is_refused(
+    in_a_cycle: bool, device: torch.device
+) -> None:
+    class Keeps(nn.Module):
+        kept: ClassVar[list[Any]] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = x * 2
+            if in_a_cycle:  # Kept by nothing but itself: that is no cache.
+                loop: list[Any] = [result]
+                loop.append(loop)
+            else:
+                self.kept.append(result)
+            return result
+
+    graphed = gw.graph(Keeps().eval(), buckets=gw.Buckets(batch=[4]))
+    with torch.no_grad():
+        x = rand(device, 3, WIDTH)
+        same(graphed(x), x * 2)
+    assert graphed.statistics.padded == in_a_cycle
+    assert ("now holds one without values" in graphed.explain()) is not in_a_cycle
 
 
 def test_attention_can_be_traced_by_its_shape(device: torch.device) -> None:

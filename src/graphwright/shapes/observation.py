@@ -15,7 +15,7 @@ from ..signature import leaf_names
 from ..snapshots import clone_leaves, layout
 from .chance import depends_on_chance
 from .form import Form
-from .sharing import aliases_of, pattern_of
+from .sharing import Sharing, pattern_of
 from .subject import Subject
 
 _A_COUNTER = 16  # bytes
@@ -33,7 +33,7 @@ class Observation:
     """
 
     outputs: int
-    shared: tuple[int, ...]
+    shared: frozenset[int]
     buffers: frozenset[int]
     reason: str | None
 
@@ -56,9 +56,12 @@ def observe(subject: Subject, form: Form, as_given: Sequence[Any] | None) -> Obs
         random = bool(journal.generators)
     finally:
         journal.undo()
-    outputs = pytree.tree_leaves(result)
-    names = leaf_names(result, "output")
-    shared, reason = aliases_of(outputs, names, leaves, form.names, form.axes)
+    sharing = Sharing.of(result, leaves, form.axes)
+    reason = None
+    if sharing.views:
+        output, argument = sharing.views[0]
+        name = leaf_names(result, "output")[output]
+        reason = f"{name} is a view of the argument {form.names[argument]}"
     mine = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
     buffers = {b.untyped_storage()._cdata for b in subject.module.buffers()}
     written = {s._cdata: s.nbytes() for s in journal.written if s._cdata not in mine}
@@ -70,7 +73,9 @@ def observe(subject: Subject, form: Form, as_given: Sequence[Any] | None) -> Obs
         reason = "it writes to an argument that shares memory with another one"
     elif as_given is not None and _differs_with_gaps(subject, form, as_given):
         reason = "it depends on gaps between the rows of an argument"
-    return Observation(len(outputs), tuple(shared), frozenset(buffers & set(written)), reason)
+    return Observation(
+        len(sharing.pattern), sharing.shared, frozenset(buffers & set(written)), reason
+    )
 
 
 def _again(subject: Subject) -> Any:

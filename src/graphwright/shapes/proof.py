@@ -24,7 +24,7 @@ from ..snapshots import Call, Outcome, State, layout, run
 from .comparison import changed, effect_of_padding, joint, only_nan
 from .dimensions import Axes
 from .outputs import OutputShapes, Sizes, steps_of
-from .sharing import Pattern, pattern_of, shares_alike
+from .sharing import Sharing, shares_alike
 from .subject import Subject
 from .verdicts import Impossible, Verdicts
 
@@ -39,16 +39,14 @@ class Prover:
 
     Args:
         subject: what is called.
-        written: storages of buffers that it writes to, by identity.
         shared: outputs that share memory with others, which cutting must not tear apart.
+        written: storages of buffers that it writes to, by identity.
     """
 
-    def __init__(
-        self, subject: Subject, shared: Sequence[int] = (), written: Collection[int] = ()
-    ) -> None:
+    def __init__(self, subject: Subject, shared: Collection[int], written: Collection[int]) -> None:
         self.subject = subject
-        self.written = frozenset(written)
-        self.shared = tuple(shared)
+        self.shared = shared
+        self.written = written
         self._state: State | None = None
         self._generator = torch.Generator().manual_seed(0)
         # In float64 a write to a part of a buffer would go to a copy, unseen.
@@ -147,7 +145,7 @@ class Prover:
             return f"it fails in chunks of {parts[0]} along {name}: {first_line(error, 160)}"
         if whole.buffers or any(piece.buffers for piece in pieces):
             return "it writes to its buffers"
-        memories = [memory for _, memory in seen.pattern if memory is not None]
+        memories = [memory for _, memory in seen.sharing.pattern if memory is not None]
         if any(memory < len(leaves) for memory in memories):
             return "it returns arguments or views of them"
         if len(set(memories)) < len(memories):
@@ -222,16 +220,16 @@ class Prover:
                 return f"with {change} the call fails: {first_line(error, 160)}"
             if not outcome.spec == expected.spec == verdicts.shapes.spec:
                 return f"with {change}, the tree of its outputs depends on the size"
-            if not shares_alike(now.pattern, seen.pattern, len(true)):
+            if not shares_alike(now.sharing.pattern, seen.sharing.pattern, len(true)):
                 return f"with {change}, its outputs share memory with others than without padding"
-            if (view := now.view_of_argument) is not None:
-                return f"with {change}, output {view} is a view of an argument"
+            if views := now.sharing.views:
+                return f"with {change}, output {views[0][0]} is a view of an argument"
             why = effect_of_padding(
                 verdicts,
                 sizes,
                 expected,
                 outcome,
-                arguments=now.arguments,
+                arguments=now.sharing.arguments,
                 shared=self.shared,
                 exactly=self._exactly,
             )
@@ -243,8 +241,9 @@ class Prover:
         self, verdicts: Verdicts, sizes: Sizes, true: Sequence[Any], seen: _Seen
     ) -> str | None:
         """Whether eager lays its outputs out otherwise than the rule says, in words."""
+        given = seen.sharing.arguments
         rules = [
-            steps_of(rule) if isinstance(rule, tuple) and index not in seen.arguments else None
+            steps_of(rule) if isinstance(rule, tuple) and index not in given else None
             for index, rule in enumerate(verdicts.shapes.of(sizes))
         ]
 
@@ -292,36 +291,21 @@ class _Seen:
     """What the outputs of a call were, before copies were made.
 
     Attributes:
-        pattern: which arguments and memory they are.
-        arguments: those that are arguments that vary.
+        sharing: what they shared.
         layouts: the strides that matter of those that are tensors.
     """
 
+    sharing: Sharing
+    layouts: list[list[int] | None]
+
     def __init__(self, axes: Sequence[Axes]) -> None:
-        self.pattern: Pattern = ()
-        self.arguments: frozenset[int] = frozenset()
-        self.layouts: list[list[int] | None] = []
         self._axes = axes
 
     def look(self, result: Any, call: Call) -> None:
         """Look at what a call returned."""
-        self.pattern = pattern_of(result, flatten(call.args, call.kwargs)[0])
-        self.arguments = frozenset(
-            index
-            for index, (slot, _) in enumerate(self.pattern)
-            if slot is not None and self._axes[slot]
-        )
+        self.sharing = Sharing.of(result, flatten(call.args, call.kwargs)[0], self._axes)
         leaves = pytree.tree_leaves(result)
         self.layouts = [layout(v) if isinstance(v, torch.Tensor) else None for v in leaves]
-
-    @property
-    def view_of_argument(self) -> int | None:
-        """The first output that is only a view of an argument that varies."""
-        for index, (_, memory) in enumerate(self.pattern):
-            shares = memory is not None and memory < len(self._axes) and bool(self._axes[memory])
-            if shares and index not in self.arguments:
-                return index
-        return None
 
 
 class _Inexact(Exception):
