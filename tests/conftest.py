@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -39,3 +40,13 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("graphwright.tuner.FINAL_S_EACH", 0.05)
     monkeypatch.setattr("graphwright.measurement.WARMUP_S", 0.0)
     monkeypatch.setattr("graphwright.measurement.MAX_CALLS_PER_BLOCK", 10)
+
+
+@pytest.fixture
+def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tensors this small are faster on one; and no other thread draws random numbers."""
+    monkeypatch.setattr("graphwright.graphs.undo.threading.active_count", lambda: 1)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

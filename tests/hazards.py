@@ -29,10 +29,10 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 import graphwright as gw
 from graphwright import dispatch, signature, watch
 from graphwright.dispatch import GraphedCallable
+from graphwright.graphs import callgraph, cpu, cuda, transaction, transfer, undo
 from graphwright.graphs import capture as capture_module
-from graphwright.graphs import cpu, cuda, transaction, transfer, undo
 from graphwright.graphs import graph as graph_module
-from graphwright.graphs.capture import CallGraph
+from graphwright.graphs.callgraph import CallGraph
 from graphwright.graphs.graph import Graph
 from graphwright.graphs.journal import Journal
 
@@ -195,7 +195,7 @@ def generators_are_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 
 def frames_keep_their_tensors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture_module, "let_go", lambda error: None)
+    patch.setattr(callgraph, "let_go", lambda error: None)
     patch.setattr(transaction, "let_go", lambda error: None)
 
 
@@ -243,7 +243,8 @@ def graphs_are_not_closed(patch: pytest.MonkeyPatch) -> None:
 
 
 def autocast_keeps_its_casts(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(capture_module, "autocast_cache_apart", contextlib.nullcontext)
+    for module in (callgraph, capture_module):
+        patch.setattr(module, "autocast_cache_apart", contextlib.nullcontext)
 
 
 def copies_share_graphs(patch: pytest.MonkeyPatch) -> None:

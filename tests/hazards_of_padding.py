@@ -21,7 +21,17 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.graphs import undo
-from graphwright.shapes import kinds, outputs, padding, proof, subject
+from graphwright.shapes import (
+    comparison,
+    form,
+    kinds,
+    outputs,
+    padding,
+    proof,
+    sharing,
+    subject,
+    tracing,
+)
 from graphwright.snapshots import layout
 
 Sizes = tuple[int, ...]
@@ -284,7 +294,7 @@ def fillings_are_compared_with_each_other(patch: pytest.MonkeyPatch) -> None:
         for filling in (0, 1):
             leaves = subject.padded(original(subject, sizes), verdicts.bucket, filling, _SEED)
             with self._from_now() if self._state is None else contextlib.nullcontext():
-                found.append(self._run(leaves))
+                found.append(self._run(leaves)[0])
         cuts = padding.cuts_of(verdicts.shapes, sizes, verdicts.bucket)
         pairs = zip(*(outcome.outputs.values() for outcome in found), cuts, strict=True)
         for one, two, ways in pairs:
@@ -450,8 +460,8 @@ def a_trial_leaves_no_hooks(device: torch.device) -> None:
 
 
 def all_sizes_go_the_sample_s_way(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(proof.Prover, "_is_argument", lambda self, output: output == 0)
-    patch.setattr(proof, "pattern_of", lambda result, leaves: ((0, 0),))
+    first = sharing.Sharing(((0, 0),), frozenset({0}), (), frozenset())
+    patch.setattr(sharing.Sharing, "of", lambda result, leaves, axes: first)
     graphs_are_not_compared(patch)
 
 
@@ -469,7 +479,7 @@ def an_output_may_be_an_argument_at_some_sizes(device: torch.device) -> None:
 
 
 def only_the_bucket_s_way_is_followed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kinds.Kind, "_tell_ways_apart", lambda self, shapes, bucket: None)
+    patch.setattr(tracing.Traces, "_tell_ways_apart", lambda self, shapes, bucket: None)
 
 
 @hazard(16, only_the_bucket_s_way_is_followed)
@@ -511,7 +521,7 @@ def errors_are_measured_by_the_mean(patch: pytest.MonkeyPatch) -> None:
     def by_mean(have: torch.Tensor, want: torch.Tensor) -> bool:
         return bool((have - want).norm() <= 1e-6 * want.norm())
 
-    patch.setattr(proof, "_elementwise", by_mean)
+    patch.setattr(comparison, "_elementwise", by_mean)
     graphs_are_not_compared(patch)
 
 
@@ -531,8 +541,8 @@ def large_values_hide_no_others(device: torch.device) -> None:
 
 
 def aliases_are_of_no_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kinds, "_pairs", lambda signature: [])
-    patch.setattr(kinds.Kind, "overlap", False)
+    patch.setattr(form, "_pairs", lambda signature: [])
+    patch.setattr(form.Form, "overlap", False)
 
 
 @hazard(16, aliases_are_of_no_kind)
@@ -550,7 +560,7 @@ def arguments_that_overlap_are_another_kind(device: torch.device) -> None:
 
 
 def gaps_are_of_no_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kinds, "_gaps", lambda leaves, axes, forms: (False,) * len(leaves))
+    patch.setattr(form, "_gaps", lambda leaves, axes, forms: (False,) * len(leaves))
 
 
 @hazard(16, gaps_are_of_no_kind)

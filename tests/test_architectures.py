@@ -7,7 +7,6 @@ leave out their masks, which would be wrong for whatever follows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,15 +16,7 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors this small are faster on one; and no other thread draws random numbers."""
-    monkeypatch.setattr("graphwright.graphs.undo.threading.active_count", lambda: 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

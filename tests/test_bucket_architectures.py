@@ -7,13 +7,13 @@ calls and both at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from tiny_architectures import CASES, Case, errors
 
 import graphwright as gw
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 CALLED = 3
 DEPENDS = "of its root mean square"
@@ -56,16 +56,6 @@ LENGTH_TOO = {
 }
 TRIED = [case for case in CASES if not case.refused and case.model not in ALIKE]
 LINED = [case for case in TRIED if case.model in {*LENGTH_EXACT, *LENGTH_TOO}]
-
-
-@pytest.fixture(autouse=True)
-def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tensors this small are faster on one; and no other thread draws random numbers."""
-    monkeypatch.setattr("graphwright.graphs.undo.threading.active_count", lambda: 1)
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.mark.parametrize("case", TRIED, ids=str)

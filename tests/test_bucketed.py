@@ -7,7 +7,7 @@ import pickle
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,9 +17,11 @@ from torch import nn
 from torch.export import Dim
 
 import graphwright as gw
-from graphwright import signature
-from graphwright.shapes import outputs
-from graphwright.shapes.dimensions import Size
+from graphwright.shapes import outputs, symbolic
+from graphwright.shapes.dimensions import Dimensions
+from graphwright.shapes.form import Form
+from graphwright.shapes.kinds import Kind
+from graphwright.signature import CallSignature
 from graphwright.snapshots import layout
 
 TABLE = pytest.mark.parametrize
@@ -101,7 +103,7 @@ def test_shapes_that_symbols_do_not_give_are_fitted(
     def fails(*args: Any) -> Any:
         raise outputs.Underivable("no symbols")
 
-    monkeypatch.setattr(outputs, "_derive", fails)
+    monkeypatch.setattr(symbolic, "_derive", fails)
     told = as_eager(ACCEPTED[name], device).statistics
     assert told.padded > 0
     assert not told.eager
@@ -113,7 +115,7 @@ def test_shapes_that_follow_no_rule_leave_sizes_exact_only(
     def fails(*args: Any) -> Any:
         raise outputs.Underivable("no symbols")
 
-    monkeypatch.setattr(outputs, "_derive", fails)
+    monkeypatch.setattr(symbolic, "_derive", fails)
     graphed = ACCEPTED["half the length"].graphed(device)[1]
     with torch.no_grad():
         for length in (16, 8):
@@ -126,14 +128,39 @@ def test_shapes_that_follow_no_rule_leave_sizes_exact_only(
     assert graphed.statistics.eager == {"padding is not harmless": 1}
 
 
+@pytest.mark.filterwarnings("ignore:.*runs eagerly:RuntimeWarning")
+@TABLE("in_a_cycle", [False, True])
+def test_a_trace_that_stays_in_a_cache_of_the_class_is_refused(
+    in_a_cycle: bool, device: torch.device
+) -> None:
+    class Keeps(nn.Module):
+        kept: ClassVar[list[Any]] = []
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = x * 2
+            if in_a_cycle:  # Kept by nothing but itself: that is no cache.
+                loop: list[Any] = [result]
+                loop.append(loop)
+            else:
+                self.kept.append(result)
+            return result
+
+    graphed = gw.graph(Keeps().eval(), buckets=gw.Buckets(batch=[4]))
+    with torch.no_grad():
+        x = rand(device, 3, WIDTH)
+        same(graphed(x), x * 2)
+    assert graphed.statistics.padded == in_a_cycle
+    assert ("now holds one without values" in graphed.explain()) is not in_a_cycle
+
+
 def test_attention_can_be_traced_by_its_shape(device: torch.device) -> None:
     case = ACCEPTED["masked attention"]
     fn, arguments = case.fn(device), case.arguments(device, (4, 8))
-    axes = [{0: Size("batch"), 1: Size("length")}] * 2
-    leaves, spec = signature.flatten(arguments, {})
-    sizes = {"batch": 4, "length": 8}
-    with torch.no_grad(), outputs._AttentionByShape():
-        by_shape = outputs._derive(fn, leaves, spec, axes, sizes)
+    dimensions = Dimensions(fn, ["batch", "length"], case.dynamic_shapes)
+    form = Form(dimensions, CallSignature.of(arguments, {}), arguments, {})
+    kind = Kind(fn, form, arguments, {}, pool=gw.MemoryPool())
+    with torch.no_grad(), symbolic._AttentionByShape():
+        by_shape = symbolic._derive(kind.subject, (4, 8))
         for size in ((4, 8), (3, 5), (2, 1)):
             expected = fn(*case.arguments(device, size))
             shapes = [(tuple(t.shape), t.stride()) for t in expected]

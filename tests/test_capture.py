@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import graphwright as gw
-from graphwright.graphs.capture import CallGraph
+from graphwright.graphs.callgraph import CallGraph
 from graphwright.graphs.graph import State
 
 

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .accuracy import OTHER_ROUNDING, ROUNDING, ErrorMeasure, error_of, special_values
+from .accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
 from .errors import VerificationError
 from .signature import leaf_names
+from .snapshots import same_value
 
 # A graph runs eager's own kernels: what is off by more than rounding is another computation.
 _AUDIT_RMS_ULPS = 32
@@ -40,8 +41,7 @@ def compare(result: Any, expected: Any, name: str, *, other_kernels: bool = Fals
 def difference(a: Any, b: Any, *, other_kernels: bool = False) -> str | None:
     """How a leaf of a graph's result differs from eager's, in words, beyond rounding."""
     if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-        same = type(a) is type(b) and (a == b or (a != a and b != b))
-        return None if same else f"{a!r} instead of {b!r}"
+        return None if same_value(a, b) else f"{a!r} instead of {b!r}"
     if a.shape != b.shape or a.dtype != b.dtype:
         return f"{tuple(a.shape)} {a.dtype} instead of {tuple(b.shape)} {b.dtype}"
     if not torch.equal(special_values(a), special_values(b)):
@@ -49,10 +49,10 @@ def difference(a: Any, b: Any, *, other_kernels: bool = False) -> str | None:
     error, peak = error_of(a, b, b)
     real = b.dtype.to_real() if b.dtype.is_complex else b.dtype
     ulp = torch.finfo(real).eps if real.is_floating_point else 0.0
-    limit = ErrorMeasure(_AUDIT_RMS_ULPS * ulp, _AUDIT_MAX_ULPS * ulp * peak)
+    rms, largest = _AUDIT_RMS_ULPS * ulp, _AUDIT_MAX_ULPS * ulp
     if other_kernels and real.is_floating_point:
-        rounding = ROUNDING.get(real, OTHER_ROUNDING)
-        limit = ErrorMeasure(rounding, 10 * rounding * peak)
-    if error.rms <= limit.rms and error.max <= limit.max:
+        rms = ROUNDING.get(real, OTHER_ROUNDING)
+        largest = 10 * rms
+    if error.rms <= rms and error.max <= largest * peak:
         return None
     return f"off by {error.rms:.1e} (rms) and {error.max:.1e} (largest)"

@@ -7,21 +7,21 @@ that is proved to be harmless.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from .audit import compare
-from .dispatch import PADDING, SHARED, UNCAPTURED, GraphedCallable, Miss, name_of, quick_key
-from .entries import Entry, State
+from .dispatch import SHARED, UNCAPTURED, Asked, GraphedCallable, Miss, name_of, quick_key
+from .entries import Entry
 from .errors import CaptureError, OptionError, PaddingError, SignatureError
 from .graphs.graph import GraphClosed
 from .graphs.transaction import capturing_now
 from .report.progress import Progress
 from .shapes.bucketing import Bucketing
-from .shapes.buckets import Buckets
+from .shapes.buckets import PADDING, Buckets
 from .shapes.dimensions import portable
 from .shapes.kinds import Kind
 from .shapes.padding import Plan
@@ -88,22 +88,16 @@ class BucketedCallable(GraphedCallable):
             return self._filled_up(found, args, kwargs)
         return self._find(args, kwargs)
 
-    def _uncaptured(
-        self,
-        signature: CallSignature,
-        state: State,
-        grad: bool | None,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Any:
-        bucketing = self._bucketing
+    def _uncaptured(self, asked: Asked) -> Any:
+        bucketing, state = self._bucketing, asked.state
+        args, kwargs = asked.args, asked.kwargs
         try:
-            kind, sizes = bucketing.kind(state.kinds, signature, args, kwargs, grad)
+            kind, sizes = bucketing.kind(state.kinds, asked.signature, args, kwargs, asked.grad)
         except SignatureError as error:
             return self._missed("no dynamic sizes", error.what, args, kwargs)
         if kind is None:
             if sizes in bucketing.buckets.points:
-                return self._exactly(signature, state, grad, args, kwargs, sizes)
+                return self._exactly(asked, sizes)
             why = "an argument's dimensions lie in memory in another order than a bucket's"
             return self._missed("another order in memory", why, args, kwargs, sizes)
         if self.on_miss != "capture" and not kind.prepared:
@@ -123,31 +117,35 @@ class BucketedCallable(GraphedCallable):
         if answer.above is not None and bucketing.split:
             chunks = bucketing.chunks(kind, sizes, answer.above)
             if not isinstance(chunks, str):
-                return self._in_chunks(kind, answer.above, *chunks, sizes, args, kwargs)
+                return self._in_chunks(asked, kind, answer.above, *chunks, sizes)
             return self._missed("it cannot be split", chunks, args, kwargs, sizes)
         if answer.reason is not None:
             return self._missed(answer.kind, answer.reason, args, kwargs, sizes)
-        leaves, spec = flatten(args, kwargs)
-        plan = answer.plan
+        leaves, _ = flatten(args, kwargs)
+        plan = kind.laid_out(leaves, sizes) if answer.plan is None else answer.plan
         if plan is None:
-            plan = kind.laid_out(leaves, sizes)
-        if plan is None:
-            return self._exactly(signature, state, grad, args, kwargs, sizes)
+            return self._exactly(asked, sizes)
+        return self._fill_up(asked, kind, plan, leaves)
+
+    def _fill_up(self, asked: Asked, kind: Kind, plan: Plan, leaves: Sequence[Any]) -> Any:
+        """Fill a call up for the first time, and remember how for calls of its shapes."""
+        args, kwargs = asked.args, asked.kwargs
         values = plan.pad(leaves)
-        padded, named = unflatten(values, spec)
-        entry = self._entry(CallSignature.of(padded, named), state, grad, padded, named)
+        padded, named = unflatten(values, kind.subject.spec)
+        full = CallSignature.of(padded, named)
+        entry = self._entry(replace(asked, args=padded, kwargs=named, signature=full))
         if isinstance(entry, Miss):
-            return self._missed(entry.kind, entry.why, args, kwargs, sizes)
+            return self._missed(entry.kind, entry.why, args, kwargs, plan.sizes)
+        graph = entry.graph
+        assert graph is not None
         entry.sizes = plan.bucket
-        if kind.overlap and entry.graph is not None and entry.graph.written:
+        if kind.form.overlap and graph.written:
             why = "it writes to an argument that shares memory with another one"
-            return self._missed(PADDING, why, args, kwargs, sizes)
+            return self._missed(PADDING, why, args, kwargs, plan.sizes)
         if plan.sizes != plan.bucket and not kind.is_checked(plan.bucket) and entry.pure:
-            graph = entry.graph
-            assert graph is not None
             off = kind.check(plan, graph.run, args, kwargs)
             if off is not None:
-                return self._missed(PADDING, off, args, kwargs, sizes)
+                return self._missed(PADDING, off, args, kwargs, plan.sizes)
         filled = _Filled(
             entry,
             plan,
@@ -156,11 +154,11 @@ class BucketedCallable(GraphedCallable):
             len(args),
         )
         key = quick_key(args, kwargs)
-        if key is not None and entry.pure and signature.flat is not None:
+        if key is not None and entry.pure and asked.signature.flat is not None:
             if len(self._quick) >= _MAX_QUICK:
                 self._quick.clear()
             self._quick[key] = filled
-        return self._run_filled(filled, args, kwargs, leaves, values, padded, named)
+        return self._run_filled(filled, args, kwargs, leaves, values)
 
     def _filled_up(self, filled: _Filled, args: Args, kwargs: Kwargs) -> Any:
         """A call whose bucket is known by its shapes; all else about it is looked at."""
@@ -187,7 +185,7 @@ class BucketedCallable(GraphedCallable):
         named = dict(zip(names, values[filled.positional :], strict=True))
         if not entry.signature.fits(padded, named):
             return self._find(args, kwargs)
-        return self._run_filled(filled, args, kwargs, leaves, values, padded, named)
+        return self._run_filled(filled, args, kwargs, leaves, values)
 
     def _run_filled(
         self,
@@ -196,8 +194,6 @@ class BucketedCallable(GraphedCallable):
         kwargs: Kwargs,
         leaves: Sequence[Any],
         values: Sequence[Any],
-        padded: Args,
-        named: Kwargs,
     ) -> Any:
         """Run a bucket's graph on what was filled up, and cut what it returns."""
         entry, plan, graph = filled.entry, filled.plan, filled.entry.graph
@@ -206,7 +202,7 @@ class BucketedCallable(GraphedCallable):
             return self._find(args, kwargs)
         try:
             with torch.no_grad():
-                result = graph.run(padded, named, lambda outputs: plan.cut(outputs, leaves, values))
+                result = graph.run_leaves(values, lambda made: plan.cut(made, leaves, values))
         except GraphClosed:
             return self._find(args, kwargs)
         except SignatureError as error:
@@ -229,16 +225,15 @@ class BucketedCallable(GraphedCallable):
 
     def _in_chunks(
         self,
+        asked: Asked,
         kind: Kind,
         name: str,
         parts: Sequence[int],
         joints: Sequence[int | None],
         sizes: tuple[int, ...],
-        args: Args,
-        kwargs: Kwargs,
     ) -> Any:
         """Answer a call in chunks along one dimension, and join what they return."""
-        leaves, spec = flatten(args, kwargs)
+        leaves, spec = flatten(asked.args, asked.kwargs)
         results = []
         place = self._bucketing.dimensions.names.index(name)
         self._tally.split[sizes] += 1
@@ -302,7 +297,7 @@ class BucketedCallable(GraphedCallable):
                 why = kind.prove(bucket, list(bucketing.served(bucket)))
                 if why is not None:
                     raise self._padding_error(why)
-                calls.append(kind.sample(bucket))
+                calls.append(kind.subject.arguments(bucket))
                 owners.append(kind)
                 sizes.append(bucket)
         self._entries.capture_all(calls, bar.step)
@@ -323,7 +318,7 @@ class BucketedCallable(GraphedCallable):
         graph = entry.graph
         assert isinstance(plan, Plan)
         assert graph is not None
-        why = kind.check(plan, graph.run, *kind.sample(sizes))
+        why = kind.check(plan, graph.run, *kind.subject.arguments(sizes))
         if why is not None:
             raise self._padding_error(why)
 

@@ -27,11 +27,12 @@ from .errors import (
     SignatureError,
     levels_above,
 )
-from .graphs.capture import CallGraph, Outputs
+from .graphs.callgraph import CallGraph, Outputs
 from .graphs.graph import GraphClosed
 from .graphs.memory import MemoryPool
 from .graphs.transaction import capturing_now
 from .report.progress import Progress, shown
+from .shapes.buckets import PADDING
 from .signature import (
     Args,
     CallSignature,
@@ -44,7 +45,7 @@ from .signature import (
 from .tally import GraphStatistics, Tally, explained
 
 if TYPE_CHECKING:
-    from .shapes.proof import Verdicts
+    from .shapes.verdicts import Verdicts
 
 OnMiss = Literal["capture", "eager", "error"]
 Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
@@ -54,7 +55,6 @@ _MISS = object()
 UNCAPTURED = "it cannot be captured"
 _LIMIT = "the pool's limit"
 SHARED = "an argument shares memory with a tensor of the call's own"
-PADDING = "padding is not harmless"
 _TOLD = (UNCAPTURED, _LIMIT, PADDING)
 
 
@@ -239,60 +239,39 @@ class GraphedCallable:
         entry = state.entries.get((signature, grad))
         if entry is not None and entry.ready:
             return self._answer(entry, args, kwargs)
-        return self._uncaptured(signature, state, grad, args, kwargs)
+        return self._uncaptured(Asked(args, kwargs, signature, state, grad))
 
     def _unknown(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         """A call of shapes that no graph is known for, or that something else is known for."""
         return self._find(args, kwargs)
 
-    def _uncaptured(
-        self,
-        signature: CallSignature,
-        state: State,
-        grad: bool | None,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Any:
+    def _uncaptured(self, asked: Asked) -> Any:
         """A call that no graph fits."""
-        return self._exactly(signature, state, grad, args, kwargs)
+        return self._exactly(asked)
 
-    def _exactly(
-        self,
-        signature: CallSignature,
-        state: State,
-        grad: bool | None,
-        args: Args,
-        kwargs: Kwargs,
-        sizes: tuple[int, ...] | None = None,
-    ) -> Any:
+    def _exactly(self, asked: Asked, sizes: tuple[int, ...] | None = None) -> Any:
         """Capture a graph for a call as it is, where that is allowed, and answer by it."""
-        entry = self._entry(signature, state, grad, args, kwargs)
+        entry = self._entry(asked)
         if isinstance(entry, Miss):
-            return self._missed(entry.kind, entry.why, args, kwargs)
+            return self._missed(entry.kind, entry.why, asked.args, asked.kwargs)
         entry.sizes = sizes
-        return self._answer(entry, args, kwargs)
+        return self._answer(entry, asked.args, asked.kwargs)
 
-    def _entry(
-        self,
-        signature: CallSignature,
-        state: State,
-        grad: bool | None,
-        args: Args,
-        kwargs: Kwargs,
-    ) -> Entry | Miss:
+    def _entry(self, asked: Asked) -> Entry | Miss:
         """The entry of a call whose graph is ready, captured now if need be; or why not."""
-        entry = state.entries.get((signature, grad))
+        signature, state = asked.signature, asked.state
+        entry = state.entries.get((signature, asked.grad))
         if entry is not None:
             if entry.ready:
                 return entry
             if entry.error is not None and entry.pool_version == self.pool.version:
                 return Miss(_kind(entry.error), entry.error.what)
         if self.on_miss != "capture":
-            return Miss("no graph fits", self._why(signature, args, kwargs))
+            return Miss("no graph fits", self._why(asked))
         try:
-            return self._entries.capture(signature, state, args, kwargs)
+            return self._entries.capture(signature, state, asked.args, asked.kwargs)
         except (CaptureError, MemoryBudgetExceeded) as error:
-            self._entries.refuse(signature, state, grad, error)
+            self._entries.refuse(signature, state, asked.grad, error)
             return Miss(_kind(error), error.what)
 
     def _missed(
@@ -401,11 +380,11 @@ class GraphedCallable:
         self._closed = True
         self.release()
 
-    def _why(self, signature: CallSignature, args: Args, kwargs: Kwargs) -> str:
+    def _why(self, asked: Asked) -> str:
         recent = self._recent
         if recent is None:
             return "nothing has been captured for the module as it is"
-        difference = recent.signature.differences(args, kwargs)
+        difference = recent.signature.differences(asked.args, asked.kwargs)
         change = recent.state.watch.changed()
         return difference or change or "the graph that fitted was closed"
 
@@ -425,6 +404,17 @@ class GraphedCallable:
             "max_graphs": self._max_graphs,
             "audit": self._audit_every,
         }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call that no graph is known for, its signature, and the state that the module is in."""
+
+    args: Args
+    kwargs: Kwargs
+    signature: CallSignature
+    state: State
+    grad: bool | None
 
 
 @dataclass(frozen=True)

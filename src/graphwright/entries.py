@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .errors import GraphwrightError
-from .graphs.capture import CallGraph, Outputs
+from .graphs.callgraph import CallGraph, Outputs
 from .graphs.graph import State as GraphState
 from .graphs.memory import MemoryPool
 from .signature import Args, CallSignature, Kwargs
@@ -18,7 +18,7 @@ from .watch import FunctionModule, ModuleWatch, in_training
 
 if TYPE_CHECKING:
     from .shapes.kinds import Kind
-    from .shapes.proof import Verdicts
+    from .shapes.verdicts import Verdicts
 
 _MAX_STATES = 4
 # These take another path, with other numbers in padded places, when gradients are off.

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
-from typing import Any, overload
+from typing import Any, TypedDict, Unpack, overload
 
 from torch import nn
 
 from .dispatch import Call, GraphedCallable, OnMiss
 from .errors import OptionError
-from .graphs.capture import Outputs
+from .graphs.callgraph import Outputs
 from .graphs.memory import MemoryPool
 from .proxy import ModuleProxy
 from .shapes.buckets import Buckets
@@ -71,34 +71,26 @@ class GraphedModule(ModuleProxy):
         return GraphedModule, (self._graphs,)
 
 
+class _Options(TypedDict, total=False):
+    """The options of `graph()`, for its overloads."""
+
+    pool: MemoryPool | None
+    outputs: Outputs
+    on_miss: OnMiss
+    max_graphs: int
+    audit: int | None
+    dynamic_shapes: Any
+    buckets: Buckets | None
+    pad: Any
+    split: bool
+
+
 @overload
 def graph(  # type: ignore[overload-overlap]  # a module is callable, and the more special case
-    fn: nn.Module,
-    *,
-    pool: MemoryPool | None = None,
-    outputs: Outputs = "fresh",
-    on_miss: OnMiss = "capture",
-    max_graphs: int = 32,
-    audit: int | None = None,
-    dynamic_shapes: Any = None,
-    buckets: Buckets | None = None,
-    pad: Any = None,
-    split: bool = False,
+    fn: nn.Module, **options: Unpack[_Options]
 ) -> GraphedModule: ...
 @overload
-def graph(
-    fn: Callable[..., Any],
-    *,
-    pool: MemoryPool | None = None,
-    outputs: Outputs = "fresh",
-    on_miss: OnMiss = "capture",
-    max_graphs: int = 32,
-    audit: int | None = None,
-    dynamic_shapes: Any = None,
-    buckets: Buckets | None = None,
-    pad: Any = None,
-    split: bool = False,
-) -> GraphedCallable: ...
+def graph(fn: Callable[..., Any], **options: Unpack[_Options]) -> GraphedCallable: ...
 def graph(
     fn: Callable[..., Any],
     *,

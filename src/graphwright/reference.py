@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from .accuracy import ErrorMeasure, as_float64, error_of, errors, peak_of, tensors_in
 from .errors import (
@@ -22,6 +21,7 @@ from .errors import (
     first_line,
     user_frame,
 )
+from .modes import OperationMode
 from .snapshots import Call, Model, Outcome, State, outputs_by_name, run, same_bits
 from .variations import variations
 
@@ -115,7 +115,7 @@ class Reference:
         return ErrorMeasure(rms, largest)
 
 
-class _Float64(TorchDispatchMode):
+class _Float64(OperationMode):
     """Runs every operation in float64, whatever precision the model asks for on the way.
 
     `operations` names what was run. `widened` keeps tensors in float64 from one run to the next.
@@ -124,16 +124,9 @@ class _Float64(TorchDispatchMode):
     def __init__(self, widened: Widened | None = None) -> None:
         self.operations: set[str] = set()
         self._widened = {} if widened is None else widened
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        super().__init__()
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.operations.add(func._schema.name)
         if func._schema.is_mutable:
             formal = func._schema.arguments
@@ -141,14 +134,14 @@ class _Float64(TorchDispatchMode):
                 actual
                 for index, argument in enumerate(formal)
                 if argument.alias_info is not None and argument.alias_info.is_write
-                for actual in (args[index] if index < len(args) else named.get(argument.name),)
+                for actual in (args[index] if index < len(args) else kwargs.get(argument.name),)
             ]
             if any(_is_narrow(leaf) for leaf in pytree.tree_leaves(written)):
                 # What is written to keeps its dtype; widening the rest could only mismatch.
                 self._widened.clear()
-                return func(*args, **named)
-        args, named = pytree.tree_map(self._widen, (args, named))
-        return func(*args, **named)
+                return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(self._widen, (args, kwargs))
+        return func(*args, **kwargs)
 
     def _widen(self, leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and id(leaf) in self._widened:

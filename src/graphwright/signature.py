@@ -1,8 +1,8 @@
-"""Flatten a call; say when two calls, or two states of a module, differ.
+"""Flatten a call; say when two calls differ.
 
 What was built for one call must never answer another one silently. `CallSignature` describes
-the arguments and the global switches that change what a call computes; `ModuleWatch` describes
-what a module holds beside its parameters' values.
+the arguments and the global switches that change what a call computes; `watch.ModuleWatch` what a
+module holds.
 """
 
 from __future__ import annotations

@@ -84,6 +84,11 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.shape == b.shape and a.dtype == b.dtype and torch.equal(_bits(a), _bits(b))
 
 
+def same_value(a: Any, b: Any) -> bool:
+    """Whether two values that are no tensors are of one type and equal; NaN equals NaN."""
+    return type(a) is type(b) and bool(a == b or (a != a and b != b))
+
+
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
     flat = tensor.detach().contiguous().reshape(-1)
     if flat.is_complex():

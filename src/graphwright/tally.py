@@ -13,7 +13,7 @@ from .graphs.memory import MemoryPool, in_units
 from .shapes.buckets import SizesSeen
 
 if TYPE_CHECKING:
-    from .shapes.proof import Verdicts
+    from .shapes.verdicts import Verdicts
 
 Sizes = tuple[int, ...]
 

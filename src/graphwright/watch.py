@@ -18,8 +18,8 @@ from torch import nn
 
 from .signature import SCALARS, describe, guard_of
 
-# Every module has these, and no inference depends on them.
 _MAX_COMPILED = 200
+# Every module has these, and no inference depends on them.
 _OF_NO_CONSEQUENCE = {*vars(nn.Module()), "_is_hf_initialized"} - {"training"}
 
 
@@ -27,15 +27,15 @@ class ModuleWatch:
     """Notices whatever makes work that was built from a module out of date.
 
     Watched: parameters, buffers, submodules and attributes (`training` among them) by identity,
-    tensors by address and shape too; forward hooks; for a plain function
-    also the modules and tensors that it names. With `values=True` also in-place changes of tensors,
-    for work that holds a copy of the weights or has folded them.
+    tensors by address and shape too; forward hooks; for a plain function also the modules and
+    tensors that it names. With `values=True` also in-place changes of tensors, for work that holds
+    a copy of the weights or has folded them.
 
     Not watched: what is inside of attributes that are lists, dictionaries or other objects, what a
-    Python function
-    reaches by other ways, and, with `values=True`, writes that leave a tensor's version as it is
-    (through `.data`, numpy or a pointer). The watch keeps the tensors' memory alive, so that what
-    was built never reads memory that was given to others, and no address comes back.
+    Python function reaches by other ways, and, with `values=True`, writes that leave a tensor's
+    version as it is (through `.data`, numpy or a pointer). The watch keeps the tensors' memory
+    alive, so that what was built never reads memory that was given to others, and no address comes
+    back.
     """
 
     def __init__(self, module: nn.Module, *, values: bool) -> None:

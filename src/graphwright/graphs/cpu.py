@@ -159,15 +159,8 @@ class _Tape(Journal):
                 remedy="Make it an argument, or make it with PyTorch's own operations.",
             )
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, move its results into the arena, and note both."""
-        kwargs = dict(kwargs or {})
         if func is torch.ops.aten.lift_fresh.default:
             # torch.tensor([...]): a constant. The work may write to its own copy of it.
             func = torch.ops.aten.clone.default

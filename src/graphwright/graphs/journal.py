@@ -19,15 +19,15 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..errors import CaptureError
+from ..modes import OperationMode
 
 _LARGEST = 3
 _MEMORY_CHANGES = ("set_", "resize_", "resize_as_")
 
 
-class Journal(TorchDispatchMode):
+class Journal(OperationMode):
     """A dispatch mode that runs every operation as it is and keeps what is needed to undo it.
 
     Attributes:
@@ -36,7 +36,7 @@ class Journal(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        super().__init__()
         self.external: dict[int, torch.UntypedStorage] = {}
         self.operation: Any = None
         self._made: dict[int, StorageWeakRef] = {}
@@ -57,15 +57,8 @@ class Journal(TorchDispatchMode):
             if not torch.equal(generator.get_state(), state)
         }
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the operation, run it, note what it made."""
-        kwargs = kwargs or {}
         self.before(func, args, kwargs)
         result = func(*args, **kwargs)
         for tensor in tensors(result):

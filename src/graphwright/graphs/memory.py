@@ -180,7 +180,7 @@ class MemoryPool:
         Raises:
             CaptureError: the call cannot be captured.
         """
-        from .capture import CallGraph
+        from .callgraph import CallGraph
 
         graph = CallGraph(fn, args, kwargs, pool=self)
         try:

@@ -10,9 +10,10 @@ from typing import Any
 from ..errors import OptionError
 from ..graphs.memory import MemoryPool
 from ..signature import Args, CallSignature, Kwargs, flatten
-from .buckets import Buckets
+from .buckets import PADDING, Buckets
 from .dimensions import Dimensions
-from .kinds import Kind, in_order
+from .form import Form
+from .kinds import Kind
 from .outputs import Sizes
 from .padding import Plan
 
@@ -91,19 +92,17 @@ class Bucketing:
         leaves, _ = flatten(args, kwargs)
         for kind in kinds:
             if kind.grad is grad:
-                sizes = kind.sizes(signature, leaves)
+                sizes = kind.form.sizes(signature, leaves)
                 if sizes is not None:
                     return kind, sizes
-        kind = Kind(self._fn, self.dimensions, args, kwargs, pool=self._pool, grad=grad)
-        shapes = [getattr(leaf, "shape", ()) for leaf in leaves]
-        sizes = self.dimensions.sizes(shapes, kind.axes)
-        assert sizes is not None  # Kind has looked.
-        if not in_order(leaves, kind.axes):
-            return None, sizes
+        form = Form(self.dimensions, signature, args, kwargs)
+        if not form.in_order(leaves):
+            return None, form.own
+        kind = Kind(self._fn, form, args, kwargs, pool=self._pool, grad=grad)
         if len(kinds) >= _MAX_KINDS:
             del kinds[0]
         kinds.append(kind)
-        return kind, sizes
+        return kind, form.own
 
     def answer(self, kind: Kind, sizes: Sizes) -> Answer:
         """How a call of a kind is answered; proofs that this needs are made."""
@@ -126,7 +125,7 @@ class Bucketing:
                 break
             exact |= culprits
         if told is not None:
-            return Answer(reason=told, kind="padding is not harmless")
+            return Answer(reason=told, kind=PADDING)
         largest = self.buckets.largest
         above = [
             name for name, n in zip(self.dimensions.names, sizes, strict=True) if n > largest[name]
@@ -145,11 +144,10 @@ class Bucketing:
         """Sizes of the chunks along one dimension, and how outputs are joined; or why not."""
         place = self.dimensions.names.index(name)
         chunk = self.buckets.largest[name]
-        joints = kind.rows_apart(name, chunk, sizes)
-        if isinstance(joints, str):
-            return joints
         whole, rest = divmod(sizes[place], chunk)
-        return [chunk] * whole + [rest] * (rest > 0), joints
+        parts = [chunk] * whole + [rest] * (rest > 0)
+        joints = kind.rows_apart(name, parts, sizes)
+        return joints if isinstance(joints, str) else (parts, joints)
 
     def served(self, bucket: Sizes) -> Iterator[Sizes]:
         """Sizes of calls that a bucket answers, itself excepted; where they are many, some."""

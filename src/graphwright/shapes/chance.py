@@ -5,37 +5,30 @@ Some models draw numbers that they use in training alone (layer drop), and can b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..graphs.journal import generator_of, tensors
-from ..snapshots import same_bits
+from ..modes import OperationMode
+from ..snapshots import same_bits, same_value
 
 
-class _Loaded(TorchDispatchMode):
+class _Loaded(OperationMode):
     """Gives every random number the same value."""
 
     def __init__(self, value: float) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+        super().__init__()
         self._value = value
 
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: Mapping[str, Any] | None = None,
-    ) -> Any:
-        named = dict(kwargs or {})
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
-            return func(*args, **named)
-        generator = generator_of(args, named)
+            return func(*args, **kwargs)
+        generator = generator_of(args, kwargs)
         before = generator.get_state()
-        result = func(*args, **named)
+        result = func(*args, **kwargs)
         if not torch.equal(before, generator.get_state()):  # Attention without dropout draws none.
             for tensor in tensors(result):
                 tensor.fill_(self._value)
@@ -54,4 +47,4 @@ def depends_on_chance(call: Callable[[], Any]) -> bool:
 def _same(a: Any, b: Any) -> bool:
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return same_bits(a, b)
-    return type(a) is type(b) and bool(a == b or (a != a and b != b))
+    return same_value(a, b)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -52,11 +53,11 @@ def pattern_of(result: Any, leaves: Sequence[Any]) -> Pattern:
     first: dict[int, int] = {}
     for slot, leaf in enumerate(leaves):
         if _holds(leaf):
-            first.setdefault(leaf.untyped_storage().data_ptr(), slot)
+            first.setdefault(_address(leaf), slot)
     found: list[tuple[int | None, int | None]] = []
     for index, output in enumerate(pytree.tree_leaves(result), len(leaves)):
         if _holds(output):
-            memory = first.setdefault(output.untyped_storage().data_ptr(), index)
+            memory = first.setdefault(_address(output), index)
             found.append((by_identity.get(id(output)), memory))
         else:
             found.append((None, None))
@@ -67,32 +68,55 @@ def _holds(value: Any) -> bool:
     return isinstance(value, torch.Tensor) and value.numel() > 0
 
 
-def aliases_of(
-    outputs: Sequence[Any],
-    names: Sequence[str],
-    leaves: Sequence[Any],
-    arguments: Sequence[str],
-    axes: Sequence[Axes],
-) -> tuple[list[int], str | None]:
-    """Outputs that share memory with others, and what forbids cuts."""
-    by_identity = {
-        id(leaf): slot for slot, (leaf, own) in enumerate(zip(leaves, axes, strict=True)) if own
-    }
-    by_memory = {leaves[slot].untyped_storage().data_ptr(): slot for slot in by_identity.values()}
-    owners: dict[int, tuple[int, int]] = {}
-    shared: set[int] = set()
-    met: set[int] = set()
-    for index, output in enumerate(outputs):
-        if not isinstance(output, torch.Tensor) or not output.numel():
-            continue
-        memory = output.untyped_storage().data_ptr()
-        if id(output) in by_identity:
-            continue
-        if memory in by_memory:
-            reason = f"{names[index]} is a view of the argument {arguments[by_memory[memory]]}"
-            return [], reason
-        first, identity = owners.setdefault(memory, (index, id(output)))
-        if identity != id(output) and id(output) not in met:
-            shared |= {first, index}
-        met.add(id(output))
-    return sorted(shared), None
+@dataclass(frozen=True)
+class Sharing:
+    """What the outputs of a call share with its arguments and with each other.
+
+    Attributes:
+        pattern: which arguments and memory they are.
+        arguments: those that are arguments that vary.
+        views: those that only lie in the memory of such an argument, each with that argument.
+        shared: others that lie in one memory without being one tensor.
+    """
+
+    pattern: Pattern
+    arguments: frozenset[int]
+    views: tuple[tuple[int, int], ...]
+    shared: frozenset[int]
+
+    @classmethod
+    def of(cls, result: Any, leaves: Sequence[Any], axes: Sequence[Axes]) -> Sharing:
+        """Look at what a call returned.
+
+        Args:
+            result: what it returned.
+            leaves: of its arguments, as the function got them.
+            axes: their dynamic dimensions.
+        """
+        varying = [slot for slot, own in enumerate(axes) if own]
+        by_identity = {id(leaves[slot]) for slot in varying}
+        by_memory = {_address(leaves[slot]): slot for slot in varying}
+        arguments: set[int] = set()
+        views: list[tuple[int, int]] = []
+        shared: set[int] = set()
+        owners: dict[int, tuple[int, int]] = {}
+        met: set[int] = set()
+        for index, output in enumerate(pytree.tree_leaves(result)):
+            if not _holds(output):
+                continue
+            memory, identity = _address(output), id(output)
+            if identity in by_identity:
+                arguments.add(index)
+            elif memory in by_memory:
+                views.append((index, by_memory[memory]))
+            else:
+                first, other = owners.setdefault(memory, (index, identity))
+                if other != identity and identity not in met:
+                    shared |= {first, index}
+                met.add(identity)
+        pattern = pattern_of(result, leaves)
+        return cls(pattern, frozenset(arguments), tuple(views), frozenset(shared))
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()

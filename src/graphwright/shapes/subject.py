@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..signature import unflatten
+from ..signature import Args, Kwargs, unflatten
 from ..snapshots import Call
 from ..variations import drawn_like
 from .dimensions import Axes, Bounds
@@ -112,6 +112,15 @@ class Subject:
                 for leaf, own in zip(leaves, self.axes, strict=True)
             ]
             begin += n
+
+    def arguments(self, sizes: Sizes) -> tuple[Args, Kwargs]:
+        """Arguments of some sizes, made of the sample's values."""
+        return unflatten(self.at(sizes), self.spec)
+
+    def result(self, leaves: Sequence[Any]) -> Any:
+        """What the function returns for a call's leaves."""
+        args, kwargs = unflatten(leaves, self.spec)
+        return self.fn(*args, **kwargs)
 
     def call(self, name: str, leaves: Sequence[Any]) -> Call:
         """Leaves as a call."""

@@ -1,0 +1,366 @@
+"""The graph of one call: warmed up, recorded, and replayed for other values of the same kind."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError, OptionError, SignatureError
+from ..signature import Args, Kwargs, flatten, unflatten
+from ..watch import FunctionModule, ModuleWatch
+from .arguments import device_of, name_of, signature_of
+from .graph import Graph, GraphClosed, State
+from .memory import MemoryPool, Prediction
+from .recorder import Recording
+from .transaction import THREAD, let_go, transaction
+from .transfer import Finish, Geometry, Inputs, Results, copy, flat, is_dense
+from .undo import Undo, autocast_cache_apart
+from .warmup import Warmed, warm
+
+Outputs = Literal["fresh", "static"]
+
+
+class CallGraph(Graph):
+    """The graph of a function's call."""
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        pool: MemoryPool | None = None,
+        warmup: int = 3,
+        outputs: Outputs = "fresh",
+        evictable: bool = False,
+    ) -> None:
+        """Check the arguments; nothing runs yet.
+
+        Raises:
+            OptionError: an option makes no sense.
+            CaptureError: the call cannot be captured, by the look of its arguments.
+        """
+        if outputs not in ("fresh", "static"):
+            raise OptionError(f"outputs is 'fresh' or 'static', not {outputs!r}.")
+        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 1:
+            raise OptionError(f"warmup is a number of runs above 0, not {warmup!r}.")
+        self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
+        self.signature = signature_of(args, kwargs, self._module)
+        self._sample, self._spec = flatten(args, kwargs)
+        super().__init__(
+            MemoryPool() if pool is None else pool, name_of(fn, self._sample), evictable=evictable
+        )
+        self._fn = fn
+        self._fresh = outputs == "fresh"
+        self._runs = warmup
+        self._device = device_of(args, kwargs, self._module, self.pool)
+        self._warmed: Warmed | None = None
+        self._inputs: Inputs | None = None
+        self._results: Results | None = None
+        self._watch: ModuleWatch | None = None
+        # The leaves of a call without keyword arguments and containers are the arguments.
+        self._plain_args = (
+            not kwargs
+            and len(args) == len(self._sample)
+            and all(a is b for a, b in zip(args, self._sample, strict=True))
+        )
+        self._names = sorted(kwargs)
+        self._outside: set[int] = set()
+        self._simple = False
+        self._sources: list[int] = []
+        self._by_element: list[int] = []
+        self._back: list[int] = []
+        self._back_by_element: list[int] = []
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The static inputs, in the order of the arguments: what `replay()` reads.
+
+        In a pool that other graphs share, fill them, replay and read `outputs` without a replay of
+        another graph in between: it may use the same memory.
+        """
+        self._ready()
+        assert self._inputs is not None
+        return tuple(self._inputs.tensor(slot) for slot in self._inputs.slots)
+
+    @property
+    def outputs(self) -> Any:
+        """What the function returned, in the graph's own memory: the next replay overwrites it."""
+        self._ready()
+        assert self._results is not None
+        return self._results.tree
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._ready()
+        if not self.signature.fits(args, kwargs):
+            raise SignatureError(
+                f"The graph was captured for another call: "
+                f"{self.signature.differences(args, kwargs)}.",
+                remedy="Capture a graph for this call, or use graphwright.graph().",
+            )
+        watch = self._watch
+        assert watch is not None
+        if self.mutates or self.random:
+            self._check(watch)
+            return self.run(args, kwargs)
+        # The device works while the module is looked over; what came too late is dropped.
+        result = self.run(args, kwargs)
+        self._check(watch)
+        return result
+
+    def _check(self, watch: ModuleWatch) -> None:
+        if not watch.unchanged() and (change := watch.changed()) is not None:
+            raise SignatureError(
+                f"Since {self.name} was captured, {change}.",
+                remedy="Capture it again, or use graphwright.graph(), which does so by itself.",
+            )
+
+    def run(self, args: Args, kwargs: Kwargs, finish: Finish | None = None) -> Any:
+        """Replay for a call that was found to fit.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            finish: makes what the caller gets of the leaves of what the function returned.
+        """
+        leaves = args if self._plain_args else self._leaves(args, kwargs)
+        return self.run_leaves(leaves, finish)
+
+    def run_leaves(self, leaves: Sequence[Any], finish: Finish | None = None) -> Any:
+        """The same for the leaves of such a call."""
+        if self.mutates:
+            self.check_overlap(leaves)
+        with self.pool.lock:
+            recording, results = self._recording, self._results
+            if recording is None or results is None or THREAD.depth:
+                self._ready()  # Says what is wrong.
+            assert recording is not None
+            assert results is not None
+            recording.order()
+            targets = [torch.empty_like(base) for base in results.bases] if self._fresh else []
+            if self._simple:
+                recording.run([leaves[slot] for slot in self._sources], targets)
+            else:
+                self._run_with_copies(recording, leaves, targets)
+        if not self._fresh:
+            return results.again(finish)
+        if finish is None and results.single:
+            return targets[0]
+        return results.build(leaves, targets, finish)
+
+    def check_overlap(self, leaves: Sequence[Any]) -> None:
+        """Refuse an argument that lies in memory which the call reaches by another way too.
+
+        The graph works on a copy of the argument, and would not see its own writes to the other.
+        """
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+                continue
+            if leaf.untyped_storage().data_ptr() in self._outside:
+                raise SignatureError(
+                    "An argument shares memory with a tensor that the call uses by itself, and one "
+                    "of the two is written to.",
+                    remedy="Pass a copy.",
+                )
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Positions of the arguments' leaves that a call writes to."""
+        return () if self._warmed is None else self._warmed.mutated
+
+    def launcher(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
+        """`run` for arguments that are all tensors, in one function; None where it is not simple.
+
+        It raises GraphClosed where the graph is not ready any more.
+        """
+        if not (self._simple and self._fresh) or self._results is None:
+            return None
+        # Nothing of the graph's memory is held here: it may be closed at any time.
+        lock, slots, single = self.pool.lock, tuple(self._sources), self._results.single
+        everything = slots == tuple(range(len(self.signature.leaves)))
+        empty_like, thread = torch.empty_like, THREAD
+
+        def launch(args: Sequence[torch.Tensor]) -> Any:
+            with lock:
+                recording, results = self._recording, self._results
+                if recording is None or results is None or thread.depth:
+                    raise GraphClosed("The graph was closed meanwhile.")
+                recording.order()
+                sources = args if everything else [args[slot] for slot in slots]
+                if single:
+                    target = empty_like(results.bases[0])
+                    recording.run(sources, (target,))
+                    return target
+                targets = [empty_like(base) for base in results.bases]
+                recording.run(sources, targets)
+                return results.build(args, targets)
+
+        return launch
+
+    def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
+        flat = self.signature.flat
+        if flat is not None:
+            # All are tensors; keyword arguments lie in the order of their names.
+            return (*args, *[kwargs[name] for name in self._names])
+        return flatten(args, kwargs)[0]
+
+    def _run_with_copies(
+        self, recording: Recording, leaves: Sequence[Any], targets: list[torch.Tensor]
+    ) -> None:
+        assert self._inputs is not None
+        with torch.no_grad():
+            for slot in self._by_element:
+                copy(leaves[slot], self._inputs.tensor(slot))
+            recording.run(
+                [leaves[slot] for slot in self._sources],
+                [*targets, *(leaves[slot] for slot in self._back)],
+            )
+            for slot in self._back:
+                # Written to behind autograd's back: what was saved of it for a backward is stale.
+                torch.autograd.graph.increment_version(leaves[slot])
+            for slot in self._back_by_element:
+                copy(self._inputs.tensor(slot), leaves[slot])
+
+    def warm(self) -> Prediction:
+        """Run the call until it is warm, and predict what capturing it will take.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        with self.pool.lock:
+            recorder = self.pool.recorder(self._device)
+            with self._transaction(State.WARMING) as undo:
+                self._warmed = warm(self._work, self._sample, recorder, undo, self._runs)
+            self.mutates = self._warmed.mutates
+            self.random = bool(self._warmed.generators)
+            self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
+            if self.mutates:
+                try:
+                    self.check_overlap(self._sample)
+                except SignatureError as error:
+                    raise CaptureError(error.what, remedy=error.remedy) from error
+            return self.prediction
+
+    @property
+    def prediction(self) -> Prediction:
+        """What capturing the call, which is warm, will take as the pool is now."""
+        assert self._warmed is not None
+        segments = self._warmed.segments
+        return Prediction(self.pool.predicted(segments), segments, self._warmed.contributors)
+
+    def record(self, *, share_inputs: bool = False) -> None:
+        """Record the call, which is warm, in the pool.
+
+        Args:
+            share_inputs: let the static inputs lie where those of other graphs of the pool lie;
+                for callers that fill them before each replay.
+
+        Raises:
+            MemoryBudgetExceeded: it does not fit under the pool's limit.
+            CaptureError: it cannot be captured.
+        """
+        with self.pool.lock:
+            prediction = self.prediction
+            try:
+                self.pool.admit(self, prediction)
+                held = self.pool.reserved
+                self._record(prediction, share_inputs)
+                while self.pool.over_limit(held):
+                    # The prediction was short of the truth: fragments that nothing fits into.
+                    self._forget()
+                    self.pool.sweep()
+                    if not self.pool.evict_one(self):
+                        raise self.pool.exceeded(self, prediction)
+                    self._record(prediction, share_inputs)
+            except BaseException as error:
+                self._retire()
+                let_go(error)
+                self.pool.sweep()
+                raise
+            self._sample = []
+            self.state = State.READY
+            self.pool.add(self)
+
+    def _record(self, prediction: Prediction, share_inputs: bool) -> None:
+        recorder = self.pool.recorder(self._device)
+        warmed = self._warmed
+        assert warmed is not None
+        before = recorder.reserved
+        with self._transaction(State.CAPTURING):
+            allocate = self.pool.shared_bytes() if share_inputs else recorder.allocate
+            inputs = Inputs(self._sample, allocate)
+            dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
+            self._back = dense if self._fresh else []
+            self._back_by_element = [s for s in warmed.mutated if s not in self._back]
+            self._sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
+            self._by_element = [slot for slot in inputs.slots if slot not in self._sources]
+
+            self._simple = not (self._by_element or warmed.mutated)
+            # No closures: an error's traceback would keep what they refer to alive.
+            recording = recorder.record(
+                functools.partial(self._work, inputs),
+                [flat(inputs.tensor(slot)) for slot in self._sources],
+                functools.partial(self._drains, inputs),
+                warmed.generators,
+            )
+            self._inputs = inputs
+            self._held = [self._fn, warmed.external]
+            self._started(recording, before, prediction.nbytes)
+        self._watch = ModuleWatch(self._module, values=False)
+
+    def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
+        """What has to be copied out after each replay, as bytes."""
+        assert self._warmed is not None
+        external = {storage._cdata for storage in self._warmed.external}
+        self._results = Results(tree, inputs, external)
+        back = [inputs.tensor(slot) for slot in self._back]
+        return [flat(t) for t in (*self._results.bases, *back)] if self._fresh else []
+
+    def _work(self, inputs: Inputs) -> Any:
+        """The call on static inputs, its lazily conjugated results written out."""
+        args, kwargs = unflatten(inputs.leaves, self._spec)
+        with autocast_cache_apart():
+            result = self._fn(*args, **kwargs)
+            after, spec = flatten(args, kwargs)
+            if spec != self._spec or any(
+                a is not b or (isinstance(b, torch.Tensor) and Geometry.of(b) != geometry)
+                for a, b, geometry in zip(after, inputs.leaves, inputs.geometries, strict=True)
+            ):
+                raise CaptureError(
+                    "The call changes the containers that it is given, or the shape of a tensor in "
+                    "them; a graph would not.",
+                    remedy="Return what is new instead.",
+                )
+            return pytree.tree_map_only(torch.Tensor, _resolved, result)
+
+    @contextlib.contextmanager
+    def _transaction(self, state: State) -> Iterator[Undo]:
+        self.state = state
+        with transaction(self.pool, self._module, self._forget) as undo:
+            yield undo
+
+    def _forget(self) -> None:
+        """Give up what was recorded; the call can be recorded again."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            self.pool.retire(recording)
+        self._inputs = self._results = self._watch = None
+        self._held = []
+
+    def _retire(self) -> None:
+        super()._retire()
+        self._forget()
+        self._warmed = None
+        self._sample = []
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, unless it is a lazily conjugated or negated one."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.resolve_conj().resolve_neg() if lazy else tensor
