@@ -60,9 +60,9 @@ def _positive(value: Any) -> bool:
 
 
 def samples_of(
-    args: Args, kwargs: Kwargs | None, samples: Any, weights: Any
+    args: Args, kwargs: Kwargs | None, samples: Any, weights: Any, names: Sequence[str] = ()
 ) -> list[tuple[float, Call]]:
-    """The calls to tune for, with their weights.
+    """The calls to tune for, with their weights; by these names where there are some.
 
     Raises:
         OptionError: there are none, or they make no sense.
@@ -86,11 +86,11 @@ def samples_of(
             f"weights is {weights!r}, not a positive number for each of {len(samples)} samples."
         )
     calls: dict[str, tuple[float, Call]] = {}
-    for weight, sample in zip(given, samples, strict=True):
+    for index, (weight, sample) in enumerate(zip(given, samples, strict=True)):
         mine, named = arguments_of(sample)
         call = Call("", tuple(mine), dict(named))
         words = "; ".join(input_in_words(n, leaf) for n, leaf in call.leaves().items())
-        name = words
+        name = words = names[index] if names else words
         while name in calls:
             name = f"{words} (another)" if name == words else f"{name}'"
         calls[name] = (float(weight), replace(call, name=name))

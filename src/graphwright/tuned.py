@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -15,6 +15,9 @@ from .proxy import ModuleProxy
 from .report import Report
 from .signature import Args, CallSignature, Kwargs, tensors_of
 from .watch import ModuleWatch
+
+if TYPE_CHECKING:
+    from .filled import FilledCalls
 
 
 def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any]:
@@ -43,6 +46,7 @@ class _Choice:
         watch: ModuleWatch | None,
         pure: bool,
         quiet: bool,
+        filled: FilledCalls | None,
     ) -> None:
         self.module = module
         self.report = report
@@ -50,6 +54,7 @@ class _Choice:
         self.watch = watch
         self.pure = pure
         self.quiet = quiet
+        self.filled = filled
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
@@ -119,9 +124,10 @@ class TunedModule(ModuleProxy):
         watch: ModuleWatch | None = None,
         pure: bool = False,
         quiet: bool = True,
+        filled: FilledCalls | None = None,
     ) -> None:
         super().__init__(module)
-        choice = _Choice(module, report, table, watch, pure, quiet)
+        choice = _Choice(module, report, table, watch, pure, quiet, filled)
         object.__setattr__(self, "_choice", choice)
 
     _choice: _Choice
@@ -133,7 +139,7 @@ class TunedModule(ModuleProxy):
 
     @property
     def calls(self) -> Counter[str]:
-        """Calls by where they went: "tuned", or "eager: " and the reason."""
+        """Calls by where they went: "tuned", filled up or not, or "eager: " and the reason."""
         return self._choice.calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -148,13 +154,20 @@ class TunedModule(ModuleProxy):
             choice.calls["eager: gradients are wanted"] += 1
             choice.last_difference = "training mode, or an input that requires grad"
             return choice.module(*args, **kwargs)
-        if found is None:
-            kind = "another signature" if choice.table else "nothing tuned"
+        tuned, way = (None, "tuned") if found is None else (found[1], "tuned")
+        kind = "another signature" if choice.table else "nothing tuned"
+        if tuned is None and choice.filled is not None:
+            answer = choice.filled.fitting(args, kwargs)
+            if isinstance(answer, str):
+                kind, choice.last_difference = "no bucket", answer
+            else:
+                tuned, way = answer, "tuned, filled up to a bucket"
+        elif tuned is None:
             choice.last_difference = choice.differences(args, kwargs)
-        else:
-            counts, result = choice.attempt(found[1], args, kwargs)
+        if tuned is not None:
+            counts, result = choice.attempt(tuned, args, kwargs)
             if counts:
-                choice.calls["tuned"] += 1
+                choice.calls[way] += 1
                 return result
             kind = "the module changed"
         choice.calls[f"eager: {kind}"] += 1

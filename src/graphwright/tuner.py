@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -53,6 +53,10 @@ from .tuned import TunedModule, quiet_eager
 from .verification import verify
 from .watch import FunctionModule, ModuleWatch
 
+if TYPE_CHECKING:
+    from .filled import BucketedCall
+    from .shapes.buckets import Buckets
+
 Objective = Literal["latency", "throughput", "memory"]
 
 # Whether candidates are tried in processes of their own when tune() is not told.
@@ -85,6 +89,9 @@ def tune(
     *,
     samples: Sequence[Any] | None = None,
     weights: Sequence[float] | None = None,
+    dynamic_shapes: Any = None,
+    buckets: Buckets | None = None,
+    pad: Any = None,
     strategies: Iterable[str | Compiler | Candidate] | None = None,
     objective: Objective = "latency",
     tolerance: float | None = None,
@@ -111,7 +118,11 @@ def tune(
         kwargs: keyword sample inputs.
         samples: several calls to tune for in place of `args` and `kwargs`: each a tuple of
             positional inputs, a dictionary of keyword ones, or a pair of both.
-        weights: the share of each of the samples among all calls; equal by default.
+        weights: the share of each of the samples, or buckets, among all calls; equal by default.
+        dynamic_shapes: which dimensions of the arguments vary, as `graph()` takes it.
+        buckets: sizes of these dimensions to tune for, made of the sample's values. Calls between
+            them are filled up to one, as `graph()` does it, where that is proved to be harmless.
+        pad: what they are filled up with, as `graph()` takes it.
         strategies: names such as "inductor+graph", strategies or candidates of your own; None
             tries all that usually pay. Eager is always added.
         objective: "latency" (one synchronised call), "throughput" (calls issued back to back) or
@@ -144,6 +155,9 @@ def tune(
         kwargs,
         samples=samples,
         weights=weights,
+        dynamic_shapes=dynamic_shapes,
+        buckets=buckets,
+        pad=pad,
         strategies=strategies,
         objective=objective,
         tolerance=tolerance,
@@ -169,6 +183,9 @@ class Tuning:
         *,
         samples: Sequence[Any] | None = None,
         weights: Sequence[float] | None = None,
+        dynamic_shapes: Any = None,
+        buckets: Buckets | None = None,
+        pad: Any = None,
         strategies: Iterable[str | Compiler | Candidate] | None = None,
         objective: str = "latency",
         tolerance: float | None = None,
@@ -183,9 +200,24 @@ class Tuning:
     ) -> None:
         self._started = time.monotonic()
         check_options(model, args, kwargs, objective, tolerance, allow, budget_s, timeout_s)
-        calls = samples_of(args, kwargs, samples, weights)
         if isinstance(model, TunedModule):
             model = model.module
+        self.buckets: BucketedCall | None = None
+        names: list[str] = []
+        if buckets is not None:
+            if samples is not None:
+                raise OptionError("tune() takes samples or buckets, not both.")
+            from .filled import BucketedCall  # Symbolic shapes take a second to import.
+
+            self.buckets = BucketedCall(model, args, kwargs or {}, buckets, dynamic_shapes, pad)
+            made = self.buckets.samples()
+            names, samples, args, kwargs = list(made), list(made.values()), (), None
+        elif dynamic_shapes is not None or pad is not None:
+            raise OptionError(
+                "dynamic_shapes and pad say how calls are filled up, and there are no buckets.",
+                remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
+            )
+        calls = samples_of(args, kwargs, samples, weights, names)
         self.module = model if isinstance(model, nn.Module) else FunctionModule(model)
         lazy = [n for n, p in self.module.named_parameters() if torch.nn.parameter.is_lazy(p)]
         if lazy:
@@ -285,9 +317,9 @@ class Tuning:
         progress.step("finalists")
         self._final_rounds()
         chosen = self._choose()
-        note = load_note()
-        if note:
-            self.report.notes.append(note)
+        for note in (load_note(), self._unproved(chosen)):
+            if note:
+                self.report.notes.append(note)
         if key is not None:
             self.report.seconds = time.monotonic() - self._started
             choices.remember(key, self.report)
@@ -530,6 +562,14 @@ class Tuning:
         finalists = [r for r in report.rows if r.final is not None and r.status is Status.OK]
         report.reason = sentence(report, chosen, finalists)
 
+    def _unproved(self, chosen: Row) -> str | None:
+        """A note where calls between the buckets cannot be answered by them."""
+        if self.buckets is None or chosen.strategy == EAGER:
+            return None
+        self._restore()
+        why = self.buckets.unproved()
+        return None if why is None else f"Some calls between the buckets will be eager: {why}."
+
     # ------------------------------------------------------------ the memory of choices
 
     def _key(self) -> choices.Key | None:
@@ -582,7 +622,10 @@ class Tuning:
         if name == EAGER:  # What tune() gives never requires grad, eager included.
             calls = [quiet_eager(self.module, self._quiet)] * len(builts)
         table = list(zip(self.signatures, calls, strict=True))
-        return TunedModule(self.module, self.report, table, watch, pure, self._quiet)
+        filled = None
+        if self.buckets is not None and pure and name != EAGER:
+            filled = self.buckets.filled(table)
+        return TunedModule(self.module, self.report, table, watch, pure, self._quiet, filled)
 
     def _restore(self) -> None:
         """Leave the module's buffers and parameters as they were found."""

@@ -1,0 +1,159 @@
+"""Calls between the sizes that were tuned for: filled up to a bucket, answered, and cut."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .dispatch import quick_key
+from .errors import CaptureError, SignatureError
+from .graphs.memory import MemoryPool
+from .shapes.bucketing import Bucketing
+from .shapes.buckets import Buckets
+from .shapes.kinds import Kind
+from .shapes.outputs import Sizes
+from .shapes.padding import Plan
+from .signature import Args, CallSignature, Kwargs, are_plain, flatten, unflatten
+
+Tuned = tuple[CallSignature, Callable[..., Any]]
+_MAX_KNOWN = 1 << 14
+
+
+@dataclass(frozen=True)
+class _Known:
+    """A way to answer calls of some shapes, if their strides are these."""
+
+    plan: Plan
+    tuned: Tuned
+    strides: tuple[tuple[int, ...], ...]
+
+
+class FilledCalls:
+    """Answers calls that fit no bucket exactly by what was built for the next larger bucket.
+
+    Padding is proved to be harmless to the module before, as `graph(buckets=…)` does.
+
+    Args:
+        bucketing: the buckets of the module.
+        kind: of the sample that was tuned with.
+        table: what was built for each bucket, and for which call.
+    """
+
+    def __init__(self, bucketing: Bucketing, kind: Kind, table: Mapping[Sizes, Tuned]) -> None:
+        self._bucketing = bucketing
+        self._kinds = [kind]
+        self._table = dict(table)
+        self._known: dict[Any, _Known] = {}
+
+    def fitting(self, args: Args, kwargs: Kwargs) -> Callable[..., Any] | str:
+        """What answers a call, to be called with its arguments; or why nothing does."""
+        key = quick_key(args, kwargs)
+        known = None if key is None else self._known.get(key)
+        leaves, _ = flatten(args, kwargs)
+        if known is None or not are_plain(leaves) or known.strides != _strides(leaves):
+            try:
+                found = self._find(args, kwargs)
+            except (SignatureError, CaptureError) as error:
+                return error.what
+            if isinstance(found, str):
+                return found
+            known = found
+            if key is not None and are_plain(leaves):
+                if len(self._known) >= _MAX_KNOWN:
+                    self._known.clear()
+                self._known[key] = known
+        signature, call = known.tuned
+        plan = known.plan
+        with torch.no_grad():
+            values = plan.pad(leaves)
+        padded, named = unflatten(values, signature.spec)
+        if not signature.fits(padded, named):
+            return "it is of another kind than what was tuned for"
+
+        def answer(*args: Any, **kwargs: Any) -> Any:
+            outputs, spec = pytree.tree_flatten(call(*padded, **named))
+            with torch.no_grad():
+                return pytree.tree_unflatten(plan.cut(outputs, leaves, values), spec)
+
+        return answer
+
+    def _find(self, args: Args, kwargs: Kwargs) -> _Known | str:
+        signature = CallSignature.of(args, kwargs)
+        kind, sizes = self._bucketing.kind(self._kinds, signature, args, kwargs, None)
+        if kind is None:
+            return "an argument's dimensions lie in memory in another order than a bucket's"
+        answer = self._bucketing.answer(kind, sizes)
+        plan = answer.plan
+        if plan is None:
+            return answer.reason or "it is of another kind than what was tuned for"
+        tuned = self._table[plan.bucket]
+        leaves, spec = flatten(args, kwargs)
+        if not tuned[0].fits(*unflatten(plan.pad(leaves), spec)):
+            return "it is of another kind than what was tuned for"
+        if not kind.is_checked(plan.bucket):
+            off = kind.check(plan, lambda mine, named: tuned[1](*mine, **named), args, kwargs)
+            if off is not None:
+                return off
+        return _Known(plan, tuned, _strides(leaves))
+
+
+def _strides(leaves: Any) -> tuple[tuple[int, ...], ...]:
+    return tuple(leaf.stride() if isinstance(leaf, torch.Tensor) else () for leaf in leaves)
+
+
+class BucketedCall:
+    """A call whose sizes vary, and the buckets to tune it for.
+
+    Raises:
+        OptionError: an option makes no sense.
+        SignatureError: the call does not have the dimensions.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        buckets: Buckets,
+        dynamic_shapes: Any,
+        pad: Any,
+    ) -> None:
+        self._bucketing = Bucketing(
+            model,
+            buckets,
+            dynamic_shapes=dynamic_shapes,
+            pad=pad,
+            split=False,
+            pool=MemoryPool(),
+        )
+        signature = CallSignature.of(args, kwargs)
+        kind, _ = self._bucketing.kind([], signature, args, kwargs, None)
+        if kind is None:
+            raise SignatureError(
+                "An argument's dimensions lie in memory in another order than a bucket's.",
+                remedy="Call contiguous() on it.",
+            )
+        self._kind = kind
+
+    def samples(self) -> Mapping[str, tuple[Args, Kwargs]]:
+        """A call of each bucket's sizes, made of the sample's values, by the bucket's name."""
+        subject, words = self._kind.subject, self._bucketing.words
+        points = self._bucketing.buckets.points
+        return {words(bucket): unflatten(subject.at(bucket), subject.spec) for bucket in points}
+
+    def unproved(self) -> str | None:
+        """Why a call between the buckets may not be filled up, or None where all may."""
+        for bucket in self._bucketing.buckets.points:
+            why = self._kind.prove(bucket, list(self._bucketing.served(bucket)))
+            if why is not None:
+                return why
+        return None
+
+    def filled(self, table: Sequence[Tuned]) -> FilledCalls:
+        """What answers calls between the buckets, by what was built for each of these."""
+        points = self._bucketing.buckets.points
+        return FilledCalls(self._bucketing, self._kind, dict(zip(points, table, strict=True)))

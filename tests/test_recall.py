@@ -1,0 +1,147 @@
+"""tune() and the memory of choices: the second run answers from it, and verifies."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from planted import Planted, Small
+from torch import nn
+
+import graphwright as gw
+from graphwright import choices
+from graphwright.report import Status
+from graphwright.strategies import torchscript
+
+NAMES = ["eager:no_grad", "torchscript:freeze"]
+
+
+def entries() -> list[Path]:
+    return sorted(choices.folder().glob("*.json"))
+
+
+def test_the_second_run_recalls_the_choice_and_what_was_measured() -> None:
+    model, x = Small().eval(), torch.randn(4, 16)
+    first = gw.tune(model, (x,), strategies=NAMES).report
+    assert not first.recalled
+    began = time.monotonic()
+    second = gw.tune(model, (x,), strategies=NAMES)
+    assert time.monotonic() - began < 2
+    assert second.report.recalled == first.created
+    assert second.report.rows == first.rows
+    assert second.report.chosen == first.chosen
+    assert "Remembered from" in str(second.report)
+    torch.testing.assert_close(second(x), model(x).detach())
+    assert second.calls == {"tuned": 1}
+
+
+def test_other_weights_are_no_other_model_but_another_width_or_input_is() -> None:
+    x = torch.randn(4, 16)
+    gw.tune(Small().eval(), (x,), strategies=NAMES)
+    assert gw.tune(Small().eval(), (x,), strategies=NAMES).report.recalled
+    assert not gw.tune(Small().eval(), (x[:3],), strategies=NAMES).report.recalled
+    wide = torch.randn(4, 8)
+    assert not gw.tune(Small(8).eval(), (wide,), strategies=NAMES).report.recalled
+    assert not gw.tune(Small().eval(), (x,), strategies=NAMES[:1]).report.recalled
+    with torch.no_grad():
+        assert not gw.tune(Small().eval(), (x,), strategies=NAMES).report.recalled
+    assert len(entries()) == 5
+
+
+def test_nothing_is_remembered_where_that_is_not_wanted() -> None:
+    model, x = Small().eval(), torch.randn(4, 16)
+    gw.tune(model, (x,), strategies=NAMES, remember=False)
+    # A strategy of the user's own has no name that says what it does.
+    gw.tune(model, (x,), strategies=[Planted("own", lambda m: torch.no_grad()(m))])
+    assert not entries()
+
+
+def test_a_choice_that_is_wrong_by_now_is_tuned_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Small().eval(), torch.randn(4, 16)
+    first = gw.tune(model, (x,), strategies=["torchscript:freeze"]).report
+    (entry,) = entries()
+    entry.write_text(entry.read_text().replace(f'"chosen": "{first.chosen}"', '"chosen": "XX"'))
+    text = entry.read_text()
+    entry.write_text(text.replace('"chosen": "XX"', '"chosen": "torchscript:freeze"'))
+    build = torchscript.TorchScript.build
+
+    def spoiled(self: object, module: nn.Module, args: object, kwargs: object) -> object:
+        built = build(self, module, args, kwargs)  # type: ignore[arg-type]  # as it was
+        call = built.call
+        built.call = lambda *a, **k: call(*a, **k) * 1.01
+        return built
+
+    monkeypatch.setattr(torchscript.TorchScript, "build", spoiled)
+    again = gw.tune(model, (x,), strategies=["torchscript:freeze"]).report
+    assert not again.recalled
+    assert again.chosen == "eager"
+    assert any("not right any more" in note for note in again.notes)
+    row = again.row("torchscript:freeze")
+    assert row is not None
+    assert row.status is Status.WRONG
+
+
+def test_a_broken_entry_is_ignored_with_a_warning() -> None:
+    model, x = Small().eval(), torch.randn(4, 16)
+    gw.tune(model, (x,), strategies=NAMES)
+    (entry,) = entries()
+    entry.write_text(entry.read_text()[:1000])
+    with pytest.warns(RuntimeWarning, match=entry.name):
+        assert not gw.tune(model, (x,), strategies=NAMES).report.recalled
+    assert gw.tune(model, (x,), strategies=NAMES).report.recalled
+
+
+def test_an_interrupted_run_is_not_remembered() -> None:
+    class Interrupts(Planted):
+        pass
+
+    def stop(_: nn.Module) -> object:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        gw.tune(Small().eval(), (torch.randn(4, 16),), strategies=[Interrupts("stop", stop)])
+    assert not entries()
+
+
+SCRIPT = """
+import sys
+sys.path[:0] = {path!r}
+import torch
+from planted import Small
+import graphwright as gw
+while True:
+    x = torch.randn(4, 16)
+    gw.tune(Small().eval(), (x,), strategies=["eager:no_grad"], isolate=False)
+    for entry in gw.choices.folder().glob("*.json"):
+        entry.unlink(missing_ok=True)
+    print("tuned", flush=True)
+"""
+
+
+def test_a_caller_that_is_killed_leaves_no_broken_entry() -> None:
+    path = [str(Path(gw.__file__).parent.parent), str(Path(__file__).parent)]
+    source = "import graphwright.measurement as m; m.WARMUP_S = 0.0\n"
+    source += "import graphwright.tuner as t; t.SCREENING_S = t.FINAL_S_EACH = 0.0\n"
+    for _ in range(2):
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-c",
+                SCRIPT.format(path=path).replace("while True:", source + "while True:"),
+            ],
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        time.sleep(0.1)
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+        process.stdout.close()
+        # Any warning is an error here.
+        gw.tune(Small().eval(), (torch.randn(4, 16),), strategies=["eager:no_grad"])

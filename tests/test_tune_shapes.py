@@ -1,0 +1,180 @@
+"""tune() over several calls, and over buckets of sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from planted import Planted, Small, right_but_slower
+from torch import nn
+
+import graphwright as gw
+from graphwright.report import Report, Status
+from graphwright.report.markdown import to_markdown
+
+
+class Roundabout(Small):
+    """Does the work of Small the long way."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(50):
+            x = x + 0
+        return super().forward(x)
+
+
+def directly(model: nn.Module) -> Callable[..., Any]:
+    return torch.no_grad()(lambda x: Small.forward(model, x))  # type: ignore[arg-type]  # a Small
+
+
+def quick_below(rows: int) -> Callable[[nn.Module], Callable[..., Any]]:
+    """Quick for few rows, slower than eager for many."""
+
+    def make(model: nn.Module) -> Callable[..., Any]:
+        quick, slow = directly(model), right_but_slower(model)
+        return lambda x: quick(x) if len(x) < rows else slow(x)
+
+    return make
+
+
+SAMPLES = [(torch.randn(2, 16),), (torch.randn(8, 16),)]
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_each_sample_is_measured_and_answered_by_the_choice(isolate: bool) -> None:
+    model = Roundabout().eval()
+    strategies = [Planted("quick", directly)]
+    tuned = gw.tune(model, samples=SAMPLES, strategies=strategies, isolate=isolate)
+    report = tuned.report
+    assert report.chosen == "quick"
+    names = [shape.name for shape in report.shapes]
+    assert names == ["args[0]: 2×16 float32", "args[0]: 8×16 float32"]
+    for row in report.rows:
+        assert list(row.by_shape) == names
+        assert all(part.measurement is not None for part in row.by_shape.values())
+    for x in (*SAMPLES[0], *SAMPLES[1], torch.randn(3, 16)):
+        torch.testing.assert_close(tuned(x), model(x).detach())
+    assert tuned.calls == {"tuned": 2, "eager: another signature": 1}
+
+
+@pytest.mark.parametrize(("weights", "chosen"), [((99, 1), "mixed"), ((1, 99), "eager")])
+def test_the_choice_is_the_best_by_the_weights(weights: tuple[int, int], chosen: str) -> None:
+    model = Roundabout().eval()
+    strategies = [Planted("mixed", quick_below(4))]
+    report = gw.tune(model, samples=SAMPLES, weights=weights, strategies=strategies).report
+    assert report.chosen == chosen
+    assert [shape.weight for shape in report.shapes] == [w / 100 for w in weights]
+
+
+def test_the_mean_is_that_of_the_shapes_by_their_weights() -> None:
+    report = gw.tune(Small().eval(), samples=SAMPLES, weights=[3, 1], strategies=[]).report
+    eager = report.row("eager")
+    assert eager is not None
+    assert eager.screening is not None
+    parts = [part.screening.rounds("latency") for part in eager.by_shape.values() if part.screening]
+    for turn, mean in enumerate(eager.screening.rounds("latency")):
+        wanted = 0.75 * parts[0][turn] + 0.25 * parts[1][turn]
+        assert mean == pytest.approx(wanted, abs=1e-10)
+
+
+def test_a_candidate_that_is_wrong_for_one_shape_is_out_and_names_it() -> None:
+    def wrong_for_many(model: nn.Module) -> Callable[..., Any]:
+        quick = directly(model)
+        return lambda x: quick(x) if len(x) < 4 else quick(x) * 1.01
+
+    strategies = [Planted("wrong", wrong_for_many)]
+    report = gw.tune(Roundabout().eval(), samples=SAMPLES, strategies=strategies).report
+    row = report.row("wrong")
+    assert row is not None
+    assert row.status is Status.WRONG
+    assert row.reason.startswith("args[0]: 8×16 float32: ")
+    assert report.chosen == "eager"
+
+
+def test_a_report_of_shapes_is_shown_and_read_back() -> None:
+    tuned = gw.tune(Roundabout().eval(), samples=SAMPLES, strategies=[Planted("quick", directly)])
+    again = Report.from_json(tuned.report.to_json())
+    assert again == tuned.report
+    for text in (str(again), to_markdown(again)):
+        assert "args[0]: 8×16 float32" in text
+        assert "chosen: quick" in text
+
+
+BUCKETS = gw.Buckets(batch=[2, 8])
+
+
+def test_calls_between_the_buckets_are_filled_up(device: torch.device) -> None:
+    model = Roundabout().eval().to(device)
+    x = torch.randn(4, 16, device=device)
+    tuned = gw.tune(model, (x,), buckets=BUCKETS, strategies=[Planted("quick", directly)])
+    assert tuned.report.chosen == "quick"
+    assert [shape.name for shape in tuned.report.shapes] == ["batch=2", "batch=8"]
+    for n in (1, 2, 3, 3, 5, 8):
+        x = torch.randn(n, 16, device=device)
+        torch.testing.assert_close(tuned(x), model(x).detach())
+    assert tuned.calls == {"tuned": 2, "tuned, filled up to a bucket": 4}
+    x = torch.randn(9, 16, device=device)
+    torch.testing.assert_close(tuned(x), model(x).detach())
+    assert tuned.calls["eager: no bucket"] == 1
+    assert "above the largest bucket" in tuned.explain()
+    model.load_state_dict(Roundabout().state_dict(), assign=True)
+    model.to(device)
+    torch.testing.assert_close(tuned(x[:3]), model(x[:3]).detach())
+    assert tuned.calls["eager: the module changed"] == 1
+
+
+def test_what_depends_on_the_padding_is_not_filled_up() -> None:
+    class Mean(Roundabout):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) - x.mean(0)
+
+    def quick(model: nn.Module) -> Callable[..., Any]:
+        return torch.no_grad()(lambda x: Small.forward(model, x) - x.mean(0))  # type: ignore[arg-type]  # a Small
+
+    model = Mean().eval()
+    tuned = gw.tune(
+        model, (torch.randn(4, 16),), buckets=BUCKETS, strategies=[Planted("quick", quick)]
+    )
+    assert tuned.report.chosen == "quick"
+    assert any("batch padded from" in note for note in tuned.report.notes)
+    for n in (2, 3):
+        x = torch.randn(n, 16)
+        torch.testing.assert_close(tuned(x), model(x).detach())
+    assert tuned.calls == {"tuned": 1, "eager: no bucket": 1}
+
+
+def test_another_kind_of_call_is_not_answered_by_a_bucket() -> None:
+    model = Roundabout().eval().double()
+    tuned = gw.tune(
+        model,
+        (torch.randn(4, 16).double(),),
+        buckets=BUCKETS,
+        strategies=[Planted("quick", directly)],
+    )
+    x = torch.randn(16, 3).double().T
+    torch.testing.assert_close(tuned(x), model(x).detach())
+    grad = torch.randn(3, 16).double().requires_grad_()
+    assert tuned(grad).requires_grad
+    with pytest.raises(RuntimeError):
+        tuned(torch.randn(3, 16))
+    assert not any(way.startswith("tuned") for way in tuned.calls)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"samples": []}, "samples is"),
+        ({"samples": [(torch.ones(1),)], "args": (torch.ones(1),)}, "as well as"),
+        ({"samples": [torch.ones(1)]}, "written as a tuple"),
+        ({"samples": SAMPLES, "weights": [1]}, "weights is"),
+        ({"samples": SAMPLES, "weights": [1, -1]}, "weights is"),
+        ({"args": SAMPLES[0], "weights": [1]}, "weights"),
+        ({"samples": [SAMPLES[0], SAMPLES[0]]}, "same kind"),
+        ({"samples": SAMPLES, "buckets": BUCKETS}, "not both"),
+        ({"args": SAMPLES[0], "dynamic_shapes": ({0: "batch"},)}, "no buckets"),
+    ],
+)
+def test_bad_samples_are_named(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(gw.OptionError, match=text):
+        gw.tune(Small().eval(), **options)
