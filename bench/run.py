@@ -1,6 +1,6 @@
 """Run the benchmarks, or make the tables of docs/ from their results.
 
-scripts/bench tune [--out DIR] [--warm] [CASE ...]    tune each model beside PyTorch's own ways
+scripts/bench tune [--out DIR] [CASE ...]             tune each model beside PyTorch's own ways
 scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a process of its own
 scripts/bench buckets [--out DIR]                     a model over batch × length, by buckets
 scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
@@ -16,12 +16,10 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
-from processes import figures_of, run_all
+from processes import figures_of
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -30,9 +28,8 @@ SCHEMA = "graphwright.bench"
 PICTURE = "minilm"
 # Seconds after which a model of the capture benchmark is given up.
 CAPTURE_LIMIT_S = 150
-# The same for a model of the tune benchmark, and for filling the compilers' caches for one.
+# The same for a model of the tune benchmark.
 TUNE_LIMIT_S = 150
-WARM_LIMIT_S = 240
 
 
 def commit() -> str:
@@ -54,9 +51,11 @@ def tune(
     left_out: list[str],
     *,
     quick: bool,
-    warm: bool,
 ) -> int:
-    """bench/tune.py on each model, the file written after each; the number that failed."""
+    """bench/tune.py on each model, the file written after each; the number that failed.
+
+    Models that the file has already, of the same commit, options and machine, are kept.
+    """
     from cases import MODELS
     from tune_table import CHOSEN, latency, line, targets, to_text
 
@@ -69,11 +68,15 @@ def tune(
         "commit": commit(),
         "quick": quick,
         "options": options,
-        "warmed": _warmed(names, [*without, *options]) if warm else None,
         "environment": {},
         "models": {},
     }
     where = out / "tune.json"
+    if where.exists():
+        earlier = json.loads(where.read_text(encoding="utf-8"))
+        if all(earlier.get(key) == result[key] for key in ("commit", "quick", "options")):
+            result["models"] = earlier["models"]
+            result["environment"] = earlier["environment"]
     for name in names:
         words = ["--quick"] * quick + [*without, *options]
         found = figures_of("tune.py", name, words, TUNE_LIMIT_S)
@@ -87,35 +90,6 @@ def tune(
         print(line(name, model), flush=True)
     print(f"\n{to_text(result)}\nwrote {where}")
     return sum(latency(model, CHOSEN) is None for model in result["models"].values())
-
-
-def _warmed(names: list[str], options: list[str]) -> dict[str, Any]:
-    """Fill the compilers' caches, several models at once; seconds in all, and what failed."""
-    import torch
-    from tune import MAX_AUTOTUNE
-
-    print("filling the compilers' caches", flush=True)
-    start = time.monotonic()
-    failed: dict[str, Any] = {}
-    # Max-autotune times kernels while it compiles: one at a time, once all else is done.
-    alone = [name for name in names if name in MAX_AUTOTUNE and torch.cuda.is_available()]
-    several = max(1, len(os.sched_getaffinity(0)) // 3)
-    with tempfile.TemporaryDirectory() as folder:
-        for how, which, at_once in (("together", names, several), ("alone", alone, 1)):
-            files = [Path(folder) / f"{name}.{how}.json" for name in which]
-            commands = [
-                ["tune.py", name, str(file), "--warm", how, *options]
-                for name, file in zip(which, files, strict=True)
-            ]
-            for index, failure in run_all(commands, at_once=at_once, limit_s=WARM_LIMIT_S):
-                if failure is not None:
-                    failed[f"{which[index]}, {how}"] = failure
-                    continue
-                found = json.loads(files[index].read_text(encoding="utf-8"))["figures"]
-                for what, why in found["failed"].items():
-                    failed[f"{which[index]}, {what}"] = why
-                print(f"{which[index]}, {how}: {found['seconds']:.0f} s", flush=True)
-    return {"seconds": round(time.monotonic() - start, 3), "failed": failed}
 
 
 def _write(where: Path, result: dict[str, Any]) -> None:
@@ -256,7 +230,6 @@ def main() -> None:
     tuning.add_argument("cases", nargs="*", metavar="CASE")
     tuning.add_argument("--out", type=Path, default=RESULTS)
     tuning.add_argument("--quick", action="store_true", help="try the script: no result")
-    tuning.add_argument("--warm", action="store_true", help="fill the compilers' caches first")
     tuning.add_argument(
         "--leave-out", action="append", default=[], metavar="WAY", help="a peer to leave out"
     )
@@ -281,7 +254,7 @@ def main() -> None:
         # As on Ctrl-C, no process is left behind.
         signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         words, left_out = given.options.split(), given.leave_out
-        sys.exit(tune(given.cases, given.out, words, left_out, quick=given.quick, warm=given.warm))
+        sys.exit(tune(given.cases, given.out, words, left_out, quick=given.quick))
     elif given.command == "capture":
         options = ["--quick"] * given.quick + ["--no-peers"] * given.no_peers
         sys.exit(capture(given.only, given.out, options, quick=given.quick))

@@ -12,7 +12,6 @@ import functools
 import inspect
 import json
 import os
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,17 +19,15 @@ from unittest import mock
 
 import cases
 import torch
-from peers import COMPILED, PEERS, Call, Case, Figures, needs_cuda, set_up, timed
+from peers import PEERS, Call, Case, Figures, needs_cuda, set_up, timed
 
 import graphwright as gw
-from graphwright.errors import first_line
 from graphwright.measurement import Timer, interleave
 from graphwright.report.environment import environment
-from graphwright.tuner import Tuning
 
 CHOSEN = "graphwright.tune"
 # The models that max-autotune is tried on: it searches for minutes on larger ones.
-MAX_AUTOTUNE = ("mlp", "minilm")
+MAX_AUTOTUNE = ("mlp", "cnn")
 # Seconds of timing: of the choice and its peers, and of each round of tune() when it is only tried.
 BUDGET_S, QUICK_S = 6.0, 0.2
 
@@ -79,8 +76,10 @@ def tuned(case: Case, options: Options, *, quick: bool) -> gw.TunedModule:
     rounds: Any = contextlib.nullcontext()
     if quick:
         rounds = mock.patch.multiple("graphwright.tuner", SCREENING_S=QUICK_S, FINAL_S_EACH=QUICK_S)
+    # An earlier run's choice would be no run of this one.
+    given = {"remember": False, **options}
     with rounds:
-        return gw.tune(case.model, case.args, case.kwargs, progress=False, **options)
+        return gw.tune(case.model, case.args, case.kwargs, progress=False, **given)
 
 
 @torch.no_grad()
@@ -128,40 +127,11 @@ def measure(
     return figures
 
 
-@torch.no_grad()
-def warm(
-    name: str, device: torch.device, options: Options, left_out: Sequence[str], *, alone: bool
-) -> Figures:
-    """Fill torch.compile's caches with what `measure` will compile; seconds, and what failed.
-
-    Max-autotune times kernels while it compiles: its turn is when nothing else uses the device.
-    Of all else, kernels are chosen at the first call, which is not remembered from here.
-    """
-    import torch._inductor.config
-
-    case = Case.of(name, device)
-    start = time.perf_counter()
-    torch._inductor.config.autotune_local_cache = alone
-    ways = {way: PEERS[way] for way in COMPILED if (way == "max-autotune") == alone}
-    why_not = functools.partial(_left_out, name=name, device=device, left_out=left_out)
-    _, rows = set_up(case, ways, Timer(device), why_not)
-    failed = {way: row["reason"] for way, row in rows.items() if row["status"] == "failed"}
-    for candidate in Tuning(case.model, case.args, case.kwargs, **options).candidates:
-        wanted = "inductor" in candidate.name and ("max-autotune" in candidate.name) == alone
-        if wanted and candidate.availability(device).available:
-            try:
-                candidate.build(case.model, case.args, case.kwargs)
-            except Exception as error:
-                failed[candidate.name] = first_line(error)
-    return {"seconds": round(time.perf_counter() - start, 3), "failed": failed}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("what", choices=cases.MODELS)
     parser.add_argument("file", type=Path, help="the JSON to write")
     parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--warm", choices=("together", "alone"), help="fill caches, no more")
     parser.add_argument("--leave-out", action="append", default=[], metavar="WAY")
     given, rest = parser.parse_known_args()
     options = tune_options(rest)
@@ -176,11 +146,7 @@ def main() -> None:
         beside.write_text(json.dumps(result), encoding="utf-8")
         os.replace(beside, given.file)
 
-    if given.warm is not None:
-        alone = given.warm == "alone"
-        save(warm(given.what, device, options, given.leave_out, alone=alone))
-    else:
-        save(measure(given.what, device, options, given.leave_out, save, quick=given.quick))
+    save(measure(given.what, device, options, given.leave_out, save, quick=given.quick))
 
 
 if __name__ == "__main__":

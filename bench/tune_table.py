@@ -136,8 +136,6 @@ def _circumstances(result: Result) -> str:
         told.append("A quick run, to try the script: no result.")
     if result["options"]:
         told.append(f"Options of tune: `{' '.join(result['options'])}`.")
-    if result["warmed"] is not None:
-        told.append("Compilers' caches were filled beforehand: set-up is shorter than a first one.")
     return " ".join(told)
 
 

@@ -39,7 +39,6 @@ def result(**models: Result) -> Result:
         "commit": "abc",
         "quick": False,
         "options": [],
-        "warmed": None,
         "environment": H200,
         "models": models,
     }
@@ -138,7 +137,7 @@ def test_a_model_is_a_line_as_it_is_done() -> None:
 
 def test_markdown_says_which_targets_were_missed_and_how_it_was_run() -> None:
     found = result(one=model(chosen(50, notes=["a note"]), eager=500, reduce_overhead=49))
-    text = tune_table.to_markdown(found | {"warmed": {"seconds": 9.0, "failed": {}}})
+    text = tune_table.to_markdown(found)
     missed = (
         "1 of 3 targets met; missed: latency of the choice, ≤ 1.03 × the best peer + 2 µs (one)"
     )
@@ -146,7 +145,6 @@ def test_markdown_says_which_targets_were_missed_and_how_it_was_run() -> None:
     assert "| one | inductor+graph | 50.0 | 500.0 | 49.0 | 10.00× | 0.98× reduce-overhead |" in text
     assert "2 of 3 targets met; missed: geometric mean of reduce-overhead's latency" in text
     assert "(1 of 1 models: 0.980 against 1.500)." in text
-    assert "Compilers' caches were filled beforehand" in text
     assert "- every model: tune: a note" in text
     assert "gpu NVIDIA H200" in text
 
@@ -279,9 +277,9 @@ def test_tune_runs_and_writes_what_the_tables_are_made_from(
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
     words, left_out = ["--strategies", "eager:no_grad"], ["torch.compile"]
-    assert run.tune(["mlp"], tmp_path, words, left_out, quick=True, warm=False) == 0
+    assert run.tune(["mlp"], tmp_path, words, left_out, quick=True) == 0
     found = json.loads((tmp_path / "tune.json").read_text(encoding="utf-8"))
-    assert (found["schema_version"], found["quick"], found["warmed"]) == (2, True, None)
+    assert (found["schema_version"], found["quick"]) == (2, True)
     ways = found["models"]["mlp"]["ways"]
     assert {name: row["status"] for name, row in ways.items()} == {
         "graphwright.tune": "ok",

@@ -66,9 +66,8 @@ def test_a_choice_that_is_wrong_by_now_is_tuned_again(monkeypatch: pytest.Monkey
     model, x = Small().eval(), torch.randn(4, 16)
     first = gw.tune(model, (x,), strategies=["torchscript:freeze"]).report
     (entry,) = entries()
-    entry.write_text(entry.read_text().replace(f'"chosen": "{first.chosen}"', '"chosen": "XX"'))
-    text = entry.read_text()
-    entry.write_text(text.replace('"chosen": "XX"', '"chosen": "torchscript:freeze"'))
+    chosen = f'"chosen": "{first.chosen}"'
+    entry.write_text(entry.read_text().replace(chosen, '"chosen": "torchscript:freeze"'))
     build = torchscript.TorchScript.build
 
     def spoiled(self: object, module: nn.Module, args: object, kwargs: object) -> object:
@@ -112,9 +111,10 @@ def test_an_interrupted_run_is_not_remembered() -> None:
 SCRIPT = """
 import sys
 sys.path[:0] = {path!r}
-import torch
+import graphwright.measurement, torch
 from planted import Small
 import graphwright as gw
+gw.measurement.WARMUP_S = gw.tuner.SCREENING_S = gw.tuner.FINAL_S_EACH = 0.0
 while True:
     x = torch.randn(4, 16)
     gw.tune(Small().eval(), (x,), strategies=["eager:no_grad"], isolate=False)
@@ -126,16 +126,9 @@ while True:
 
 def test_a_caller_that_is_killed_leaves_no_broken_entry() -> None:
     path = [str(Path(gw.__file__).parent.parent), str(Path(__file__).parent)]
-    source = "import graphwright.measurement as m; m.WARMUP_S = 0.0\n"
-    source += "import graphwright.tuner as t; t.SCREENING_S = t.FINAL_S_EACH = 0.0\n"
     for _ in range(2):
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-c",
-                SCRIPT.format(path=path).replace("while True:", source + "while True:"),
-            ],
-            stdout=subprocess.PIPE,
+            [sys.executable, "-c", SCRIPT.format(path=path)], stdout=subprocess.PIPE
         )
         assert process.stdout is not None
         process.stdout.readline()

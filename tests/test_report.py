@@ -95,7 +95,7 @@ def test_json_round_trip_keeps_every_sample(report: Report) -> None:
     again = Report.from_json(text)
     assert again == report
     assert again.to_json() == text
-    assert json.loads(text)["schema_version"] == 1
+    assert json.loads(text)["schema_version"] == 2
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def test_json_round_trip_keeps_every_sample(report: Report) -> None:
         (lambda t: t[: len(t) // 2], "no JSON"),
         (lambda t: "[]", "no report"),
         (lambda t: t.replace("graphwright.tune", "other"), "no report"),
-        (lambda t: t.replace('"schema_version": 1', '"schema_version": 99'), "version 99"),
+        (lambda t: t.replace('"schema_version": 2', '"schema_version": 99'), "version 99"),
         (lambda t: t.replace('"rows"', '"columns"'), "damaged"),
         (lambda t: t.replace('"slower"', '"odd"'), "damaged"),
         (lambda t: t.replace('"latency": [', '"delay": ['), "damaged"),

@@ -431,6 +431,15 @@ class Tuning:
         return self._not_tried(candidate) if late else None
 
     def _not_tried(self, candidate: Candidate) -> Row:
+        found = candidate.availability(self.device)
+        if not found.available:
+            return Row(
+                candidate.name,
+                Status.UNAVAILABLE,
+                found.reason,
+                found.remedy,
+                complexity=candidate.complexity,
+            )
         return Row(
             candidate.name,
             Status.NOT_TRIED,

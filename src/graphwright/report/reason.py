@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from .result import EAGER, Report, Row
+from .result import EAGER, Report, Row, Status
 
 
 def sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
@@ -16,9 +16,13 @@ def sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
     }[report.objective]
     if chosen.strategy == EAGER:
         others = len([row for row in report.rows if row.measurement is not None]) - 1
+        late = len([row for row in report.rows if row.status is Status.NOT_TRIED])
+        untried = f" The budget did not suffice for {late} more." if late else ""
         if others < 1:
-            return "eager was chosen: nothing else could be measured here."
-        return f"eager was chosen: none of the {others} others that were measured beats it."
+            return f"eager was chosen: nothing else could be measured here.{untried}"
+        return (
+            f"eager was chosen: none of the {others} others that were measured beats it.{untried}"
+        )
     text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
     speed = report.speedup(chosen)
     if speed is not None:
