@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 
 import pytest
@@ -27,6 +28,13 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def little_to_collect() -> None:
+    """Tuning collects garbage often: it need not look at what was there before the test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)
