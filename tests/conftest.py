@@ -1,8 +1,10 @@
-"""Fixtures that all tests share."""
+"""Fixtures that all tests share, and how the workers of pytest-xdist run them."""
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,9 +13,23 @@ import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+# A worker's talk to the process that started it has a thread, which is none of the program's.
+TALKING = threading.active_count() - 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int | None:
+    """A worker a core, each with one thread; but one process where all would share a GPU."""
+    return 0 if torch.cuda.is_available() else None
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if hasattr(config, "workerinput"):
+        torch.set_num_threads(1)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)
     if torch.cuda.is_available():
         return
     for item in items:
@@ -29,6 +45,20 @@ def device(request: pytest.FixtureRequest) -> torch.device:
 @pytest.fixture(autouse=True)
 def seeded() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A module that runs beside other threads is trusted less."""
+    count = threading.active_count
+    monkeypatch.setattr(threading, "active_count", lambda: count() - TALKING)
+
+
+@pytest.fixture(autouse=True)
+def little_to_collect() -> None:
+    """Tuning collects garbage often: it need not look at what was there before the test."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

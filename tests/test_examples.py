@@ -12,7 +12,7 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "examples"))
-CLASSICS = ["mlp", "cnn", "rnn", "conv_relu_pool"]
+CLASSICS = ["mlp", "cnn", "rnn", pytest.param("conv_relu_pool", marks=pytest.mark.long)]
 
 
 @pytest.mark.parametrize("name", CLASSICS)
