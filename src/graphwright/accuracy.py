@@ -82,10 +82,9 @@ def errors(outcome: Outcome, exact: Mapping[str, torch.Tensor]) -> dict[str, Err
 
 def special_values(tensor: torch.Tensor) -> torch.Tensor:
     """0 where finite, else 1 for NaN, 2 for +Inf, 3 for -Inf."""
-    if torch.isfinite(tensor).all():
-        shape = (*tensor.shape, 2) if tensor.is_complex() else tensor.shape
-        return torch.zeros(shape, dtype=torch.int8, device=tensor.device)
     values = as_float64(tensor)
+    if torch.isfinite(values).all():
+        return torch.zeros_like(values, dtype=torch.int8)
     found = values.isnan() + 2 * values.isposinf() + 3 * values.isneginf()
     return found.to(torch.int8)
 
