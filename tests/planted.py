@@ -263,18 +263,11 @@ def exhausts_the_gpu(model: nn.Module) -> Callable[..., Any]:
         kept.append(torch.empty(1 << 30, dtype=torch.uint8, device="cuda"))
 
 
-def reads_astray(model: nn.Module) -> Callable[..., Any]:
-    """Reads far outside of a tensor's memory on the GPU."""
-    x = torch.zeros(8, device="cuda")
-    astray = x.as_strided((1,), (1,)).set_(x.untyped_storage(), 0, (1,), (1,))
-    import triton
-    import triton.language as tl
+def writes_astray(model: nn.Module) -> Callable[..., Any]:
+    """Writes far outside of a tensor's memory on the GPU."""
+    from stray import stray
 
-    @triton.jit
-    def stray(pointer):  # type: ignore[no-untyped-def]
-        tl.store(pointer + (1 << 45), 1.0)
-
-    stray[(1,)](astray)
+    stray[(1,)](torch.zeros(8, device="cuda"))
     torch.cuda.synchronize()
     raise AssertionError("not reached")
 

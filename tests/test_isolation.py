@@ -113,7 +113,7 @@ def test_a_candidate_that_exhausts_the_gpu_is_a_row() -> None:
 
 @pytest.mark.gpu
 def test_an_illegal_memory_access_is_a_crash() -> None:
-    report = tune([Planted("stray", planted.reads_astray), QUICK], "cuda")
+    report = tune([Planted("stray", planted.writes_astray), QUICK], "cuda")
     row = report.row("stray")
     assert row is not None
     assert row.status is Status.CRASHED
