@@ -29,7 +29,7 @@ PICTURE = "minilm"
 # Seconds after which a model of the capture benchmark is given up.
 CAPTURE_LIMIT_S = 150
 # The same for a model of the tune benchmark.
-TUNE_LIMIT_S = 150
+TUNE_LIMIT_S = 120
 
 
 def commit() -> str:

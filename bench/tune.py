@@ -27,9 +27,9 @@ from graphwright.report.environment import environment
 
 CHOSEN = "graphwright.tune"
 # The models that max-autotune is tried on: it searches for minutes on larger ones.
-MAX_AUTOTUNE = ("mlp", "cnn")
+MAX_AUTOTUNE = ("mlp", "conv_relu_pool")
 # Seconds of timing: of the choice and its peers, and of each round of tune() when it is only tried.
-BUDGET_S, QUICK_S = 6.0, 0.2
+BUDGET_S, QUICK_S = 4.0, 0.2
 
 Options = dict[str, Any]
 

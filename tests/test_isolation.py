@@ -157,15 +157,9 @@ def test_children_of_children_end_too(tmp_path: Path) -> None:
 def test_set_ups_overlap_and_timings_do_not(tmp_path: Path) -> None:
     model, x = Small().eval(), torch.randn(4, 16)
     strategies = [Planted(f"s{n}", planted.Logs(str(tmp_path / f"{n}"))) for n in range(3)]
-    tuning = gw.tuner.Tuning(model, (x,), strategies=strategies)
-    workers = gw.tuner.Workers
-
-    def three_at_once(*args: Any, **kwargs: Any) -> Any:
-        return workers(*args, **kwargs, overlap=3)
-
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.tuner.Workers", three_at_once)
-        tuning.run()
+        patch.setattr("graphwright.isolation._cores", lambda: 6)
+        gw.tune(model, (x,), strategies=strategies)
     spans = {}
     for n in range(3):
         times = [float(line) for line in (tmp_path / f"{n}").read_text().split()]

@@ -1,15 +1,16 @@
-"""Candidates are tried under this process: `python -m graphwright._worker CONTROL PAYLOAD PARENT`.
+"""Candidates are tried under this process: `python -m graphwright._worker CONTROL PARENT`.
 
 It imports what the model needs, once, and forks a child for each candidate that it is asked to
-try; it runs nothing of the candidate's itself. A child loads the model and its references from the
-file PAYLOAD, evaluates one candidate, and sends the row. CONTROL is a socket to the process that
-tunes: when that ends, so does all that was started here.
+try; it runs nothing of the candidate's itself. A child loads the model and its references from a
+file, evaluates one candidate, and sends the row. CONTROL is a socket to the process that tunes,
+PARENT that process's number: when it ends, so does all that was started here.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import importlib
 import json
 import mmap
@@ -24,7 +25,8 @@ from typing import Any
 
 import torch
 
-from .isolation import MESSAGE, Task
+from .nursery import MESSAGE
+from .payload import Task
 
 _PDEATHSIG = 1  # prctl(2)
 
@@ -32,9 +34,8 @@ _PDEATHSIG = 1  # prctl(2)
 class _Nursery:
     """Forks children on request, says how they ended, and ends those that are left."""
 
-    def __init__(self, control: socket.socket, payload: int) -> None:
+    def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._payload = payload
         self._children: set[int] = set()
 
     def run(self) -> None:
@@ -50,17 +51,20 @@ class _Nursery:
         for name in modules:
             with contextlib.suppress(Exception):
                 importlib.import_module(name)
+        # Children need not look for garbage in what is there already, nor copy its pages.
+        gc.collect()
+        gc.freeze()
         return {"forks": not torch.cuda.is_initialized()}
 
     def fork(self, handles: list[int]) -> dict[str, Any]:
-        """Start a child that talks through the first handle and prints to the second."""
-        channel, log = handles
+        """Start a child that talks, prints and loads its task through these handles."""
+        channel, log, payload = handles
         mother = os.getpid()
         child = os.fork()
         if child:
             self._children.add(child)
-            os.close(channel)
-            os.close(log)
+            for handle in handles:
+                os.close(handle)
             return {"child": child}
         try:
             os.setsid()
@@ -71,7 +75,7 @@ class _Nursery:
             os.dup2(log, 2)
             os.close(log)
             os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
-            serve(Connection(channel), self._payload)
+            serve(Connection(channel), payload)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -95,7 +99,7 @@ class _Nursery:
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    data, handles, _, _ = socket.recv_fds(control, MESSAGE, 2)
+    data, handles, _, _ = socket.recv_fds(control, MESSAGE, 3)
     return (json.loads(data), handles) if data else None
 
 
@@ -140,8 +144,8 @@ def serve(channel: Connection, payload: int) -> None:
 
 def main() -> None:
     """Serve the process that holds the other end of the control socket."""
-    control, payload, parent = map(int, sys.argv[1:])
-    nursery = _Nursery(socket.socket(fileno=control), payload)
+    control, parent = map(int, sys.argv[1:])
+    nursery = _Nursery(socket.socket(fileno=control))
 
     def over(*_: object) -> None:
         nursery.end()

@@ -84,8 +84,8 @@ class Evaluator:
         self.samples = list(samples)
         self.timer = Timer(device)
         self.device = device
-        self._objective = "throughput" if objective == "throughput" else "latency"
-        self._screening_s = screening_s
+        self.objective = objective
+        self.screening_s = screening_s
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -129,7 +129,7 @@ class Evaluator:
                     row.status, row.reason = Status.UNAVAILABLE, found.reason
                     row.remedy = found.remedy
         finally:
-            self.restore()
+            self._leave(row)
         self._sum_up(trial)
         return trial
 
@@ -140,7 +140,7 @@ class Evaluator:
     def time(self, trial: Trial) -> None:
         """Measure what was set up, in turns with eager, and judge it."""
         row = trial.row
-        budget_s = self._screening_s / len(self.samples)
+        budget_s = self.screening_s / len(self.samples)
         parts = trial.parts(self.samples)
         try:
             for sample, part, built in zip(self.samples, parts, trial.builts, strict=True):
@@ -160,7 +160,7 @@ class Evaluator:
         except _Over:
             trial.builts.clear()
         finally:
-            self.restore()
+            self._leave(row)
         self._sum_up(trial)
         self._judge(row)
 
@@ -175,6 +175,10 @@ class Evaluator:
         state = self.samples[0].reference.state
         state.restore()
         state.corrupted()
+
+    def _leave(self, row: Row) -> None:
+        if row.status is not Status.CRASHED:  # Then nothing works on the device any more.
+            self.restore()
 
     def _build(self, candidate: Candidate, call: Call) -> tuple[Built, float]:
         """Build and call once; set-up seconds cover both, as the first call often compiles."""
@@ -218,7 +222,8 @@ class Evaluator:
             return
         if row.status is not Status.OK:
             return
-        low, high = median_interval(row.screening.ratios(row.baseline, self._objective))
+        what = "throughput" if self.objective == "throughput" else "latency"
+        low, high = median_interval(row.screening.ratios(row.baseline, what))
         if low > _SLOWER:
             row.status = Status.SLOWER
             row.reason = f"{low:.2f} to {high:.2f} times eager's time"

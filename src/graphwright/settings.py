@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +16,6 @@ class Settings:
     """What one process has set: to be taken in one and applied in another.
 
     Attributes:
-        path: where modules are imported from.
         switches: of `signature.switches`: autocast, default dtype, back ends.
         threads: of operators on the CPU.
         grad: whether gradients are on.
@@ -26,7 +24,6 @@ class Settings:
         compilers: what was set of torch.compile's options, as Python, by module.
     """
 
-    path: tuple[str, ...]
     switches: tuple[Any, ...]
     threads: int
     grad: bool
@@ -39,8 +36,6 @@ class Settings:
         """Those of this process and thread."""
         names = ("torch._dynamo.config", "torch._inductor.config")
         return cls(
-            # An empty entry is the folder that the process is in.
-            path=tuple(os.path.abspath(entry) for entry in sys.path),
             switches=switches(),
             threads=torch.get_num_threads(),
             grad=torch.is_grad_enabled(),

@@ -12,7 +12,7 @@ import gc
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -22,12 +22,11 @@ from .choosing import near_best, ranked
 from .errors import ModelFailed, OptionError, in_words
 from .evaluation import Evaluator, Sample, Trial, status_of
 from .graphs.memory import parse_bytes
-from .isolation import IsolationError, Limits, Workers
 from .measurement import Measurement, interleave, load_note, weighted
 from .reference import reference
 from .report import Report, Row, Status
 from .report.environment import environment
-from .report.progress import Silent, shown
+from .report.progress import Progress, Silent, shown
 from .report.reason import sentence
 from .report.result import COMPILE_DEFAULT, EAGER, Shape
 from .request import (
@@ -37,6 +36,7 @@ from .request import (
     name_of,
     samples_of,
 )
+from .screening import Screening, Terms
 from .signature import Args, CallSignature, Kwargs
 from .snapshots import State
 from .strategies import (
@@ -62,24 +62,11 @@ Objective = Literal["latency", "throughput", "memory"]
 # Whether candidates are tried in processes of their own when tune() is not told.
 ISOLATED = True
 # Seconds of timing a candidate, in turns with eager, and of each finalist in common rounds.
-SCREENING_S = 1.5
-FINAL_S_EACH = 3.0
+SCREENING_S = 1.0
+FINAL_S_EACH = 2.0
 _BARE = "torch.compile without checks"
 # The share of a time budget that is kept for the finalists.
 _FOR_FINALISTS = 0.25
-
-
-class Progress(Protocol):
-    """Hears what a run is doing; every method is called from the thread that tunes."""
-
-    def start(self, total: int) -> None:
-        """The run has so many steps."""
-
-    def step(self, what: str) -> None:
-        """The step now beginning."""
-
-    def row(self, row: Row) -> None:
-        """A row is complete."""
 
 
 def tune(
@@ -241,12 +228,8 @@ class Tuning:
         self.objective = objective
         self.tolerance = tolerance
         self.budget_s = budget_s
-        self.timeout_s = timeout_s
-        self.memory_limit = None if memory_limit is None else parse_bytes(memory_limit)
-        self.isolate = ISOLATED if isolate is None else isolate
         self.remember = remember
         self._allow = tuple(allow)
-        self._repeat = repeat or _repeat_in_python
         if strategies is None:
             self.candidates = default_candidates(self.module, self.device, allow)
         else:
@@ -273,6 +256,21 @@ class Tuning:
         )
         # What was built in this process, by name.
         self._kept: dict[str, list[Built]] = {}
+        self._screening = Screening(
+            self.module,
+            self.device,
+            self.candidates,
+            Terms(
+                ISOLATED if isolate is None else isolate,
+                timeout_s,
+                None if memory_limit is None else parse_bytes(memory_limit),
+                budget_s,
+                None if budget_s is None else self._started + (1 - _FOR_FINALISTS) * budget_s,
+            ),
+            repeat or _repeat_in_python,
+            self.report.notes,
+            self._kept,
+        )
         self._evaluator: Evaluator | None = None
         self._quiet = True
 
@@ -303,17 +301,19 @@ class Tuning:
         progress.start(len(self.candidates) + 3)
         progress.step("environment")
         self.report.environment = environment(self.device)
-        progress.step("float64 reference")
-        self._evaluator = self._referenced()
-        self._quiet = self._same_without_grad()
         key = self._key()
-        if key is not None:
-            recalled = self._recalled(key)
-            if recalled is not None:
-                return recalled
-        for row in self._screened(progress):
-            self.report.rows.append(row)
-            progress.row(row)
+        recalled = None if key is None else choices.recall(key)
+        if recalled is not None:
+            progress.step("what was chosen before")
+            tuned = self._recalled(recalled)
+            if tuned is not None:
+                return tuned
+        with self._screening as screening:
+            self._refer(progress)
+            for row in screening.rows(self.evaluator, progress):
+                self.report.rows.append(row)
+                progress.row(row)
+                self._drop_the_beaten()
         progress.step("finalists")
         self._final_rounds()
         chosen = self._choose()
@@ -326,6 +326,13 @@ class Tuning:
         # The watch that is handed out begins after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, self._kept[chosen.strategy])
+
+    def _refer(self, progress: Progress) -> None:
+        """Run what candidates are judged by, once."""
+        if self._evaluator is None:
+            progress.step("float64 reference")
+            self._evaluator = self._referenced()
+            self._quiet = self._same_without_grad()
 
     def _referenced(self) -> Evaluator:
         """An evaluator of candidates against references of every sample."""
@@ -362,106 +369,16 @@ class Tuning:
         )
         return False
 
-    # ------------------------------------------------------------ candidates, one by one
-
-    def _screened(self, progress: Progress) -> Iterator[Row]:
-        """The row of each candidate, as it becomes known."""
-        eager, *others = self.candidates
-        progress.step(eager.name)
-        yield self._here(eager)
-        if self.isolate and others:
-            try:
-                yield from self._apart(others, progress)
-                return
-            except IsolationError as error:
-                self._not_apart(str(error))
-                known = {row.strategy for row in self.report.rows}
-                others = [candidate for candidate in others if candidate.name not in known]
-        for candidate in others:
-            progress.step(candidate.name)
-            yield self._late(candidate) or self._here(candidate)
-            self._drop_the_beaten()
-
-    def _apart(self, candidates: Sequence[Candidate], progress: Progress) -> Iterator[Row]:
-        """Try candidates in processes of their own."""
-        compiles = any(hasattr(c.compiler, "probes_late") for c in candidates)
-        with Workers(
-            self.evaluator,
-            Limits.here(self.timeout_s, self.device, self.memory_limit),
-            objective=self.objective,
-            screening_s=SCREENING_S,
-            preload=("torch._dynamo",) if compiles else (),
-        ) as workers:
-            tried = workers.evaluate(
-                candidates,
-                deadline=self._deadline(),
-                begin=lambda candidate: progress.step(candidate.name),
-            )
-            for candidate, found in tried:
-                if isinstance(found, str):
-                    self._not_apart(found)
-                    found = self._late(candidate) or self._here(candidate)
-                elif found.status is Status.NOT_TRIED:
-                    found = self._not_tried(candidate)
-                yield self._repeatable(found)
-
-    def _not_apart(self, why: str) -> None:
-        note = f"Candidates were tried in this process, not in ones of their own: {why}."
-        if note not in self.report.notes:
-            self.report.notes.append(note)
-
-    def _here(self, candidate: Candidate) -> Row:
-        """Try a candidate in this process."""
-        trial = self.evaluator.set_up(candidate)
-        if trial.builts:
-            self.evaluator.time(trial)
-        if trial.builts:
-            self._kept[candidate.name] = trial.builts
-        return self._repeatable(trial.row)
-
-    def _deadline(self) -> float | None:
-        """When no candidate may be at work any more, so that the finalists get their share."""
-        if self.budget_s is None:
-            return None
-        return self._started + (1 - _FOR_FINALISTS) * self.budget_s
-
-    def _late(self, candidate: Candidate) -> Row | None:
-        deadline = self._deadline()
-        late = deadline is not None and time.monotonic() > deadline
-        return self._not_tried(candidate) if late else None
-
-    def _not_tried(self, candidate: Candidate) -> Row:
-        found = candidate.availability(self.device)
-        if not found.available:
-            return Row(
-                candidate.name,
-                Status.UNAVAILABLE,
-                found.reason,
-                found.remedy,
-                complexity=candidate.complexity,
-            )
-        return Row(
-            candidate.name,
-            Status.NOT_TRIED,
-            f"the budget of {self.budget_s:g} s was spent before it was measured",
-            remedy="Give a larger budget, or name the strategies to try.",
-            complexity=candidate.complexity,
-        )
-
-    def _repeatable(self, row: Row) -> Row:
-        """The row with the command that repeats it, where something went wrong."""
-        if row.status not in (Status.OK, Status.SLOWER, Status.UNAVAILABLE):
-            row.repeat = self._repeat(row.strategy)
-        return row
-
     # ------------------------------------------------------------ choosing
 
     def _drop_the_beaten(self) -> None:
         """Let go of candidates that are out of the race, and of the memory they hold."""
         near = {EAGER, *(row.strategy for row in near_best(self.report))}
-        for name in [name for name in self._kept if name not in near]:
+        beaten = [name for name in self._kept if name not in near]
+        for name in beaten:
             del self._kept[name]
-        gc.collect()
+        if beaten:
+            gc.collect()
 
     def _final_rounds(self) -> None:
         """Time the finalists again in common rounds, with eager.
@@ -523,7 +440,7 @@ class Tuning:
         row.status = trial.row.status
         row.reason = f"in this process: {trial.row.reason}"
         row.remedy = trial.row.remedy
-        self._repeatable(row)
+        self._screening.repeatable(row)
 
     def _candidate(self, name: str) -> Candidate:
         return next(c for c in self.candidates if c.name == name)
@@ -591,20 +508,18 @@ class Tuning:
             "tolerance": self.tolerance,
             "allow": sorted(self._allow),
             "budget_s": self.budget_s,
-            "timeout_s": self.timeout_s,
-            "memory_limit": self.memory_limit,
+            "timeout_s": self._screening.terms.timeout_s,
+            "memory_limit": self._screening.terms.memory_limit,
             "weights": [weight for weight, _ in self.calls],
             "grad": torch.is_grad_enabled(),
         }
         calls = [(call.args, call.kwargs) for _, call in self.calls]
         return choices.key_of(self.module, calls, self.device, self.report.environment, options)
 
-    def _recalled(self, key: choices.Key) -> TunedModule | None:
-        """The choice of an earlier run, built and verified again; None where there is none."""
-        found = choices.recall(key)
-        if found is None or found.chosen not in {c.name for c in self.candidates}:
-            return None
-        name = found.chosen
+    def _recalled(self, found: Report) -> TunedModule | None:
+        """The choice of an earlier run, built and verified again; None where it is not right."""
+        name = found.chosen or EAGER
+        self._refer(Silent())
         trial = self.evaluator.set_up(self._candidate(name))
         if not trial.builts:
             self.report.notes.append(

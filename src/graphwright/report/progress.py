@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Protocol
 
 from .result import Row, Status
 from .table import duration
@@ -19,6 +19,19 @@ _MARKS = {
     Status.TIMED_OUT: "!",
     Status.MEMORY_EXCEEDED: "!",
 }
+
+
+class Progress(Protocol):
+    """Hears what a run is doing; every method is called from the thread that tunes."""
+
+    def start(self, total: int) -> None:
+        """The run has so many steps."""
+
+    def step(self, what: str) -> None:
+        """The step now beginning."""
+
+    def row(self, row: Row) -> None:
+        """A row is complete."""
 
 
 class _Shown:
@@ -56,9 +69,6 @@ class Silent:
     def start(self, total: int) -> None: ...
     def step(self, what: str) -> None: ...
     def row(self, row: Row) -> None: ...
-
-
-Progress = _Shown | Silent
 
 
 @contextlib.contextmanager

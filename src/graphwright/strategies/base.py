@@ -131,6 +131,11 @@ class Candidate:
         return sum(part.complexity for part in parts if part is not None)
 
     @property
+    def compiles(self) -> bool:
+        """Whether its set-up goes through torch.compile."""
+        return hasattr(self.compiler, "probes_late")
+
+    @property
     def lossy_ulp(self) -> float | None:
         """Unit in the last place of the precision that this candidate is allowed to lose to."""
         return None if self.rewrite is None else self.rewrite.lossy_ulp

@@ -1,0 +1,114 @@
+"""What a process needs to evaluate candidates as this one would, in a file without a name."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.machinery
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import IO, Any
+
+import torch
+from torch import nn
+
+from .errors import first_line
+from .evaluation import Evaluator, Sample
+from .settings import Settings
+from .snapshots import State
+from .watch import FunctionModule
+
+
+class IsolationError(Exception):
+    """Candidates cannot be tried in processes of their own here; the text says why."""
+
+
+@dataclass
+class Task:
+    """What a child needs to evaluate a candidate as the caller's process would."""
+
+    module: nn.Module
+    samples: list[Sample]
+    device: torch.device
+    objective: str
+    screening_s: float
+    settings: Settings
+
+    @classmethod
+    def of(cls, evaluator: Evaluator) -> Task:
+        """What an evaluator in this process does, with the settings of this moment."""
+        return cls(
+            evaluator.module,
+            evaluator.samples,
+            evaluator.device,
+            evaluator.objective,
+            evaluator.screening_s,
+            Settings.taken(),
+        )
+
+    def evaluator(self) -> Evaluator:
+        """An evaluator in this process, which has loaded the task."""
+        state = State(self.module)
+        for sample in self.samples:
+            sample.reference.state = state
+        return Evaluator(
+            self.module,
+            self.samples,
+            self.device,
+            objective=self.objective,
+            screening_s=self.screening_s,
+        )
+
+
+def written(task: Task) -> IO[bytes]:
+    """The task in a file that has no name: it goes when the last process that holds it does.
+
+    Raises:
+        IsolationError: it cannot be pickled.
+    """
+    import cloudpickle
+
+    file = tempfile.TemporaryFile(prefix="graphwright-")  # noqa: SIM115  # handed out
+    try:
+        with by_value():
+            torch.save(task, file, pickle_module=cloudpickle)
+        file.flush()
+    except BaseException as error:
+        file.close()
+        if isinstance(error, Exception):
+            raise IsolationError(f"it cannot be pickled: {first_line(error, 160)}") from error
+        raise
+    return file
+
+
+@contextlib.contextmanager
+def by_value() -> Iterator[None]:
+    """Pickle what modules define that another process could not import, not just their names."""
+    import cloudpickle
+
+    finder = importlib.machinery.PathFinder
+    found = []
+    for name, module in list(sys.modules.items()):
+        if "." in name or name == "__main__" or not getattr(module, "__file__", None):
+            continue
+        if (
+            finder.find_spec(name) is None
+            and name not in cloudpickle.list_registry_pickle_by_value()
+        ):
+            found.append(module)
+    for module in found:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        for module in found:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def modules_of(module: nn.Module) -> list[str]:
+    """Modules that define a model's classes, to be imported once for all children."""
+    owner: Any = module._function if isinstance(module, FunctionModule) else None
+    names = {type(child).__module__ for child in module.modules()}
+    names.add(getattr(owner, "__module__", None) or "torch")
+    return sorted(names - {"__main__"})
