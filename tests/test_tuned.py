@@ -201,7 +201,7 @@ def test_keyword_arguments_may_come_in_any_order(strategy: str, device: torch.de
         assert row.status is Status.UNAVAILABLE
         return
     assert row.measurement is not None, row.reason
-    built = tuning.candidates[-1].build(model, (), {"b": b, "a": a})
+    built = tuning.asked.candidates[-1].build(model, (), {"b": b, "a": a})
     signature = CallSignature.of((), {"b": b.clone(), "a": a.clone()})
     tuned = TunedModule(model, tuning.report, [(signature, built.call)])
     x, y = torch.randn(2, 4, device=device).unbind()

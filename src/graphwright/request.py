@@ -4,19 +4,181 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from .dispatch import arguments_of
 from .errors import OptionError, SignatureError
-from .signature import Args, Kwargs
+from .graphs.memory import parse_bytes
+from .report.result import Shape
+from .signature import Args, CallSignature, Kwargs
 from .snapshots import Call
-from .strategies import LOSSY
+from .strategies import LOSSY, Candidate, Compiler, default_candidates, parse_candidates
+from .strategies.eager import EAGER
+from .tuned import TunedModule
+from .watch import FunctionModule
+
+if TYPE_CHECKING:
+    from .filled import BucketedCall
+    from .shapes.buckets import Buckets
 
 OBJECTIVES = ("latency", "throughput", "memory")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, the calls to tune it for, what to try, and on which terms.
+
+    Attributes:
+        name: of the model: its class's or its own.
+        module: the model, or what stands for a function.
+        calls: to tune for, with their weights.
+        signatures: of these calls.
+        buckets: where the calls are those of buckets.
+        device: where all of it is.
+        candidates: eager first.
+    """
+
+    name: str
+    module: nn.Module
+    calls: list[tuple[float, Call]]
+    signatures: list[CallSignature]
+    buckets: BucketedCall | None
+    device: torch.device
+    candidates: list[Candidate]
+    objective: str
+    tolerance: float | None
+    allow: tuple[str, ...]
+    budget_s: float | None
+    timeout_s: float
+    memory_limit: int | None
+    isolate: bool | None
+    remember: bool
+
+    @classmethod
+    def of(
+        cls,
+        model: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs | None,
+        *,
+        samples: Sequence[Any] | None = None,
+        weights: Sequence[float] | None = None,
+        dynamic_shapes: Any = None,
+        buckets: Buckets | None = None,
+        pad: Any = None,
+        strategies: Iterable[str | Compiler | Candidate] | None = None,
+        objective: str = "latency",
+        tolerance: float | None = None,
+        allow: Sequence[str] = (),
+        budget_s: float | None = None,
+        timeout_s: float = 600.0,
+        memory_limit: int | str | None = None,
+        isolate: bool | None = None,
+        remember: bool = True,
+    ) -> Request:
+        """Check what `tune` was given; the arguments are its own.
+
+        Raises:
+            OptionError: an option is unknown or makes no sense.
+            SignatureError: the arguments cannot be compared.
+        """
+        check_options(model, args, kwargs, objective, tolerance, allow, budget_s, timeout_s)
+        if isinstance(model, TunedModule):
+            model = model.module
+        module = _module_of(model)
+        bucketed = None
+        names: list[str] = []
+        if buckets is not None:
+            if samples is not None:
+                raise OptionError("tune() takes samples or buckets, not both.")
+            from .filled import BucketedCall  # Symbolic shapes take a second to import.
+
+            bucketed = BucketedCall(model, args, kwargs or {}, buckets, dynamic_shapes, pad)
+            made = bucketed.samples()
+            names, samples, args, kwargs = list(made), list(made.values()), (), None
+        elif dynamic_shapes is not None or pad is not None:
+            raise OptionError(
+                "dynamic_shapes and pad say how calls are filled up, and there are no buckets.",
+                remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
+            )
+        calls = samples_of(args, kwargs, samples, weights, names)
+        device = device_of(module, [call for _, call in calls])
+        signatures = [CallSignature.of(call.args, call.kwargs) for _, call in calls]
+        if len(set(signatures)) < len(calls):
+            raise OptionError(
+                "Two of the samples are of the same kind: shapes, dtypes and plain values agree.",
+                remedy="Leave one out, and add its weight to the other's.",
+            )
+        if isinstance(strategies, str):
+            strategies = strategies.split(",")
+        candidates = (
+            default_candidates(module, device, allow)
+            if strategies is None
+            else parse_candidates(strategies, allow)
+        )
+        # Eager first, since all else is measured against it.
+        by_name = {candidate.name: candidate for candidate in candidates}
+        eager = by_name.pop(EAGER.name, Candidate(EAGER))
+        return cls(
+            name_of(model),
+            module,
+            calls,
+            signatures,
+            bucketed,
+            device,
+            [eager, *by_name.values()],
+            objective,
+            tolerance,
+            tuple(allow),
+            budget_s,
+            timeout_s,
+            None if memory_limit is None else parse_bytes(memory_limit),
+            isolate,
+            remember,
+        )
+
+    @property
+    def inputs(self) -> list[list[str]]:
+        """What each call is given, in words."""
+        return [
+            [input_in_words(name, leaf) for name, leaf in call.leaves().items()]
+            for _, call in self.calls
+        ]
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The calls by name, with their shares; none where there is one call."""
+        total = sum(weight for weight, _ in self.calls)
+        return [
+            Shape(call.name, weight / total, words)
+            for (weight, call), words in zip(self.calls, self.inputs, strict=True)
+            if len(self.calls) > 1
+        ]
+
+
+def _module_of(model: Callable[..., Any]) -> nn.Module:
+    """The model as a module that can be tuned.
+
+    Raises:
+        OptionError: it is not in eval mode, or not complete.
+    """
+    module = model if isinstance(model, nn.Module) else FunctionModule(model)
+    lazy = [n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)]
+    if lazy:
+        raise OptionError(
+            f"Parameter {lazy[0]} of the model has no shape yet.",
+            remedy="Call the model once on real inputs first.",
+        )
+    if module.training:
+        raise OptionError(
+            "The model is in training mode, and tune() is for inference.",
+            remedy="Call model.eval() first.",
+        )
+    return module
 
 
 def check_options(

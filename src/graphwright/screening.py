@@ -143,7 +143,7 @@ class Screening:
         return row
 
     def repeatable(self, row: Row) -> Row:
-        """The row with the command that repeats it, where something went wrong."""
+        """The row, with the command that repeats it, where something went wrong."""
         if row.status not in (Status.OK, Status.SLOWER, Status.UNAVAILABLE, Status.NOT_TRIED):
             row.repeat = self.repeat(row.strategy)
         return row

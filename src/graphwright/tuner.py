@@ -15,46 +15,35 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import nn
 
 from . import choices
 from .choosing import near_best, ranked
-from .errors import ModelFailed, OptionError, in_words
-from .evaluation import Evaluator, Sample, Trial, status_of
-from .graphs.memory import parse_bytes
-from .measurement import Measurement, interleave, load_note, weighted
+from .errors import ModelFailed, in_words
+from .evaluation import Evaluator, Sample, status_of
+from .finals import Finals
+from .measurement import load_note
 from .reference import reference
 from .report import Report, Row, Status
 from .report.environment import environment
 from .report.progress import Progress, Silent, shown
 from .report.reason import sentence
-from .report.result import COMPILE_DEFAULT, EAGER, Shape
-from .request import (
-    check_options,
-    device_of,
-    input_in_words,
-    name_of,
-    samples_of,
-)
+from .report.result import EAGER
+from .request import Request
 from .screening import Screening, Terms
-from .signature import Args, CallSignature, Kwargs
+from .signature import Args, Kwargs
 from .snapshots import State
 from .strategies import (
     Built,
     Candidate,
     Compiler,
-    default_candidates,
     is_ours,
-    parse_candidates,
 )
 from .strategies.base import without_grad
-from .strategies.eager import EAGER as PLAIN_EAGER
 from .tuned import TunedModule, quiet_eager
 from .verification import verify
 from .watch import FunctionModule, ModuleWatch
 
 if TYPE_CHECKING:
-    from .filled import BucketedCall
     from .shapes.buckets import Buckets
 
 Objective = Literal["latency", "throughput", "memory"]
@@ -64,7 +53,6 @@ ISOLATED = True
 # Seconds of timing a candidate, in turns with eager, and of each finalist in common rounds.
 SCREENING_S = 1.0
 FINAL_S_EACH = 2.0
-_BARE = "torch.compile without checks"
 # The share of a time budget that is kept for the finalists.
 _FOR_FINALISTS = 0.25
 
@@ -159,6 +147,10 @@ def tune(
         return tuning.run(listener)
 
 
+def _repeat_in_python(strategy: str) -> str:
+    return f"graphwright.tune(model, args, strategies=[{strategy!r}], remember=False)"
+
+
 class Tuning:
     """One run of `tune`, step by step. `report` holds what is known at any moment."""
 
@@ -168,124 +160,55 @@ class Tuning:
         args: Args = (),
         kwargs: Kwargs | None = None,
         *,
-        samples: Sequence[Any] | None = None,
-        weights: Sequence[float] | None = None,
-        dynamic_shapes: Any = None,
-        buckets: Buckets | None = None,
-        pad: Any = None,
-        strategies: Iterable[str | Compiler | Candidate] | None = None,
-        objective: str = "latency",
-        tolerance: float | None = None,
-        allow: Sequence[str] = (),
-        budget_s: float | None = None,
-        timeout_s: float = 600.0,
-        memory_limit: int | str | None = None,
-        isolate: bool | None = None,
-        remember: bool = True,
         name: str | None = None,
-        repeat: Callable[[str], str] | None = None,
+        repeat: Callable[[str], str] = _repeat_in_python,
+        **options: Any,
     ) -> None:
-        self._started = time.monotonic()
-        check_options(model, args, kwargs, objective, tolerance, allow, budget_s, timeout_s)
-        if isinstance(model, TunedModule):
-            model = model.module
-        self.buckets: BucketedCall | None = None
-        names: list[str] = []
-        if buckets is not None:
-            if samples is not None:
-                raise OptionError("tune() takes samples or buckets, not both.")
-            from .filled import BucketedCall  # Symbolic shapes take a second to import.
+        """Check what is asked for; nothing runs yet.
 
-            self.buckets = BucketedCall(model, args, kwargs or {}, buckets, dynamic_shapes, pad)
-            made = self.buckets.samples()
-            names, samples, args, kwargs = list(made), list(made.values()), (), None
-        elif dynamic_shapes is not None or pad is not None:
-            raise OptionError(
-                "dynamic_shapes and pad say how calls are filled up, and there are no buckets.",
-                remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
-            )
-        calls = samples_of(args, kwargs, samples, weights, names)
-        self.module = model if isinstance(model, nn.Module) else FunctionModule(model)
-        lazy = [n for n, p in self.module.named_parameters() if torch.nn.parameter.is_lazy(p)]
-        if lazy:
-            raise OptionError(
-                f"Parameter {lazy[0]} of the model has no shape yet.",
-                remedy="Call the model once on real inputs first.",
-            )
-        if self.module.training:
-            raise OptionError(
-                "The model is in training mode, and tune() is for inference.",
-                remedy="Call model.eval() first.",
-            )
-        self.calls = calls
-        self.device = device_of(self.module, [call for _, call in calls])
-        self.signatures = [CallSignature.of(call.args, call.kwargs) for _, call in calls]
-        if len(set(self.signatures)) < len(calls):
-            raise OptionError(
-                "Two of the samples are of the same kind: shapes, dtypes and plain values agree.",
-                remedy="Leave one out, and add its weight to the other's.",
-            )
-        self.objective = objective
-        self.tolerance = tolerance
-        self.budget_s = budget_s
-        self.remember = remember
-        self._allow = tuple(allow)
-        if strategies is None:
-            self.candidates = default_candidates(self.module, self.device, allow)
-        else:
-            if isinstance(strategies, str):
-                strategies = strategies.split(",")
-            self.candidates = parse_candidates(strategies, allow)
-        self._put_eager_first()
-        inputs = [
-            [input_in_words(n, leaf) for n, leaf in call.leaves().items()] for _, call in calls
-        ]
-        total = sum(weight for weight, _ in calls)
+        Args:
+            model: as for `tune`.
+            args: likewise.
+            kwargs: likewise.
+            name: of the model, in the report.
+            repeat: the command that tries a strategy, given by its name, again.
+            options: as for `tune`.
+        """
+        self._started = time.monotonic()
+        asked = self.asked = Request.of(model, args, kwargs, **options)
         self.report = Report(
-            model=name or name_of(model),
-            inputs=inputs[0],
-            objective=objective,
+            model=name or asked.name,
+            inputs=asked.inputs[0],
+            objective=asked.objective,
             rows=[],
             environment={},
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            shapes=[
-                Shape(call.name, weight / total, words)
-                for (weight, call), words in zip(calls, inputs, strict=True)
-                if len(calls) > 1
-            ],
+            shapes=asked.shapes,
         )
         # What was built in this process, by name.
         self._kept: dict[str, list[Built]] = {}
+        budget_s = asked.budget_s
+        deadline = None if budget_s is None else self._started + (1 - _FOR_FINALISTS) * budget_s
+        isolate = ISOLATED if asked.isolate is None else asked.isolate
+        terms = Terms(isolate, asked.timeout_s, asked.memory_limit, budget_s, deadline)
         self._screening = Screening(
-            self.module,
-            self.device,
-            self.candidates,
-            Terms(
-                ISOLATED if isolate is None else isolate,
-                timeout_s,
-                None if memory_limit is None else parse_bytes(memory_limit),
-                budget_s,
-                None if budget_s is None else self._started + (1 - _FOR_FINALISTS) * budget_s,
-            ),
-            repeat or _repeat_in_python,
+            asked.module,
+            asked.device,
+            asked.candidates,
+            terms,
+            repeat,
             self.report.notes,
             self._kept,
         )
         self._evaluator: Evaluator | None = None
         self._quiet = True
 
-    def _put_eager_first(self) -> None:
-        """Eager first, since all else is measured against it."""
-        rest = {candidate.name: candidate for candidate in self.candidates}
-        eager = rest.pop(EAGER, Candidate(PLAIN_EAGER))
-        self.candidates = [eager, *rest.values()]
-
     # ------------------------------------------------------------ the run
 
     def run(self, progress: Progress | None = None) -> TunedModule:
         """Tune. On KeyboardInterrupt the report holds what was known, and the error goes on."""
         listener = progress or Silent()
-        with _same_random_state(self.device):
+        with _same_random_state(self.asked.device):
             try:
                 return self._run(listener)
             except KeyboardInterrupt:
@@ -298,9 +221,9 @@ class Tuning:
                 self.report.seconds = time.monotonic() - self._started
 
     def _run(self, progress: Progress) -> TunedModule:
-        progress.start(len(self.candidates) + 3)
+        progress.start(len(self.asked.candidates) + 3)
         progress.step("environment")
-        self.report.environment = environment(self.device)
+        self.report.environment = environment(self.asked.device)
         key = self._key()
         recalled = None if key is None else choices.recall(key)
         if recalled is not None:
@@ -336,12 +259,12 @@ class Tuning:
 
     def _referenced(self) -> Evaluator:
         """An evaluator of candidates against references of every sample."""
-        model = self.module
+        model = self.asked.module
         state = State(model)
         samples = []
-        for weight, call in self.calls:
+        for weight, call in self.asked.calls:
             fn = model._function if isinstance(model, FunctionModule) else model
-            ref = reference(fn, model, call, tolerance=self.tolerance, state=state)
+            ref = reference(fn, model, call, tolerance=self.asked.tolerance, state=state)
             self.report.notes += [note for note in ref.notes if note not in self.report.notes]
             samples.append(Sample(call.name, weight, call, ref))
         errors = [s.reference.worst_eager_error for s in samples]
@@ -349,7 +272,11 @@ class Tuning:
             (error for error in errors if error), key=lambda e: e.rms, default=None
         )
         return Evaluator(
-            model, samples, self.device, objective=self.objective, screening_s=SCREENING_S
+            model,
+            samples,
+            self.asked.device,
+            objective=self.asked.objective,
+            screening_s=SCREENING_S,
         )
 
     @property
@@ -361,7 +288,7 @@ class Tuning:
     def _same_without_grad(self) -> bool:
         """Whether eager under no_grad gives the numbers of eager as the caller calls it."""
         ref = self.evaluator.samples[0].reference
-        if not torch.is_grad_enabled() or verify(without_grad(self.module), ref).ok:
+        if not torch.is_grad_enabled() or verify(without_grad(self.asked.module), ref).ok:
             return True
         self.report.notes.append(
             "Under no_grad this model computes other numbers than with gradients on, as it is "
@@ -381,69 +308,21 @@ class Tuning:
             gc.collect()
 
     def _final_rounds(self) -> None:
-        """Time the finalists again in common rounds, with eager.
-
-        They are called as the user will call them: in this process, through a TunedModule with
-        its checks. Those that were tried in another process are built and verified here first.
-        torch.compile's default is timed without those checks too, for the sake of the comparison.
-        """
+        """Time the finalists again, here and in common rounds with eager."""
         self._drop_the_beaten()
-        for row in near_best(self.report):
-            if row.strategy not in self._kept:
-                self._bring_home(row)
-        rows = {row.strategy: row for row in self.report.rows}
-        if len(self._kept) < 2:
-            return
-        tuned = {name: self._tuned(name, builts) for name, builts in self._kept.items()}
-        budget = self._final_budget() * len(tuned)
-        samples = self.evaluator.samples
-        found: dict[str, list[tuple[float, Measurement]]] = {}
-        for place, sample in enumerate(samples):
-            calls = {
-                name: self.evaluator.bound(self.module if name == EAGER else call, sample.call)
-                for name, call in tuned.items()
-            }
-            if COMPILE_DEFAULT in tuned:
-                bare = self._kept[COMPILE_DEFAULT][place].call
-                calls[_BARE] = self.evaluator.bound(bare, sample.call)
-            measured = interleave(calls, self.evaluator.timer, budget_s=budget / len(samples))
-            for name, measurement in measured.items():
-                found.setdefault(name, []).append((sample.weight, measurement))
-                if len(samples) > 1 and name != _BARE:
-                    rows[name].by_shape[sample.name].final = measurement
-        means = {n: m[0][1] if len(samples) == 1 else weighted(m) for n, m in found.items()}
-        if _BARE in means:
-            rows[COMPILE_DEFAULT].bare = means.pop(_BARE)
-        for name, measurement in means.items():
-            rows[name].final = measurement
-
-    def _final_budget(self) -> float:
-        """Seconds of the common rounds for each finalist."""
-        if self.budget_s is None:
-            return FINAL_S_EACH
-        left = self._started + self.budget_s - time.monotonic()
-        return max(0.0, min(FINAL_S_EACH, left / len(self._kept)))
-
-    def _bring_home(self, row: Row) -> None:
-        """Build and verify in this process what was measured in another."""
-        late = self.budget_s is not None and time.monotonic() > self._started + self.budget_s
-        if late and len(self._kept) > 1:
-            return
-        trial = self.evaluator.set_up(self._candidate(row.strategy))
-        if trial.builts:
-            self._kept[row.strategy] = trial.builts
-            return
-        self._fallen(row, trial)
-
-    def _fallen(self, row: Row, trial: Trial) -> None:
-        """A candidate that was right in a process of its own is not in this one."""
-        row.status = trial.row.status
-        row.reason = f"in this process: {trial.row.reason}"
-        row.remedy = trial.row.remedy
-        self._screening.repeatable(row)
+        finals = Finals(
+            self.report,
+            self.evaluator,
+            self._kept,
+            {candidate.name: candidate for candidate in self.asked.candidates},
+            self._tuned,
+            FINAL_S_EACH,
+            None if self.asked.budget_s is None else self._started + self.asked.budget_s,
+        )
+        finals.run(self._screening.repeatable)
 
     def _candidate(self, name: str) -> Candidate:
-        return next(c for c in self.candidates if c.name == name)
+        return next(c for c in self.asked.candidates if c.name == name)
 
     def _ranked(self) -> list[Row]:
         """Candidates that were built here, the one to choose first."""
@@ -490,31 +369,33 @@ class Tuning:
 
     def _unproved(self, chosen: Row) -> str | None:
         """A note where calls between the buckets cannot be answered by them."""
-        if self.buckets is None or chosen.strategy == EAGER:
+        if self.asked.buckets is None or chosen.strategy == EAGER:
             return None
         self._restore()
-        why = self.buckets.unproved()
+        why = self.asked.buckets.unproved()
         return None if why is None else f"Some calls between the buckets will be eager: {why}."
 
     # ------------------------------------------------------------ the memory of choices
 
     def _key(self) -> choices.Key | None:
         """What the choice is remembered under; None where it is not."""
-        if not self.remember or not all(map(is_ours, self.candidates)):
+        if not self.asked.remember or not all(map(is_ours, self.asked.candidates)):
             return None
         options = {
-            "strategies": [candidate.name for candidate in self.candidates],
-            "objective": self.objective,
-            "tolerance": self.tolerance,
-            "allow": sorted(self._allow),
-            "budget_s": self.budget_s,
-            "timeout_s": self._screening.terms.timeout_s,
-            "memory_limit": self._screening.terms.memory_limit,
-            "weights": [weight for weight, _ in self.calls],
+            "strategies": [candidate.name for candidate in self.asked.candidates],
+            "objective": self.asked.objective,
+            "tolerance": self.asked.tolerance,
+            "allow": sorted(self.asked.allow),
+            "budget_s": self.asked.budget_s,
+            "timeout_s": self.asked.timeout_s,
+            "memory_limit": self.asked.memory_limit,
+            "weights": [weight for weight, _ in self.asked.calls],
             "grad": torch.is_grad_enabled(),
         }
-        calls = [(call.args, call.kwargs) for _, call in self.calls]
-        return choices.key_of(self.module, calls, self.device, self.report.environment, options)
+        calls = [(call.args, call.kwargs) for _, call in self.asked.calls]
+        return choices.key_of(
+            self.asked.module, calls, self.asked.device, self.report.environment, options
+        )
 
     def _recalled(self, found: Report) -> TunedModule | None:
         """The choice of an earlier run, built and verified again; None where it is not right."""
@@ -541,24 +422,20 @@ class Tuning:
         watch = None
         if name.split(":")[0] != EAGER:  # Eager needs no watching.
             holds = any(built.holds_weights for built in builts)
-            watch = ModuleWatch(self.module, values=holds)
+            watch = ModuleWatch(self.asked.module, values=holds)
         calls: list[Callable[..., Any]] = [built.call for built in builts]
         if name == EAGER:  # What tune() gives never requires grad, eager included.
-            calls = [quiet_eager(self.module, self._quiet)] * len(builts)
-        table = list(zip(self.signatures, calls, strict=True))
+            calls = [quiet_eager(self.asked.module, self._quiet)] * len(builts)
+        table = list(zip(self.asked.signatures, calls, strict=True))
         filled = None
-        if self.buckets is not None and pure and name != EAGER:
-            filled = self.buckets.filled(table)
-        return TunedModule(self.module, self.report, table, watch, pure, self._quiet, filled)
+        if self.asked.buckets is not None and pure and name != EAGER:
+            filled = self.asked.buckets.filled(table)
+        return TunedModule(self.asked.module, self.report, table, watch, pure, self._quiet, filled)
 
     def _restore(self) -> None:
         """Leave the module's buffers and parameters as they were found."""
         if self._evaluator is not None:
             self._evaluator.restore()
-
-
-def _repeat_in_python(strategy: str) -> str:
-    return f"graphwright.tune(model, args, strategies=[{strategy!r}], remember=False)"
 
 
 @contextmanager
