@@ -31,11 +31,13 @@ def load() -> tuple[torch.nn.Module, object]:
     return AutoModel.from_pretrained(MODEL_DIR).eval(), AutoTokenizer.from_pretrained(MODEL_DIR)
 
 
-def minilm(count: int = 8) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+def minilm(
+    count: int = 8, device: torch.device | str = "cpu"
+) -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     """The model, and the first sentences padded to the longest of them with an attention mask."""
     model, tokenizer = load()
     batch = tokenizer(SENTENCES[:count], padding=True, return_tensors="pt")
-    return model, dict(batch)
+    return model.to(device), {name: tensor.to(device) for name, tensor in batch.items()}
 
 
 def embed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -47,14 +49,18 @@ def embed(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tenso
 
 
 def main(strategies: list[str] | None = None, budget_s: float | None = None) -> float:
-    """Tune, then find the pair of sentences that are nearest in meaning; its similarity."""
+    """Tune on the GPU if there is one, then find the pair of sentences that are nearest in meaning.
+
+    Returns its similarity.
+    """
     import graphwright as gw
 
-    model, batch = minilm()
+    model, batch = minilm(device="cuda" if torch.cuda.is_available() else "cpu")
     fast = gw.tune(model, kwargs=batch, strategies=strategies, budget_s=budget_s)
     print(fast.report)
     embeddings = embed(fast, batch)
-    similarity = embeddings @ embeddings.T - 2 * torch.eye(len(embeddings))
+    itself = torch.eye(len(embeddings), device=embeddings.device)
+    similarity = embeddings @ embeddings.T - 2 * itself
     first, second = divmod(int(similarity.argmax()), len(embeddings))
     print(f"Nearest in meaning: {SENTENCES[first]!r} and {SENTENCES[second]!r}")
     print(fast.explain())

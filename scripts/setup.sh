@@ -10,7 +10,8 @@ setup() {
   stamp=.venv/.installed-${extras//,/-}-$(cat pyproject.toml constraints.txt | cksum | cut -d' ' -f1)
   [ -e "$stamp" ] && return
   [ -x .venv/bin/python ] || "$python" -m venv .venv
-  echo "Installing into .venv (torch and its libraries, once) ..."
+  echo "Installing into .venv, once: torch and its libraries. They are downloaded (where torch comes with"
+  echo "CUDA some 3 GB, else about 0.4 GB), which takes minutes; nothing is shown meanwhile ..."
   .venv/bin/python -m pip install --quiet --disable-pip-version-check \
     -c constraints.txt -e ".[$extras]"
   touch "$stamp"

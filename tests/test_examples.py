@@ -38,6 +38,17 @@ def test_the_classics_have_the_sizes_that_they_are_known_by() -> None:
             assert model(*inputs).shape == expected
 
 
+@pytest.mark.usefixtures("one_thread")
+def test_a_network_is_tuned_over_buckets(capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module("tune_shapes")
+    calls = module.main(["torchscript:freeze"], 30.0)
+    assert sum(calls.values()) == 18
+    printed = capsys.readouterr().out
+    assert all(f"batch={batch}" in printed for batch in module.SHARES)
+    # Where eager itself is the fastest, nothing is filled up.
+    assert ("tuned, filled up to a bucket" in calls) == ("eager was chosen" not in printed)
+
+
 def test_minilm_embeds_real_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     minilm = importlib.import_module("minilm")
     similarity = minilm.main(["eager:no_grad"], 30.0)
