@@ -172,6 +172,9 @@ def test_another_kind_of_call_is_not_answered_by_a_bucket() -> None:
         ({"args": SAMPLES[0], "weights": [1]}, "weights"),
         ({"samples": [SAMPLES[0], SAMPLES[0]]}, "same kind"),
         ({"samples": SAMPLES, "buckets": BUCKETS}, "not both"),
+        ({"args": SAMPLES[0], "buckets": BUCKETS, "weights": [1, 2]}, "each bucket"),
+        ({"args": SAMPLES[0], "buckets": BUCKETS, "weights": {2: 1}}, "each bucket"),
+        ({"samples": SAMPLES, "weights": {2: 1, 8: 1}}, "buckets"),
         ({"args": SAMPLES[0], "dynamic_shapes": ({0: "batch"},)}, "no buckets"),
     ],
 )

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from .errors import first_line
 from .nursery import MESSAGE
 from .payload import Task
 
@@ -124,15 +125,17 @@ def serve(channel: Connection, payload: int) -> None:
             evaluator = task.evaluator()
             why = evaluator.disagreement()
     except Exception as error:
-        why = f"{type(error).__name__}: {error}"
+        why = first_line(error, 160)
     if why is not None:
         channel.send(("unfit", why))
         return
     channel.send(("loaded",))
     candidate, device_bytes = pickle.loads(channel.recv_bytes())
     if device_bytes is not None:
-        total = torch.cuda.get_device_properties(evaluator.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, device_bytes / total), evaluator.device)
+        place = evaluator.device
+        total = torch.cuda.get_device_properties(place).total_memory
+        allowed = device_bytes + torch.cuda.memory_reserved(place)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), place)
     with mode():
         trial = evaluator.set_up(candidate)
         if trial.builts:

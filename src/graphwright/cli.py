@@ -17,6 +17,7 @@ import click
 
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
+_TIMEOUT_S = 600.0
 
 
 class _Seconds(click.ParamType[float]):
@@ -81,7 +82,7 @@ def main() -> None:
 @click.option(
     "--timeout",
     type=_Seconds(),
-    default=600.0,
+    default=_TIMEOUT_S,
     show_default="10m",
     help="Give a strategy up whose set-up or timing takes longer.",
 )
@@ -89,7 +90,7 @@ def main() -> None:
     "--memory-limit", metavar="BYTES", help="What one strategy may take beside the model: 2GiB."
 )
 @click.option("--here", is_flag=True, help="Try strategies in this process, not in ones of theirs.")
-@click.option("--fresh", is_flag=True, help="Take no choice of an earlier run, and remember none.")
+@click.option("--fresh", is_flag=True, help="Tune though a choice of an earlier run is remembered.")
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Save all samples here.")
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False), help="Save a table.")
 @click.option("--svg", "svg_file", type=click.Path(dir_okay=False), help="Save a picture.")
@@ -134,9 +135,20 @@ def tune(
         timeout_s=timeout,
         memory_limit=memory_limit,
         isolate=None if not here else False,
-        remember=not fresh,
+        fresh=fresh,
         name=loaded.name,
-        repeat=_repeater(target, inputs, device, objective, allow, tolerance),
+        repeat=_repeater(
+            target,
+            {"--input": inputs, "--allow": allow},
+            {
+                "--device": device,
+                "--objective": None if objective == "latency" else objective,
+                "--tolerance": tolerance,
+                "--timeout": None if timeout == _TIMEOUT_S else f"{timeout:g}s",
+                "--memory-limit": memory_limit,
+            },
+            ["--here"] * here,
+        ),
     )
     tuning.report.notes += loaded.notes
     interrupted = False
@@ -222,20 +234,16 @@ def _device(text: str | None) -> Any:
 
 def _repeater(
     target: str,
-    inputs: Sequence[str],
-    device: str | None,
-    objective: str,
-    allow: Sequence[str],
-    tolerance: float | None,
+    several: dict[str, Sequence[str]],
+    single: dict[str, object],
+    flags: Sequence[str],
 ) -> Callable[[str], str]:
     """The command that tries one strategy again, as this run has tried it."""
-    given = ["graphwright", "tune", target]
-    for option, values in (("--input", inputs), ("--allow", allow)):
+    given = ["graphwright", "tune", target, *flags]
+    for option, values in several.items():
         given += [word for value in values for word in (option, value)]
-    for option, value in (("--device", device), ("--tolerance", tolerance)):
+    for option, value in single.items():
         given += [] if value is None else [option, str(value)]
-    if objective != "latency":
-        given += ["--objective", objective]
     return lambda strategy: shlex.join([*given, "--strategies", strategy, "--fresh"])
 
 

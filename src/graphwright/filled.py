@@ -10,7 +10,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from .dispatch import quick_key
-from .errors import CaptureError, SignatureError
+from .errors import CaptureError, OptionError, SignatureError
 from .graphs.memory import MemoryPool
 from .shapes.bucketing import Bucketing
 from .shapes.buckets import Buckets
@@ -144,6 +144,26 @@ class BucketedCall:
         subject, words = self._kind.subject, self._bucketing.words
         points = self._bucketing.buckets.points
         return {words(bucket): unflatten(subject.at(bucket), subject.spec) for bucket in points}
+
+    def weights(self, given: Any) -> list[float] | None:
+        """The buckets' weights in the order of `samples`, from weights by bucket.
+
+        Raises:
+            OptionError: they are not by bucket, or not of these buckets.
+        """
+        if given is None:
+            return None
+        points = self._bucketing.buckets.points
+        example = {point if len(point) > 1 else point[0]: 1 for point in points}
+        by_point = {}
+        if isinstance(given, Mapping):
+            by_point = {k if isinstance(k, tuple) else (k,): v for k, v in given.items()}
+        if set(by_point) != set(points):
+            raise OptionError(
+                f"weights is {given!r}, which does not give a weight to each bucket.",
+                remedy=f"For example weights={example}.",
+            )
+        return [by_point[point] for point in points]
 
     def unproved(self) -> str | None:
         """Why a call between the buckets may not be filled up, or None where all may."""

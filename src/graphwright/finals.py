@@ -41,7 +41,7 @@ class Finals:
     seconds: float
     deadline: float | None
 
-    def run(self, fallen: Callable[[Row], None]) -> None:
+    def run(self, fallen: Callable[[Row], object]) -> None:
         """Build and verify here what was measured elsewhere, then time all in turns with eager.
 
         Args:
@@ -50,13 +50,15 @@ class Finals:
         while missing := [row for row in near_best(self.report) if row.strategy not in self.kept]:
             late = self.deadline is not None and time.monotonic() > self.deadline
             if late and len(self.kept) > 1:
+                for row in missing:
+                    row.notes.append("near the best, but the budget was spent: not timed again")
                 break
             # One that falls makes way: others are near the best then.
             self._bring_home(min(missing, key=lambda row: cost(self.report, row)), fallen)
         if len(self.kept) > 1:
             self._time()
 
-    def _bring_home(self, row: Row, fallen: Callable[[Row], None]) -> None:
+    def _bring_home(self, row: Row, fallen: Callable[[Row], object]) -> None:
         trial = self.evaluator.set_up(self.candidates[row.strategy])
         if trial.builts:
             self.kept[row.strategy] = trial.builts

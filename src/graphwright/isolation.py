@@ -18,7 +18,7 @@ import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import IO
@@ -48,21 +48,32 @@ _BESIDE_ROUNDS_S = 0.7
 class Limits:
     """What one candidate may take: seconds to set up and to time, each, and bytes.
 
-    Host memory counts beyond what the child holds with the model loaded.
+    Memory counts beyond what the child holds with the model loaded. Where it is `shared`, it is
+    what is free for all that are set up at once.
     """
 
     seconds: float
     host_bytes: int
     device_bytes: int | None = None
+    shared: bool = True
+
+    def among(self, count: int) -> Limits:
+        """The limits of one of several at once."""
+        if not self.shared or count < 2:
+            return self
+        device = None if self.device_bytes is None else self.device_bytes // count
+        return replace(self, host_bytes=self.host_bytes // count, device_bytes=device)
 
     @classmethod
     def here(cls, seconds: float, device: torch.device, memory_limit: int | None) -> Limits:
         """What this machine has: most of what is free, or less if the caller says so."""
         host = int(_SHARE * _free_host_bytes())
         if device.type != "cuda":
-            return cls(seconds, host if memory_limit is None else memory_limit)
+            given = host if memory_limit is None else memory_limit
+            return cls(seconds, given, shared=memory_limit is None)
         free = int(_SHARE * torch.cuda.mem_get_info(device)[0])
-        return cls(seconds, host, free if memory_limit is None else memory_limit)
+        given = free if memory_limit is None else memory_limit
+        return cls(seconds, host, given, shared=memory_limit is None)
 
 
 @dataclass(eq=False)
@@ -73,6 +84,7 @@ class _Child:
     pid: int
     channel: Connection
     log: IO[bytes]
+    limits: Limits
     began: float = field(default_factory=time.monotonic)
     held: int = 0
     ready: bool = False
@@ -127,6 +139,10 @@ class Workers:
         if self._payload is not None:
             self._payload.close()
 
+    def ready(self) -> None:
+        """Wait until all is imported."""
+        self._nursery.ready()
+
     def load(self, evaluator: Evaluator, limits: Limits) -> None:
         """Take over what an evaluator of this process does.
 
@@ -152,50 +168,63 @@ class Workers:
         candidates: Sequence[Candidate],
         *,
         deadline: float | None = None,
-        begin: Callable[[Candidate], None] | None = None,
+        doing: Callable[[str], None] = lambda what: None,
     ) -> Iterator[tuple[Candidate, Row | str]]:
-        """A row for each candidate, in order; in place of one, why it cannot be tried like this.
+        """A row for each candidate; in place of one, why it cannot be tried like this.
 
         Args:
             candidates: what to try.
             deadline: `time.monotonic()` after which no timing begins; what is left is not tried.
-            begin: told of each candidate when its set-up begins, and its timing.
+            doing: told what is under way.
         """
         for start in range(0, len(candidates), self._at_once):
             group = candidates[start : start + self._at_once]
-            started = [(one, self._started(one, deadline, begin)) for one in group]
-            children = [child for _, child in started if isinstance(child, _Child)]
-            self._set_up(children, deadline)
-            for candidate, child in started:
-                if isinstance(child, _Child):
-                    self._time(child, deadline, begin)
-                    self._end(child)
-                    yield candidate, child.row if child.row is not None else str(child.unfit)
+            again = []
+            for candidate, found in self._together(group, deadline, doing):
+                crowded = len(group) > 1 and self._limits.shared
+                if crowded and isinstance(found, Row) and found.status is Status.MEMORY_EXCEEDED:
+                    # It had a share, or another one had taken all: alone it has what there is.
+                    again.append(candidate)
                 else:
-                    yield candidate, child
+                    yield candidate, found
+            for candidate in again:
+                yield from self._together([candidate], deadline, doing)
+
+    def _together(
+        self, group: Sequence[Candidate], deadline: float | None, doing: Callable[[str], None]
+    ) -> Iterator[tuple[Candidate, Row | str]]:
+        """Set candidates up at once, then time them one by one."""
+        limits = self._limits.among(len(group))
+        doing(f"setting up {', '.join(candidate.name for candidate in group)}")
+        started = [(one, self._started(one, deadline, limits)) for one in group]
+        children = [child for _, child in started if isinstance(child, _Child)]
+        self._set_up(children, deadline)
+        for candidate, child in started:
+            if isinstance(child, _Child):
+                doing(f"timing {candidate.name}")
+                self._time(child, deadline)
+                self._end(child)
+                yield candidate, child.row or str(child.unfit)
+            else:
+                yield candidate, child
 
     def _started(
-        self,
-        candidate: Candidate,
-        deadline: float | None,
-        begin: Callable[[Candidate], None] | None,
+        self, candidate: Candidate, deadline: float | None, limits: Limits
     ) -> _Child | Row | str:
         if deadline is not None and time.monotonic() >= deadline:
             return _late(candidate)
-        if begin is not None:
-            begin(candidate)
         try:
-            return self._start(candidate)
+            return self._start(candidate, limits)
         except IsolationError as error:
             return str(error)
 
-    def _start(self, candidate: Candidate) -> _Child:
+    def _start(self, candidate: Candidate, limits: Limits) -> _Child:
         import cloudpickle
 
         assert self._payload is not None
         try:
             with by_value():
-                packed = cloudpickle.dumps((candidate, self._limits.device_bytes))
+                packed = cloudpickle.dumps((candidate, limits.device_bytes))
         except Exception as error:
             raise IsolationError(f"the strategy cannot be pickled: {first_line(error)}") from error
         ours, theirs = socket.socketpair()
@@ -208,7 +237,7 @@ class Workers:
             raise
         finally:
             theirs.close()
-        child = _Child(candidate, pid, Connection(ours.detach()), log)
+        child = _Child(candidate, pid, Connection(ours.detach()), log, limits)
         self._children.append(child)
         with contextlib.suppress(OSError):
             child.channel.send_bytes(packed)
@@ -224,16 +253,12 @@ class Workers:
                     for child in waiting:
                         child.row = child.row or _late(child.candidate)
 
-    def _time(
-        self, child: _Child, deadline: float | None, begin: Callable[[Candidate], None] | None
-    ) -> None:
+    def _time(self, child: _Child, deadline: float | None) -> None:
         if child.over:
             return
         if deadline is not None and time.monotonic() > deadline:
             child.row = _late(child.candidate)
             return
-        if begin is not None:
-            begin(child.candidate)
         child.began = time.monotonic()
         with contextlib.suppress(OSError):
             child.channel.send("begin")
@@ -248,21 +273,25 @@ class Workers:
             if child.over:
                 continue
             taken = _resident(child.pid) - child.held
+            spent = time.monotonic() - child.began
             # Until it has loaded the model, what it takes is not the candidate's doing.
-            if time.monotonic() - child.began > (self._limits.seconds if child.held else START_S):
+            if not child.held:
+                if spent > START_S:
+                    child.unfit = f"another process needs over {duration(START_S)} to load it"
+            elif spent > child.limits.seconds:
                 self._stop(
                     child,
                     Status.TIMED_OUT,
                     f"its {'timing' if child.ready else 'set-up'} took over "
-                    f"{duration(self._limits.seconds)}",
+                    f"{duration(child.limits.seconds)}",
                     "Raise timeout_s if it needs longer.",
                 )
-            elif child.held and taken > self._limits.host_bytes:
+            elif taken > child.limits.host_bytes:
                 self._stop(
                     child,
                     Status.MEMORY_EXCEEDED,
                     f"it took {memory(taken)} of host memory; "
-                    f"{memory(self._limits.host_bytes)} are allowed",
+                    f"{memory(child.limits.host_bytes)} are allowed",
                     "Raise memory_limit if it needs more.",
                 )
 

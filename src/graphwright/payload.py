@@ -76,6 +76,8 @@ def written(task: Task) -> IO[bytes]:
         file.flush()
     except BaseException as error:
         file.close()
+        if isinstance(error, OSError):
+            raise IsolationError(f"a temporary file cannot be written: {error}") from error
         if isinstance(error, Exception):
             raise IsolationError(f"it cannot be pickled: {first_line(error, 160)}") from error
         raise

@@ -16,7 +16,14 @@ from .graphs.memory import parse_bytes
 from .report.result import Shape
 from .signature import Args, CallSignature, Kwargs
 from .snapshots import Call
-from .strategies import LOSSY, Candidate, Compiler, default_candidates, parse_candidates
+from .strategies import (
+    LOSSY,
+    Candidate,
+    Compiler,
+    default_candidates,
+    is_ours,
+    parse_candidates,
+)
 from .strategies.eager import EAGER
 from .tuned import TunedModule
 from .watch import FunctionModule
@@ -57,6 +64,7 @@ class Request:
     memory_limit: int | None
     isolate: bool | None
     remember: bool
+    fresh: bool
 
     @classmethod
     def of(
@@ -66,7 +74,7 @@ class Request:
         kwargs: Kwargs | None,
         *,
         samples: Sequence[Any] | None = None,
-        weights: Sequence[float] | None = None,
+        weights: Sequence[float] | Mapping[Any, float] | None = None,
         dynamic_shapes: Any = None,
         buckets: Buckets | None = None,
         pad: Any = None,
@@ -79,6 +87,7 @@ class Request:
         memory_limit: int | str | None = None,
         isolate: bool | None = None,
         remember: bool = True,
+        fresh: bool = False,
     ) -> Request:
         """Check what `tune` was given; the arguments are its own.
 
@@ -100,6 +109,7 @@ class Request:
             bucketed = BucketedCall(model, args, kwargs or {}, buckets, dynamic_shapes, pad)
             made = bucketed.samples()
             names, samples, args, kwargs = list(made), list(made.values()), (), None
+            weights = bucketed.weights(weights)
         elif dynamic_shapes is not None or pad is not None:
             raise OptionError(
                 "dynamic_shapes and pad say how calls are filled up, and there are no buckets.",
@@ -134,11 +144,12 @@ class Request:
             objective,
             tolerance,
             tuple(allow),
-            budget_s,
-            timeout_s,
+            None if budget_s is None else float(budget_s),
+            float(timeout_s),
             None if memory_limit is None else parse_bytes(memory_limit),
             isolate,
             remember,
+            fresh,
         )
 
     @property
@@ -148,6 +159,28 @@ class Request:
             [input_in_words(name, leaf) for name, leaf in call.leaves().items()]
             for _, call in self.calls
         ]
+
+    def repeated(self, strategy: str) -> str:
+        """The call of `tune` that tries one strategy again, on the same terms."""
+        own = not any(c.name == strategy and is_ours(c) for c in self.candidates)
+        given = ["model", "args", "kwargs" if self.calls[0][1].kwargs else ""]
+        if len(self.calls) > 1:
+            given = ["model", "samples=samples"]
+        options = {
+            "objective": "latency",
+            "tolerance": None,
+            "allow": (),
+            "timeout_s": 600.0,
+            "memory_limit": None,
+        }
+        given += [
+            f"{name}={getattr(self, name)!r}"
+            for name, default in options.items()
+            if getattr(self, name) != default
+        ]
+        named = f"your {strategy!r}" if own else repr(strategy)
+        text = ", ".join(filter(None, [*given, f"strategies=[{named}]", "remember=False"]))
+        return f"graphwright.tune({text})"
 
     @property
     def shapes(self) -> list[Shape]:
@@ -237,6 +270,8 @@ def samples_of(
         raise OptionError(
             "There are samples as well as args or kwargs.", remedy="Make these one of the samples."
         )
+    if isinstance(weights, Mapping):
+        raise OptionError("weights by size are those of buckets, and there are none.")
     if isinstance(samples, Mapping) or not isinstance(samples, Sequence) or not samples:
         raise OptionError(
             f"samples is {samples!r:.60}, not a list of calls.",

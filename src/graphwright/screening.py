@@ -70,6 +70,9 @@ class Screening:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
         if self._workers is not None:
             self._workers.close()
             self._workers = None
@@ -78,6 +81,12 @@ class Screening:
         """The row of each candidate, as it becomes known."""
         eager, *others = self.candidates
         progress.step(eager.name)
+        try:
+            if self._workers is not None:
+                self._workers.ready()  # Nothing else runs while eager is timed.
+        except IsolationError as error:
+            self._not_apart(str(error))
+            self._close()
         yield self._here(eager, evaluator)
         tried: set[str] = set()
         if self._workers is not None and others:
@@ -105,8 +114,9 @@ class Screening:
         for candidate, found in workers.evaluate(
             candidates,
             deadline=terms.deadline,
-            begin=lambda candidate: progress.step(candidate.name),
+            doing=progress.doing,
         ):
+            progress.step(candidate.name)
             if isinstance(found, str):
                 self._not_apart(found)
                 yield self._here(candidate, evaluator)

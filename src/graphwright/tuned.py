@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 
 from .proxy import ModuleProxy
 from .report import Report
+from .report.result import EAGER
 from .signature import Args, CallSignature, Kwargs, tensors_of
 from .watch import ModuleWatch
 
@@ -162,7 +163,7 @@ class TunedModule(ModuleProxy):
                 kind, choice.last_difference = "no bucket", answer
             else:
                 tuned, way = answer, "tuned, filled up to a bucket"
-        elif tuned is None:
+        elif tuned is None and choice.report.chosen != EAGER:
             choice.last_difference = choice.differences(args, kwargs)
         if tuned is not None:
             counts, result = choice.attempt(tuned, args, kwargs)
@@ -183,7 +184,8 @@ class TunedModule(ModuleProxy):
         elif change is not None:
             lines.append(f"Every call now goes to the module itself, since {change}.")
             lines.append("Call graphwright.tune() again to tune the module as it is now.")
-        lines += [f"{count} calls {way}" for way, count in choice.calls.most_common()]
+        for way, count in choice.calls.most_common():
+            lines.append(f"{count} call{'s' * (count != 1)} {way}")
         if choice.last_difference is not None:
             lines.append(f"last call that did not fit: {choice.last_difference}")
         return "\n".join(line for line in lines if line)

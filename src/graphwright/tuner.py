@@ -10,7 +10,7 @@ from __future__ import annotations
 import datetime
 import gc
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -53,6 +53,7 @@ ISOLATED = True
 # Seconds of timing a candidate, in turns with eager, and of each finalist in common rounds.
 SCREENING_S = 1.0
 FINAL_S_EACH = 2.0
+_BETWEEN = "Some calls between the buckets will be eager:"
 # The share of a time budget that is kept for the finalists.
 _FOR_FINALISTS = 0.25
 
@@ -63,7 +64,7 @@ def tune(
     kwargs: Kwargs | None = None,
     *,
     samples: Sequence[Any] | None = None,
-    weights: Sequence[float] | None = None,
+    weights: Sequence[float] | Mapping[Any, float] | None = None,
     dynamic_shapes: Any = None,
     buckets: Buckets | None = None,
     pad: Any = None,
@@ -76,6 +77,7 @@ def tune(
     memory_limit: int | str | None = None,
     isolate: bool | None = None,
     remember: bool = True,
+    fresh: bool = False,
     progress: bool | None = None,
 ) -> TunedModule:
     """Try every way to run a model that this machine has, verify each, and take the best.
@@ -93,7 +95,8 @@ def tune(
         kwargs: keyword sample inputs.
         samples: several calls to tune for in place of `args` and `kwargs`: each a tuple of
             positional inputs, a dictionary of keyword ones, or a pair of both.
-        weights: the share of each of the samples, or buckets, among all calls; equal by default.
+        weights: the share of each of the samples among all calls, equal by default; with buckets a
+            dictionary by size: `{1: 0.9, 16: 0.1}`, or `{(1, 128): …}` for several dimensions.
         dynamic_shapes: which dimensions of the arguments vary, as `graph()` takes it.
         buckets: sizes of these dimensions to tune for, made of the sample's values. Calls between
             them are filled up to one, as `graph()` does it, where that is proved to be harmless.
@@ -113,9 +116,10 @@ def tune(
             model: of the GPU's memory for a model there, else of the host's. By default most of
             what is free.
         isolate: whether candidates are tried in processes of their own. False tries them in this
-            one, as is done with a note for a model that cannot be pickled.
+            one, without these limits, as is done with a note for a model that cannot be pickled.
         remember: whether to take the choice of an earlier run for the same model, inputs, machine
             and versions (it is verified again), and to remember this one.
+        fresh: tune though a choice is remembered, which gives way to the new one.
         progress: whether to show progress on stderr; None shows it on a terminal.
 
     Raises:
@@ -142,13 +146,10 @@ def tune(
         memory_limit=memory_limit,
         isolate=isolate,
         remember=remember,
+        fresh=fresh,
     )
     with shown(progress) as listener:
         return tuning.run(listener)
-
-
-def _repeat_in_python(strategy: str) -> str:
-    return f"graphwright.tune(model, args, strategies=[{strategy!r}], remember=False)"
 
 
 class Tuning:
@@ -161,7 +162,7 @@ class Tuning:
         kwargs: Kwargs | None = None,
         *,
         name: str | None = None,
-        repeat: Callable[[str], str] = _repeat_in_python,
+        repeat: Callable[[str], str] | None = None,
         **options: Any,
     ) -> None:
         """Check what is asked for; nothing runs yet.
@@ -171,7 +172,8 @@ class Tuning:
             args: likewise.
             kwargs: likewise.
             name: of the model, in the report.
-            repeat: the command that tries a strategy, given by its name, again.
+            repeat: the command that tries a strategy, given by its name, again; by default the
+                call of `tune` that does.
             options: as for `tune`.
         """
         self._started = time.monotonic()
@@ -196,7 +198,7 @@ class Tuning:
             asked.device,
             asked.candidates,
             terms,
-            repeat,
+            repeat or asked.repeated,
             self.report.notes,
             self._kept,
         )
@@ -218,15 +220,16 @@ class Tuning:
             finally:
                 self._kept.clear()
                 self._restore()
-                self.report.seconds = time.monotonic() - self._started
+                if not self.report.recalled:
+                    self.report.seconds = time.monotonic() - self._started
 
     def _run(self, progress: Progress) -> TunedModule:
         progress.start(len(self.asked.candidates) + 3)
         progress.step("environment")
         self.report.environment = environment(self.asked.device)
         key = self._key()
-        recalled = None if key is None else choices.recall(key)
-        if recalled is not None:
+        recalled = None if key is None or self.asked.fresh else choices.recall(key)
+        if recalled is not None and recalled.chosen in self._by_name:
             progress.step("what was chosen before")
             tuned = self._recalled(recalled)
             if tuned is not None:
@@ -240,9 +243,10 @@ class Tuning:
         progress.step("finalists")
         self._final_rounds()
         chosen = self._choose()
-        for note in (load_note(), self._unproved(chosen)):
-            if note:
-                self.report.notes.append(note)
+        note = load_note()
+        if note:
+            self.report.notes.append(note)
+        self._look_between(chosen.strategy)
         if key is not None:
             self.report.seconds = time.monotonic() - self._started
             choices.remember(key, self.report)
@@ -314,15 +318,16 @@ class Tuning:
             self.report,
             self.evaluator,
             self._kept,
-            {candidate.name: candidate for candidate in self.asked.candidates},
+            self._by_name,
             self._tuned,
             FINAL_S_EACH,
             None if self.asked.budget_s is None else self._started + self.asked.budget_s,
         )
         finals.run(self._screening.repeatable)
 
-    def _candidate(self, name: str) -> Candidate:
-        return next(c for c in self.asked.candidates if c.name == name)
+    @property
+    def _by_name(self) -> dict[str, Candidate]:
+        return {candidate.name: candidate for candidate in self.asked.candidates}
 
     def _ranked(self) -> list[Row]:
         """Candidates that were built here, the one to choose first."""
@@ -331,7 +336,7 @@ class Tuning:
     def _choose(self) -> Row:
         """The first of the ranking that is still right when it is verified again."""
         for row in self._ranked():
-            candidate = self._candidate(row.strategy)
+            candidate = self._by_name[row.strategy]
             try:
                 why = self._wrong(candidate, self._kept[row.strategy])
             except Exception as error:
@@ -367,13 +372,15 @@ class Tuning:
         finalists = [r for r in report.rows if r.final is not None and r.status is Status.OK]
         report.reason = sentence(report, chosen, finalists)
 
-    def _unproved(self, chosen: Row) -> str | None:
-        """A note where calls between the buckets cannot be answered by them."""
-        if self.asked.buckets is None or chosen.strategy == EAGER:
-            return None
-        self._restore()
-        why = self.asked.buckets.unproved()
-        return None if why is None else f"Some calls between the buckets will be eager: {why}."
+    def _look_between(self, chosen: str) -> None:
+        """Prove that calls between the buckets can be filled up; a note where they cannot."""
+        notes = [note for note in self.report.notes if not note.startswith(_BETWEEN)]
+        if self.asked.buckets is not None and chosen != EAGER:
+            self._restore()
+            why = self.asked.buckets.unproved()
+            if why is not None:
+                notes.append(f"{_BETWEEN} {why}.")
+        self.report.notes[:] = notes
 
     # ------------------------------------------------------------ the memory of choices
 
@@ -401,7 +408,7 @@ class Tuning:
         """The choice of an earlier run, built and verified again; None where it is not right."""
         name = found.chosen or EAGER
         self._refer(Silent())
-        trial = self.evaluator.set_up(self._candidate(name))
+        trial = self.evaluator.set_up(self._by_name[name])
         if not trial.builts:
             self.report.notes.append(
                 f"The choice of an earlier run, {name}, is not right any more "
@@ -411,6 +418,7 @@ class Tuning:
         found.recalled = found.created
         found.model = self.report.model
         self.report = found
+        self._look_between(name)
         self._restore()
         return self._tuned(name, trial.builts)
 

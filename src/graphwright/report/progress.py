@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from .result import Row, Status
 from .table import duration
 
+_SHOWN = 60  # characters
 _MARKS = {
     Status.OK: "✓",
     Status.SLOWER: "·",
@@ -29,6 +30,9 @@ class Progress(Protocol):
 
     def step(self, what: str) -> None:
         """The step now beginning."""
+
+    def doing(self, what: str) -> None:
+        """What is under way within the step."""
 
     def row(self, row: Row) -> None:
         """A row is complete."""
@@ -51,6 +55,11 @@ class _Shown:
         self._steps += 1
         self._bar.update(self._task, description=what, completed=self._steps)
 
+    def doing(self, what: str) -> None:
+        """What is under way within the step."""
+        short = what if len(what) <= _SHOWN else what[: _SHOWN - 1] + "…"
+        self._bar.update(self._task, description=short)
+
     def row(self, row: Row) -> None:
         """Print the row as one line above the bar."""
         mark = _MARKS.get(row.status, "–")
@@ -68,6 +77,7 @@ class Silent:
 
     def start(self, total: int) -> None: ...
     def step(self, what: str) -> None: ...
+    def doing(self, what: str) -> None: ...
     def row(self, row: Row) -> None: ...
 
 

@@ -20,9 +20,10 @@ def sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
         untried = f" The budget did not suffice for {late} more." if late else ""
         if others < 1:
             return f"eager was chosen: nothing else could be measured here.{untried}"
-        return (
-            f"eager was chosen: none of the {others} others that were measured beats it.{untried}"
-        )
+        beaten = f"none of the {others} others that were measured beats it"
+        if others == 1:
+            beaten = "the other one that was measured does not beat it"
+        return f"eager was chosen: {beaten} beyond the noise.{untried}"
     text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
     speed = report.speedup(chosen)
     if speed is not None:

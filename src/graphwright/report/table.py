@@ -74,14 +74,18 @@ def _latency(report: Report, row: Row) -> str:
     if row.measurement is None:
         return "–"
     samples = row.measurement.latencies
-    return f"{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
+    timed_apart = row.final is None and any(other.final is not None for other in report.rows)
+    mark = "~" if timed_apart else ""
+    return f"{mark}{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
 
 
 def _speedup(report: Report, row: Row, other: str) -> str:
     if row.strategy == other:
         return "–" if row.measurement is None else "1×"
     found = report.speedup(row, other)
-    return "–" if found is None else f"{found[0]:.2f}×"
+    if found is None:
+        return "–"
+    return f"{found[0]:.2f}×" if found[0] >= 0.01 else f"{found[0]:.1g}×"
 
 
 def _throughput(report: Report, row: Row) -> str:
@@ -132,9 +136,11 @@ def closing(report: Report) -> list[str]:
             f"Remembered from {report.recalled}, when this was measured; verified again now."
         )
     finalists = [row.strategy for row in report.rows if row.final is not None]
+    apart = [row for row in report.rows if row.final is None and row.measurement is not None]
     if finalists:
         lines.append(
             f"Timed again in common rounds, with the checks of every call: {', '.join(finalists)}."
+            + (" What has a ~ was timed at another moment, without." if apart else "")
         )
     peer = report.row(COMPILE_DEFAULT)
     if peer is not None and peer.bare is not None:
@@ -167,8 +173,9 @@ def shapes(report: Report) -> list[list[str]]:
             if row.status is Status.OK and shape.name in row.by_shape
         ]
         alone = replace(report, rows=rows, shapes=[])
+        timed = [row for row in rows if row.final is not None] or rows
         mine, theirs = chosen.by_shape[shape.name], eager.by_shape[shape.name]
-        fastest = min(rows, key=lambda row: statistics.median(alone.ratios(row) or [math.inf]))
+        fastest = min(timed, key=lambda row: statistics.median(alone.ratios(row) or [math.inf]))
         found.append(
             [
                 shape.name,
