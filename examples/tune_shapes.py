@@ -35,7 +35,7 @@ def main(strategies: list[str] | None = None, budget_s: float | None = None) -> 
         model,
         (torch.randn(4, 3, 16, 16, device=device),),
         buckets=gw.Buckets(batch=list(SHARES)),
-        weights=list(SHARES.values()),
+        weights=SHARES,
         strategies=strategies,
         budget_s=budget_s,
     )
