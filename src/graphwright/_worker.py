@@ -20,7 +20,6 @@ import signal
 import socket
 import sys
 import warnings
-from multiprocessing.connection import Connection
 from typing import Any
 
 import torch
@@ -29,15 +28,20 @@ from .errors import first_line
 from .nursery import MESSAGE
 from .payload import Task
 
-_PDEATHSIG = 1  # prctl(2)
+# Options of prctl(2).
+_PDEATHSIG = 1
+_CHILD_SUBREAPER = 36
+# How often what was left by what was left is looked for.
+_GENERATIONS = 50
 
 
 class _Nursery:
-    """Forks children on request, says how they ended, and ends those that are left."""
+    """Forks children on request, says how they ended, and ends what is left of them."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._children: set[int] = set()
+        self._environment: dict[str, str] = {}
 
     def run(self) -> None:
         """Answer requests until the other side is gone."""
@@ -46,11 +50,19 @@ class _Nursery:
             answer = getattr(self, request.pop("do"))(handles, **request)
             self._control.sendall(json.dumps(answer).encode())
 
-    def prepare(self, handles: list[int], path: list[str], modules: list[str]) -> dict[str, Any]:
+    def prepare(
+        self,
+        handles: list[int],
+        path: list[str],
+        argv: list[str],
+        modules: list[str],
+        environment: dict[str, str],
+    ) -> dict[str, Any]:
         """Import what children will need; what cannot be imported is left to them."""
-        sys.path[:] = path
+        sys.path[:], sys.argv[1:] = path, argv[1:]
+        self._environment = environment
         for name in modules:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
         # Children need not look for garbage in what is there already, nor copy its pages.
         gc.collect()
@@ -58,8 +70,7 @@ class _Nursery:
         return {"forks": not torch.cuda.is_initialized()}
 
     def fork(self, handles: list[int]) -> dict[str, Any]:
-        """Start a child that talks, prints and loads its task through these handles."""
-        channel, log, payload = handles
+        """Start a child that talks, prints, loads its task and writes through these handles."""
         mother = os.getpid()
         child = os.fork()
         if child:
@@ -67,6 +78,7 @@ class _Nursery:
             for handle in handles:
                 os.close(handle)
             return {"child": child}
+        channel, log, payload, paper = handles
         try:
             os.setsid()
             _when_parent_ends(signal.SIGKILL, mother)
@@ -75,8 +87,9 @@ class _Nursery:
             os.dup2(log, 1)
             os.dup2(log, 2)
             os.close(log)
-            os.environ.pop("PYTORCH_NVML_BASED_CUDA_CHECK", None)
-            serve(Connection(channel), payload)
+            os.environ.clear()
+            os.environ.update(self._environment)
+            serve(socket.socket(fileno=channel), payload, paper)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -90,6 +103,7 @@ class _Nursery:
         """How a child ended: its exit status, or minus the signal that ended it."""
         _, status = os.waitpid(child, 0)
         self._children.discard(child)
+        self._end_orphans()
         return {"status": os.waitstatus_to_exitcode(status)}
 
     def end(self) -> None:
@@ -97,23 +111,46 @@ class _Nursery:
         for child in self._children:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(child, signal.SIGKILL)
+        self._children.clear()
+        self._end_orphans()
+
+    def _end_orphans(self) -> None:
+        """Kill what a candidate has started in a session apart; it is this process's by now."""
+        for _ in range(_GENERATIONS):
+            with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as listed:
+                orphans = set(map(int, listed.read().split())) - self._children
+            if not orphans:
+                return
+            for orphan in orphans:
+                with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                    os.kill(orphan, signal.SIGKILL)
+                    os.waitpid(orphan, 0)
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    data, handles, _, _ = socket.recv_fds(control, MESSAGE, 3)
+    data, handles, _, _ = socket.recv_fds(control, MESSAGE, 4)
     return (json.loads(data), handles) if data else None
+
+
+def _prctl(option: int, value: int) -> None:
+    """prctl(2), where there is one."""
+    with contextlib.suppress(AttributeError, OSError):
+        ctypes.CDLL(None).prctl(option, value)
 
 
 def _when_parent_ends(signum: int, parent: int) -> None:
     """Let the kernel send a signal to this process then, also where the parent was killed."""
-    with contextlib.suppress(AttributeError, OSError):
-        ctypes.CDLL(None).prctl(_PDEATHSIG, signum)
+    _prctl(_PDEATHSIG, signum)
     if os.getppid() != parent:
         os._exit(1)
 
 
-def serve(channel: Connection, payload: int) -> None:
-    """Evaluate the one candidate that comes through a channel; see `isolation` for the messages."""
+def serve(channel: socket.socket, payload: int, paper: int) -> None:
+    """Evaluate the candidate that is pickled in a file, and leave its row there."""
+
+    def say(what: str, **more: str) -> None:
+        channel.send(json.dumps({"say": what, **more}).encode())
+
     try:
         with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as file, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # A warning would stand in the log as the last word.
@@ -124,13 +161,15 @@ def serve(channel: Connection, payload: int) -> None:
         with mode():
             evaluator = task.evaluator()
             why = evaluator.disagreement()
+        packed = os.pread(paper, os.fstat(paper).st_size, 0)
+        candidate, device_bytes = pickle.loads(packed)
     except Exception as error:
         why = first_line(error, 160)
     if why is not None:
-        channel.send(("unfit", why))
+        say("unfit", why=why)
         return
-    channel.send(("loaded",))
-    candidate, device_bytes = pickle.loads(channel.recv_bytes())
+    say("loaded")
+    channel.recv(1)
     if device_bytes is not None:
         place = evaluator.device
         total = torch.cuda.get_device_properties(place).total_memory
@@ -139,10 +178,12 @@ def serve(channel: Connection, payload: int) -> None:
     with mode():
         trial = evaluator.set_up(candidate)
         if trial.builts:
-            channel.send(("ready",))
-            channel.recv()
+            say("ready")
+            channel.recv(1)
             evaluator.time(trial)
-    channel.send(("row", trial.row))
+    os.ftruncate(paper, 0)
+    os.pwrite(paper, trial.row.to_json().encode(), 0)
+    say("row")
 
 
 def main() -> None:
@@ -155,6 +196,10 @@ def main() -> None:
         os._exit(1)
 
     signal.signal(signal.SIGTERM, over)
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_DFL
+    )  # The caller may ignore it: then none is waited for.
+    _prctl(_CHILD_SUBREAPER, 1)
     try:
         _when_parent_ends(signal.SIGTERM, parent)
         nursery.run()

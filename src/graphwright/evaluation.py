@@ -94,14 +94,16 @@ class Evaluator:
 
     def disagreement(self) -> str | None:
         """How eager here differs from eager where the references were made, in words, or None."""
-        sample = self.samples[0]
-        case = sample.reference.cases[0]
-        try:
-            outcome = run(self.model, case.call, sample.reference.state)
-        finally:
-            self.restore()
-        verdict = compare(outcome, case, sample.reference)
-        return None if verdict.ok else verdict.reason
+        for sample in self.samples:
+            case = sample.reference.cases[0]
+            try:
+                outcome = run(self.model, case.call, sample.reference.state)
+            finally:
+                self.restore()
+            verdict = compare(outcome, case, sample.reference)
+            if not verdict.ok:
+                return verdict.reason
+        return None
 
     def set_up(self, candidate: Candidate) -> Trial:
         """Build a candidate for each sample and verify it; its row is OK if all went well."""

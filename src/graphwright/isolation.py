@@ -5,8 +5,8 @@ process (`nursery`) imports what the model needs and forks a child for each cand
 children may set up at once, one at a time is timed, and nothing else runs then. A child that
 crashes, hangs or takes more memory than it may becomes a row; its whole process group is killed.
 
-A child sends ("unfit", why) when it cannot stand for the caller's process, else ("loaded",). It is
-sent the candidate; after ("ready",) it waits to be told to begin timing; ("row", row) is its last.
+A child says "unfit" when it cannot stand for the caller's process, else "loaded", and waits to be
+told to set up; after "ready" it waits to be told to begin timing; "row" is its last word.
 """
 
 from __future__ import annotations
@@ -14,21 +14,20 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import socket
-import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
-from multiprocessing.connection import Connection, wait
+from dataclasses import dataclass, replace
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import IO
 
 import torch
 from torch import nn
 
+from .child import MOST_PRINTED, Child, resident
 from .errors import first_line
 from .evaluation import Evaluator
-from .nursery import START_S, Nursery, kill, last_line
+from .nursery import START_S, Nursery, NurseryGone, kill
 from .payload import IsolationError, Task, by_value, modules_of, written
 from .report import Row, Status
 from .report.table import duration, memory
@@ -42,6 +41,10 @@ _SHARE = 0.8
 _COPIES = 6
 # Seconds that a timing takes beside its rounds, for warm-up and the look at memory.
 _BESIDE_ROUNDS_S = 0.7
+# Seconds that a child has to end after it has fallen silent.
+_END_S = 2.0
+# Times that the process is started anew which candidates are started from.
+_MOST_RESTARTS = 16
 
 
 @dataclass(frozen=True)
@@ -76,32 +79,6 @@ class Limits:
         return cls(seconds, host, given, shared=memory_limit is None)
 
 
-@dataclass(eq=False)
-class _Child:
-    """One candidate's process, as seen from here."""
-
-    candidate: Candidate
-    pid: int
-    channel: Connection
-    log: IO[bytes]
-    limits: Limits
-    began: float = field(default_factory=time.monotonic)
-    held: int = 0
-    ready: bool = False
-    row: Row | None = None
-    unfit: str | None = None
-
-    @property
-    def over(self) -> bool:
-        """Whether there is nothing more to wait for."""
-        return self.row is not None or self.unfit is not None
-
-    def let_go(self) -> None:
-        """Close what connects this process with it."""
-        self.channel.close()
-        self.log.close()
-
-
 class Workers:
     """Processes that evaluate candidates; a context manager, after which none is left.
 
@@ -116,12 +93,15 @@ class Workers:
     """
 
     def __init__(self, module: nn.Module, candidates: Sequence[Candidate]) -> None:
-        self._children: list[_Child] = []
+        self._children: list[Child] = []
         self._payload: IO[bytes] | None = None
         compiling = sum(candidate.compiles for candidate in candidates)
         preload = [*modules_of(module), *(["torch._dynamo"] if compiling else [])]
         self._at_once = max(1, _cores() // 2)
-        self._nursery = Nursery(preload, max(1, _cores() // max(1, min(compiling, self._at_once))))
+        threads = max(1, _cores() // max(1, min(compiling, self._at_once)))
+        self._prepared = (preload, threads)
+        self._restarts = 0
+        self._nursery = Nursery(*self._prepared)
 
     def __enter__(self) -> Workers:
         return self
@@ -132,7 +112,6 @@ class Workers:
     def close(self) -> None:
         """End every process that was started, and let go of the file."""
         for child in self._children:
-            kill(child.pid)
             child.let_go()
         self._children.clear()
         self._nursery.close()
@@ -155,7 +134,10 @@ class Workers:
         """
         self._limits = limits
         self._timing_s = evaluator.screening_s + _BESIDE_ROUNDS_S
-        self._payload = written(Task.of(evaluator))
+        try:
+            self._payload = written(Task.of(evaluator))
+        except (OSError, ValueError) as error:
+            raise IsolationError(f"what it needs cannot be written down: {error}") from error
         needed = _COPIES * max(1, os.fstat(self._payload.fileno()).st_size)
         room = limits.host_bytes if limits.device_bytes is None else limits.device_bytes
         self._at_once = max(1, min(self._at_once, room // needed))
@@ -180,7 +162,7 @@ class Workers:
         for start in range(0, len(candidates), self._at_once):
             group = candidates[start : start + self._at_once]
             again = []
-            for candidate, found in self._together(group, deadline, doing):
+            for candidate, found in self._safely(group, deadline, doing):
                 crowded = len(group) > 1 and self._limits.shared
                 if crowded and isinstance(found, Row) and found.status is Status.MEMORY_EXCEEDED:
                     # It had a share, or another one had taken all: alone it has what there is.
@@ -188,7 +170,37 @@ class Workers:
                 else:
                     yield candidate, found
             for candidate in again:
-                yield from self._together([candidate], deadline, doing)
+                yield from self._safely([candidate], deadline, doing)
+
+    def _safely(
+        self, group: Sequence[Candidate], deadline: float | None, doing: Callable[[str], None]
+    ) -> Iterator[tuple[Candidate, Row | str]]:
+        """The rows of a group, also where one of them ends the process that starts others."""
+        left = list(group)
+        try:
+            for candidate, found in self._together(group, deadline, doing):
+                left.remove(candidate)
+                yield candidate, found
+        except NurseryGone as error:
+            # Never in the caller's process: who of them did it is found out one by one.
+            if len(group) == 1:
+                why = "it ended the process that candidates are started from"
+                row = Row(group[0].name, Status.CRASHED, why, complexity=group[0].complexity)
+                yield group[0], row
+            self._restart(str(error))
+            for candidate in left if len(group) > 1 else ():
+                yield from self._safely([candidate], deadline, doing)
+
+    def _restart(self, why: str) -> None:
+        for child in self._children:
+            child.let_go()
+        self._children.clear()
+        self._nursery.close()
+        self._restarts += 1
+        if self._restarts > _MOST_RESTARTS:
+            raise IsolationError(why)
+        self._nursery = Nursery(*self._prepared)
+        self._nursery.ready()
 
     def _together(
         self, group: Sequence[Candidate], deadline: float | None, doing: Callable[[str], None]
@@ -197,10 +209,10 @@ class Workers:
         limits = self._limits.among(len(group))
         doing(f"setting up {', '.join(candidate.name for candidate in group)}")
         started = [(one, self._started(one, deadline, limits)) for one in group]
-        children = [child for _, child in started if isinstance(child, _Child)]
+        children = [child for _, child in started if isinstance(child, Child)]
         self._set_up(children, deadline)
         for candidate, child in started:
-            if isinstance(child, _Child):
+            if isinstance(child, Child):
                 doing(f"timing {candidate.name}")
                 self._time(child, deadline)
                 self._end(child)
@@ -210,15 +222,17 @@ class Workers:
 
     def _started(
         self, candidate: Candidate, deadline: float | None, limits: Limits
-    ) -> _Child | Row | str:
+    ) -> Child | Row | str:
         if deadline is not None and time.monotonic() >= deadline:
             return _late(candidate)
         try:
             return self._start(candidate, limits)
+        except NurseryGone:
+            raise
         except IsolationError as error:
             return str(error)
 
-    def _start(self, candidate: Candidate, limits: Limits) -> _Child:
+    def _start(self, candidate: Candidate, limits: Limits) -> Child:
         import cloudpickle
 
         assert self._payload is not None
@@ -227,23 +241,17 @@ class Workers:
                 packed = cloudpickle.dumps((candidate, limits.device_bytes))
         except Exception as error:
             raise IsolationError(f"the strategy cannot be pickled: {first_line(error)}") from error
-        ours, theirs = socket.socketpair()
-        log = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the child
+        payload = self._payload.fileno()
         try:
-            pid = self._nursery.fork(theirs.fileno(), log.fileno(), self._payload.fileno())
-        except BaseException:
-            ours.close()
-            log.close()
-            raise
-        finally:
-            theirs.close()
-        child = _Child(candidate, pid, Connection(ours.detach()), log, limits)
+            child = Child.born(
+                self._nursery, candidate, packed, payload, limits.seconds, limits.host_bytes
+            )
+        except OSError as error:
+            raise IsolationError(f"no process could be started: {error}") from error
         self._children.append(child)
-        with contextlib.suppress(OSError):
-            child.channel.send_bytes(packed)
         return child
 
-    def _set_up(self, children: Sequence[_Child], deadline: float | None) -> None:
+    def _set_up(self, children: Sequence[Child], deadline: float | None) -> None:
         """Wait until each is ready or over; for the slow ones not longer than the others can."""
         while waiting := [child for child in children if not (child.over or child.ready)]:
             self._listen(waiting)
@@ -253,75 +261,71 @@ class Workers:
                     for child in waiting:
                         child.row = child.row or _late(child.candidate)
 
-    def _time(self, child: _Child, deadline: float | None) -> None:
+    def _time(self, child: Child, deadline: float | None) -> None:
         if child.over:
             return
         if deadline is not None and time.monotonic() > deadline:
             child.row = _late(child.candidate)
             return
         child.began = time.monotonic()
-        with contextlib.suppress(OSError):
-            child.channel.send("begin")
+        child.say("!")
         while not child.over:
             self._listen([child])
 
-    def _listen(self, children: Sequence[_Child]) -> None:
+    def _listen(self, children: Sequence[Child]) -> None:
         """Hear what children say, for a moment, and watch what they take."""
-        for ready in wait([child.channel for child in children], _LOOK_S):
-            self._hear(next(child for child in children if child.channel is ready))
+        spoken = set(wait([handle for child in children for handle in child.handles], _LOOK_S))
         for child in children:
+            loaded = child.loaded
+            closed = not spoken.isdisjoint(child.handles) and child.hear()
+            if child.loaded and not loaded:
+                child.say("!")  # What it holds was looked at: now comes the candidate.
             if child.over:
                 continue
-            taken = _resident(child.pid) - child.held
-            spent = time.monotonic() - child.began
-            # Until it has loaded the model, what it takes is not the candidate's doing.
-            if not child.held:
-                if spent > START_S:
-                    child.unfit = f"another process needs over {duration(START_S)} to load it"
-            elif spent > child.limits.seconds:
-                self._stop(
-                    child,
-                    Status.TIMED_OUT,
-                    f"its {'timing' if child.ready else 'set-up'} took over "
-                    f"{duration(child.limits.seconds)}",
-                    "Raise timeout_s if it needs longer.",
-                )
-            elif taken > child.limits.host_bytes:
-                self._stop(
-                    child,
-                    Status.MEMORY_EXCEEDED,
-                    f"it took {memory(taken)} of host memory; "
-                    f"{memory(child.limits.host_bytes)} are allowed",
-                    "Raise memory_limit if it needs more.",
-                )
+            if closed or child.has_ended(0.0):
+                child.hear()
+                child.row = child.row or self._ended(child)
+            else:
+                self._watch(child)
 
-    def _hear(self, child: _Child) -> None:
-        try:
-            kind, *rest = child.channel.recv()
-        except (EOFError, OSError):
-            child.row = self._ended(child)
-            return
-        if kind == "loaded":
-            child.held, child.began = _resident(child.pid), time.monotonic()
-        elif kind == "ready":
-            child.ready = True
-        elif kind == "unfit":
-            child.unfit = rest[0]
-        else:
-            child.row = rest[0]
+    def _watch(self, child: Child) -> None:
+        """Stop a child that takes too much."""
+        spent, taken = time.monotonic() - child.began, resident(child.pid) - child.held
+        # Until it has loaded the model, what it takes is not the candidate's doing.
+        if not child.loaded:
+            if spent > START_S:
+                child.unfit = f"another process needs over {duration(START_S)} to load it"
+        elif spent > child.seconds:
+            what = "timing" if child.ready else "set-up"
+            self._stop(
+                child,
+                Status.TIMED_OUT,
+                f"its {what} took over {duration(child.seconds)}",
+                "Raise timeout_s if it needs longer.",
+            )
+        elif taken > child.host_bytes:
+            self._stop(
+                child,
+                Status.MEMORY_EXCEEDED,
+                f"it took {memory(taken)} of host memory; {memory(child.host_bytes)} are allowed",
+                "Raise memory_limit if it needs more.",
+            )
+        elif child.printed > MOST_PRINTED:
+            self._stop(child, Status.FAILED, f"it printed over {memory(MOST_PRINTED)}", "")
 
-    def _stop(self, child: _Child, status: Status, reason: str, remedy: str) -> None:
-        kill(child.pid)
+    def _stop(self, child: Child, status: Status, reason: str, remedy: str) -> None:
         row = Row(child.candidate.name, status, reason, remedy)
         row.complexity = child.candidate.complexity
         child.row = row
 
-    def _ended(self, child: _Child) -> Row:
+    def _ended(self, child: Child) -> Row:
         """The row of a child that ended without one."""
-        last = last_line(child.log)
-        status = self._end(child)
         row = Row(child.candidate.name, Status.CRASHED, complexity=child.candidate.complexity)
-        told = f": {last}" if last else ""
+        told = f": {child.last_words}" if child.last_words else ""
+        if not child.has_ended(_END_S):
+            row.reason = "it closed what its process talks through"
+            return row
+        status = self._end(child)
         if status == -signal.SIGKILL:
             row.status = Status.MEMORY_EXCEEDED
             row.reason = "the system killed its process, as it does where memory runs out"
@@ -331,28 +335,20 @@ class Workers:
             row.reason = f"its process ended with exit status {status}{told}"
         return row
 
-    def _end(self, child: _Child) -> int:
+    def _end(self, child: Child) -> int:
         """Leave nothing of a child, nor of what it has started; how it ended."""
         if child not in self._children:
             return 0
         self._children.remove(child)
         kill(child.pid)
-        status = self._nursery.reap(child.pid)
-        child.let_go()
-        return status
+        try:
+            return self._nursery.reap(child.pid)
+        finally:
+            child.let_go()
 
 
 def _late(candidate: Candidate) -> Row:
     return Row(candidate.name, Status.NOT_TRIED, complexity=candidate.complexity)
-
-
-def _resident(pid: int) -> int:
-    """Bytes of memory of its own that a process holds; 0 where that cannot be told."""
-    with contextlib.suppress(OSError, ValueError):
-        with open(f"/proc/{pid}/status", encoding="ascii") as handle:
-            kept = ("RssAnon:", "RssShmem:")
-            return sum(int(line.split()[1]) for line in handle if line.startswith(kept)) * 1024
-    return 0
 
 
 def _cores() -> int:

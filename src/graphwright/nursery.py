@@ -18,8 +18,17 @@ from .payload import IsolationError
 
 # Seconds until a new process has to answer.
 START_S = 120.0
+# Seconds that it has to end by itself.
+_END_S = 5.0
+# Says, in the environment, that a process is one of a candidate's.
+CANDIDATE = "GRAPHWRIGHT_CANDIDATE"
+_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 # Bytes of the longest message on a control socket.
 MESSAGE = 1 << 20
+
+
+class NurseryGone(IsolationError):
+    """The process that candidates are started from has ended, or does not answer."""
 
 
 class Nursery:
@@ -36,39 +45,46 @@ class Nursery:
     def __init__(self, modules: Sequence[str], threads: int) -> None:
         if sys.platform != "linux":
             raise IsolationError(f"on {sys.platform} a process cannot be forked safely")
-        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
-        self._process: subprocess.Popen[bytes] | None = None
-        root = str(Path(__file__).resolve().parent.parent)
-        path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-        environment = {
-            "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
-            **os.environ,
-            "PYTHONPATH": path,
-            # Else a mere question for a GPU starts CUDA, which does not survive a fork.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        }
+        self._is_ready = False
         try:
+            with contextlib.ExitStack() as stack:
+                self._begin(stack, modules, threads)
+                stack.pop_all()
+        except (OSError, ValueError, TypeError) as error:
+            raise IsolationError(f"no process could be started: {error}") from error
+
+    def _begin(self, stack: contextlib.ExitStack, modules: Sequence[str], threads: int) -> None:
+        root = str(Path(__file__).resolve().parent.parent)
+        given = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ, CANDIDATE: "1"}
+        environment = {
+            **given,
+            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+            "PYTHONSAFEPATH": "1",  # Modules of the folder that one is in are not for this.
+            # Else a mere question for a GPU starts CUDA, which does not survive a fork; nor do
+            # threads, which each child has as many of as the caller.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            **dict.fromkeys(_THREADS, "1"),
+        }
+        # An empty entry is the folder that this process is in.
+        path = [os.path.abspath(entry) for entry in sys.path]
+        self._log: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
+        self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        stack.callback(self._control.close)
+        self._control.settimeout(START_S)
+        with theirs:
+            handle = theirs.fileno()
+            command = ["-m", "graphwright._worker", str(handle), str(os.getpid())]
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "graphwright._worker", str(theirs.fileno()), _pid()],
-                pass_fds=(theirs.fileno(),),
+                [sys.executable, *command],
+                pass_fds=(handle,),
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 env=environment,
                 start_new_session=True,
             )
-            self._control.settimeout(START_S)
-            # An empty entry is the folder that this process is in.
-            self._send("prepare", path=list(map(os.path.abspath, sys.path)), modules=list(modules))
-        except BaseException as error:
-            self.close()
-            if isinstance(error, OSError | ValueError):
-                raise IsolationError(f"no process could be started: {error}") from error
-            raise
-        finally:
-            theirs.close()
-        self._is_ready = False
+        stack.callback(self.close)
+        self._send("prepare", path=path, argv=sys.argv, modules=list(modules), environment=given)
 
     def ready(self) -> None:
         """Wait until it can be forked."""
@@ -77,10 +93,10 @@ class Nursery:
                 raise IsolationError("a module that the model needs starts CUDA when imported")
             self._is_ready = True
 
-    def fork(self, channel: int, log: int, payload: int) -> int:
-        """The process number of a child that talks, prints and reads through these handles."""
+    def fork(self, handles: Sequence[int]) -> int:
+        """The process number of a child with these handles; see `graphwright._worker`."""
         self.ready()
-        self._send("fork", (channel, log, payload))
+        self._send("fork", handles)
         return int(self._answer()["child"])
 
     def reap(self, child: int) -> int:
@@ -89,9 +105,11 @@ class Nursery:
         return int(self._answer()["status"])
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, which ends all that was started under it."""
         self._control.close()
-        if self._process is not None:
+        try:
+            self._process.wait(_END_S)
+        except subprocess.TimeoutExpired:
             kill(self._process.pid)
             self._process.wait()
         self._log.close()
@@ -101,24 +119,20 @@ class Nursery:
         try:
             socket.send_fds(self._control, [message], list(handles))
         except OSError as error:
-            raise IsolationError(self._gone()) from error
+            raise NurseryGone(self._gone()) from error
 
     def _answer(self) -> dict[str, Any]:
         try:
             answer = self._control.recv(MESSAGE)
         except OSError as error:
-            raise IsolationError(self._gone()) from error
+            raise NurseryGone(self._gone()) from error
         if not answer:
-            raise IsolationError(self._gone())
+            raise NurseryGone(self._gone())
         found: dict[str, Any] = json.loads(answer)
         return found
 
     def _gone(self) -> str:
         return f"the process for candidates does not answer: {last_line(self._log)}"
-
-
-def _pid() -> str:
-    return str(os.getpid())
 
 
 def kill(pid: int) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.machinery
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -89,23 +88,25 @@ def by_value() -> Iterator[None]:
     """Pickle what modules define that another process could not import, not just their names."""
     import cloudpickle
 
-    finder = importlib.machinery.PathFinder
-    found = []
-    for name, module in list(sys.modules.items()):
-        if "." in name or name == "__main__" or not getattr(module, "__file__", None):
-            continue
-        if (
-            finder.find_spec(name) is None
-            and name not in cloudpickle.list_registry_pickle_by_value()
-        ):
-            found.append(module)
-    for module in found:
-        cloudpickle.register_pickle_by_value(module)
-    try:
+    known = cloudpickle.list_registry_pickle_by_value()
+    with contextlib.ExitStack() as stack:
+        for name, module in list(sys.modules.items()):
+            ours = getattr(module, "__name__", None) == name and getattr(module, "__file__", None)
+            if not ours or "." in name or name in known or name == "__main__" or _found(name):
+                continue
+            with contextlib.suppress(ValueError):
+                cloudpickle.register_pickle_by_value(module)
+                stack.callback(cloudpickle.unregister_pickle_by_value, module)
         yield
-    finally:
-        for module in found:
-            cloudpickle.unregister_pickle_by_value(module)
+
+
+def _found(name: str) -> bool:
+    """Whether another process would find a module by its name."""
+    for finder in sys.meta_path:
+        with contextlib.suppress(Exception):
+            if finder.find_spec(name, None) is not None:
+                return True
+    return False
 
 
 def modules_of(module: nn.Module) -> list[str]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import math
+import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch import nn
 from .dispatch import arguments_of
 from .errors import OptionError, SignatureError
 from .graphs.memory import parse_bytes
+from .nursery import CANDIDATE
 from .report.result import Shape
 from .signature import Args, CallSignature, Kwargs
 from .snapshots import Call
@@ -96,6 +98,12 @@ class Request:
             SignatureError: the arguments cannot be compared.
         """
         check_options(model, args, kwargs, objective, tolerance, allow, budget_s, timeout_s)
+        if CANDIDATE in os.environ:
+            raise OptionError(
+                "tune() was called in the process of a candidate of another tune().",
+                remedy="Call it in a function or under `if __name__ == '__main__':`, not where a "
+                "module of the model's is imported.",
+            )
         if isinstance(model, TunedModule):
             model = model.module
         module = _module_of(model)
@@ -251,7 +259,9 @@ def check_options(
 
 
 def _positive(value: Any) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= sys.float_info.max
 
 
 def samples_of(

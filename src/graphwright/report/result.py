@@ -66,6 +66,15 @@ class Row:
     repeat: str = ""
     by_shape: dict[str, Row] = field(default_factory=dict)
 
+    def to_json(self) -> str:
+        """The row as JSON, every raw sample included."""
+        return json.dumps(_finite(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_json(cls, text: str) -> Row:
+        """Read what `to_json` wrote; raises ValueError, TypeError or KeyError where it is not."""
+        return _row(json.loads(text))
+
     @property
     def measurement(self) -> Measurement | None:
         """The finalists' rounds where there are any, else the screening."""
