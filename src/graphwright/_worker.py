@@ -196,9 +196,8 @@ def main() -> None:
         os._exit(1)
 
     signal.signal(signal.SIGTERM, over)
-    signal.signal(
-        signal.SIGCHLD, signal.SIG_DFL
-    )  # The caller may ignore it: then none is waited for.
+    # The caller may ignore it, and with it ignored nobody can be waited for.
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _prctl(_CHILD_SUBREAPER, 1)
     try:
         _when_parent_ends(signal.SIGTERM, parent)

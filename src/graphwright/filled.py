@@ -7,10 +7,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from .dispatch import quick_key
-from .errors import CaptureError, OptionError, SignatureError
+from .errors import GraphwrightError, OptionError, SignatureError, first_line
 from .graphs.memory import MemoryPool
 from .shapes.bucketing import Bucketing
 from .shapes.buckets import Buckets
@@ -18,6 +19,7 @@ from .shapes.kinds import Kind
 from .shapes.outputs import Sizes
 from .shapes.padding import Plan
 from .signature import Args, CallSignature, Kwargs, are_plain, flatten, unflatten
+from .watch import ModuleWatch
 
 Tuned = tuple[CallSignature, Callable[..., Any]]
 _MAX_KNOWN = 1 << 14
@@ -41,24 +43,37 @@ class FilledCalls:
         bucketing: the buckets of the module.
         kind: of the sample that was tuned with.
         table: what was built for each bucket, and for which call.
+        module: the model; what is proved holds for it as it is now, its weights included.
     """
 
-    def __init__(self, bucketing: Bucketing, kind: Kind, table: Mapping[Sizes, Tuned]) -> None:
+    def __init__(
+        self, bucketing: Bucketing, kind: Kind, table: Mapping[Sizes, Tuned], module: nn.Module
+    ) -> None:
         self._bucketing = bucketing
-        self._kinds = [kind]
+        self._kind = kind
         self._table = dict(table)
+        self._watch = ModuleWatch(module, values=True)
         self._known: dict[Any, _Known] = {}
 
+    def outdated(self) -> str | None:
+        """What has changed of the module, so that nothing is known any more; None if nothing."""
+        return self._watch.changed()
+
     def fitting(self, args: Args, kwargs: Kwargs) -> Callable[..., Any] | str:
-        """What answers a call, to be called with its arguments; or why nothing does."""
+        """What answers a call, to be called with its arguments; or why nothing does.
+
+        To be asked of a module that is not `outdated`.
+        """
         key = quick_key(args, kwargs)
         known = None if key is None else self._known.get(key)
         leaves, _ = flatten(args, kwargs)
         if known is None or not are_plain(leaves) or known.strides != _strides(leaves):
             try:
                 found = self._find(args, kwargs)
-            except (SignatureError, CaptureError) as error:
+            except GraphwrightError as error:
                 return error.what
+            except Exception as error:
+                return f"what was chosen fails on a filled-up call: {first_line(error)}"
             if isinstance(found, str):
                 return found
             known = found
@@ -82,10 +97,11 @@ class FilledCalls:
         return answer
 
     def _find(self, args: Args, kwargs: Kwargs) -> _Known | str:
-        signature = CallSignature.of(args, kwargs)
-        kind, sizes = self._bucketing.kind(self._kinds, signature, args, kwargs, None)
-        if kind is None:
-            return "an argument's dimensions lie in memory in another order than a bucket's"
+        kind = self._kind
+        # Of other kinds nothing was built, and nothing is worth a proof.
+        sizes = kind.form.sizes(CallSignature.of(args, kwargs), flatten(args, kwargs)[0])
+        if sizes is None:
+            return "it is of another kind than what was tuned for"
         answer = self._bucketing.answer(kind, sizes)
         plan = answer.plan
         if plan is None:
@@ -175,5 +191,5 @@ class BucketedCall:
 
     def filled(self, table: Sequence[Tuned]) -> FilledCalls:
         """What answers calls between the buckets, by what was built for each of these."""
-        points = self._bucketing.buckets.points
-        return FilledCalls(self._bucketing, self._kind, dict(zip(points, table, strict=True)))
+        known = dict(zip(self._bucketing.buckets.points, table, strict=True))
+        return FilledCalls(self._bucketing, self._kind, known, self._kind.subject.module)

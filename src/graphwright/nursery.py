@@ -67,7 +67,8 @@ class Nursery:
         }
         # An empty entry is the folder that this process is in.
         path = [os.path.abspath(entry) for entry in sys.path]
-        self._log: IO[bytes] = stack.enter_context(tempfile.TemporaryFile())
+        self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
+        stack.callback(self._log.close)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stack.callback(self._control.close)
         self._control.settimeout(START_S)

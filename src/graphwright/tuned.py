@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 from .proxy import ModuleProxy
 from .report import Report
 from .report.result import EAGER
-from .signature import Args, CallSignature, Kwargs, tensors_of
+from .signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
 from .watch import ModuleWatch
 
 if TYPE_CHECKING:
@@ -65,6 +65,23 @@ class _Choice:
             if entry[0].fits(args, kwargs):
                 return entry
         return None
+
+    def filling(
+        self, filled: FilledCalls, args: Args, kwargs: Kwargs
+    ) -> tuple[str, Callable[..., Any] | None]:
+        """What answers a call between the buckets; else the kind of reason why nothing does."""
+        change = filled.outdated()
+        if change is not None:
+            self.last_difference = change
+            return "the module changed", None
+        answer = "it is traced or transformed"
+        if not inside_transform():
+            found = filled.fitting(args, kwargs)
+            if not isinstance(found, str):
+                return "", found
+            answer = found
+        self.last_difference = answer
+        return "no bucket", None
 
     def attempt(self, tuned: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
         """Call the winner and then look whether the module had changed; True if the result counts.
@@ -157,13 +174,10 @@ class TunedModule(ModuleProxy):
             return choice.module(*args, **kwargs)
         tuned, way = (None, "tuned") if found is None else (found[1], "tuned")
         kind = "another signature" if choice.table else "nothing tuned"
-        if tuned is None and choice.filled is not None:
-            answer = choice.filled.fitting(args, kwargs)
-            if isinstance(answer, str):
-                kind, choice.last_difference = "no bucket", answer
-            else:
-                tuned, way = answer, "tuned, filled up to a bucket"
-        elif tuned is None and choice.report.chosen != EAGER:
+        if found is None and choice.filled is not None:
+            kind, tuned = choice.filling(choice.filled, args, kwargs)
+            way = "tuned, filled up to a bucket"
+        elif found is None and choice.report.chosen != EAGER:
             choice.last_difference = choice.differences(args, kwargs)
         if tuned is not None:
             counts, result = choice.attempt(tuned, args, kwargs)
