@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
+import signal
+import stat
 import subprocess
 import sys
 import time
@@ -347,4 +350,68 @@ class Tells:
             found = (switches(), torch.get_num_threads(), torch.is_grad_enabled())
             with open(self.file, "w", encoding="ascii") as handle:
                 handle.write(repr(found))
+        return torch.no_grad()(model)
+
+
+# ---------------------------------------------------------------- harms to what watches it
+
+
+def kills_its_parent(model: nn.Module) -> Callable[..., Any]:
+    os.kill(os.getppid(), signal.SIGKILL)
+    time.sleep(1000)
+    raise AssertionError("not reached")
+
+
+def closes_everything(model: nn.Module) -> Callable[..., Any]:
+    os.closerange(3, 1024)
+    time.sleep(1000)
+    raise AssertionError("not reached")
+
+
+def babbles(model: nn.Module) -> Callable[..., Any]:
+    """Says nonsense where its process talks, and goes silent."""
+    for handle in range(3, 64):
+        with contextlib.suppress(OSError):
+            if stat.S_ISSOCK(os.fstat(handle).st_mode):
+                os.write(handle, b'{"say": "row"}')
+                os.write(handle, b"\x80\x04nonsense")
+    time.sleep(1000)
+    raise AssertionError("not reached")
+
+
+def forks_and_dies(model: nn.Module) -> Callable[..., Any]:
+    """Leaves a process behind that holds all its files."""
+    if os.fork() == 0:
+        time.sleep(1000)
+    os.kill(os.getpid(), signal.SIGSEGV)
+    raise AssertionError("not reached")
+
+
+def takes_half_a_gib(model: nn.Module) -> Callable[..., Any]:
+    kept = torch.ones(128 << 20)
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return model(*args, **kwargs) * kept[0]
+
+    return call
+
+
+def prints_without_end(model: nn.Module) -> Callable[..., Any]:
+    while True:
+        print("x" * (1 << 20))
+
+
+@dataclass(frozen=True)
+class Daemonises:
+    """Leaves a process in a session apart, and writes down its number."""
+
+    file: str
+
+    def __call__(self, model: nn.Module) -> Callable[..., Any]:
+        if "_worker" in sys.argv[0]:
+            command = [sys.executable, "-c", "import time; time.sleep(1000)"]
+            child = subprocess.Popen(command, start_new_session=True)
+            with open(self.file, "w", encoding="ascii") as handle:
+                handle.write(str(child.pid))
         return torch.no_grad()(model)

@@ -154,6 +154,99 @@ def test_children_of_children_end_too(tmp_path: Path) -> None:
     assert not any(map(_alive, pids))
 
 
+def test_a_session_apart_does_not_outlive_the_candidate(tmp_path: Path) -> None:
+    file = tmp_path / "pid"
+    tune([Planted("daemon", planted.Daemonises(str(file)))])
+    assert not _alive(int(file.read_text()))
+
+
+def test_what_is_aimed_at_the_watch_is_a_row_too() -> None:
+    harms = {
+        "kill": (planted.kills_its_parent, Status.CRASHED),
+        "close": (planted.closes_everything, Status.CRASHED),
+        "babble": (planted.babbles, Status.TIMED_OUT),
+        "fork": (planted.forks_and_dies, Status.CRASHED),
+        "print": (planted.prints_without_end, Status.FAILED),
+    }
+    strategies = [Planted(name, make) for name, (make, _) in harms.items()]
+    report = tune([*strategies, QUICK], timeout_s=8)
+    found = {row.strategy: row.status for row in report.rows}
+    wanted = {name: status for name, (_, status) in harms.items()}
+    assert found == {"eager": Status.OK, "quick": Status.OK} | wanted
+    assert report.notes == [note for note in report.notes if "in this process" not in note]
+    assert not _children()
+
+
+def test_the_one_that_ends_the_nursery_is_told_from_the_others_of_its_group() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphwright.isolation._cores", lambda: 4)
+        report = tune([QUICK, Planted("kill", planted.kills_its_parent)])
+    statuses = {row.strategy: row.status for row in report.rows}
+    assert statuses == {"eager": Status.OK, "quick": Status.OK, "kill": Status.CRASHED}
+
+
+def test_what_exceeds_its_share_alone_is_tried_with_all_of_it() -> None:
+    limits = gw.isolation.Limits(5.0, 800 << 20, shared=True)
+    assert limits.among(4).host_bytes == 200 << 20
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphwright.isolation._cores", lambda: 4)
+        patch.setattr("graphwright.isolation._free_host_bytes", lambda: 1 << 30)
+        report = tune([Planted("large", planted.takes_half_a_gib), QUICK])
+    statuses = {row.strategy: row.status for row in report.rows}
+    assert statuses["large"] in (Status.OK, Status.SLOWER)
+
+
+CALLER = """
+import signal, sys
+sys.path[:0] = {path!r}
+{before}
+import planted, torch
+from planted import Planted, Small
+import graphwright as gw
+if __name__ == "__main__":
+    strategies = [Planted("segfault", planted.segfaults), Planted("own", torch.no_grad())]
+    report = gw.tune(Small().eval(), (torch.randn(4, 16),), strategies=strategies).report
+    print(*[row.status for row in report.rows], sep=",")
+"""
+
+
+@pytest.mark.parametrize(
+    "before",
+    [
+        "signal.signal(signal.SIGCHLD, signal.SIG_IGN)",
+        "import os; os.close(0)",
+    ],
+)
+def test_odd_callers_are_as_safe(before: str) -> None:
+    path = [str(Path(gw.__file__).parent.parent), str(Path(__file__).parent)]
+    source = CALLER.format(path=path, before=before)
+    done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    statuses = done.stdout.strip().split(",")
+    assert statuses[:2] == ["ok", "crashed"]
+
+
+def test_tuning_where_a_module_is_imported_does_not_start_processes_without_end(
+    tmp_path: Path,
+) -> None:
+    (tmp_path / "served.py").write_text(
+        "import torch\nimport graphwright as gw\n"
+        "class Net(torch.nn.Module):\n"
+        "    def forward(self, x):\n        return x * 2\n"
+        "open('imports', 'a').write('x')\n"
+        "FAST = gw.tune(Net().eval(), (torch.randn(4),), strategies=['eager:no_grad'])\n"
+        "print(FAST.report.chosen)\n"
+    )
+    root = str(Path(gw.__file__).parent.parent)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join((root, str(tmp_path)))}
+    command = [sys.executable, "-c", "import served"]
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90
+    )
+    assert done.returncode == 0, done.stderr
+    assert len((tmp_path / "imports").read_text()) <= 4
+
+
 def test_set_ups_overlap_and_timings_do_not(tmp_path: Path) -> None:
     model, x = Small().eval(), torch.randn(4, 16)
     strategies = [Planted(f"s{n}", planted.Logs(str(tmp_path / f"{n}"))) for n in range(3)]

@@ -161,6 +161,119 @@ def test_another_kind_of_call_is_not_answered_by_a_bucket() -> None:
     assert not any(way.startswith("tuned") for way in tuned.calls)
 
 
+class Scaled(nn.Module):
+    """Depends on the padding, or not, as an attribute, a mode or its weights say."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.share = 0.0
+        self.norm = nn.BatchNorm1d(16)
+        self.shift = nn.Parameter(torch.zeros(16))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x) + self.share * x.sum(0) + len(x) * self.shift
+
+
+def between(strategy: str = "eager:no_grad") -> tuple[gw.TunedModule, Scaled]:
+    """A model that was tuned for two buckets, when nothing of it depended on the padding."""
+    model = Scaled().eval()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphwright.choosing._WORTH_IT", 1e9)
+        patch.setattr(gw.strategies.eager.EAGER.__class__, "complexity", 0, raising=False)
+        patch.setattr("graphwright.tuner.ranked", _last)
+        tuned = gw.tune(model, (torch.randn(4, 16),), buckets=BUCKETS, strategies=[strategy])
+    assert tuned.report.chosen == strategy
+    return tuned, model
+
+
+def _last(report: Report, rows: list[Any]) -> list[Any]:
+    return list(reversed(rows))
+
+
+CHANGES: dict[str, Callable[[Scaled], Any]] = {
+    "attribute": lambda m: setattr(m, "share", 1.0),
+    "mode": lambda m: m.train(),
+    "weights": lambda m: m.load_state_dict({**m.state_dict(), "shift": torch.ones(16)}),
+    "hook": lambda m: m.register_forward_hook(lambda m, args, y: y + args[0].sum(0)),
+    "submodule": lambda m: setattr(m, "norm", nn.BatchNorm1d(16)),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("strategy", ["eager:no_grad", "torchscript"])
+def test_nothing_is_filled_up_of_a_module_that_changed(strategy: str, change: str) -> None:
+    tuned, model = between(strategy)
+    x = torch.randn(3, 16)
+    with torch.no_grad():
+        torch.testing.assert_close(tuned(x), model(x))
+        assert tuned.calls == {"tuned, filled up to a bucket": 1}
+        CHANGES[change](model)
+        means = model.norm.running_mean.clone()
+        mine = tuned(x)
+        moved = model.norm.running_mean - means
+        model.norm.running_mean.copy_(means)
+        torch.testing.assert_close(mine, model(x))
+        torch.testing.assert_close(model.norm.running_mean - means, moved)
+    assert tuned.calls["eager: the module changed"] == 1
+
+
+def test_what_was_learned_of_another_state_is_not_used_when_the_first_returns() -> None:
+    tuned, model = between()
+    x = torch.randn(3, 16)
+    model.share = 1.0
+    with torch.no_grad():
+        tuned(x)
+        model.share = 0.0
+        torch.testing.assert_close(tuned(x), model(x))
+        model.share = 2.0
+        torch.testing.assert_close(tuned(x), model(x))
+
+
+def test_a_winner_that_fails_on_a_filled_up_call_makes_way_for_eager() -> None:
+    class Wary(Roundabout):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x)
+
+    def quick(model: nn.Module) -> Callable[..., Any]:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            if not x[-1].any():
+                raise RuntimeError("planted: a row of zeros")
+            return directly(model)(x)
+
+        return call
+
+    model = Wary().eval()
+    tuned = gw.tune(
+        model, (torch.randn(4, 16),), buckets=BUCKETS, strategies=[Planted("quick", quick)]
+    )
+    x = torch.randn(3, 16)
+    torch.testing.assert_close(tuned(x), model(x).detach())
+    assert tuned.calls == {"eager: no bucket": 1}
+    assert "row of zeros" in tuned.explain()
+
+
+def test_other_plain_values_start_no_proof() -> None:
+    calls = []
+
+    class Steps(nn.Module):
+        def forward(self, x: torch.Tensor, step: int) -> torch.Tensor:
+            calls.append(step)
+            return x * step
+
+    model = Steps().eval()
+    tuned = gw.tune(
+        model, (torch.randn(4, 16), 1), buckets=BUCKETS, strategies=[Planted("quick", no_grad)]
+    )
+    calls.clear()
+    for step in range(2, 8):
+        torch.testing.assert_close(tuned(torch.ones(3, 16), step), torch.full((3, 16), float(step)))
+    assert len(calls) == 6
+
+
+def no_grad(model: nn.Module) -> Callable[..., Any]:
+    return torch.no_grad()(model)
+
+
 @pytest.mark.parametrize(
     ("options", "text"),
     [
