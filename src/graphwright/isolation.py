@@ -111,12 +111,16 @@ class Workers:
 
     def close(self) -> None:
         """End every process that was started, and let go of the file."""
-        for child in self._children:
-            child.let_go()
-        self._children.clear()
+        self._end_all()
         self._nursery.close()
         if self._payload is not None:
             self._payload.close()
+
+    def _end_all(self) -> None:
+        for child in self._children:
+            kill(child.pid)  # Nobody has waited for it, so that the number is still its own.
+            child.let_go()
+        self._children.clear()
 
     def ready(self) -> None:
         """Wait until all is imported."""
@@ -192,9 +196,7 @@ class Workers:
                 yield from self._safely([candidate], deadline, doing)
 
     def _restart(self, why: str) -> None:
-        for child in self._children:
-            child.let_go()
-        self._children.clear()
+        self._end_all()
         self._nursery.close()
         self._restarts += 1
         if self._restarts > _MOST_RESTARTS:
