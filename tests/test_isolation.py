@@ -247,6 +247,23 @@ def test_tuning_where_a_module_is_imported_does_not_start_processes_without_end(
     assert len((tmp_path / "imports").read_text()) <= 4
 
 
+def test_what_comes_too_late_does_not_run_beside_the_timings(tmp_path: Path) -> None:
+    beats, calls = tmp_path / "beats", tmp_path / "calls"
+    strategies = [
+        Planted("late", planted.Beats(str(beats))),
+        Planted("s", planted.Logs(str(calls))),
+    ]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("graphwright.isolation._cores", lambda: 4)
+        report = gw.tune(
+            Small().eval(), (torch.randn(4, 16),), strategies=strategies, budget_s=16
+        ).report
+    assert {row.strategy: row.status for row in report.rows}["late"] is Status.NOT_TRIED
+    # The calls that are timed come last.
+    times = [float(line) for line in calls.read_text().split()]
+    assert float(beats.read_text()) < times[-20]
+
+
 def test_set_ups_overlap_and_timings_do_not(tmp_path: Path) -> None:
     model, x = Small().eval(), torch.randn(4, 16)
     strategies = [Planted(f"s{n}", planted.Logs(str(tmp_path / f"{n}"))) for n in range(3)]

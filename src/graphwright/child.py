@@ -16,7 +16,7 @@ import time
 from dataclasses import dataclass, field
 from typing import IO
 
-from .nursery import Nursery, last_line
+from .nursery import Nursery, kill, last_line
 from .report import Row
 from .strategies import Candidate
 
@@ -155,6 +155,11 @@ class Child:
     def last_words(self) -> str:
         """The last line that it has printed."""
         return last_line(self.log)
+
+    def stop(self, row: Row) -> None:
+        """End it and all of its group at once, with this row."""
+        kill(self.pid)  # Nobody has waited for it: the number is still its own.
+        self.row = row
 
     def let_go(self) -> None:
         """Close what connects this process with it."""

@@ -188,11 +188,14 @@ class Workers:
         except NurseryGone as error:
             # Never in the caller's process: who of them did it is found out one by one.
             if len(group) == 1:
-                why = "it ended the process that candidates are started from"
-                row = Row(group[0].name, Status.CRASHED, why, complexity=group[0].complexity)
-                yield group[0], row
-            self._restart(str(error))
-            for candidate in left if len(group) > 1 else ():
+                yield group[0], _guilty(left.pop())
+            try:
+                self._restart(str(error))
+            except IsolationError:
+                for candidate in left:
+                    yield candidate, _guilty(candidate)
+                raise
+            for candidate in left:
                 yield from self._safely([candidate], deadline, doing)
 
     def _restart(self, why: str) -> None:
@@ -261,7 +264,7 @@ class Workers:
                 ready = sum(child.ready for child in children)
                 if time.monotonic() > deadline - ready * self._timing_s:
                     for child in waiting:
-                        child.row = child.row or _late(child.candidate)
+                        child.stop(child.row or _late(child.candidate))
 
     def _time(self, child: Child, deadline: float | None) -> None:
         if child.over:
@@ -318,7 +321,7 @@ class Workers:
     def _stop(self, child: Child, status: Status, reason: str, remedy: str) -> None:
         row = Row(child.candidate.name, status, reason, remedy)
         row.complexity = child.candidate.complexity
-        child.row = row
+        child.stop(row)
 
     def _ended(self, child: Child) -> Row:
         """The row of a child that ended without one."""
@@ -347,6 +350,11 @@ class Workers:
             return self._nursery.reap(child.pid)
         finally:
             child.let_go()
+
+
+def _guilty(candidate: Candidate) -> Row:
+    why = "the process that candidates are started from ended while this one was tried"
+    return Row(candidate.name, Status.CRASHED, why, complexity=candidate.complexity)
 
 
 def _late(candidate: Candidate) -> Row:
