@@ -137,6 +137,31 @@ def at_five(x: torch.Tensor) -> torch.Tensor:
     return x * 3 if x.shape[0] == 5 else x * 2
 
 
+def low_alone(device: torch.device, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+    (x,) = rows(device, sizes)
+    return (x - 10 if sizes[0] == 1 else x,)
+
+
+class AnyAbove(nn.Module):
+    """Whether any row of a batch is above a bound, beside what belongs to each row."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(WIDTH))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return x * 2, (x @ self.weight > -0.2).any(0)
+
+
+def any_above(seed: int) -> Callable[[torch.device], Callable[..., Any]]:
+    def made(device: torch.device) -> Callable[..., Any]:
+        with torch.random.fork_rng([]):
+            torch.manual_seed(seed)
+            return AnyAbove().to(device).eval()
+
+    return made
+
+
 def plain(fn: Callable[..., Any]) -> Callable[[torch.device], Callable[..., Any]]:
     return lambda device: fn
 
@@ -198,6 +223,12 @@ REFUSED = {
         plain(lambda x: x.flip(0) * 2), rows, BATCH, {"batch": [4]}, refused=("batch", "output")
     ),
 }
+
+for _seed in range(8):
+    # Of any usual sample some row is above the bound, so that no padding shows.
+    REFUSED[f"whether any row is above a bound, {_seed}"] = Case(
+        any_above(_seed), low_alone, BATCH, {"batch": [8]}, refused=("batch", "output")
+    )
 
 ACCEPTED = {
     "rows apart": Case(
@@ -497,14 +528,20 @@ def a_branch_behind_another_is_seen(device: torch.device) -> None:
             same(graphed(x), fn(x))
 
 
+def values_are_the_sample_s(patch: pytest.MonkeyPatch) -> None:
+    given = subject.Subject.at
+    patch.setattr(
+        subject.Subject, "changed", lambda self, sizes, how, generator: given(self, sizes)
+    )
+
+
 def rows_are_repeated(patch: pytest.MonkeyPatch) -> None:
     def extended(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
         places = torch.arange(n, device=tensor.device) % tensor.shape[axis]
         return tensor.index_select(axis, places)
 
-    original = subject.Subject.at
     patch.setattr(subject, "_extended", extended)
-    patch.setattr(subject.Subject, "at", lambda self, sizes, vary=False: original(self, sizes))
+    values_are_the_sample_s(patch)
 
 
 @hazard(16, rows_are_repeated)

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from graphwright.errors import SignatureError
-from graphwright.keys import Key, key_of
+from graphwright.keys import Key, _Words, key_of
 from graphwright.signature import describe
 from graphwright.watch import FunctionModule
 
@@ -364,3 +364,111 @@ def test_key_is_the_same_in_another_process(tmp_path: Path) -> None:
     assert codes == [0, 0]
     assert one[:2] == two[:2]
     assert one[2] != two[2]  # The processes do hash in their own ways.
+
+
+HELPERS = """
+import math
+import torch
+
+def deepest(x):
+    return x + 1.0
+
+def deeper(x, n=3):
+    return deepest(x) if n == 0 else deeper(x, n - 1)
+
+def around(function):
+    import functools
+    @functools.wraps(function)
+    def call(*args):
+        return function(*args)
+    return call
+
+@around
+def wrapped(x):
+    return x * 5.0
+"""
+USING = """
+import math
+import torch
+from torch import nn
+import helpers
+from helpers import deeper, wrapped
+
+def own(x):
+    return deeper(x) * math.floor(1.5)
+
+class Net(nn.Module):
+    def forward(self, x):
+        return [own(row) for row in x]
+"""
+
+
+def using(helpers: str = HELPERS, source: str = USING) -> Key:
+    module = types.ModuleType("helpers")
+    exec(compile(helpers, "helpers.py", "exec"), vars(module))
+    before = sys.modules.get("helpers")
+    sys.modules["helpers"] = module
+    try:
+        return key(loaded(source).Net().eval())
+    finally:
+        sys.modules.pop("helpers")
+        if before is not None:
+            sys.modules["helpers"] = before
+
+
+@pytest.mark.parametrize(
+    ("call", "old", "new"),
+    [
+        ("own(row)", "x + 1.0", "x + 2.0"),
+        ("helpers.deeper(row)", "x + 1.0", "x + 2.0"),
+        ("helpers.deepest(row)", "x + 1.0", "torch.relu(x + 1.0)"),
+        ("wrapped(row)", "x * 5.0", "x * 6.0"),
+        ("own(row)", "n == 0", "n <= 0"),
+    ],
+)
+def test_key_changes_with_a_helper(call: str, old: str, new: str) -> None:
+    source = USING.replace("own(row)", call)
+    assert HELPERS.count(old) == 1
+    changed = using(HELPERS.replace(old, new), source)
+    assert changed != using(HELPERS, source)
+    moved = using("\n# Moved.\n\n" + HELPERS, "\n\n" + source)
+    assert moved == using(HELPERS, source)
+
+
+def test_key_is_the_same_for_helpers_that_are_not_named() -> None:
+    assert using(HELPERS.replace("x * 5.0", "x * 6.0")) == using()
+
+
+def test_helpers_of_a_plain_function_are_followed() -> None:
+    def of(source: str) -> Key:
+        return key(FunctionModule(loaded(source).own))
+
+    source = "def first(x):\n    return x + 1\n\ndef own(x):\n    return first(x)\n"
+    assert of(source) == of("\n" + source)
+    assert of(source) != of(source.replace("+ 1", "+ 2"))
+
+
+def test_helpers_that_lead_on_and_on_have_an_end() -> None:
+    def chain(last: str) -> Key:
+        lines = [f"def f{n}(x):\n    return f{n + 1}(x), f{n // 2}(x)\n" for n in range(3000)]
+        return key(FunctionModule(loaded("".join(lines) + last).f0))
+
+    assert chain("def f3000(x):\n    return x\n") == chain("def f3000(x):\n    return -x\n")
+
+
+def test_torch_is_not_followed() -> None:
+    words = _Words(nn.Identity(), torch.device("cpu"))
+    words.value(torch.nn.functional.gumbel_softmax)
+    words.value(functools.partial(torch.nn.functional.relu))
+    assert not words._helpers
+
+
+def test_helpers_of_transformers_are_few_enough() -> None:
+    transformers = pytest.importorskip("transformers")
+    model = transformers.BertModel(
+        transformers.BertConfig(hidden_size=16, num_attention_heads=2, intermediate_size=16)
+    )
+    words = _Words(model, torch.device("cpu"))
+    for module in model.modules():
+        words.module(module)
+    assert 0 < words._helpers < 1000

@@ -223,6 +223,25 @@ def test_each_objective_chooses_and_says_why(objective: Any) -> None:
     assert report.reason
 
 
+@pytest.mark.parametrize("sized", [False, True])
+def test_another_default_device_changes_nothing(sized: bool) -> None:
+    model, x = small()
+    buckets = gw.Buckets(batch=[4, 8]) if sized else None
+    with torch.device("meta"):
+        tuned = gw.tune(
+            model,
+            (x,),
+            strategies=["eager:no_grad"],
+            isolate=False,
+            remember=False,
+            buckets=buckets,
+        )
+        assert torch.equal(tuned(x), model(x))
+    rows = [row.status for row in tuned.report.rows]
+    assert Status.FAILED not in rows
+    assert not [note for note in tuned.report.notes if "left out" in note or "no float64" in note]
+
+
 def test_a_plain_function_and_keyword_inputs_can_be_tuned(device: torch.device) -> None:
     weight = torch.randn(16, 16, device=device)
 

@@ -11,9 +11,11 @@ import contextlib
 import enum
 import functools
 import hashlib
+import inspect
 import json
 import re
 import struct
+import sys
 import types
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,6 +34,11 @@ from .watch import in_training
 _DEPTH = 3
 _MAX_ITEMS = 1000
 _MAX_TEXT = 400
+# Levels of helpers that name helpers, and helpers in all.
+_HELPER_DEPTH = 8
+_MAX_HELPERS = 2000
+# What changes with its version alone, which is part of the environment.
+_VERSIONED = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__"}
 _OF_EVERY_MODULE = {*vars(nn.Module())}
 # Where a model came from, and what transformers and torch.compile note in it: hashes and addresses.
 _OF_NO_CONSEQUENCE = re.compile(r"_?name_or_path|.*_hash|_is_hf_initialized|_torchdynamo_.*id")
@@ -56,10 +63,11 @@ def key_of(
 ) -> Key:
     """The key of a choice, the same in every process.
 
-    It covers a module's structure and modes; the code of its classes; plain attributes; shapes,
-    dtypes and strides of its tensors. It covers neither the values of tensors nor helper functions
-    that a method reaches as globals. The index of the tuned device is left out, since equal GPUs
-    share a choice.
+    It covers a module's structure and modes; the code of its classes, and of helper functions that
+    this names as globals or as `module.function`, those of torch, numpy and Python's own library
+    excepted; plain attributes; shapes, dtypes and strides of its tensors. It covers neither the
+    values of tensors nor classes that a method reaches as globals. The index of the tuned device is
+    left out, since equal GPUs share a choice.
 
     Args:
         module: the model; a plain function as a `FunctionModule`.
@@ -97,6 +105,8 @@ class _Words:
         self._device = device
         self._classes: dict[type, str] = {}
         self._functions: dict[types.FunctionType, str] = {}
+        self._helper_depth = 0
+        self._helpers = 0
         self._paths = {child: path for path, child in module.named_modules()}
         # Each tensor by its first name: tied weights are not two of one shape.
         self._tensors: dict[int, str] = {}
@@ -261,7 +271,7 @@ class _Words:
         return self._classes[kind]
 
     def _function(self, function: types.FunctionType) -> str:
-        """Its code, its defaults, what it closes over, and the plain globals that it names."""
+        """Its code, defaults, what it closes over; plain globals and helpers that it names."""
         if function not in self._functions:
             title = f"function {function.__module__}.{function.__qualname__}"
             self._functions[function] = title  # For one that calls itself.
@@ -273,9 +283,29 @@ class _Words:
                 self.value(function.__kwdefaults__),
                 [self.value(cell) for cell in function.__closure__ or ()],
                 [(n, self.value(known[n])) for n in named if isinstance(known[n], SCALARS)],
+                self._named_helpers(function),
             ]
             self._functions[function] = f"{title} {_short(words)}"
         return self._functions[function]
+
+    def _named_helpers(self, function: types.FunctionType) -> list[tuple[str, str]]:
+        """Functions that a function names as globals, or as attributes of modules that it names."""
+        if self._helper_depth >= _HELPER_DEPTH or not _is_followed(function.__module__):
+            return []
+        self._helper_depth += 1
+        try:
+            return [
+                (name, self.value(helper))
+                for name, helper in _helpers_of(function)
+                if self._may_follow(helper)
+            ]
+        finally:
+            self._helper_depth -= 1
+
+    def _may_follow(self, helper: types.FunctionType) -> bool:
+        if helper not in self._functions:
+            self._helpers += 1
+        return self._helpers <= _MAX_HELPERS
 
     def _code(self, code: types.CodeType) -> str:
         words = [
@@ -285,6 +315,35 @@ class _Words:
             (code.co_code.hex(), code.co_exceptiontable.hex()),
         ]
         return f"code {_short(words)}"
+
+
+def _helpers_of(function: types.FunctionType) -> list[tuple[str, types.FunctionType]]:
+    names = sorted(_all_names(function.__code__))
+    found: dict[str, Any] = {}
+    for name in names:
+        value = function.__globals__.get(name)
+        if not isinstance(value, types.ModuleType):
+            found[name] = value
+        elif _is_followed(value.__name__):
+            # Which of the names are attributes of which module is not told apart.
+            found |= {f"{name}.{n}": vars(value).get(n) for n in names}
+    helpers = []
+    for name, value in found.items():
+        wrapped = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
+        for helper in dict.fromkeys((value, wrapped)):
+            if isinstance(helper, types.FunctionType) and _is_followed(helper.__module__):
+                helpers.append((name, helper))
+    return helpers
+
+
+def _all_names(code: types.CodeType) -> set[str]:
+    """Names in a function, and in functions and comprehensions within it."""
+    within = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*map(_all_names, within))
+
+
+def _is_followed(module: str | None) -> bool:
+    return (module or "").partition(".")[0] not in _VERSIONED
 
 
 def _short(data: Any) -> str:

@@ -315,7 +315,7 @@ def _reference(
         except Exception as error:
             notes.append(f"{other.name}: left out, eager raises {first_line(error, 120)}")
             continue
-        if _finite(eager) < _finite(first):
+        if finite_share(eager) < finite_share(first):
             notes.append(
                 f"{other.name}: left out, eager gives NaN or Inf where the sample does not"
             )
@@ -336,7 +336,7 @@ def _reference(
     return Reference(cases, state, own, aliases_of(model, call, state), tolerance, tf32, notes)
 
 
-def _finite(outcome: Outcome) -> float:
+def finite_share(outcome: Outcome) -> float:
     """Share of finite elements among the outputs."""
     tensors = [v for v in outcome.outputs.values() if isinstance(v, torch.Tensor) and v.numel()]
     shares = [float(torch.isfinite(as_float64(t)).double().mean()) for t in tensors]

@@ -148,7 +148,7 @@ class State:
         generator = torch.Generator().manual_seed(0)
         for name, (_, _, tensor) in self._places.items():
             if tensor.untyped_storage()._cdata in storages and tensor.is_floating_point():
-                added = 0.5 + torch.rand(tensor.shape, generator=generator)
+                added = 0.5 + torch.rand(tensor.shape, generator=generator, device="cpu")
                 self._kept[name] = self._kept[name] + added.to(tensor.device, tensor.dtype)
 
     def changes(self) -> dict[str, torch.Tensor]:

@@ -47,15 +47,15 @@ def drawn_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor
     ones = bool((values == 1).any())
     only_both = bool(((values == 0) | (values == 1)).all())
     if only_both and (ones or tensor.dtype is torch.bool or tensor.is_floating_point()):
-        drawn = torch.rand(shape, generator=generator) < 0.5
+        drawn = torch.rand(shape, generator=generator, device="cpu") < 0.5
     elif tensor.is_floating_point():
         finite = values[torch.isfinite(values)]
         mean = float(finite.mean()) if finite.numel() else 0.0
         deviation = float(finite.std()) if finite.numel() > 1 else 0.0
-        normal = torch.randn(shape, generator=generator, dtype=torch.float64)
+        normal = torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu")
         drawn = normal * (deviation or 1.0) + mean
     else:
-        places = torch.randint(0, tensor.numel(), shape, generator=generator)
+        places = torch.randint(0, tensor.numel(), shape, generator=generator, device="cpu")
         return tensor.reshape(-1)[places.to(tensor.device)]
     return drawn.to(tensor.device, tensor.dtype)
 
@@ -75,5 +75,5 @@ def _flipped(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _permuted(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    order = torch.randperm(tensor.numel(), generator=generator).to(tensor.device)
+    order = torch.randperm(tensor.numel(), generator=generator, device="cpu").to(tensor.device)
     return tensor.reshape(-1)[order].reshape(tensor.shape)

@@ -1,37 +1,44 @@
 """Is padding harmless? Found by running a call padded and unpadded, in float64.
 
-At several sizes, 1 among them, and with several fillings of the padding, what the padded call gives
-has to be what eager gives without it. In float64 two kernels for two shapes agree to 1e-14, so that
-whatever depends on the padding shows. Sizes for which the function takes another way (it branches
-on sizes) are a case of their own, and each such case is tried.
+At several sizes, 1 among them, with several fillings of the padding and several values of what is
+filled up, what the padded call gives has to be what eager gives without it. In float64 two kernels
+for two shapes agree to 1e-14, so that whatever depends on the padding shows. Sizes for which the
+function takes another way (it branches on sizes) are a case of their own, and each such case is
+tried.
 """
 
 from __future__ import annotations
 
 import contextlib
 import itertools
+import math
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import first_line
-from ..reference import Widened, exact_outcome, widened
+from ..reference import Widened, exact_outcome, finite_share, widened
 from ..signature import flatten
 from ..snapshots import Call, Outcome, State, layout, run
 from .comparison import changed, effect_of_padding, joint, only_nan
 from .dimensions import Axes
 from .outputs import OutputShapes, Sizes, steps_of
 from .sharing import Sharing, shares_alike
-from .subject import Subject
-from .verdicts import Impossible, Verdicts
+from .subject import Change, Subject
+from .verdicts import Impossible, Names, Verdicts
 
 # Sizes of one dimension that are looked at one by one for branches.
 _MAX_LOOKED_AT = 4096
 
 FILLINGS = 3
+# Where each has values of its own: the values' signs are turned between the first two.
+_TELLING = (1, 2, 0, 1)
+# How often further values are tried in search of one for which an output is another.
+_MAX_SEARCHED = 4
 
 
 class Prover:
@@ -54,7 +61,11 @@ class Prover:
         self._weights: Widened = {}
         self._calls = 0
         self._turn = itertools.cycle(range(FILLINGS))
-        self._vary = itertools.cycle((True, False))
+        self._changes = itertools.cycle(subject.changes())
+        # Changes of values that eager did not take.
+        self._useless: set[Change] = set()
+        # Dimensions, padded together, of which a trial has found that it matters.
+        self._suspect: set[Names] = set()
 
     def start(self, bucket: Sizes, shapes: OutputShapes, *, thorough: bool) -> Verdicts:
         """Try sizes at both ends of each range on which the function takes one way.
@@ -103,6 +114,8 @@ class Prover:
         if reason is None:
             begun = time.perf_counter()
             before = self._calls
+            # What matters in one bucket is not to pass in another one by luck.
+            thorough = thorough or case[0] in self._suspect
             cuts = dict(verdicts.cuts)
             with self._from_now():
                 try:
@@ -113,6 +126,8 @@ class Prover:
                     reason = self._try(verdicts, sizes, thorough)
             if reason is not None:
                 verdicts.cuts = cuts  # A refused trial tells nothing about others.
+                if not isinstance(reason, Impossible):
+                    self._suspect.add(case[0])
             verdicts.seconds += time.perf_counter() - begun
             verdicts.runs += self._calls - before
         verdicts.refused[case] = reason
@@ -191,51 +206,107 @@ class Prover:
             for name, n, m in zip(subject.names, sizes, bucket, strict=True)
             if n != m
         )
-        true = subject.at(sizes, vary=next(self._vary))
-        try:
-            expected, seen = self._run(true)
-        except _Inexact:
-            raise
-        except Exception as error:
-            limits = " and ".join(f"Dim({name!r}, min=…)" for name in verdicts.padded(sizes))
-            told = (
-                f"with {change} it would answer a call that eager refuses: "
-                f"{first_line(error, 160)}. Declare {limits} if there are no such calls"
-            )
-            same = verdicts.shapes.way(sizes) == verdicts.shapes.way(bucket)
-            return told if same else Impossible(told)
-        if only_nan(expected):
-            return f"the sample proves nothing: it gives nothing but NaN with {change}"
         free = any(
             own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
         )
-        fillings = range(FILLINGS) if thorough else (next(self._turn),)
-        for filling in fillings if free else (0,):
-            padded = subject.padded(true, bucket, filling, self._generator)
-            try:
-                outcome, now = self._run(padded)
-            except _Inexact:
-                raise
-            except Exception as error:
-                return f"with {change} the call fails: {first_line(error, 160)}"
-            if not outcome.spec == expected.spec == verdicts.shapes.spec:
-                return f"with {change}, the tree of its outputs depends on the size"
-            if not shares_alike(now.sharing.pattern, seen.sharing.pattern, len(true)):
-                return f"with {change}, its outputs share memory with others than without padding"
-            if views := now.sharing.views:
-                return f"with {change}, output {views[0][0]} is a view of an argument"
-            why = effect_of_padding(
-                verdicts,
-                sizes,
-                expected,
-                outcome,
-                arguments=now.sharing.arguments,
-                shared=self.shared,
-                exactly=self._exactly,
-            )
+        # Few rows among many that are added show most, and cost least: each filling has its own.
+        several = thorough and 2 * math.prod(sizes) <= math.prod(bucket)
+        fillings: tuple[int, ...] = (0,)
+        if free:
+            fillings = _TELLING if several else tuple(range(FILLINGS))
+            fillings = fillings if thorough else (next(self._turn),)
+        changes = itertools.cycle(subject.changes()) if several else self._changes
+        true: _True | None = None
+        still: _Unchanged | None = None
+        for filling in fillings:
+            if true is None or several:
+                try:
+                    true = self._true(sizes, next(changes))
+                except _Inexact:
+                    raise
+                except Exception as error:
+                    return self._impossible(verdicts, sizes, change, error)
+                if only_nan(true.outcome):
+                    return f"the sample proves nothing: it gives nothing but NaN with {change}"
+                still = still or _Unchanged(verdicts, sizes, true.outcome)
+                still.strike(true.outcome)
+            why = self._differs(verdicts, sizes, true, filling)
             if why is not None:
                 return f"with {change}, {why}"
-        return self._strides(verdicts, sizes, true, seen)
+        assert true is not None
+        assert still is not None
+        searched = (Change.MIXED, Change.SHUFFLED) * _MAX_SEARCHED
+        for how in searched if several and free else ():
+            if not still.any():
+                break
+            # An output that is the same for all rows of the sample may hide what padding does.
+            try:
+                other = self._true(sizes, how)
+            except _Inexact:
+                raise
+            except Exception:
+                break
+            if still.strike(other.outcome):
+                why = self._differs(verdicts, sizes, other, 1)
+                if why is not None:
+                    return f"with {change}, {why}"
+        return self._strides(verdicts, sizes, true.leaves, true.seen)
+
+    def _impossible(self, verdicts: Verdicts, sizes: Sizes, change: str, error: Exception) -> str:
+        """What is told of a call that eager refuses."""
+        limits = " and ".join(f"Dim({name!r}, min=…)" for name in verdicts.padded(sizes))
+        told = (
+            f"with {change} it would answer a call that eager refuses: "
+            f"{first_line(error, 160)}. Declare {limits} if there are no such calls"
+        )
+        same = verdicts.shapes.way(sizes) == verdicts.shapes.way(verdicts.bucket)
+        return told if same else Impossible(told)
+
+    def _true(self, sizes: Sizes, how: Change) -> _True:
+        """What eager does for other values, without padding.
+
+        Values for which it raises, or gives NaN or Inf where it does not for the sample's, prove
+        nothing: these are scaled instead, and the like is not tried again.
+        """
+        if how not in (Change.NONE, Change.SCALED) and how not in self._useless:
+            with contextlib.suppress(Exception):
+                changed = self._eager(sizes, how)
+                if finite_share(changed.outcome) == 1:
+                    return changed
+                usual = self._eager(sizes, Change.SCALED)
+                if finite_share(changed.outcome) >= finite_share(usual.outcome):
+                    return changed
+            self._useless.add(how)
+        return self._eager(sizes, how if how is Change.NONE else Change.SCALED)
+
+    def _eager(self, sizes: Sizes, how: Change) -> _True:
+        leaves = self.subject.changed(sizes, how, self._generator)
+        return _True(leaves, *self._run(leaves))
+
+    def _differs(self, verdicts: Verdicts, sizes: Sizes, true: _True, filling: int) -> str | None:
+        """How a call that is filled up differs from one that is not, in words."""
+        padded = self.subject.padded(true.leaves, verdicts.bucket, filling, self._generator)
+        try:
+            outcome, now = self._run(padded)
+        except _Inexact:
+            raise
+        except Exception as error:
+            return f"the call fails: {first_line(error, 160)}"
+        if not outcome.spec == true.outcome.spec == verdicts.shapes.spec:
+            return "the tree of its outputs depends on the size"
+        if not shares_alike(now.sharing.pattern, true.seen.sharing.pattern, len(true.leaves)):
+            return "its outputs share memory with others than without padding"
+        if views := now.sharing.views:
+            return f"output {views[0][0]} is a view of an argument"
+        return effect_of_padding(
+            verdicts,
+            sizes,
+            true.outcome,
+            outcome,
+            arguments=now.sharing.arguments,
+            shared=self.shared,
+            exactly=self._exactly,
+        )
 
     def _strides(
         self, verdicts: Verdicts, sizes: Sizes, true: Sequence[Any], seen: _Seen
@@ -306,6 +377,43 @@ class _Seen:
         self.sharing = Sharing.of(result, flatten(call.args, call.kwargs)[0], self._axes)
         leaves = pytree.tree_leaves(result)
         self.layouts = [layout(v) if isinstance(v, torch.Tensor) else None for v in leaves]
+
+
+@dataclass(frozen=True)
+class _True:
+    """A call without padding, and what eager did for it."""
+
+    leaves: list[Any]
+    outcome: Outcome
+    seen: _Seen
+
+
+class _Unchanged:
+    """Parts of outputs, of those that do not grow with the call, that were the same so far."""
+
+    def __init__(self, verdicts: Verdicts, sizes: Sizes, first: Outcome) -> None:
+        rules = zip(verdicts.shapes.of(sizes), verdicts.shapes.of(verdicts.bucket), strict=True)
+        self._first: dict[str, torch.Tensor] = {
+            name: value.reshape(-1)
+            for (name, value), (mine, full) in zip(first.outputs.items(), rules, strict=False)
+            if isinstance(value, torch.Tensor) and mine == full
+        }
+        self._same = {name: torch.ones_like(v, dtype=torch.bool) for name, v in self._first.items()}
+
+    def strike(self, outcome: Outcome) -> bool:
+        """Strike out what is another in an outcome; whether anything is."""
+        struck = False
+        for name, first in self._first.items():
+            value = outcome.outputs.get(name)
+            if isinstance(value, torch.Tensor) and value.numel() == first.numel():
+                other = self._same[name] & (value.reshape(-1) != first)
+                struck |= bool(other.any())
+                self._same[name] &= ~other
+        return struck
+
+    def any(self) -> bool:
+        """Whether a part was the same all the time."""
+        return any(bool(same.any()) for same in self._same.values())
 
 
 class _Inexact(Exception):

@@ -1,9 +1,14 @@
-"""A function with a sample of one kind of call, and such calls of any sizes made of it."""
+"""A function with a sample of one kind of call, and such calls of any sizes made of it.
+
+They have the sample's values, or others of the same kind: what no row of the sample shows (that a
+flag may be down, say) is not seen in a trial of the sample alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -18,6 +23,28 @@ from .outputs import Sizes, memory_format
 from .padding import Value, cut_to, fill, shape_at, widths_of
 
 _FAR = 100.0
+
+
+class Change(Enum):
+    """How a call's values differ from the sample's. Where a pad value is declared, they never do.
+
+    Attributes:
+        NONE: not at all.
+        SCALED: floats by factors from 0.5 to 1.5: samples may hold equal rows.
+        NEGATED: floats by -1.
+        SHUFFLED: floats, masks and booleans are drawn from all that the sample holds; of other
+            integers whole slices are, since each column may have ids of its own.
+        MIXED: as shuffled, and floats by factors from -10 to 10: where a sample lies to one side of
+            a bound, others may lie beyond it.
+        FLIPPED: booleans, and zeros and ones in tensors that hold nothing else.
+    """
+
+    NONE = "none"
+    SCALED = "scaled"
+    NEGATED = "negated"
+    SHUFFLED = "shuffled"
+    MIXED = "mixed"
+    FLIPPED = "flipped"
 
 
 @dataclass
@@ -46,16 +73,15 @@ class Subject:
     fills: list[Value]
     declared: list[bool]
 
-    def at(self, sizes: Sizes, *, vary: bool = False) -> list[Any]:
+    def at(self, sizes: Sizes) -> list[Any]:
         """The sample with other sizes: a part of it, or more of its kind, no two rows alike.
 
         Args:
             sizes: named ones.
-            vary: give all numbers that are no whole ones other values: samples may hold equal rows.
         """
         named = dict(zip(self.names, sizes, strict=True))
         made: dict[int, Any] = {}
-        for leaf, own, said in zip(self.sample, self.axes, self.declared, strict=True):
+        for leaf, own in zip(self.sample, self.axes, strict=True):
             if id(leaf) in made or not own:
                 continue
             resized = leaf
@@ -71,10 +97,44 @@ class Subject:
                 memory_format=memory_format(leaf),
             )
             made[id(leaf)] = laid_out.copy_(resized)
-            if vary and not said and leaf.is_floating_point() and not _is_mask(leaf):
-                factors = torch.rand(resized.shape, generator=torch.Generator().manual_seed(1))
-                laid_out.mul_((0.5 + factors).to(leaf.device, leaf.dtype))
         return [made.get(id(leaf), leaf) for leaf in self.sample]
+
+    def changes(self) -> list[Change]:
+        """What may be changed about calls, in turn: the first ones tell most."""
+        samples = [self.sample[index] for index in self._free()]
+        found = [Change.NONE]
+        if any(_is_real(sample) and not _is_mask(sample) for sample in samples):
+            found.append(Change.NEGATED)
+        if any(s.dtype is torch.bool or _is_mask(s) for s in samples):
+            found.append(Change.FLIPPED)
+        found += [Change.MIXED, Change.SHUFFLED, Change.SCALED]
+        # Not a multiple of the fillings, so that each meets each.
+        return found if len(found) % 3 else [*found, Change.SHUFFLED]
+
+    def changed(self, sizes: Sizes, how: Change, generator: torch.Generator) -> list[Any]:
+        """A call of some sizes with other values than the sample's.
+
+        Args:
+            sizes: named ones.
+            how: in which way they differ.
+            generator: of random values; on the CPU.
+        """
+        leaves = self.at(sizes)
+        done = set()
+        for index in self._free():
+            leaf = leaves[index]
+            if id(leaf) not in done and leaf.numel():
+                done.add(id(leaf))
+                leaf.copy_(_changed(leaf, self.sample[index], self.axes[index], how, generator))
+        return leaves
+
+    def _free(self) -> list[int]:
+        """Arguments with named sizes of which nothing is declared."""
+        return [
+            index
+            for index, (own, said) in enumerate(zip(self.axes, self.declared, strict=True))
+            if own and not said
+        ]
 
     def padded(
         self, leaves: Sequence[Any], bucket: Sizes, filling: int, generator: torch.Generator
@@ -134,9 +194,9 @@ def _extended(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
     more = tensor.index_select(axis, places)
     if _is_mask(tensor) or tensor.dtype is torch.bool:
         return more
-    if tensor.is_floating_point() or tensor.is_complex():
+    if _is_real(tensor):
         generator = torch.Generator().manual_seed(n)
-        factors = 0.5 + torch.rand(more.shape, generator=generator)
+        factors = 0.5 + torch.rand(more.shape, generator=generator, device="cpu")
         factors.narrow(axis, 0, own).fill_(1)
         return more * factors.to(more.device, more.dtype)
     other = next((a for a in range(tensor.dim()) if a != axis and tensor.shape[a] > 1), None)
@@ -152,14 +212,61 @@ def _is_mask(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor == 1).any())
 
 
+def _is_real(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()
+
+
 def varied(leaf: torch.Tensor) -> torch.Tensor:
     """A sample with other values where it has but one: dummies prove nothing."""
     if not leaf.is_floating_point() or leaf.numel() < 2 or _is_mask(leaf):
         return leaf
     if bool((leaf == leaf.reshape(-1)[0]).all()):
-        drawn = torch.randn(leaf.shape, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        drawn = torch.randn(leaf.shape, generator=generator, device="cpu")
         return torch.empty_like(leaf).copy_(drawn)
     return leaf
+
+
+def _changed(
+    leaf: torch.Tensor,
+    sample: torch.Tensor,
+    axes: Axes,
+    how: Change,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """A call's tensor with other values of the kind that the sample holds."""
+    real, mask = _is_real(leaf), sample.dtype is torch.bool or _is_mask(sample)
+    if how is Change.FLIPPED:
+        return (1 - leaf.long()).to(leaf.dtype) if mask and not leaf.is_complex() else leaf
+    if how is Change.NEGATED:
+        return -leaf if real and not mask else leaf
+    if how in (Change.SHUFFLED, Change.MIXED):
+        if not real and not mask:
+            return _slices(sample, leaf.shape, axes, generator)
+        places = torch.randint(0, sample.numel(), leaf.shape, generator=generator, device="cpu")
+        leaf = sample.reshape(-1)[places.to(sample.device)]
+    if not real or mask or how not in (Change.SCALED, Change.MIXED):
+        return leaf
+    factors = torch.rand(leaf.shape, generator=generator, device="cpu")
+    factors = 0.5 + factors if how is Change.SCALED else 20 * factors - 10
+    return leaf * factors.to(leaf.device, leaf.dtype)
+
+
+def _slices(
+    sample: torch.Tensor, shape: Sequence[int], axes: Axes, generator: torch.Generator
+) -> torch.Tensor:
+    """Slices of a sample in random order, whole ones: what belongs together stays together."""
+    made = sample
+    for axis in axes:
+        own = sample.shape[axis]
+        places = torch.randint(0, own, (shape[axis],), generator=generator, device="cpu")
+        made = made.index_select(axis, places.to(sample.device))
+    other = next((a for a in range(sample.dim()) if a not in axes and sample.shape[a] > 1), None)
+    if other is not None and all(sample.shape[axis] == 1 for axis in axes):
+        # There is but one: it is turned, as for more rows than the sample has.
+        turn = torch.randint(0, sample.shape[other], (), generator=generator, device="cpu")
+        made = made.roll(int(turn), other)
+    return made
 
 
 def _other(
@@ -171,14 +278,15 @@ def _other(
 ) -> torch.Tensor:
     """Values of the kind that a sample holds, in another tensor's shape and layout."""
     values = sample.reshape(-1)
-    if sample.is_floating_point() or sample.is_complex():
-        # Like the sample's, and far from these, both finite.
-        made = drawn_like(like, generator) if filling == 1 else torch.full_like(like, _far(values))
+    if _is_real(sample):
+        # Like the sample's, and far from these on both sides, all finite.
+        if filling == 1:
+            made = drawn_like(like, generator)
+        else:
+            signs = 1 - 2 * torch.rand(like.shape, generator=generator, device="cpu").round()
+            made = (_far(values) * signs.double()).to(like.device, like.dtype)
     elif filling == 1 or sample.dtype is torch.bool:
-        made = sample
-        for axis in axes:  # Whole slices: what belongs together stays together.
-            places = torch.randint(0, sample.shape[axis], (like.shape[axis],), generator=generator)
-            made = made.index_select(axis, places.to(sample.device))
+        made = _slices(sample, like.shape, axes, generator)
         made = ~made if sample.dtype is torch.bool and filling == 2 else made
     else:
         made = torch.full_like(like, int(values.max()))

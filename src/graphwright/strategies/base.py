@@ -244,5 +244,5 @@ def without_grad(function: Callable[..., Any]) -> Callable[..., Any]:
 def tiny_model(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
     """A model of two layers, and its input, for probes."""
     with torch.random.fork_rng(devices=[] if device.type == "cpu" else [device]):
-        model = nn.Sequential(nn.Linear(8, 8), nn.ReLU()).to(device).eval()
+        model = nn.Sequential(nn.Linear(8, 8, device=device), nn.ReLU()).eval()
         return model, torch.randn(2, 8, device=device)
