@@ -347,7 +347,8 @@ class Tells:
 
     def __call__(self, model: nn.Module) -> Callable[..., Any]:
         if "_worker" in sys.argv[0]:
-            found = (switches(), torch.get_num_threads(), torch.is_grad_enabled())
+            device = torch.get_default_device()
+            found = (switches(), torch.get_num_threads(), torch.is_grad_enabled(), device)
             with open(self.file, "w", encoding="ascii") as handle:
                 handle.write(repr(found))
         return torch.no_grad()(model)

@@ -344,13 +344,14 @@ def test_settings_are_the_caller_s(tmp_path: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        with torch.no_grad():
-            tune([Planted("settings", planted.Tells(str(file)))])
+        model, x = Small().eval(), torch.randn(4, 16)
+        with torch.no_grad(), torch.device("meta"):
+            gw.tune(model, (x,), strategies=[Planted("settings", planted.Tells(str(file)))])
             here = Settings.taken()
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
-    assert file.read_text() == repr((here.switches, 1, False))
+    assert file.read_text() == repr((here.switches, 1, False, torch.device("meta")))
 
 
 def test_the_budget_is_kept_and_what_was_not_tried_says_so() -> None:

@@ -17,6 +17,7 @@ class Settings:
 
     Attributes:
         switches: of `signature.switches`: autocast, default dtype, back ends.
+        device: that tensors are made on where nothing is said.
         threads: of operators on the CPU.
         grad: whether gradients are on.
         inference: whether inference mode is.
@@ -25,6 +26,7 @@ class Settings:
     """
 
     switches: tuple[Any, ...]
+    device: torch.device
     threads: int
     grad: bool
     inference: bool
@@ -37,6 +39,7 @@ class Settings:
         names = ("torch._dynamo.config", "torch._inductor.config")
         return cls(
             switches=switches(),
+            device=torch.get_default_device(),
             threads=torch.get_num_threads(),
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
@@ -74,6 +77,8 @@ class Settings:
         torch.backends.cuda.enable_mem_efficient_sdp(efficient)
         torch.backends.cuda.enable_math_sdp(math)
         torch.backends.cuda.enable_cudnn_sdp(cudnn_sdp)
+        if self.device != torch.get_default_device():
+            torch.set_default_device(self.device)
         torch.set_num_threads(self.threads)
         torch.set_grad_enabled(self.grad)
         for name, statements in self.compilers.items():

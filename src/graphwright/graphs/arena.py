@@ -115,7 +115,7 @@ class Arena:
         """A tensor at the same place that does not keep the block alive."""
         item = tensor.element_size()
         start = block.offset // item + tensor.storage_offset()
-        alias = torch.empty(0, dtype=tensor.dtype).set_(
+        alias = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
             block.segment.memory.untyped_storage(), start, tensor.size(), tensor.stride()
         )
         if tensor.is_conj():
@@ -161,7 +161,7 @@ class Arena:
             size = LARGE_SEGMENT
         else:
             size = -(-nbytes // (2 * MIB)) * 2 * MIB
-        segment = Segment(torch.empty(size, dtype=torch.uint8), small, {0: size}, {})
+        segment = Segment(torch.empty(size, dtype=torch.uint8, device="cpu"), small, {0: size}, {})
         self._segments.append(segment)
         return segment
 

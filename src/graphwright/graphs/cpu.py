@@ -63,7 +63,7 @@ def _classes(args: Any, kwargs: Mapping[str, Any] | None) -> int:
 
 
 def _one_hot(index: torch.Tensor, classes: int) -> torch.Tensor:
-    result = torch.zeros(*index.shape, classes, dtype=torch.long)
+    result = torch.zeros(*index.shape, classes, dtype=torch.long, device=index.device)
     return result.scatter_(-1, index.unsqueeze(-1), 1)
 
 
@@ -202,7 +202,7 @@ class _Tape(Journal):
             moved[old._cdata] = self._arena.allocate(old.nbytes())
             moved[old._cdata].copy_(old)
         with torch.inference_mode(False):
-            result = torch.empty(0, dtype=tensor.dtype).set_(
+            result = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
                 moved[old._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
             )
         block = self._arena.block_of(result)
@@ -331,7 +331,7 @@ class CpuRecorder:
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Bytes of the arena."""
         storage = self._arena.allocate(nbytes)
-        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (nbytes,), (1,))
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
 
     def record(
         self,
