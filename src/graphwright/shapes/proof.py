@@ -266,7 +266,7 @@ class Prover:
         """What eager does for other values, without padding.
 
         Values for which it raises, or gives NaN or Inf where it does not for the sample's, prove
-        nothing: these are scaled instead, and the like is not tried again.
+        nothing: these are scaled instead, or as they are, and the like is not tried again.
         """
         if how not in (Change.NONE, Change.SCALED) and how not in self._useless:
             with contextlib.suppress(Exception):
@@ -277,7 +277,14 @@ class Prover:
                 if finite_share(changed.outcome) >= finite_share(usual.outcome):
                     return changed
             self._useless.add(how)
-        return self._eager(sizes, how if how is Change.NONE else Change.SCALED)
+        if how is not Change.NONE:
+            try:
+                return self._eager(sizes, Change.SCALED)
+            except _Inexact:
+                raise
+            except Exception:
+                self._useless.add(Change.SCALED)
+        return self._eager(sizes, Change.NONE)
 
     def _eager(self, sizes: Sizes, how: Change) -> _True:
         leaves = self.subject.changed(sizes, how, self._generator)

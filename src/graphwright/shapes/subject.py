@@ -89,7 +89,7 @@ class Subject:
                 if n < leaf.shape[axis]:
                     resized = resized.narrow(axis, 0, n)
                 elif n > leaf.shape[axis]:
-                    resized = _extended(resized, axis, n)
+                    resized = _extended(resized, axis, n, own)
             laid_out = torch.empty(
                 resized.shape,
                 dtype=leaf.dtype,
@@ -187,7 +187,7 @@ class Subject:
         return Call(name, *unflatten(list(leaves), self.spec))
 
 
-def _extended(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
+def _extended(tensor: torch.Tensor, axis: int, n: int, axes: Axes) -> torch.Tensor:
     """A tensor with more elements along one axis: its own, varied so that no part is repeated."""
     own = tensor.shape[axis]
     places = torch.arange(n, device=tensor.device) % own
@@ -199,7 +199,10 @@ def _extended(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
         factors = 0.5 + torch.rand(more.shape, generator=generator, device="cpu")
         factors.narrow(axis, 0, own).fill_(1)
         return more * factors.to(more.device, more.dtype)
-    other = next((a for a in range(tensor.dim()) if a != axis and tensor.shape[a] > 1), None)
+    # Along another dimension that varies, if there is one: what lies beside it may be a table's
+    # columns, each with values of its own.
+    among = [a for a in axes if a != axis] or [a for a in range(tensor.dim()) if a != axis]
+    other = next((a for a in among if tensor.shape[a] > 1), None)
     if other is None:
         return more
     # Ids stay ids: each repetition is turned by one place more.
