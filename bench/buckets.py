@@ -89,7 +89,7 @@ def over_sizes(model: nn.Module, buckets: gw.Buckets, **options: Any) -> Any:
 def serve(model: nn.Module, graphed: Any, calls: list[Inputs], timer: Timer) -> dict[str, Any]:
     """Each call by eager and by a graph, in turns, twice; how far they are apart.
 
-    Eager is slower at sizes that it has not met: cuDNN's attention builds a plan for each.
+    Eager is slower at sizes that it has not met (why was not measured apart).
     """
     passes = []
     worst = 0.0
