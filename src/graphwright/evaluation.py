@@ -130,8 +130,7 @@ class Evaluator:
                 if not found.available:
                     row.status, row.reason = Status.UNAVAILABLE, found.reason
                     row.remedy = found.remedy
-        finally:
-            self._leave(row)
+            self._leave(row)  # Verification does so by itself where it comes to its end.
         self._sum_up(trial)
         return trial
 

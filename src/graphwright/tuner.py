@@ -419,7 +419,6 @@ class Tuning:
         found.model = self.report.model
         self.report = found
         self._look_between(name)
-        self._restore()
         return self._tuned(name, trial.builts)
 
     # ------------------------------------------------------------ what is handed out
