@@ -16,7 +16,7 @@ from typing import Any
 import planted
 import pytest
 import torch
-from planted import Branching, Planted, Small
+from planted import Branching, Planted, Roundabout, Small, directly
 from torch import nn
 
 import graphwright as gw
@@ -30,19 +30,6 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="candidates are 
 @pytest.fixture(autouse=True)
 def isolated(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("graphwright.tuner.ISOLATED", True)
-
-
-class Roundabout(Small):
-    """Does the work of Small the long way."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(50):
-            x = x + 0
-        return super().forward(x)
-
-
-def directly(model: nn.Module) -> Callable[..., Any]:
-    return torch.no_grad()(lambda x: Small.forward(model, x))
 
 
 QUICK = Planted("quick", directly)

@@ -7,25 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from planted import Planted, Small, right_but_slower
+from planted import Planted, Roundabout, Small, directly, right_but_slower
 from torch import nn
 
 import graphwright as gw
 from graphwright.report import Report, Status
 from graphwright.report.markdown import to_markdown
-
-
-class Roundabout(Small):
-    """Does the work of Small the long way."""
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(50):
-            x = x + 0
-        return super().forward(x)
-
-
-def directly(model: nn.Module) -> Callable[..., Any]:
-    return torch.no_grad()(lambda x: Small.forward(model, x))  # type: ignore[arg-type]  # a Small
 
 
 def quick_below(rows: int) -> Callable[[nn.Module], Callable[..., Any]]:

@@ -6,7 +6,8 @@ from typing import Any
 
 import torch
 
-from ..graphs.capture import CallGraph, capture
+from ..graphs.callgraph import CallGraph
+from ..graphs.capture import capture
 from ..signature import Args, Kwargs
 from .base import AVAILABLE, Availability, Built, Runner, tiny_model
 
