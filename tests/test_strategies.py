@@ -36,8 +36,10 @@ NAMES = [
     "tf32",
     "eager+graph",
     "torchscript:freeze+graph",
+    "torchscript:optimize+graph",
     "aot_autograd+graph",
     "inductor+graph",
+    "inductor:freeze+graph",
     "channels_last+inductor+graph",
 ]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +16,11 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.report import Report, Status
+from graphwright.shortcut import shortcut
 from graphwright.signature import CallSignature
 from graphwright.strategies import parse_candidates
+from graphwright.strategies.base import AVAILABLE
+from graphwright.strategies.runners import GRAPH
 from graphwright.tuned import TunedModule
 from graphwright.tuner import Tuning
 from graphwright.watch import ModuleWatch
@@ -24,31 +29,73 @@ REPORT = Report("Small", [], "latency", [], {}, chosen="planted", reason="plante
 MARK = 1000.0
 
 
-def tuned_small(
-    device: torch.device | str = "cpu", *, values: bool = True
-) -> tuple[TunedModule, Small, torch.Tensor]:
-    """A winner whose answers are off by MARK, so that one sees who answered."""
-    model = Small().eval().to(device)
-    x = torch.randn(4, 16, device=device)
+Made = tuple[TunedModule, Small, torch.Tensor]
 
-    def winner(*args: Any, **kwargs: Any) -> torch.Tensor:
-        with torch.no_grad():
-            return model(*args, **kwargs) + MARK
 
-    signature = CallSignature.of((x,), {})
-    watch = ModuleWatch(model, values=values)
-    return TunedModule(model, REPORT, [(signature, winner)], watch), model, x
+@pytest.fixture(params=["the long way", "the short way"])
+def tuned_small(request: pytest.FixtureRequest) -> Callable[..., Made]:
+    """Makes a winner whose answers are off by MARK, so that one sees who answered."""
+
+    def made(device: torch.device | str = "cpu", *, values: bool = True) -> Made:
+        model = Small().eval().to(device)
+        x = torch.randn(4, 16, device=device)
+
+        def winner(*args: Any, **kwargs: Any) -> torch.Tensor:
+            with torch.no_grad():
+                return model(*args, **kwargs) + MARK
+
+        signature = CallSignature.of((x,), {})
+        watch = ModuleWatch(model, values=values)
+        shortcuts = []
+        if request.param == "the short way":
+
+            def launch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+                return winner(*tensors)
+
+            short = shortcut(signature, launch, watch.unchanged, training=False)
+            assert short is not None
+            shortcuts.append(short)
+        table = [(signature, winner)]
+        return TunedModule(model, REPORT, table, watch, shortcuts=shortcuts), model, x
+
+    return made
 
 
 def won(result: torch.Tensor) -> bool:
     return bool(result.mean() > MARK / 2)
 
 
-def test_a_fitting_call_is_answered_by_the_winner() -> None:
+def test_a_fitting_call_is_answered_by_the_winner(tuned_small: Callable[..., Made]) -> None:
     tuned, _, x = tuned_small()
     assert won(tuned(x))
     assert won(tuned(torch.randn(4, 16)))
     assert tuned.calls == {"tuned": 2}
+
+
+def test_a_graph_is_called_the_short_way(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Graphs on the CPU are for tests: tune() does not offer them.
+    probed = {(id(GRAPH), device.type): (GRAPH, AVAILABLE)}
+    monkeypatch.setattr("graphwright.strategies.base._probed", probed)
+    model, x = Small().eval().to(device), torch.randn(4, 16, device=device)
+    tuning = Tuning(model, (x,), strategies=["eager+graph"], remember=False)
+    tuning.run()
+    built = tuning.asked.candidates[-1].build(model, (x,), {})
+
+    def long_way(*args: Any, **kwargs: Any) -> Any:
+        raise AssertionError("a call that fits took the long way")
+
+    tuned = tuning._tuned("eager+graph", [replace(built, call=long_way)])
+    for _ in range(3):
+        x = torch.randn(4, 16, device=device)
+        assert torch.equal(tuned(x), model(x).detach())
+        with torch.no_grad():
+            model.first.weight.mul_(1.5)  # The graph reads the weights where they are.
+    assert tuned.calls == {"tuned": 3}
+    with torch.no_grad():
+        assert not tuned(x[:2]).requires_grad
+    assert tuned.calls["eager: another signature"] == 1
 
 
 @pytest.mark.parametrize(
@@ -60,7 +107,9 @@ def test_a_fitting_call_is_answered_by_the_winner() -> None:
         lambda t, x: t.double()(x.double()),
     ],
 )
-def test_another_call_goes_eager_and_is_counted(call: Any) -> None:
+def test_another_call_goes_eager_and_is_counted(
+    call: Any, tuned_small: Callable[..., Made]
+) -> None:
     tuned, _, x = tuned_small()
     result = call(tuned, x)
     assert not won(result)
@@ -69,7 +118,7 @@ def test_another_call_goes_eager_and_is_counted(call: Any) -> None:
     assert tuned._choice.last_difference in tuned.explain()
 
 
-def test_wrong_calls_raise_as_the_module_does() -> None:
+def test_wrong_calls_raise_as_the_module_does(tuned_small: Callable[..., Made]) -> None:
     tuned, model, _ = tuned_small()
     with pytest.raises(RuntimeError) as mine:
         tuned(torch.ones(4, 3))
@@ -93,7 +142,9 @@ def test_wrong_calls_raise_as_the_module_does() -> None:
         lambda t, m: m.offset.add_(1),
     ],
 )
-def test_a_changed_module_goes_eager_and_answers_right(change: Any) -> None:
+def test_a_changed_module_goes_eager_and_answers_right(
+    change: Any, tuned_small: Callable[..., Made]
+) -> None:
     tuned, model, x = tuned_small()
     change(tuned, model)
     assert torch.equal(tuned(x), model(x).detach())
@@ -101,13 +152,15 @@ def test_a_changed_module_goes_eager_and_answers_right(change: Any) -> None:
     assert "Call graphwright.tune() again" in tuned.explain()
 
 
-def test_in_place_updates_reach_a_winner_that_reads_the_weights() -> None:
+def test_in_place_updates_reach_a_winner_that_reads_the_weights(
+    tuned_small: Callable[..., Made],
+) -> None:
     tuned, model, x = tuned_small(values=False)
     tuned.load_state_dict(Small().state_dict())
     assert torch.equal(tuned(x), model(x).detach() + MARK)
 
 
-def test_no_gradient_is_lost() -> None:
+def test_no_gradient_is_lost(tuned_small: Callable[..., Made]) -> None:
     tuned, model, x = tuned_small()
     wants = x.clone().requires_grad_()
     tuned(wants).sum().backward()
@@ -120,7 +173,7 @@ def test_no_gradient_is_lost() -> None:
     assert won(tuned(x))
 
 
-def test_it_behaves_as_the_module_does() -> None:
+def test_it_behaves_as_the_module_does(tuned_small: Callable[..., Made]) -> None:
     tuned, model, _ = tuned_small()
     assert (
         list(tuned.state_dict())
@@ -161,7 +214,7 @@ def test_methods_lengths_and_items_are_the_module_s() -> None:
         _ = tuned.no_such
 
 
-def test_copies_and_pickles_start_untuned_and_say_so() -> None:
+def test_copies_and_pickles_start_untuned_and_say_so(tuned_small: Callable[..., Made]) -> None:
     tuned, model, x = tuned_small()
     for other in (copy.deepcopy(tuned), pickle.loads(pickle.dumps(tuned))):
         assert torch.equal(other(x), model(x).detach())
@@ -178,7 +231,7 @@ def test_a_tuned_module_can_be_tuned_again() -> None:
     assert second.module is model
 
 
-def test_autocast_is_part_of_the_call() -> None:
+def test_autocast_is_part_of_the_call(tuned_small: Callable[..., Made]) -> None:
     tuned, model, x = tuned_small()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(tuned(x), model(x).detach())

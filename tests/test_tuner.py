@@ -120,6 +120,7 @@ def test_eager_three_ways_torchscript_aot_and_inductor_on_the_cpu() -> None:
         "torchscript:optimize",
         "aot_autograd",
         "inductor",
+        "inductor:freeze",
     }
     assert {r.strategy for r in report.rows if r.measurement is not None} == measured
     assert {r.strategy for r in report.rows if r.status is Status.UNAVAILABLE} == {

@@ -33,13 +33,12 @@ from .graphs.memory import MemoryPool
 from .graphs.transaction import capturing_now
 from .report.progress import Progress, shown
 from .shapes.buckets import PADDING
+from .shortcut import MISS, Shortcut, shortcut
 from .signature import (
     Args,
     CallSignature,
     Kwargs,
-    fitting,
     inside_transform,
-    lasting_switches,
     tensors_of,
 )
 from .tally import GraphStatistics, Tally, explained
@@ -50,7 +49,6 @@ if TYPE_CHECKING:
 OnMiss = Literal["capture", "eager", "error"]
 Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
 
-_MISS = object()
 # Reasons for eager calls that a caller should hear of once.
 UNCAPTURED = "it cannot be captured"
 _LIMIT = "the pool's limit"
@@ -98,7 +96,7 @@ class GraphedCallable:
             fn, self.pool, outputs, max_graphs, self._forget, self._forget_proofs
         )
         self._recent: Entry | None = None
-        self._fast: Callable[[Args, Kwargs], Any] | None = None
+        self._short: tuple[Entry, Shortcut] | None = None
         # What answers calls of some shapes, if nothing else about them differs.
         self._quick: dict[Any, Any] = {}
         self._last_miss: str | None = None
@@ -119,10 +117,12 @@ class GraphedCallable:
 
     def call(self, args: Args, kwargs: Kwargs) -> Any:
         """The same, with the arguments as they are."""
-        fast = self._fast
-        if fast is not None:
+        short = self._short
+        if short is not None:
+            latest, fast = short
             result = fast(args, kwargs)
-            if result is not _MISS:
+            if result is not MISS:
+                latest.hits += 1
                 return result
         key = quick_key(args, kwargs)
         entry = self._recent if key is None else self._quick.get(key)
@@ -134,48 +134,16 @@ class GraphedCallable:
             return self._find(args, kwargs)
         return self._answer(entry, args, kwargs)
 
-    def _shortcut(self, entry: Entry) -> Callable[[Args, Kwargs], Any] | None:
-        """The common case in one function, in which every name and attribute counts.
-
-        It answers calls whose arguments are all tensors, by a graph that mutates nothing, and says
-        `_MISS` to whatever needs a closer look.
-        """
-        signature, graph = entry.signature, entry.graph
-        guard, flat = signature.guard, signature.flat
-        launch = None if graph is None else graph.launcher()
-        if guard is None or flat is None or launch is None or not entry.pure:
+    def _shortcut(self, entry: Entry) -> Shortcut | None:
+        """The short way to an entry, where it has one."""
+        if entry.graph is None or not entry.pure or entry.grad is not None:
             return None
-        if entry.grad is not None or self._audit_every is not None:
+        if self._audit_every is not None:
             return None
-        quiet = not (entry.state.training or signature.wants_grad)
-        if any(signature.switches[:2]):  # Autocast is on, and its dtype might change.
-            return None
-        expected, unchanged = signature.switches[2:], entry.state.watch.unchanged
-        count, names = len(flat[0]), tuple(flat[1])
-        grad_is_on = torch.is_grad_enabled
-
-        def fast(args: Args, kwargs: Kwargs) -> Any:
-            if len(args) != count or len(kwargs) != len(names):
-                return _MISS
-            if kwargs:
-                try:
-                    args = (*args, *[kwargs[name] for name in names])
-                except KeyError:
-                    return _MISS
-            if not fitting(guard, args) or lasting_switches() != expected:
-                return _MISS
-            if not quiet and grad_is_on():
-                return _MISS
-            try:
-                result = launch(args)
-            except GraphClosed:
-                return _MISS
-            if not unchanged():
-                return _MISS
-            entry.hits += 1
-            return result
-
-        return fast
+        state = entry.state
+        return shortcut(
+            entry.signature, entry.graph.launcher(), state.watch.unchanged, training=state.training
+        )
 
     def _answer(self, entry: Entry, args: Args, kwargs: Kwargs) -> Any:
         """A graph that fits. Nothing is lost where it turns out not to."""
@@ -210,7 +178,8 @@ class GraphedCallable:
     def _used(self, entry: Entry, args: Args, kwargs: Kwargs) -> None:
         """Remember what was used last, for the quick path and for eviction."""
         self._recent = entry
-        self._fast = self._shortcut(entry)
+        fast = self._shortcut(entry)
+        self._short = None if fast is None else (entry, fast)
         key = quick_key(args, kwargs)
         if key is not None:
             self._quick[key] = entry
@@ -316,7 +285,7 @@ class GraphedCallable:
         """An entry was given up."""
         self._tally.forget(entry)
         if self._recent is entry:
-            self._recent = self._fast = None
+            self._recent = self._short = None
         self._quick = {key: found for key, found in self._quick.items() if found is not entry}
 
     def _forget_proofs(self, verdicts: Iterable[Verdicts]) -> None:

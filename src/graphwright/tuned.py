@@ -14,6 +14,7 @@ from torch.utils import _pytree as pytree
 from .proxy import ModuleProxy
 from .report import Report
 from .report.result import EAGER
+from .shortcut import MISS, Shortcut
 from .signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
 from .watch import ModuleWatch
 
@@ -48,6 +49,7 @@ class _Choice:
         pure: bool,
         quiet: bool,
         filled: FilledCalls | None,
+        shortcuts: Sequence[Shortcut],
     ) -> None:
         self.module = module
         self.report = report
@@ -56,6 +58,7 @@ class _Choice:
         self.pure = pure
         self.quiet = quiet
         self.filled = filled
+        self.shortcuts = tuple(shortcuts)
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
@@ -143,9 +146,10 @@ class TunedModule(ModuleProxy):
         pure: bool = False,
         quiet: bool = True,
         filled: FilledCalls | None = None,
+        shortcuts: Sequence[Shortcut] = (),
     ) -> None:
         super().__init__(module)
-        choice = _Choice(module, report, table, watch, pure, quiet, filled)
+        choice = _Choice(module, report, table, watch, pure, quiet, filled, shortcuts)
         object.__setattr__(self, "_choice", choice)
 
     _choice: _Choice
@@ -163,6 +167,12 @@ class TunedModule(ModuleProxy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the winner, or the module itself where the winner does not fit."""
         choice = self._choice
+        if not choice.module.training:
+            for short in choice.shortcuts:
+                result = short(args, kwargs)
+                if result is not MISS:
+                    choice.calls["tuned"] += 1
+                    return result
         found = choice.fitting(args, kwargs)
         if torch.is_grad_enabled() and (
             choice.module.training
@@ -195,7 +205,12 @@ class TunedModule(ModuleProxy):
         change = None if choice.watch is None else choice.watch.changed()
         if not choice.table:
             lines.append("This copy was not tuned: every call goes to the module itself.")
-        elif change is not None:
+        elif choice.watch is not None and choice.watch.values:
+            lines.append(
+                "It holds a copy of the weights: after a change of them calls go to the module "
+                "itself, but changes through .data, NumPy or a pointer are not noticed."
+            )
+        if change is not None:
             lines.append(f"Every call now goes to the module itself, since {change}.")
             lines.append("Call graphwright.tune() again to tune the module as it is now.")
         for way, count in choice.calls.most_common():

@@ -30,6 +30,7 @@ from .report.reason import sentence
 from .report.result import EAGER
 from .request import Request
 from .screening import Screening, Terms
+from .shortcut import Shortcut, shortcut
 from .signature import Args, Kwargs
 from .snapshots import State
 from .strategies import (
@@ -41,7 +42,7 @@ from .strategies import (
 from .strategies.base import without_grad
 from .tuned import TunedModule, quiet_eager
 from .verification import verify
-from .watch import FunctionModule, ModuleWatch
+from .watch import FunctionModule, ModuleWatch, in_training
 
 if TYPE_CHECKING:
     from .shapes.buckets import Buckets
@@ -437,7 +438,23 @@ class Tuning:
         filled = None
         if self.asked.buckets is not None and pure and name != EAGER:
             filled = self.asked.buckets.filled(table)
-        return TunedModule(self.asked.module, self.report, table, watch, pure, self._quiet, filled)
+        found: list[Shortcut | None] = []
+        if watch is not None and pure:
+            unchanged, training = watch.unchanged, in_training(self.asked.module)
+            found = [
+                shortcut(signature, built.launch, unchanged, training=training)
+                for signature, built in zip(self.asked.signatures, builts, strict=True)
+            ]
+        return TunedModule(
+            self.asked.module,
+            self.report,
+            table,
+            watch,
+            pure,
+            self._quiet,
+            filled,
+            [short for short in found if short is not None],
+        )
 
     def _restore(self) -> None:
         """Leave the module's buffers and parameters as they were found."""

@@ -39,7 +39,7 @@ class ModuleWatch:
     """
 
     def __init__(self, module: nn.Module, *, values: bool) -> None:
-        self._values = values
+        self.values = values
         self._function = module if isinstance(module, FunctionModule) else None
         self._reached = self._reach()
         self._hooks: list[dict[Any, Any]] = []
@@ -71,7 +71,7 @@ class ModuleWatch:
         self._geometries = list(map(_geometry, self._unique))
         self._guard = guard_of(self._unique)
         self._versions = _versions(self._tensors) if values else []
-        self.unchanged = self._compiled(module) if not values else self._unchanged
+        self.unchanged = self._compiled(module)
 
     def _unchanged(self) -> bool:
         return self.changed() is None
@@ -102,6 +102,8 @@ class ModuleWatch:
                 terms.append(f"{it}[{key!r}] is {name(attributes[key])}")
         for tensor in self._tensors:
             terms.append(f"{name(tensor.data_ptr)}() == {tensor.data_ptr()}")
+            if self.values and not tensor.is_inference():
+                terms.append(f"{name(tensor)}._version == {tensor._version}")
         terms.append(f"not {name(self._reshaped)}()")
         source = f"lambda {', '.join(names)}: lambda: {' and '.join(terms)}"
         made: Callable[[], bool] = eval(source)(**names)  # of names and addresses made here
@@ -139,7 +141,7 @@ class ModuleWatch:
             return "the memory of a parameter or buffer moved"
         if self._reshaped():
             return "the shape or strides of a parameter or buffer changed"
-        if self._values and _versions(self._tensors) != self._versions:
+        if self.values and _versions(self._tensors) != self._versions:
             return "a parameter or buffer changed in place, and the chosen strategy holds a copy"
         if self._hooked and self._hooks != self._hooked:
             return "a forward hook was added or removed"

@@ -29,6 +29,7 @@ COMPILERS: tuple[Compiler, ...] = (
     torchscript.FUSER,
     aot_autograd.AOT_AUTOGRAD,
     inductor.INDUCTOR,
+    inductor.FREEZE,
     inductor.REDUCE_OVERHEAD,
     inductor.MAX_AUTOTUNE,
 )
@@ -42,7 +43,14 @@ RUNNERS: tuple[Runner, ...] = (runners.GRAPH,)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
 _ON_REQUEST = {inductor.MAX_AUTOTUNE.name}
-_UNDER_GRAPH = (eager.EAGER, torchscript.FREEZE, aot_autograd.AOT_AUTOGRAD, inductor.INDUCTOR)
+_UNDER_GRAPH = (
+    eager.EAGER,
+    torchscript.FREEZE,
+    torchscript.OPTIMIZE,
+    aot_autograd.AOT_AUTOGRAD,
+    inductor.INDUCTOR,
+    inductor.FREEZE,
+)
 _REWRITTEN = (eager.EAGER, torchscript.OPTIMIZE, inductor.INDUCTOR)
 
 
@@ -80,6 +88,7 @@ _USUAL = {
         "torchscript:fuser": (1.15, 1.0),
         "aot_autograd": (0.9, 3.0),
         "inductor": (1.5, 10.0),
+        "inductor:freeze": (1.6, 12.0),
         "inductor:reduce-overhead": (3.0, 12.0),
         "inductor:max-autotune": (1.5, 120.0),
     },
@@ -93,6 +102,7 @@ _USUAL = {
         "torchscript:fuser": (1.05, 1.0),
         "aot_autograd": (0.95, 3.0),
         "inductor": (1.3, 15.0),
+        "inductor:freeze": (1.4, 20.0),
         "inductor:reduce-overhead": (1.3, 15.0),
         "inductor:max-autotune": (1.4, 120.0),
     },

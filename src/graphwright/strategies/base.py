@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -39,12 +39,14 @@ class Built:
     """A callable that a strategy made of a model, to be called as the model is.
 
     `holds_weights` says that it keeps values of its own (copied, folded or frozen), so that later
-    in-place changes of the model's parameters would go unseen.
+    in-place changes of the model's parameters would go unseen. `launch` is a quicker way to call
+    it with its tensors in a row, if there is one.
     """
 
     call: Callable[..., Any]
     notes: list[str] = field(default_factory=list)
     holds_weights: bool = False
+    launch: Callable[[Sequence[torch.Tensor]], Any] | None = None
 
 
 class Compiler(Protocol):

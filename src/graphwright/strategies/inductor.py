@@ -1,4 +1,4 @@
-"""torch.compile with Inductor: the default, reduce-overhead and max-autotune.
+"""torch.compile with Inductor: the default, freezing, reduce-overhead and max-autotune.
 
 Each build compiles a code object of its own: TorchDynamo keeps its compiled entries by code object
 and goes eager without a word after eight of them, which a tuner reaches at once.
@@ -68,12 +68,17 @@ def compile_and_run(
 
 @dataclass(frozen=True)
 class Inductor:
-    """torch.compile(mode=…), compiled for the sample's own shapes."""
+    """torch.compile(mode=…), compiled for the sample's own shapes.
+
+    With `freezing`, Inductor takes the weights for constants: it folds batch norms into
+    convolutions, merges matrix products of one input, and packs weights for the CPU.
+    """
 
     mode: str
     name: str
     complexity: int
     cuda_graphs: bool = False
+    freezing: bool = False
 
     def probes_late(self, device: torch.device) -> bool:
         """Whether the probe compiles, which takes as long as a build."""
@@ -102,9 +107,10 @@ class Inductor:
         import torch._inductor.config
 
         compiled = torch.compile(fresh_entry(model), mode=self.mode, dynamic=False)
-        with torch.no_grad():
+        frozen = bool(self.freezing or torch._inductor.config.freezing)
+        # TorchDynamo asks for this switch too, so that it is no option of torch.compile.
+        with torch.no_grad(), torch._inductor.config.patch(freezing=frozen):
             notes, delta = compile_and_run(compiled, args, kwargs, 3 if self.cuda_graphs else 1)
-        frozen = bool(torch._inductor.config.freezing)
         if not self.cuda_graphs:
             return Built(without_grad(compiled), notes, frozen)
         if delta["skips"]:
@@ -130,5 +136,6 @@ def _explain(error: Exception) -> Availability:
 
 
 INDUCTOR = Inductor("default", "inductor", 30)
-REDUCE_OVERHEAD = Inductor("reduce-overhead", "inductor:reduce-overhead", 31, cuda_graphs=True)
-MAX_AUTOTUNE = Inductor("max-autotune", "inductor:max-autotune", 32)
+FREEZE = Inductor("default", "inductor:freeze", 31, freezing=True)
+REDUCE_OVERHEAD = Inductor("reduce-overhead", "inductor:reduce-overhead", 32, cuda_graphs=True)
+MAX_AUTOTUNE = Inductor("max-autotune", "inductor:max-autotune", 33)

@@ -31,7 +31,7 @@ def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
         # Whoever calls a candidate has found that the call fits.
         return graph.run(args, kwargs)
 
-    return Built(call, built.notes, built.holds_weights)
+    return Built(call, built.notes, built.holds_weights, graph.launcher())
 
 
 GRAPH = Runner("graph", 5, _probe, _wrap)
