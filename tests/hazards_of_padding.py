@@ -226,9 +226,10 @@ REFUSED = {
 
 for _seed in range(8):
     # Of any usual sample some row is above the bound, so that no padding shows.
-    REFUSED[f"whether any row is above a bound, {_seed}"] = Case(
-        any_above(_seed), low_alone, BATCH, {"batch": [8]}, refused=("batch", "output")
-    )
+    for _bucket in (8, 3):
+        REFUSED[f"whether any row is above a bound, {_seed}, up to {_bucket}"] = Case(
+            any_above(_seed), low_alone, BATCH, {"batch": [_bucket]}, refused=("batch", "output")
+        )
 
 ACCEPTED = {
     "rows apart": Case(

@@ -37,6 +37,8 @@ _MAX_LOOKED_AT = 4096
 FILLINGS = 3
 # Where each has values of its own: the values' signs are turned between the first two.
 _TELLING = (1, 2, 0, 1)
+# The same for rows that are all alike, mostly with what calls will be filled up with.
+_TELLING_ALIKE = (0, 0, 0, 0, 1, 0, 0)
 # How often further values are tried in search of one for which an output is another.
 _MAX_SEARCHED = 4
 
@@ -62,8 +64,8 @@ class Prover:
         self._calls = 0
         self._turn = itertools.cycle(range(FILLINGS))
         self._changes = itertools.cycle(subject.changes())
-        # Changes of values that eager did not take.
-        self._useless: set[Change] = set()
+        # Changes of values that eager did not take, and whether all rows were alike.
+        self._useless: set[tuple[Change, bool]] = set()
         # Dimensions, padded together, of which a trial has found that it matters.
         self._suspect: set[Names] = set()
 
@@ -206,51 +208,76 @@ class Prover:
             for name, n, m in zip(subject.names, sizes, bucket, strict=True)
             if n != m
         )
-        free = any(
-            own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
-        )
-        # Few rows among many that are added show most, and cost least: each filling has its own.
-        several = thorough and 2 * math.prod(sizes) <= math.prod(bucket)
-        fillings: tuple[int, ...] = (0,)
-        if free:
-            fillings = _TELLING if several else tuple(range(FILLINGS))
-            fillings = fillings if thorough else (next(self._turn),)
-        changes = itertools.cycle(subject.changes()) if several else self._changes
+        padded = verdicts.padded(sizes)
         true: _True | None = None
         still: _Unchanged | None = None
-        for filling in fillings:
-            if true is None or several:
+        for filling, how, alike in self._trials(verdicts, sizes, thorough):
+            if how is not None:
                 try:
-                    true = self._true(sizes, next(changes))
+                    true = self._true(sizes, how, padded if alike else ())
                 except _Inexact:
                     raise
                 except Exception as error:
-                    return self._impossible(verdicts, sizes, change, error)
-                if only_nan(true.outcome):
+                    if not alike:
+                        return self._impossible(verdicts, sizes, change, error)
+                    continue  # Such rows may be no call at all.
+            assert true is not None
+            if only_nan(true.outcome):
+                if not alike:
                     return f"the sample proves nothing: it gives nothing but NaN with {change}"
-                still = still or _Unchanged(verdicts, sizes, true.outcome)
-                still.strike(true.outcome)
-            why = self._differs(verdicts, sizes, true, filling)
-            if why is not None:
-                return f"with {change}, {why}"
-        assert true is not None
-        assert still is not None
-        searched = (Change.MIXED, Change.SHUFFLED) * _MAX_SEARCHED
-        for how in searched if several and free else ():
-            if not still.any():
-                break
+                continue
+            still = still or _Unchanged(verdicts, sizes, true.outcome)
             # An output that is the same for all rows of the sample may hide what padding does.
-            try:
-                other = self._true(sizes, how)
-            except _Inexact:
-                raise
-            except Exception:
-                break
-            if still.strike(other.outcome):
-                why = self._differs(verdicts, sizes, other, 1)
+            struck = still.strike(true.outcome)
+            if filling is None and not struck:
+                if not still.any():
+                    break
+                continue
+            for each in range(FILLINGS) if struck or filling is None else (filling,):
+                why = self._differs(verdicts, sizes, true, each)
                 if why is not None:
                     return f"with {change}, {why}"
+        assert true is not None
         return self._strides(verdicts, sizes, true.leaves, true.seen)
+
+    def _trials(
+        self, verdicts: Verdicts, sizes: Sizes, thorough: bool
+    ) -> Iterator[tuple[int | None, Change | None, bool]]:
+        """What to try for some sizes.
+
+        Yields:
+            a filling of the padding, None where it is tried only if the values tell something new;
+            how the values are changed, None for those of the trial before; and whether all rows are
+            alike.
+        """
+        subject = self.subject
+        free = any(
+            own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
+        )
+        # Few rows among many that are added show most, and cost least; and so do the first ones of
+        # a case. Each filling has values of its own then.
+        few = 2 * math.prod(sizes) <= math.prod(verdicts.bucket)
+        if not thorough or not (few or verdicts.case(sizes) not in verdicts.refused):
+            yield from self._once(free, thorough)
+            return
+        if not free:
+            yield 0, next(self._changes), False
+            return
+        yield from zip(_TELLING, itertools.cycle(subject.changes()), itertools.repeat(False))
+        searched = (Change.MIXED, Change.SHUFFLED)
+        further = itertools.chain(subject.changes(), itertools.cycle(searched))
+        yield from zip(_TELLING_ALIKE, further, itertools.repeat(True))
+        for alike in (True, False) * _MAX_SEARCHED:
+            for how in searched:
+                yield None, how, alike
+
+    def _once(self, free: bool, thorough: bool) -> Iterator[tuple[int | None, Change | None, bool]]:
+        """The same with one change of the values for all fillings."""
+        how: Change | None = next(self._changes)
+        every = range(FILLINGS) if thorough else (next(self._turn),)
+        for filling in every if free else (0,):
+            yield filling, how, False
+            how = None
 
     def _impossible(self, verdicts: Verdicts, sizes: Sizes, change: str, error: Exception) -> str:
         """What is told of a call that eager refuses."""
@@ -262,32 +289,33 @@ class Prover:
         same = verdicts.shapes.way(sizes) == verdicts.shapes.way(verdicts.bucket)
         return told if same else Impossible(told)
 
-    def _true(self, sizes: Sizes, how: Change) -> _True:
+    def _true(self, sizes: Sizes, how: Change, alike: Collection[str] = ()) -> _True:
         """What eager does for other values, without padding.
 
         Values for which it raises, or gives NaN or Inf where it does not for the sample's, prove
         nothing: these are scaled instead, or as they are, and the like is not tried again.
         """
-        if how not in (Change.NONE, Change.SCALED) and how not in self._useless:
+        same = bool(alike)
+        if how not in (Change.NONE, Change.SCALED) and (how, same) not in self._useless:
             with contextlib.suppress(Exception):
-                changed = self._eager(sizes, how)
+                changed = self._eager(sizes, how, alike)
                 if finite_share(changed.outcome) == 1:
                     return changed
-                usual = self._eager(sizes, Change.SCALED)
+                usual = self._eager(sizes, Change.SCALED, alike)
                 if finite_share(changed.outcome) >= finite_share(usual.outcome):
                     return changed
-            self._useless.add(how)
+            self._useless.add((how, same))
         if how is not Change.NONE:
             try:
-                return self._eager(sizes, Change.SCALED)
+                return self._eager(sizes, Change.SCALED, alike)
             except _Inexact:
                 raise
             except Exception:
-                self._useless.add(Change.SCALED)
-        return self._eager(sizes, Change.NONE)
+                self._useless.add((Change.SCALED, same))
+        return self._eager(sizes, Change.NONE, alike)
 
-    def _eager(self, sizes: Sizes, how: Change) -> _True:
-        leaves = self.subject.changed(sizes, how, self._generator)
+    def _eager(self, sizes: Sizes, how: Change, alike: Collection[str]) -> _True:
+        leaves = self.subject.changed(sizes, how, self._generator, alike)
         return _True(leaves, *self._run(leaves))
 
     def _differs(self, verdicts: Verdicts, sizes: Sizes, true: _True, filling: int) -> str | None:

@@ -6,7 +6,7 @@ flag may be down, say) is not seen in a trial of the sample alone.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -111,13 +111,17 @@ class Subject:
         # Not a multiple of the fillings, so that each meets each.
         return found if len(found) % 3 else [*found, Change.SHUFFLED]
 
-    def changed(self, sizes: Sizes, how: Change, generator: torch.Generator) -> list[Any]:
+    def changed(
+        self, sizes: Sizes, how: Change, generator: torch.Generator, alike: Collection[str] = ()
+    ) -> list[Any]:
         """A call of some sizes with other values than the sample's.
 
         Args:
             sizes: named ones.
             how: in which way they differ.
             generator: of random values; on the CPU.
+            alike: dimensions along which all are as the first one. Where an output is about
+                whether any row has something, or all, few rows that differ seldom tell.
         """
         leaves = self.at(sizes)
         done = set()
@@ -125,7 +129,13 @@ class Subject:
             leaf = leaves[index]
             if id(leaf) not in done and leaf.numel():
                 done.add(id(leaf))
-                leaf.copy_(_changed(leaf, self.sample[index], self.axes[index], how, generator))
+                own = self.axes[index]
+                made = _changed(leaf, self.sample[index], own, how, generator)
+                for axis, size in own.items():
+                    if size.name in alike:
+                        places = torch.arange(leaf.shape[axis], device=leaf.device) % size.of(1)
+                        made = made.index_select(axis, places)
+                leaf.copy_(made)
         return leaves
 
     def _free(self) -> list[int]:
