@@ -4,6 +4,7 @@ scripts/bench tune [--out DIR] [CASE ...]             tune each model beside PyT
 scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a process of its own
 scripts/bench buckets [--out DIR]                     a model over batch × length, by buckets
 scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
+scripts/bench check [--out DIR]                       which models can be captured
 scripts/bench compare A.json B.json                   two results of tune or of capture
 scripts/bench tables                                  bench/results/*.json -> docs/
 """
@@ -149,6 +150,23 @@ def architectures(out: Path) -> int:
     return len(wrong)
 
 
+def check(out: Path) -> int:
+    """bench/check.py on every model; the number that could not be run."""
+    from check import counts, measure
+
+    result = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "check",
+        "commit": commit(),
+        **measure(),
+    }
+    where = out / "check.json"
+    _write(where, result)
+    print("\n".join([*counts(result), f"wrote {where}"]))
+    return sum("failed" in row for row in result["rows"])
+
+
 def _captured(name: str, options: list[str]) -> dict[str, Any]:
     """The figures of one model: without its peers where these take the process with them."""
     import torch
@@ -175,6 +193,7 @@ def tables() -> None:
     from architectures_table import to_markdown as architectures_to_markdown
     from buckets import to_markdown as buckets_to_markdown
     from capture_table import to_markdown as capture_to_markdown
+    from check import to_markdown as check_to_markdown
     from tune_table import read, reports
     from tune_table import to_markdown as tune_to_markdown
 
@@ -208,6 +227,10 @@ def tables() -> None:
         data = json.loads(file.read_text(encoding="utf-8"))
         page = architectures_to_markdown(data, file.name)
         (ROOT / "docs" / "architectures.md").write_text(page, encoding="utf-8")
+    for file in RESULTS.glob("check*.json"):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        page = check_to_markdown(data, file.name)
+        (ROOT / "docs" / "capturable.md").write_text(page, encoding="utf-8")
 
 
 def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
@@ -244,6 +267,8 @@ def main() -> None:
     bucketing.add_argument("--quick", action="store_true", help="try the script: no result")
     taking = commands.add_parser("architectures", help="which architectures take buckets")
     taking.add_argument("--out", type=Path, default=RESULTS)
+    checking = commands.add_parser("check", help="which models can be captured, and whether so")
+    checking.add_argument("--out", type=Path, default=RESULTS)
     comparing = commands.add_parser("compare", help="two results of tune or of capture")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
@@ -268,6 +293,8 @@ def main() -> None:
         sys.exit(compare(given.before, given.after))
     elif given.command == "architectures":
         sys.exit(architectures(given.out))
+    elif given.command == "check":
+        sys.exit(check(given.out))
     else:
         tables()
 

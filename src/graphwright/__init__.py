@@ -4,6 +4,9 @@ Importing it does no GPU work.
 """
 
 from ._version import __version__ as __version__
+from .checker import Finding as Finding
+from .checker import Severity as Severity
+from .checker import check as check
 from .dispatch import GraphedCallable as GraphedCallable
 from .errors import CaptureError as CaptureError
 from .errors import GraphwrightError as GraphwrightError
@@ -35,6 +38,7 @@ __all__ = [
     "BucketStatistics",
     "Buckets",
     "CaptureError",
+    "Finding",
     "Graph",
     "GraphMemory",
     "GraphStatistics",
@@ -48,6 +52,7 @@ __all__ = [
     "PaddingError",
     "Prediction",
     "Report",
+    "Severity",
     "SignatureError",
     "SizesSeen",
     "StrategyFailed",
@@ -57,6 +62,7 @@ __all__ = [
     "__version__",
     "capture",
     "capturing",
+    "check",
     "graph",
     "tune",
 ]

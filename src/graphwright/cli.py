@@ -1,7 +1,7 @@
-"""graphwright tune | strategies | report.
+"""graphwright tune | check | strategies | report.
 
-Exit codes: 0 done; 2 the command, the target or the model is wrong, said in one sentence; 130
-interrupted, after what was known by then was printed.
+Exit codes: 0 done; 1 check has found what blocks or breaks a capture; 2 the command, the target or
+the model is wrong, said in one sentence; 130 interrupted, after what was known by then was printed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 import click
 
+EXIT_FOUND = 1
 EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 _TIMEOUT_S = 600.0
@@ -55,15 +56,18 @@ def main() -> None:
     """Make PyTorch models fast on the machine they run on, and prove them still right."""
 
 
-@main.command()
-@click.argument("target")
-@click.option(
+_INPUTS = click.option(
     "--input",
     "inputs",
     multiple=True,
     metavar="SHAPE:DTYPE",
     help="A random argument, such as 8x128:float32 or 8x128:int64:30522; once an argument.",
 )
+
+
+@main.command()
+@click.argument("target")
+@_INPUTS
 @click.option("--device", help="cpu, cuda or cuda:1; by default a GPU if there is one.")
 @click.option(
     "--objective",
@@ -160,6 +164,35 @@ def tune(
     _deliver(tuning.report, files)
     if interrupted:
         raise SystemExit(EXIT_INTERRUPTED)
+
+
+@main.command()
+@click.argument("target")
+@_INPUTS
+@click.option("--device", help="cpu, cuda or cuda:1; by default a GPU if there is one.")
+@click.option("--runs", type=click.IntRange(2), default=2, show_default=True)
+@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Save findings here.")
+def check(
+    target: str, inputs: Sequence[str], device: str | None, runs: int, json_file: str | None
+) -> None:
+    """Find what keeps TARGET from being captured as a CUDA graph: where, why, and the mend.
+
+    Needs no GPU: a model on the CPU is judged as if it were on one. TARGET is as for tune. Exit
+    code 1 where something blocks a capture or breaks it.
+    """
+    from .checker import Severity
+    from .checker import check as checked
+    from .checker.rendering import show, to_json
+    from .targets import load_target
+
+    _check_files({"json": json_file})
+    loaded = load_target(target, inputs, _device(device))
+    found = checked(loaded.model, loaded.args, loaded.kwargs, runs=runs)
+    show(loaded.name, found)
+    if json_file is not None:
+        Path(json_file).write_text(to_json(loaded.name, found), encoding="utf-8")
+    if any(finding.severity in (Severity.BLOCKS, Severity.BREAKS) for finding in found):
+        raise SystemExit(EXIT_FOUND)
 
 
 @main.command()

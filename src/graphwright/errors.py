@@ -84,13 +84,18 @@ class VerificationError(GraphwrightError):
     """A model does not agree with itself, or a graph's result with it."""
 
 
+def is_the_user_s(file: str) -> bool:
+    """Whether a source file belongs neither to torch nor to graphwright."""
+    return not file.startswith(_NOT_THE_USER_S)
+
+
 def user_frame(error: BaseException) -> str | None:
     """`file:line` of the innermost frame that belongs neither to torch nor to graphwright.
 
     Returns None when every frame of the error's traceback belongs to one of the two.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if not frame.filename.startswith(_NOT_THE_USER_S):
+        if is_the_user_s(frame.filename):
             return f"{frame.filename}:{frame.lineno}"
     return None
 

@@ -46,7 +46,7 @@ class _HostReads(TorchFunctionMode):
     ) -> Any:
         if func is F.one_hot and _classes(args, kwargs) >= 0:
             # On the CPU alone it reads its input to check it.
-            return _one_hot(args[0], _classes(args, kwargs))
+            return one_hot(args[0], _classes(args, kwargs))
         name = getattr(func, "__name__", "")
         if name in _FROM_DATA and any(isinstance(a, list | tuple) and tensors(a) for a in args):
             raise CaptureError(f"Values of tensors are read by {name}().", remedy=_REMEDY)
@@ -62,7 +62,8 @@ def _classes(args: Any, kwargs: Mapping[str, Any] | None) -> int:
     return int(args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1))
 
 
-def _one_hot(index: torch.Tensor, classes: int) -> torch.Tensor:
+def one_hot(index: torch.Tensor, classes: int) -> torch.Tensor:
+    """F.one_hot without its look at the values, which it takes on the CPU alone."""
     result = torch.zeros(*index.shape, classes, dtype=torch.long, device=index.device)
     return result.scatter_(-1, index.unsqueeze(-1), 1)
 

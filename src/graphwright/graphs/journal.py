@@ -30,13 +30,17 @@ _MEMORY_CHANGES = ("set_", "resize_", "resize_as_")
 class Journal(OperationMode):
     """A dispatch mode that runs every operation as it is and keeps what is needed to undo it.
 
+    Args:
+        lenient: let pass what cannot be captured, and perhaps not be put back.
+
     Attributes:
         external: storages that the run used and did not make, by their identity.
         operation: the operation under way, or the last one.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, lenient: bool = False) -> None:
         super().__init__()
+        self._lenient = lenient
         self.external: dict[int, torch.UntypedStorage] = {}
         self.operation: Any = None
         self._made: dict[int, StorageWeakRef] = {}
@@ -73,25 +77,38 @@ class Journal(OperationMode):
         """
         self.operation = func
         for tensor in tensors((args, kwargs)):
-            if tensor.layout is not torch.strided or tensor.is_nested:
-                raise CaptureError(
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                self.read(tensor)
+                continue
+            self.refuse(
+                CaptureError(
                     f"{func} works on a {tensor.layout} tensor"
                     + (", a nested one," if tensor.is_nested else "")
                     + " whose memory a graph cannot hold.",
                     remedy="Use dense tensors, or leave this part out of the capture.",
                 )
-            self.read(tensor)
+            )
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = generator_of(args, kwargs)
             if id(generator) not in self._generators:
                 self._generators[id(generator)] = (generator, generator.get_state())
         for tensor in written(func, args, kwargs):
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                continue
             if func._opname in _MEMORY_CHANGES and not self.is_made(tensor):
-                raise CaptureError(
-                    f"{func} gives a tensor from outside other memory, which cannot be put back.",
-                    remedy="Make a new tensor instead.",
+                self.refuse(
+                    CaptureError(
+                        f"{func} gives a tensor from outside other memory, which cannot be put "
+                        "back.",
+                        remedy="Make a new tensor instead.",
+                    )
                 )
             self.writes(tensor)
+
+    def refuse(self, error: CaptureError) -> None:
+        """What an operation does cannot be captured."""
+        if not self._lenient:
+            raise error
 
     def read(self, tensor: torch.Tensor) -> None:
         """A tensor is used; keep its storage if the run did not make it."""

@@ -76,7 +76,7 @@ def warm(
             journal.read(tensor)  # It may be a weight that no operation has touched.
         undo.check()
         undo.refuse_host_randomness(recorder.device, journal.generators)
-        _compare(result, eager)
+        same_when_told(result, eager)
         del result, eager
         for _ in range(runs):
             inputs.fill(sample)
@@ -139,7 +139,7 @@ def _told(work: Callable[[Inputs], Any], inputs: Inputs) -> Any:
         ) from error
 
 
-def _compare(told: Any, eager: Sequence[Any]) -> None:
+def same_when_told(told: Any, eager: Sequence[Any]) -> None:
     """Refuse work that computes something else when it is told that a capture is under way.
 
     Libraries leave out what would read the device then; the numbers have to stay the same but for

@@ -1,0 +1,192 @@
+"""What the checker finds: one obstacle, where it is, how bad it is, and the mend."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import itertools
+import linecache
+import sysconfig
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+from ..errors import is_the_user_s
+
+SCHEMA, SCHEMA_VERSION = "graphwright.check", 1
+
+_STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
+_INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+_LONGEST = 160
+
+
+class Severity(StrEnum):
+    """What an obstacle does to a capture.
+
+    Attributes:
+        BLOCKS: it cannot be captured.
+        BREAKS: the graph has to end here: the host has to see a value first.
+        HOISTED: a plain capture fails; the value is a constant, or the object known, so that it can
+            be prepared beforehand.
+        FROZEN: it can be captured, and each replay silently repeats what was so at the capture.
+        SLOW: it can be captured, and costs time.
+    """
+
+    BLOCKS = "blocks"
+    BREAKS = "breaks"
+    HOISTED = "hoisted"
+    FROZEN = "frozen"
+    SLOW = "slow"
+
+    @property
+    def stops(self) -> bool:
+        """Whether a plain capture by torch.cuda.graph raises."""
+        return self in (Severity.BLOCKS, Severity.BREAKS, Severity.HOISTED)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A piece of the user's source: lines and columns count from 1; unknown ones are 0."""
+
+    file: str = ""
+    line: int = 0
+    column: int = 0
+    source: str = ""
+    expression: str = ""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One obstacle to capturing a call as a graph.
+
+    Attributes:
+        kind: of obstacle, such as "read" or "dynamic shape"; docs/check.md lists them.
+        severity: what it does to a capture.
+        operation: what was called, as the user wrote it where that is known.
+        what: it does, as one sentence.
+        mend: as one sentence.
+        replacement: code in place of the expression, where there is one; else empty.
+        place: in the user's own source.
+        count: how often it happens in one call.
+    """
+
+    kind: str
+    severity: Severity
+    operation: str
+    what: str
+    mend: str
+    replacement: str = ""
+    place: Place = Place()
+    count: int = 1
+
+    def __str__(self) -> str:
+        at = f"{self.place.file}:{self.place.line}:{self.place.column}: " if self.place.file else ""
+        often = f" ({self.count} times)" if self.count > 1 else ""
+        code = f" Write: {self.replacement}" if self.replacement else ""
+        return f"{at}{self.severity}: {self.what}{often} {self.mend}{code}"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return asdict(self)
+
+
+def place_of(frame: FrameType | None) -> Place:
+    """The innermost frame of the user's own code: not PyTorch's, graphwright's or Python's."""
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        frame = frame.f_back
+    return Place() if frame is None else _place(frame.f_code, frame.f_lasti, frame.f_lineno)
+
+
+@functools.lru_cache(maxsize=4096)
+def _place(code: CodeType, instruction: int, line: int) -> Place:
+    _, end, column, last = next(itertools.islice(code.co_positions(), instruction // 2, None))
+    source = linecache.getline(code.co_filename, line)
+    expression = ""
+    if (found := _condition(source)) is not None:
+        expression, column = found
+    elif end == line and column is not None and last is not None:
+        # Columns are counted in bytes.
+        expression = source.encode()[column:last].decode(errors="replace")
+    return Place(
+        _short(code.co_filename),
+        line,
+        (column or 0) + 1,
+        source.strip()[:_LONGEST],
+        expression[:_LONGEST],
+    )
+
+
+def _condition(line: str) -> tuple[str, int] | None:
+    """The condition of a line that is an if, a while or an assert, and where it begins in bytes.
+
+    A branch's instruction is at the whole statement.
+    """
+    text = line.strip()
+    lead = len(line) - len(line.lstrip())
+    shift = 2 if text.startswith("elif ") else 0
+    try:
+        (statement,) = ast.parse(f"{text[shift:]}\n pass" if text[:6] != "assert" else text).body
+    except (SyntaxError, ValueError):
+        return None
+    if not isinstance(statement, ast.If | ast.While | ast.Assert):
+        return None
+    test = statement.test
+    test = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else test
+    expression = ast.get_source_segment(text[shift:], test)
+    return None if expression is None else (expression, lead + shift + test.col_offset)
+
+
+def is_direct(frame: FrameType | None) -> bool:
+    """Whether a frame is the user's own code, or Python's own that it has called.
+
+    What a module does when it is imported is no part of the call.
+    """
+    while frame is not None and not _is_own(frame.f_code.co_filename):
+        if not frame.f_code.co_filename.startswith(_STANDARD):
+            return False
+        frame = frame.f_back
+    direct = frame is not None
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return False
+        frame = frame.f_back
+    return direct
+
+
+def place_of_error(error: BaseException) -> Place:
+    """Where in the user's own code an error comes from."""
+    found, step = Place(), error.__traceback__
+    while step is not None:
+        code = step.tb_frame.f_code
+        if _is_own(code.co_filename):
+            found = _place(code, step.tb_lasti, step.tb_lineno)
+        step = step.tb_next
+    return found
+
+
+def place_of_code(function: Any) -> Place:
+    """Where a function is defined, if that is the user's own code."""
+    code = getattr(getattr(function, "__func__", function), "__code__", None)
+    if code is None or not _is_own(code.co_filename):
+        return Place()
+    line = code.co_firstlineno
+    return Place(
+        _short(code.co_filename), line, 1, linecache.getline(code.co_filename, line).strip()
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _is_own(file: str) -> bool:
+    if not is_the_user_s(file):
+        return False
+    return file.startswith(_INSTALLED) or not file.startswith(_STANDARD)
+
+
+def _short(file: str) -> str:
+    """Relative to the working directory, if the file lies in it."""
+    try:
+        return str(Path(file).relative_to(Path.cwd()))
+    except ValueError:
+        return file

@@ -1,0 +1,471 @@
+"""Seeing a run of a call: each operation, each function of torch, and what they do to a capture."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812  # the field's name for it
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+
+from ..errors import CaptureError
+from ..graphs.cpu import one_hot
+from ..graphs.journal import Journal, generator_of, tensors
+from . import kinds
+from .finding import Finding, Place, place_of
+from .kinds import Kind
+from .sides import Origin, Side, Sides, side_of_device, tensors_in
+
+# How values reach Python without an operation that a dispatch mode would see.
+_SILENT_READS = {
+    "tolist": "Tensor.tolist()",
+    "numpy": "Tensor.numpy()",
+    "__array__": "numpy.asarray(tensor)",
+    "__dlpack__": "DLPack export",
+    "__repr__": "printing a tensor",
+    "__format__": "formatting a tensor",
+}
+_SPOKEN = {
+    "item": "Tensor.item()",
+    "__bool__": "bool(tensor)",
+    "__int__": "int(tensor)",
+    "__float__": "float(tensor)",
+    "__complex__": "complex(tensor)",
+    "__index__": "a tensor as an index or a size",
+    "__contains__": "value in tensor",
+    "__getitem__": "tensor[…]",
+    "__setitem__": "tensor[…] = …",
+}
+_FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
+_FROM_OTHERS = ("from_numpy", "frombuffer", "from_dlpack")
+_MOVES = ("to", "cuda", "cpu")
+_MASKS = (torch.bool, torch.uint8)
+# Arguments that belong on the host.
+_TAKE_HOST_TENSORS = ("packed", "rnn", "lstm", "gru", "ctc_loss", "tensor_split")
+_UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_SMALL = 2
+
+
+@dataclass(frozen=True)
+class Step:
+    """One operation of a run, for comparison with another run's."""
+
+    name: str
+    shapes: tuple[tuple[int, ...], ...]
+    numbers: tuple[Any, ...]
+    place: Place
+
+
+class Found:
+    """Findings, each counted once however often it happens."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[Any, ...], Finding] = {}
+
+    def add(self, kind: Kind, place: Place, operation: str, detail: str = "") -> None:
+        """Note an obstacle."""
+        key = kind.name, kind.severity, operation, place, detail
+        known = self._found.get(key)
+        if known is not None:
+            self._found[key] = replace(known, count=known.count + 1)
+            return
+        words = {"operation": operation, "detail": detail, "expression": place.expression}
+        fits = place.expression or "{expression}" not in kind.replacement
+        self._found[key] = Finding(
+            kind.name,
+            kind.severity,
+            operation,
+            kind.what.format(**words),
+            kind.mend,
+            kind.replacement.format(**words) if fits else "",
+            place,
+        )
+
+    def change(self, place: Place, operation: str, kind: Kind, other: Kind) -> None:
+        """What was taken for one kind is another."""
+        key = kind.name, kind.severity, operation, place, ""
+        if key in self._found:
+            number = list(self._found).index(key)
+            count = self._found[key].count
+            self.add(other, place, operation)
+            items = list(self._found.items())
+            new_key, finding = items.pop()
+            items[number] = new_key, replace(finding, count=count)
+            self._found = dict(items)
+
+    def all(self) -> list[Finding]:
+        """In the order in which they were met."""
+        return list(self._found.values())
+
+    def merge(self, other: Found) -> None:
+        """Take what another run has found; what both have keeps the larger count."""
+        for key, finding in other._found.items():
+            known = self._found.get(key)
+            if known is None or known.count < finding.count:
+                self._found[key] = finding
+
+
+class Observer(Journal):
+    """Runs every operation as it is, and notes what a capture would make of it.
+
+    Args:
+        sides: where tensors are.
+        names: of memory that belongs to arguments, parameters and buffers.
+
+    Attributes:
+        found: the obstacles.
+        steps: the operations on the GPU, in order.
+        copies: a digest of what each copy from the host held, with its place.
+        kernels: operations on the GPU that start one.
+    """
+
+    def __init__(self, sides: Sides, names: Mapping[int, str]) -> None:
+        super().__init__(lenient=True)
+        self.sides = sides
+        self.found = Found()
+        self.steps: list[Step] = []
+        self.copies: list[tuple[Place, str, str]] = []
+        self.kernels = 0
+        self.calls: list[_Call] = []
+        self._names = names
+        self._silent = 0
+
+    def report(self, kind: Kind, operation: str = "", detail: str = "") -> None:
+        """Note an obstacle at the place in the user's code that is being run."""
+        if not self._silent:
+            self.found.add(kind, place_of(sys._getframe(1)), operation, detail)
+
+    @contextlib.contextmanager
+    def silent(self) -> Iterator[None]:
+        """Report nothing inside: what goes on there has been reported."""
+        self._silent += 1
+        try:
+            yield
+        finally:
+            self._silent -= 1
+
+    def refuse(self, error: CaptureError) -> None:
+        """Note what a capture would refuse."""
+        self.report(kinds.LAYOUT, str(self.operation), error.what)
+
+    def writes(self, tensor: torch.Tensor) -> None:
+        """As the journal does; and note whose memory it is."""
+        super().writes(tensor)
+        if not self.is_made(tensor) and tensor.numel():
+            name = self._names.get(tensor.untyped_storage()._cdata)
+            operation = self._spoken(str(self.operation))
+            if name is not None and name.startswith("the argument"):
+                self.report(kinds.INPUT_WRITE, operation, name)
+            else:
+                self.report(kinds.STATE_WRITE, operation, name or "a tensor from outside")
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation and look at it."""
+        self.before(func, args, kwargs)
+        given = tensors((args, kwargs))
+        on_device = any(self.sides.of(tensor) is Side.DEVICE for tensor in given)
+        if on_device:
+            self._look(func, args, kwargs, given)
+        result = func(*args, **kwargs)
+        made = tensors(result)
+        origin = self.sides.origins(given)
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            origin |= self._drawn(func, args, kwargs, made, on_device)
+        for tensor in made:
+            self.made(tensor)
+            if tensor.layout is not torch.strided or tensor.is_nested:
+                self.sides.put(tensor, self._side_of_new(given, on_device), origin)
+                continue
+            if not self.sides.known(tensor) and self.is_made(tensor):
+                self.sides.put(tensor, self._side_of_new(given, on_device))
+            if origin:
+                self.sides.put(tensor, None, self.sides.origin(tensor) | origin)
+        if func._opname in ("copy_", "_to_copy"):
+            self._moved(func, args, made, given)
+        if on_device and func._opname not in _UNINITIALISED:
+            self._log(func, args, kwargs, given)
+        return result
+
+    def _side_of_new(self, given: list[torch.Tensor], on_device: bool) -> Side:
+        if on_device:
+            return Side.DEVICE
+        if given:
+            return Side.HOST
+        call = self.calls[-1] if self.calls else None
+        return call.side if call is not None else Side.HOST
+
+    def _log(
+        self, func: Any, args: Any, kwargs: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        numbers = [
+            a for a in (*args, *kwargs.values()) if isinstance(a, int | float | complex | bool)
+        ]
+        # A tensor of one number on the host goes to the GPU as a number.
+        numbers += [
+            tensor.item()
+            for tensor in given
+            if tensor.dim() == 0 and self.sides.of(tensor) is Side.HOST
+        ]
+        shapes = tuple(tuple(tensor.shape) for tensor in given)
+        self.steps.append(Step(str(func), shapes, tuple(numbers), place_of(sys._getframe(1))))
+        if not any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns):
+            self.kernels += 1
+
+    def _look(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], given: list[torch.Tensor]
+    ) -> None:
+        """Whether an operation on the GPU has to wait for it, or for the host."""
+        name = func._opname
+        if torch.Tag.data_dependent_output in func.tags or name == "_linalg_check_errors":
+            operation = self._spoken(str(func))
+            condition = operation == _SPOKEN["__bool__"]
+            self.report(kinds.CONDITION if condition else kinds.READ, operation)
+        elif name in ("index_put_", "index_put", "_index_put_impl_"):
+            self._look_at_write(args)
+        elif torch.Tag.dynamic_output_shape in func.tags:
+            self._look_at_shape(func, args, kwargs)
+        host = [t for t in given if self.sides.of(t) is Side.HOST and t.dim()]
+        if host and name not in ("copy_", "_to_copy"):
+            if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
+                self._copied(self._spoken(str(func)), host[0])
+            elif not any(part in name for part in _TAKE_HOST_TENSORS):
+                self.report(kinds.MIXED, self._spoken(str(func)))
+
+    def _look_at_write(self, args: tuple[Any, ...]) -> None:
+        masks = [t for t in args[1] if t is not None and t.dtype in _MASKS]
+        if masks and args[2].numel() != 1:
+            self.report(kinds.MASKED_WRITE, self._spoken("index_put_"))
+
+    def _look_at_shape(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        name, spoken = func._opname, self._spoken(str(func))
+        if name == "index":
+            if any(t is not None and t.dtype in _MASKS for t in args[1]):
+                self.report(kinds.SHAPE, spoken)
+        elif name == "repeat_interleave":
+            if kwargs.get("output_size") is None:
+                self.report(kinds.REPEAT, spoken)
+        else:
+            self.report(kinds.NONZERO if "nonzero" in name else kinds.SHAPE, spoken)
+
+    def _drawn(
+        self,
+        func: Any,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        made: list[torch.Tensor],
+        on_device: bool,
+    ) -> Origin:
+        """Random numbers were drawn, or might have been."""
+        generator = generator_of(args, kwargs)
+        _, before = self._generators[id(generator)]
+        if torch.equal(generator.get_state(), before):
+            return Origin.CONSTANT  # Attention without dropout draws none.
+        named = any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values()))
+        sides = {self._side_of_new([], on_device) if not on_device else Side.DEVICE}
+        if not self.sides.pretend:
+            sides = {self.sides.of(tensor) for tensor in made}
+        if Side.HOST in sides:
+            self.report(kinds.HOST_RANDOM, self._spoken(str(func)))
+            return Origin.RANDOM
+        if named and generator is not torch.default_generator:
+            self.report(kinds.GENERATOR, self._spoken(str(func)))
+        return Origin.CONSTANT
+
+    def _moved(
+        self, func: Any, args: tuple[Any, ...], made: list[torch.Tensor], given: list[torch.Tensor]
+    ) -> None:
+        """A copy, maybe from one side to the other."""
+        source = args[1] if func._opname == "copy_" else args[0]
+        target = args[0] if func._opname == "copy_" else (made or given)[0]
+        if self._silent or not isinstance(source, torch.Tensor):
+            return
+        sides = self.sides.of(source), self.sides.of(target)
+        if sides == (Side.HOST, Side.DEVICE):
+            self._copied(self._spoken(str(func)), source)
+        elif sides == (Side.DEVICE, Side.HOST):
+            self.report(kinds.TRANSFER, self._spoken(str(func)))
+
+    def _copied(self, operation: str, source: torch.Tensor) -> None:
+        """A copy from the host to the GPU; what it is becomes clear when the runs are compared."""
+        if self._silent:
+            return
+        place, origin = place_of(sys._getframe(1)), self.sides.origin(source)
+        if not self.sides.pretend and source.is_pinned():
+            self.found.add(kinds.PINNED_COPY, place, operation)
+            return
+        name = self._names.get(source.untyped_storage()._cdata, "")
+        if name.startswith("the argument"):
+            self.found.add(kinds.INPUT_COPY, place, operation)
+            return
+        changing = bool(origin)
+        self.found.add(kinds.CHANGING_COPY if changing else kinds.CONSTANT_COPY, place, operation)
+        if not changing:
+            with torch.utils._python_dispatch._disable_current_modes():
+                held = source.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+                digest = hashlib.blake2b(held.tobytes()).hexdigest()
+            self.copies.append((place, operation, digest))
+
+    def _spoken(self, operation: str) -> str:
+        """What the user wrote, as far as that is known."""
+        name = self.calls[0].name if self.calls else ""
+        for call in self.calls:
+            if call.name in _SPOKEN:
+                return _SPOKEN[call.name]
+        return f"{name}()" if name else operation
+
+
+@dataclass
+class _Call:
+    """A function of torch that is being called, and the side of what it makes."""
+
+    name: str
+    side: Side
+
+
+class Calls(TorchFunctionMode):
+    """Sees each function of torch that Python calls, and keeps up the pretence of devices."""
+
+    def __init__(self, observer: Observer) -> None:
+        super().__init__()
+        self._seen = observer
+        self._sides = observer.sides
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name == "__get__":
+            return self._attribute(func, args)
+        if name == "device":
+            return func(*args, **named)
+        if func is F.one_hot and int(named.get("num_classes", args[1] if args[1:] else -1)) >= 0:
+            # On the CPU alone it reads its input to check it.
+            func, args, named = one_hot, (args[0], int(named.get("num_classes", args[-1]))), {}
+        around = _device.CURRENT_DEVICE
+        if around is not None and func in _device._device_constructors():
+            # A `with torch.device(...)` of the user's own would say so only after us.
+            named["device"] = named.get("device") or around
+        wanted = self._wanted(name, args, named)
+        given = list(tensors_in(args, named))
+        on_device = any(self._sides.of(tensor) is Side.DEVICE for tensor in given)
+        side = wanted or (Side.DEVICE if on_device else Side.HOST)
+        silent = name in _SILENT_READS and on_device
+        if silent:
+            self._seen.report(kinds.READ, _SILENT_READS[name])
+        if self._sides.lies and name in ("is_pinned", "get_device") and given:
+            return False if name == "is_pinned" else (0 if on_device else -1)
+        self._seen.calls.append(_Call(name, side))
+        try:
+            with self._seen.silent() if silent else contextlib.nullcontext():
+                return self._call(func, name, args, named, wanted)
+        finally:
+            self._seen.calls.pop()
+
+    def _call(
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: Side | None
+    ) -> Any:
+        if not self._sides.pretend:
+            result = func(*args, **kwargs)
+            if name in _FROM_DATA and isinstance(result, torch.Tensor):
+                self._from_data(name, args, result)
+            return result
+        args, kwargs = _on_the_cpu(args), _on_the_cpu(kwargs)
+        if name in _MOVES and args and isinstance(args[0], torch.Tensor):
+            return self._move(func, name, args, kwargs, wanted)
+        if name == "pin_memory":
+            return args[0]
+        data = args[-1] if args else kwargs.get("data")
+        if name in _FROM_OTHERS or (name in _FROM_DATA and not isinstance(data, torch.Tensor)):
+            if wanted is None:
+                itself = name == "new_tensor" and self._sides.of(args[0]) is Side.DEVICE
+                wanted = Side.DEVICE if itself else Side.HOST
+            with self._seen.silent():
+                result = func(*args, **kwargs)
+            self._sides.put(result, wanted)
+            self._from_data(name, args, result)
+            return result
+        return func(*args, **kwargs)
+
+    def _from_data(self, name: str, args: Any, result: torch.Tensor) -> None:
+        """A tensor was made of Python's values: on the host, and copied from there."""
+        if self._sides.of(result) is Side.HOST or isinstance(args[-1], torch.Tensor):
+            return
+        with self._seen.silent():
+            held = result.detach().cpu().clone()
+            self._sides.put(held, Side.HOST)
+        self._seen._copied(f"{name}()", held)
+
+    def _move(
+        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: Side | None
+    ) -> Any:
+        """to(), cuda(), cpu(): a copy if it is to the other side."""
+        source = args[0]
+        before = self._sides.of(source)
+        after = wanted or before
+        if before is not after:
+            operation = f"Tensor.{name}()"
+            if after is Side.HOST:
+                self._seen.report(kinds.TRANSFER, operation)
+            else:
+                self._seen._copied(operation, source)
+        with self._seen.silent() if before is not after else contextlib.nullcontext():
+            result = source if name in ("cuda", "cpu") else func(*args, **kwargs)
+            if before is not after and result.data_ptr() == source.data_ptr():
+                result = result.clone()
+        if before is not after:
+            self._sides.put(result, after, self._sides.origin(source))
+        return result
+
+    def _attribute(self, func: Any, args: Any) -> Any:
+        name = getattr(func.__self__, "__name__", "")
+        if self._sides.lies and isinstance(args[0], torch.Tensor):
+            if name == "device":
+                return self._sides.device(args[0])
+            if name == "is_cuda":
+                return self._sides.of(args[0]) is Side.DEVICE
+            if name == "is_cpu":
+                return self._sides.of(args[0]) is Side.HOST
+        return func(*args)
+
+    def _wanted(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Side | None:
+        """The side that a function is asked for, if it is asked for one."""
+        if name == "cuda":
+            return Side.DEVICE
+        if name == "cpu":
+            return Side.HOST
+        device = kwargs.get("device")
+        if device is None:
+            device = next((a for a in args if isinstance(a, torch.device)), None)
+        if device is None and name == "to":
+            told = next((a for a in args[1:] if isinstance(a, str | int | torch.Tensor)), None)
+            told = kwargs.get("other", told)
+            if isinstance(told, torch.Tensor):
+                return self._sides.of(told)
+            device = told if not isinstance(told, bool) else None
+        if device is None:
+            return None
+        if self._sides.pretend and not self._sides.lies and isinstance(device, torch.device):
+            return Side.DEVICE  # Most come from a tensor, which has said that it is on the CPU.
+        return side_of_device(device)
+
+
+def _on_the_cpu(tree: Any) -> Any:
+    """Arguments with the CPU in the place of a GPU."""
+    if isinstance(tree, dict):
+        return {key: _host(value, key) for key, value in tree.items()}
+    return tuple(_host(value) for value in tree)
+
+
+def _host(value: Any, key: str = "") -> Any:
+    if isinstance(value, torch.device) and value.type == "cuda":
+        return torch.device("cpu")
+    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
+        return "cpu"
+    return "cpu" if key == "device" and type(value) is int else value
