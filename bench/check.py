@@ -47,7 +47,6 @@ MORE = [
     case("CTRLLMHeadModel", prompt, GPT, n_positions=64, dff=64),
 ]
 EDGENEXT = "edgenext_xx_small"
-FALSE_ALARMS = 0.05
 
 
 def measure() -> Row:
@@ -185,8 +184,9 @@ def counts(result: Row) -> list[str]:
     """The result in sentences."""
     rows = result["rows"]
     failed = [f"{row['model']} ({row['failed']})" for row in rows if "failed" in row]
+    known = len(rows) - len(failed)
     free = sum("failed" not in row and stop(row["cpu"]) is None for row in rows)
-    lines = [f"{free} of {len(rows) - len(failed)} models have nothing that stops a capture."]
+    lines = [f"{free} of {known} models have nothing that stops a capture."]
     for side in ("cpu", "cuda"):
         found = confusion(rows, side)
         if any(found.values()):
@@ -200,35 +200,38 @@ def counts(result: Row) -> list[str]:
 
 def to_markdown(result: Row, file: str) -> str:
     """The page of docs/."""
-    environment = result["environment"]
+    environment, rows = result["environment"], result["rows"]
     machine = environment.get("gpu") or environment.get("processor", "")
+    captured = any("capture" in row for row in rows)
+    then = ", and what a plain capture on a GPU then did" if captured else ""
+    headings = ["model", "the first that stops a capture", "where", "others"]
+    headings += ["plain capture"] * captured
     lines = [
         "# Models that can be captured",
         "",
         f"Made by `scripts/bench tables` from `bench/results/{file}`, commit {result['commit']}:",
-        "what [`check()`](check.md) finds in each model on the CPU, and what a plain capture on a",
-        "GPU then did. Tiny configurations with random weights; the last ones are the reference",
-        "models of the benchmarks.",
+        f"what [`check()`](check.md) finds in each model on the CPU{then}. Tiny configurations and",
+        "random weights; the last ones are the reference models of the benchmarks.",
         "",
         *(f"- {line.strip()}" for line in counts(result)),
         "",
-        "| model | the first that stops a capture | where | others | plain capture |",
-        "| --- | --- | --- | --- | --- |",
+        f"| {' | '.join(headings)} |",
+        f"| {' | '.join('---' for _ in headings)} |",
     ]
-    for row in result["rows"]:
+    for row in rows:
         if "failed" in row:
             continue
         first = stop(row["cpu"])
-        others = sorted({f"{f['kind']}" for f in row["cpu"] if f is not first})
-        was = row.get("capture")
-        outcome = "" if was is None else "works" if was["ok"] else f"stops at `{_line(was)}`"
-        cells = (
+        others = sorted({f["kind"] for f in row["cpu"] if f is not first})
+        cells = [
             row["model"].replace("|", "\\|"),
             "–" if first is None else f"{first['severity']}: {first['kind']}",
             "" if first is None else f"`{_line(first)}`",
             ", ".join(others),
-            outcome,
-        )
+        ]
+        if captured:
+            was = row["capture"]
+            cells.append("works" if was["ok"] else f"stops at `{_line(was)}`")
         lines.append(f"| {' | '.join(cells)} |")
     told = f"torch {environment['torch']}, transformers {environment['transformers']}."
     return "\n".join([*lines, "", f"{machine}, {told}", ""])

@@ -316,3 +316,39 @@ def test_wrong_words_are_said_before_anything_runs(
         run.main()
     assert stopped.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def found(line: int, severity: str = "breaks") -> Result:
+    return {"kind": "read", "severity": severity, "file": "/there/net.py", "line": line}
+
+
+def test_predictions_are_set_against_captures() -> None:
+    from check import confusion, counts
+    from check import to_markdown as checked_to_markdown
+
+    stopped = {"ok": False, "error": "refused", "file": "net.py", "line": 7}
+    rows = [
+        {"model": "works", "cpu": [found(3, "slow")], "capture": {"ok": True}},
+        {"model": "stops", "cpu": [found(3, "frozen"), found(7)], "capture": stopped},
+        {"model": "elsewhere", "cpu": [found(6, "hoisted")], "capture": stopped},
+        {"model": "missed", "cpu": [], "capture": stopped},
+        {"model": "alarm", "cpu": [found(7, "blocks")], "capture": {"ok": True}},
+        {"model": "absent", "failed": "no such module"},
+    ]
+    assert confusion(rows, "cpu") == {
+        "captured as predicted": ["works"],
+        "stopped as predicted": ["stops"],
+        "stopped elsewhere": ["elsewhere"],
+        "missed": ["missed"],
+        "false alarm": ["alarm"],
+    }
+    environment = {"torch": "2", "transformers": "5", "gpu": "one"}
+    result = {"rows": rows, "environment": environment, "commit": "abc"}
+    told = "\n".join(counts({**result, "rows": [r | {"cuda": r.get("cpu")} for r in rows]}))
+    assert "2 of 5 models have nothing that stops a capture." in told
+    assert "missed: missed" in told
+    assert "Not run: absent (no such module)." in told
+    page = checked_to_markdown({**result, "rows": [r | {"cuda": []} for r in rows]}, "check.json")
+    assert "| stops | breaks: read | `net.py:7` | read | stops at `net.py:7` |" in page
+    plain = [{"model": "works", "cpu": []}, {"model": "absent", "failed": "no"}]
+    assert "plain capture" not in checked_to_markdown({**result, "rows": plain}, "check.json")

@@ -62,6 +62,16 @@ def wrong_shape():
 def bad_inputs():
     return Net().eval(), 7
 
+class Deciding(Net):
+    def forward(self, x):
+        scale = torch.tensor(2.0, device=x.device)
+        if x.sum() > 0:
+            return self.linear(x) * scale
+        return self.linear(-x) + scale
+
+def deciding():
+    return Deciding().eval(), (torch.randn(2, 8),)
+
 instance = Net().eval()
 constant = 5
 """
@@ -154,6 +164,32 @@ def test_bad_input_is_one_sentence_and_exit_code_2(
     assert sentence in result.stderr
     assert "Traceback" not in result.output
     assert len(result.stderr.splitlines()) <= 3
+
+
+def test_check_prints_lines_for_editors_and_exits_with_1(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "found.json"
+    result = invoke("check", f"{source}:deciding", "--device", "cpu", "--json", file)
+    assert result.exit_code == 1, result.output
+    lines = result.stdout.splitlines()
+    assert len(lines) == 3
+    assert lines[0].startswith(f"{source}:")
+    assert ": hoisted: tensor() copies a constant" in lines[0]
+    assert ": breaks: bool(tensor) decides" in lines[1]
+    assert lines[2] == "deciding: 1 breaks, 1 hoisted. A plain capture fails."
+    saved = json.loads(file.read_text())
+    assert [f["place"]["source"] for f in saved["findings"]] == [
+        "scale = torch.tensor(2.0, device=x.device)",
+        "if x.sum() > 0:",
+    ]
+
+
+def test_check_exits_with_0_where_nothing_breaks_and_2_where_the_model_fails(source: Path) -> None:
+    result = invoke("check", f"{source}:pair", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert "A plain capture works." in result.stdout
+    result = invoke("check", f"{source}:wrong_shape", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "raises by itself" in result.stderr
 
 
 @pytest.mark.parametrize(
