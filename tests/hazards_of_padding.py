@@ -142,6 +142,12 @@ def low_alone(device: torch.device, sizes: Sizes) -> tuple[torch.Tensor, ...]:
     return (x - 10 if sizes[0] == 1 else x,)
 
 
+def flags_up_for_some(device: torch.device, sizes: Sizes) -> tuple[torch.Tensor, ...]:
+    (x,) = rows(device, sizes)
+    flags = torch.full((sizes[0],), int(1 < sizes[0] < 8), device=device)
+    return x, flags
+
+
 class AnyAbove(nn.Module):
     """Whether any row of a batch is above a bound, beside what belongs to each row."""
 
@@ -231,7 +237,22 @@ for _seed in range(8):
             any_above(_seed), low_alone, BATCH, {"batch": [_bucket]}, refused=("batch", "output")
         )
 
+REFUSED["whether all flags are up, of which none is"] = Case(
+    plain(lambda x, flags: torch.where((flags > 0).all(), x * 2, x)),
+    flags_up_for_some,
+    BATCH * 2,
+    {"batch": [8]},
+    refused=("batch", "output"),
+)
+
 ACCEPTED = {
+    "the best of a masked sequence": Case(
+        plain(lambda x, mask: x.sum(-1).masked_fill(mask == 0, -1e9).topk(1, 1)),
+        masked,
+        BOTH,
+        {"batch": [4], "length": [16]},
+        (None, 0),
+    ),
     "rows apart": Case(
         lambda device: nn.Sequential(nn.Linear(WIDTH, 9), nn.Tanh()).to(device).eval(),
         rows,

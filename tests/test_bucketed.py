@@ -739,7 +739,7 @@ def test_values_that_eager_refuses_prove_nothing(device: torch.device) -> None:
     prover = Prover(subject, (), ())
     with prover._from_now():
         for how in subject.changes():
-            assert bool((prover._true((2,), how).leaves[0] > 0).all())
+            assert bool((prover._true((2,), how, None, ()).leaves[0] > 0).all())
 
 
 def test_declared_values_are_never_changed(device: torch.device) -> None:

@@ -198,6 +198,44 @@ def test_rewrites_of_a_plain_function_are_refused() -> None:
         candidate.build(FunctionModule(torch.relu), (torch.randn(1, 2, 3, 4),), {})
 
 
+class Broken(nn.Module):
+    """A graph break, behind which TorchDynamo caches code by the module's own functions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.inner(x)
+        torch._dynamo.graph_break()
+        return y * 2
+
+
+class Inner(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.sin(self.linear(x))
+
+
+@pytest.mark.parametrize("discard", [False, True])
+def test_frozen_weights_stay_with_the_candidate(discard: bool) -> None:
+    model, x = Broken().eval(), torch.randn(4, 8)
+    frozen, plain = parse_candidates(["inductor:freeze", "inductor"], ())
+    with torch.no_grad(), torch._inductor.config.patch(freezing_discard_parameters=discard):
+        frozen.build(model, (x,), {})
+        for parameter in model.parameters():
+            parameter.mul_(2)
+        expected = model(x)
+        for candidate in (plain, frozen):
+            built = candidate.build(model, (x,), {})
+            torch.testing.assert_close(built.call(x), expected)
+            assert built.holds_weights is (candidate is frozen)
+        torch.testing.assert_close(torch.compile(model, dynamic=False)(x), expected)
+
+
 def test_probes_leave_the_random_state_alone(device: torch.device) -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()

@@ -13,6 +13,7 @@ import pytest
 import torch
 from planted import Small
 from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphwright as gw
 from graphwright.report import Report, Status
@@ -150,6 +151,51 @@ def test_a_changed_module_goes_eager_and_answers_right(
     assert torch.equal(tuned(x), model(x).detach())
     assert tuned.calls == {"eager: the module changed": 1}
     assert "Call graphwright.tune() again" in tuned.explain()
+
+
+def test_a_renamed_attribute_is_noticed(tuned_small: Callable[..., Made]) -> None:
+    tuned, model, x = tuned_small(values=False)
+    model.gain = 2.0
+    assert torch.equal(tuned(x), model(x).detach())
+    del model.gain
+    assert won(tuned(x))
+    kept = model.second
+    del model.second
+    model.third = kept
+    with pytest.raises(AttributeError, match="second"):
+        model(x)
+    with pytest.raises(AttributeError, match="second"):
+        tuned(x)
+
+
+def test_a_traced_call_goes_to_the_module(tuned_small: Callable[..., Made]) -> None:
+    tuned, model, x = tuned_small()
+    traced = make_fx(lambda given: tuned(given))(x)
+    other = torch.randn(4, 16)
+    assert torch.allclose(traced(other), model(other).detach())
+    assert "tuned" not in tuned.calls
+
+
+def test_what_fails_since_the_module_changed_is_eager() -> None:
+    model, x = Small().eval(), torch.randn(4, 16)
+    signature, watch = CallSignature.of((x,), {}), ModuleWatch(model, values=False)
+    fails = [False]
+
+    def launch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        if fails[0]:
+            raise RuntimeError("freed")
+        return model(*tensors).detach() + MARK
+
+    short = shortcut(signature, launch, watch.unchanged, training=False)
+    assert short is not None
+    table = [(signature, lambda x: launch([x]))]
+    tuned = TunedModule(model, REPORT, table, watch, pure=True, shortcuts=[short])
+    assert won(tuned(x))
+    fails[0] = True
+    with pytest.raises(RuntimeError, match="freed"):
+        tuned(x)
+    model.first = nn.Linear(16, 16)
+    assert torch.equal(tuned(x), model(x).detach())
 
 
 def test_in_place_updates_reach_a_winner_that_reads_the_weights(

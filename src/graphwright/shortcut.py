@@ -44,6 +44,7 @@ def shortcut(
     expected = signature.switches[2:]
     count, names = len(flat[0]), tuple(flat[1])
     grad_is_on = torch.is_grad_enabled
+    modes = torch._C._len_torch_dispatch_stack  # make_fx's does not show in the guard.
 
     def fast(args: Args, kwargs: Kwargs) -> Any:
         if len(args) != count or len(kwargs) != len(names):
@@ -53,7 +54,7 @@ def shortcut(
                 args = (*args, *[kwargs[name] for name in names])
             except KeyError:
                 return MISS
-        if not fitting(guard, args) or lasting_switches() != expected:
+        if modes() or not fitting(guard, args) or lasting_switches() != expected:
             return MISS
         if not quiet and grad_is_on():
             return MISS
@@ -61,6 +62,10 @@ def shortcut(
             result = launch(args)
         except GraphClosed:
             return MISS
+        except Exception:
+            if not unchanged():
+                return MISS
+            raise
         return result if unchanged() else MISS
 
     return fast

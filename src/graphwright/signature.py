@@ -204,6 +204,8 @@ class CallSignature:
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call has this signature; takes a microsecond or two."""
+        if torch._C._len_torch_dispatch_stack():  # make_fx's mode does not show in the guard.
+            return False
         if self.guard is not None and self.flat is not None:
             positional, named = self.flat
             if len(args) != len(positional) or len(kwargs) != len(named):

@@ -105,8 +105,18 @@ class ModuleWatch:
             if self.values and not tensor.is_inference():
                 terms.append(f"{name(tensor)}._version == {tensor._version}")
         terms.append(f"not {name(self._reshaped)}()")
-        source = f"lambda {', '.join(names)}: lambda: {' and '.join(terms)}"
-        made: Callable[[], bool] = eval(source)(**names)  # of names and addresses made here
+        source = (
+            f"def make({', '.join(names)}):\n"
+            " def unchanged():\n"
+            "  try:\n"
+            f"   return {' and '.join(terms)}\n"
+            "  except KeyError:\n"  # One name has gone and another has come.
+            "   return False\n"
+            " return unchanged\n"
+        )
+        namespace: dict[str, Any] = {}
+        exec(source, namespace)  # of names and addresses made here
+        made: Callable[[], bool] = namespace["make"](**names)
         return made
 
     def _reach(self) -> list[Any]:

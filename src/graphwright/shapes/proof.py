@@ -10,6 +10,7 @@ tried.
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import math
 import time
@@ -37,8 +38,8 @@ _MAX_LOOKED_AT = 4096
 FILLINGS = 3
 # Where each has values of its own: the values' signs are turned between the first two.
 _TELLING = (1, 2, 0, 1)
-# The same for rows that are all alike, mostly with what calls will be filled up with.
-_TELLING_ALIKE = (0, 0, 0, 0, 1, 0, 0)
+# Rows of the sample of which a call is tried whose rows are all like one, and its opposite.
+_ROWS = 3
 # How often further values are tried in search of one for which an output is another.
 _MAX_SEARCHED = 4
 
@@ -211,10 +212,11 @@ class Prover:
         padded = verdicts.padded(sizes)
         true: _True | None = None
         still: _Unchanged | None = None
-        for filling, how, alike in self._trials(verdicts, sizes, thorough):
-            if how is not None:
+        for trial in self._trials(verdicts, sizes, thorough):
+            filling, alike = trial.filling, trial.row is not None
+            if trial.how is not None:
                 try:
-                    true = self._true(sizes, how, padded if alike else ())
+                    true = self._true(sizes, trial.how, trial.row, padded)
                 except _Inexact:
                     raise
                 except Exception as error:
@@ -240,16 +242,8 @@ class Prover:
         assert true is not None
         return self._strides(verdicts, sizes, true.leaves, true.seen)
 
-    def _trials(
-        self, verdicts: Verdicts, sizes: Sizes, thorough: bool
-    ) -> Iterator[tuple[int | None, Change | None, bool]]:
-        """What to try for some sizes.
-
-        Yields:
-            a filling of the padding, None where it is tried only if the values tell something new;
-            how the values are changed, None for those of the trial before; and whether all rows are
-            alike.
-        """
+    def _trials(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> Iterator[_Trial]:
+        """What to try for some sizes."""
         subject = self.subject
         free = any(
             own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
@@ -257,27 +251,33 @@ class Prover:
         # Few rows among many that are added show most, and cost least; and so do the first ones of
         # a case. Each filling has values of its own then.
         few = 2 * math.prod(sizes) <= math.prod(verdicts.bucket)
-        if not thorough or not (few or verdicts.case(sizes) not in verdicts.refused):
-            yield from self._once(free, thorough)
+        first = verdicts.case(sizes) not in verdicts.refused
+        changes = subject.changes()
+        if not thorough or not (few or first):
+            how: Change | None = next(self._changes)
+            every = range(FILLINGS) if thorough else (next(self._turn),)
+            for filling in every if free else (0,):
+                yield _Trial(filling, how)
+                how = None
             return
         if not free:
-            yield 0, next(self._changes), False
+            yield _Trial(0, next(self._changes))
             return
-        yield from zip(_TELLING, itertools.cycle(subject.changes()), itertools.repeat(False))
+        for filling, how in zip(_TELLING, itertools.cycle(changes), strict=False):
+            yield _Trial(filling, how)
+        if not first:
+            return
+        # One of a row and its opposite has most things that any row, or all, may have.
+        for row in range(_ROWS):
+            yield _Trial(0, changes[0], row)
+            yield _Trial(0, changes[1], row)
         searched = (Change.MIXED, Change.SHUFFLED)
-        further = itertools.chain(subject.changes(), itertools.cycle(searched))
-        yield from zip(_TELLING_ALIKE, further, itertools.repeat(True))
-        for alike in (True, False) * _MAX_SEARCHED:
+        for row, how in enumerate((*changes[2:], *searched), _ROWS):
+            yield _Trial(row % FILLINGS, how, row)
+        for row in range(_MAX_SEARCHED):
             for how in searched:
-                yield None, how, alike
-
-    def _once(self, free: bool, thorough: bool) -> Iterator[tuple[int | None, Change | None, bool]]:
-        """The same with one change of the values for all fillings."""
-        how: Change | None = next(self._changes)
-        every = range(FILLINGS) if thorough else (next(self._turn),)
-        for filling in every if free else (0,):
-            yield filling, how, False
-            how = None
+                yield _Trial(None, how, row)
+                yield _Trial(None, how)
 
     def _impossible(self, verdicts: Verdicts, sizes: Sizes, change: str, error: Exception) -> str:
         """What is told of a call that eager refuses."""
@@ -289,33 +289,37 @@ class Prover:
         same = verdicts.shapes.way(sizes) == verdicts.shapes.way(verdicts.bucket)
         return told if same else Impossible(told)
 
-    def _true(self, sizes: Sizes, how: Change, alike: Collection[str] = ()) -> _True:
+    def _true(self, sizes: Sizes, how: Change, row: int | None, padded: Names) -> _True:
         """What eager does for other values, without padding.
 
         Values for which it raises, or gives NaN or Inf where it does not for the sample's, prove
         nothing: these are scaled instead, or as they are, and the like is not tried again.
         """
-        same = bool(alike)
+        eager = functools.partial(self._eager, sizes, row=row, padded=padded)
+        same = row is not None
         if how not in (Change.NONE, Change.SCALED) and (how, same) not in self._useless:
             with contextlib.suppress(Exception):
-                changed = self._eager(sizes, how, alike)
+                changed = eager(how)
                 if finite_share(changed.outcome) == 1:
                     return changed
-                usual = self._eager(sizes, Change.SCALED, alike)
+                usual = eager(Change.SCALED)
                 if finite_share(changed.outcome) >= finite_share(usual.outcome):
                     return changed
             self._useless.add((how, same))
         if how is not Change.NONE:
             try:
-                return self._eager(sizes, Change.SCALED, alike)
+                return eager(Change.SCALED)
             except _Inexact:
                 raise
             except Exception:
                 self._useless.add((Change.SCALED, same))
-        return self._eager(sizes, Change.NONE, alike)
+        return eager(Change.NONE)
 
-    def _eager(self, sizes: Sizes, how: Change, alike: Collection[str]) -> _True:
-        leaves = self.subject.changed(sizes, how, self._generator, alike)
+    def _eager(self, sizes: Sizes, how: Change, *, row: int | None, padded: Names) -> _True:
+        if row is None:
+            leaves = self.subject.changed(sizes, how, self._generator)
+        else:
+            leaves = self.subject.alike(sizes, how, self._generator, padded, row)
         return _True(leaves, *self._run(leaves))
 
     def _differs(self, verdicts: Verdicts, sizes: Sizes, true: _True, filling: int) -> str | None:
@@ -412,6 +416,21 @@ class _Seen:
         self.sharing = Sharing.of(result, flatten(call.args, call.kwargs)[0], self._axes)
         leaves = pytree.tree_leaves(result)
         self.layouts = [layout(v) if isinstance(v, torch.Tensor) else None for v in leaves]
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """One trial of some sizes.
+
+    Attributes:
+        filling: of the padding; None for all of them, if the values tell something new.
+        how: the values are changed; None for those of the trial before.
+        row: of the sample that all rows are like; None where they differ.
+    """
+
+    filling: int | None
+    how: Change | None
+    row: int | None = None
 
 
 @dataclass(frozen=True)

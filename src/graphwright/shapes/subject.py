@@ -23,6 +23,7 @@ from .outputs import Sizes, memory_format
 from .padding import Value, cut_to, fill, shape_at, widths_of
 
 _FAR = 100.0
+_NEARLY = 1e-3
 
 
 class Change(Enum):
@@ -105,38 +106,82 @@ class Subject:
         found = [Change.NONE]
         if any(_is_real(sample) and not _is_mask(sample) for sample in samples):
             found.append(Change.NEGATED)
-        if any(s.dtype is torch.bool or _is_mask(s) for s in samples):
+        if any(s.dtype is torch.bool or _is_mask(s) or _is_zero(s) for s in samples):
             found.append(Change.FLIPPED)
         found += [Change.MIXED, Change.SHUFFLED, Change.SCALED]
         # Not a multiple of the fillings, so that each meets each.
         return found if len(found) % 3 else [*found, Change.SHUFFLED]
 
-    def changed(
-        self, sizes: Sizes, how: Change, generator: torch.Generator, alike: Collection[str] = ()
-    ) -> list[Any]:
+    def changed(self, sizes: Sizes, how: Change, generator: torch.Generator) -> list[Any]:
         """A call of some sizes with other values than the sample's.
 
         Args:
             sizes: named ones.
             how: in which way they differ.
             generator: of random values; on the CPU.
-            alike: dimensions along which all are as the first one. Where an output is about
-                whether any row has something, or all, few rows that differ seldom tell.
         """
         leaves = self.at(sizes)
+        for index, leaf in self._apart(leaves):
+            leaf.copy_(_changed(leaf, self.sample[index], self.axes[index], how, generator))
+        return leaves
+
+    def alike(
+        self,
+        sizes: Sizes,
+        how: Change,
+        generator: torch.Generator,
+        names: Collection[str],
+        row: int,
+    ) -> list[Any]:
+        """The same with all rows of some dimensions alike.
+
+        Where an output is about whether any row has something, or all, rows that differ seldom
+        tell. Floats differ a little, since the order of equal ones may be another with padding.
+
+        Args:
+            sizes: named ones.
+            how: in which way the values differ from the sample's.
+            generator: of random values; on the CPU.
+            names: of the dimensions.
+            row: which one of the sample is repeated, counted round and round.
+        """
+        leaves = self.at(sizes)
+        named = dict(zip(self.names, sizes, strict=True))
+        rows = self.at(tuple(self._own(name) if name in names else named[name] for name in named))
+        for index, leaf in self._apart(leaves):
+            own = self.axes[index]
+            made = _changed(rows[index], self.sample[index], own, how, generator)
+            for axis, size in own.items():
+                if size.name not in names:
+                    continue
+                period = size.of(1)
+                first = period * (row % max(1, made.shape[axis] // period))
+                places = torch.arange(leaf.shape[axis]) % period + first
+                made = made.index_select(axis, places.to(made.device))
+                if _is_real(made) and not _is_mask(made):
+                    shape = [-1 if a == axis else 1 for a in range(made.dim())]
+                    factors = 1 + _NEARLY * torch.rand(made.shape[axis], generator=generator)
+                    made = made * factors.reshape(shape).to(made.device, made.dtype)
+            leaf.copy_(made)
+        return leaves
+
+    def _own(self, name: str) -> int:
+        """A dimension's size in the sample."""
+        for leaf, own in zip(self.sample, self.axes, strict=True):
+            for axis, size in own.items():
+                n = size.solve(leaf.shape[axis]) if size.name == name else None
+                if n is not None:
+                    return n
+        return 1
+
+    def _apart(self, leaves: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The leaves whose values may be others, each object once, with their places."""
         done = set()
         for index in self._free():
             leaf = leaves[index]
             if id(leaf) not in done and leaf.numel():
                 done.add(id(leaf))
-                own = self.axes[index]
-                made = _changed(leaf, self.sample[index], own, how, generator)
-                for axis, size in own.items():
-                    if size.name in alike:
-                        places = torch.arange(leaf.shape[axis], device=leaf.device) % size.of(1)
-                        made = made.index_select(axis, places)
-                leaf.copy_(made)
-        return leaves
+                yield index, leaf
 
     def _free(self) -> list[int]:
         """Arguments with named sizes of which nothing is declared."""
@@ -225,6 +270,11 @@ def _is_mask(tensor: torch.Tensor) -> bool:
     return bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor == 1).any())
 
 
+def _is_zero(tensor: torch.Tensor) -> bool:
+    """Whether a tensor holds integers that are all 0, as flags may that nobody has set."""
+    return not _is_real(tensor) and not bool(tensor.any())
+
+
 def _is_real(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -250,6 +300,7 @@ def _changed(
     """A call's tensor with other values of the kind that the sample holds."""
     real, mask = _is_real(leaf), sample.dtype is torch.bool or _is_mask(sample)
     if how is Change.FLIPPED:
+        mask = mask or _is_zero(sample)
         return (1 - leaf.long()).to(leaf.dtype) if mask and not leaf.is_complex() else leaf
     if how is Change.NEGATED:
         return -leaf if real and not mask else leaf

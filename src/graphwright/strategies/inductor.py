@@ -106,10 +106,13 @@ class Inductor:
         """Compile and run until settled; under CUDA graphs outputs are copied out."""
         import torch._inductor.config
 
-        compiled = torch.compile(fresh_entry(model), mode=self.mode, dynamic=False)
         frozen = bool(self.freezing or torch._inductor.config.freezing)
-        # TorchDynamo asks for this switch too, so that it is no option of torch.compile.
-        with torch.no_grad(), torch._inductor.config.patch(freezing=frozen):
+        if self.freezing:
+            compiled = torch.compile(fresh_entry(model), backend=_frozen_backend(), dynamic=False)
+        else:
+            compiled = torch.compile(fresh_entry(model), mode=self.mode, dynamic=False)
+        # TorchDynamo asks for this switch too, so that an option of the backend is not enough.
+        with torch.no_grad(), torch._inductor.config.patch(_FROZEN if self.freezing else {}):
             notes, delta = compile_and_run(compiled, args, kwargs, 3 if self.cuda_graphs else 1)
         if not self.cuda_graphs:
             return Built(without_grad(compiled), notes, frozen)
@@ -122,6 +125,25 @@ class Inductor:
             return pytree.tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
 
         return Built(without_grad(call), notes, frozen)
+
+
+# The user's module keeps its weights, whatever the user has chosen for code of their own.
+_FROZEN: dict[str, Any] = {"freezing": True, "freezing_discard_parameters": False}
+
+
+def _frozen_backend() -> Callable[..., Any]:
+    """Inductor with freezing, as a backend that is equal to no other.
+
+    Behind a graph break TorchDynamo caches code by the user's own functions, and tells entries
+    apart by whether their backends are equal: frozen weights would come back in later builds, and
+    in the user's own torch.compile.
+    """
+    from torch._inductor.compile_fx import compile_fx
+
+    def frozen(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
+        return compile_fx(graph, inputs, config_patches=dict(_FROZEN))
+
+    return frozen
 
 
 def _explain(error: Exception) -> Availability:
