@@ -60,6 +60,10 @@ def lists(x: torch.Tensor) -> Any:
     return x * len(x.tolist())  # here
 
 
+def gathers(x: torch.Tensor) -> Any:
+    return x * torch.tensor([x[0, 0], x[0, 1], 1.0, 2.0]).sum()  # here
+
+
 def goes_to_the_host(x: torch.Tensor) -> Any:
     y = x.cpu()  # here
     return x, y
@@ -200,6 +204,7 @@ OBSTACLES: dict[Fn, tuple[str, Severity]] = {
             counts_by_a_value,
             lists,
             prints,
+            gathers,
             looks_for,
             are_equal,
         ),

@@ -359,6 +359,11 @@ class Calls(TorchFunctionMode):
         silent = name in _SILENT_READS and on_device
         if silent:
             self._seen.report(kinds.READ, _SILENT_READS[name])
+        elif name in _FROM_DATA or name == "tensor_split":
+            data = args[1:2] if name == "tensor_split" else [a for a in args if _is_list(a)]
+            if any(self._sides.of(tensor) is Side.DEVICE for tensor in tensors_in(*data)):
+                self._seen.report(kinds.READ, f"{name}()")
+                silent = True
         if self._sides.lies and name in ("is_pinned", "get_device") and given:
             return False if name == "is_pinned" else (0 if on_device else -1)
         self._seen.calls.append(_Call(name, side))
@@ -454,6 +459,10 @@ class Calls(TorchFunctionMode):
         if self._sides.pretend and not self._sides.lies and isinstance(device, torch.device):
             return Side.DEVICE  # Most come from a tensor, which has said that it is on the CPU.
         return side_of_device(device)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, list | tuple)
 
 
 def _on_the_cpu(tree: Any) -> Any:

@@ -11,6 +11,7 @@ from enum import Enum, Flag, auto
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 
 GPU = torch.device("cuda", 0)
@@ -53,6 +54,7 @@ class Sides:
         self._unknown = unknown
         self._side: dict[int, Side] = {}
         self._origin: dict[int, Origin] = {}
+        self._held: dict[int, Any] = {}
 
     def of(self, tensor: torch.Tensor) -> Side:
         """Where a tensor's memory is."""
@@ -78,6 +80,10 @@ class Sides:
     def put(self, tensor: torch.Tensor, side: Side | None, origin: Origin | None = None) -> None:
         """Note the side and the origin of a tensor's memory."""
         memory = _memory(tensor)
+        if memory not in self._held:
+            # While it is known here, its identity is given to no other.
+            strided = tensor.layout is torch.strided and not tensor.is_nested
+            self._held[memory] = StorageWeakRef(tensor.untyped_storage()) if strided else tensor
         if side is not None:
             self._side[memory] = side
         if origin is not None:
