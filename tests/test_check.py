@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import random
+import threading
 import time
 from collections.abc import Callable
 from typing import Any
@@ -277,7 +278,8 @@ def test_an_obstacle_is_found_at_its_line(fn: Fn, device: torch.device) -> None:
     assert "torch/" not in "".join(f.place.file for f in found)
     assert torch.equal(x, kept)
     assert torch.equal(before[0], torch.random.get_rng_state())
-    assert before[1] == random.getstate()
+    if threading.active_count() == 1:  # Else nobody can tell who has drawn.
+        assert before[1] == random.getstate()
     if severity.stops:
         stops = [f for f in found if f.severity.stops]
         assert stops[0].place.line <= line

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, ModelFailed, OptionError, first_line, user_frame
-from ..graphs.journal import capturing_seems_on, compilers_off
+from ..graphs.journal import capturing_seems_on, collection_off, compilers_off
 from ..graphs.undo import Undo
 from ..graphs.warmup import same_when_told
 from ..signature import argument_names, flatten
@@ -162,6 +162,7 @@ class _Checker:
                 torch.no_grad(),
                 warnings.catch_warnings(),
                 compilers_off(),
+                collection_off(),  # What it calls back is no part of the call.
                 capturing_seems_on() if told else contextlib.nullcontext(),
                 cuda_watched(observer.found, pretend=self._pretend),
                 python_watched(observer.found),
