@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 import random
@@ -18,6 +19,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
 from graphwright import Severity
+from graphwright.checker.proposals import chosen_on_the_gpu, made_once
 from graphwright.checker.rendering import summary, to_json, to_lines
 
 Fn = Callable[..., Any]
@@ -193,6 +195,37 @@ def is_sparse(x: torch.Tensor) -> Any:
     return torch.sparse.mm(x.to_sparse(), x.T)  # here
 
 
+def indexes_by_a_list(x: torch.Tensor) -> Any:
+    return x[[0, 2]].exp()  # here
+
+
+def moves_from_numpy(x: torch.Tensor) -> Any:
+    return x + torch.from_numpy(np.ones(4, "f")).to(x.device)  # here
+
+
+def moves_by_type(x: torch.Tensor) -> Any:
+    return x * torch.arange(4).type_as(x)  # here
+
+
+def chooses_a_number_of_the_host(x: torch.Tensor) -> Any:
+    return torch.where(x > 0, x, torch.tensor(-1e9))  # here
+
+
+def writes_a_mean_by_a_mask(x: torch.Tensor) -> Any:
+    y = x * 2
+    y[x > 0] = x.mean()  # here
+    return y
+
+
+def decomposes(x: torch.Tensor) -> Any:
+    return torch.linalg.eigh(x.T @ x)[0]  # here
+
+
+def seeds(x: torch.Tensor) -> Any:
+    torch.manual_seed(0)  # here
+    return x + torch.rand_like(x)
+
+
 OBSTACLES: dict[Fn, tuple[str, Severity]] = {
     **dict.fromkeys(
         (
@@ -208,6 +241,7 @@ OBSTACLES: dict[Fn, tuple[str, Severity]] = {
             gathers,
             looks_for,
             are_equal,
+            decomposes,
         ),
         ("read", Severity.BREAKS),
     ),
@@ -224,6 +258,7 @@ OBSTACLES: dict[Fn, tuple[str, Severity]] = {
             counts,
             repeats,
             writes_by_a_mask,
+            writes_a_mean_by_a_mask,
         ),
         ("dynamic shape", Severity.BREAKS),
     ),
@@ -235,6 +270,10 @@ OBSTACLES: dict[Fn, tuple[str, Severity]] = {
             moves_a_constant_like,
             copies_a_constant,
             indexes_by_the_host,
+            indexes_by_a_list,
+            moves_from_numpy,
+            moves_by_type,
+            chooses_a_number_of_the_host,
         ),
         ("copy of a constant", Severity.HOISTED),
     ),
@@ -246,6 +285,7 @@ OBSTACLES: dict[Fn, tuple[str, Severity]] = {
     **dict.fromkeys(
         (draws_with_python, draws_with_torch_on_the_host), ("host randomness", Severity.FROZEN)
     ),
+    seeds: ("seeding", Severity.BLOCKS),
     asks_the_clock: ("clock", Severity.FROZEN),
     writes_to_its_argument: ("in-place change", Severity.SLOW),
     is_sparse: ("memory", Severity.BLOCKS),
@@ -337,7 +377,44 @@ def warned(x: torch.Tensor) -> Any:
     return y, F.layer_norm(x, (4,)), x.flatten()[torch.zeros(2, dtype=torch.long, device=x.device)]
 
 
-CLEAN = (masked_fill, made_there, sized, on_its_device, branches_on_the_host, warned)
+def mapped(x: torch.Tensor) -> Any:
+    return torch.vmap(lambda row: row * row.sum())(x).exp() + x
+
+
+def joins_nothing(x: torch.Tensor) -> Any:
+    return torch.cat([torch.tensor([], device=x.device), x.flatten()]).exp() + 1
+
+
+@torch.jit.script
+def script(x: torch.Tensor) -> torch.Tensor:
+    return x.exp() + torch.arange(4, device=x.device)
+
+
+def scripted(x: torch.Tensor) -> Any:
+    return script(x) * 2
+
+
+@functools.lru_cache
+def table(n: int, device: torch.device) -> torch.Tensor:
+    return torch.arange(n, device=device).float()
+
+
+def looks_up(x: torch.Tensor) -> Any:
+    return x.exp() + table(4, x.device)
+
+
+CLEAN = (
+    mapped,
+    joins_nothing,
+    scripted,
+    looks_up,
+    masked_fill,
+    made_there,
+    sized,
+    on_its_device,
+    branches_on_the_host,
+    warned,
+)
 
 
 @pytest.mark.parametrize("fn", CLEAN, ids=lambda fn: fn.__name__)
@@ -398,6 +475,81 @@ def test_a_tensor_that_is_no_buffer_stays_on_the_host(device: torch.device) -> N
     found = gw.check(model, (torch.randn(3, 4, device=device),), {"scale": True})
     assert kinds(found) == ["hoisted copy of a constant"]
     assert found[0].place.expression == "self.scale.to(x.device)"
+
+
+def test_what_is_kept_on_the_gpu_is_there_in_later_runs(device: torch.device) -> None:
+    class Rotary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.table: torch.Tensor | None = None
+
+        def forward(self, x: torch.Tensor) -> Any:
+            if self.table is None:
+                self.table = torch.arange(4, device=x.device).float().cos()
+            return (self.linear(x) * self.table).exp()
+
+    model = Rotary().eval().to(device)
+    assert kinds(gw.check(model, (torch.randn(3, 4, device=device),))) == []
+    assert model.table is None
+
+
+def test_caches_keep_nothing_that_was_said_to_be_on_a_gpu() -> None:
+    @functools.lru_cache
+    def kept(n: int, device: torch.device) -> torch.Tensor:
+        return torch.arange(n, device=device).float()
+
+    found = gw.check(lambda x: x.exp() + kept(4, x.device) + 1, (torch.randn(3, 4),))
+    assert kinds(found) == []
+    assert kept.cache_info().currsize == 0
+
+
+def test_packed_sequences_belong_half_on_the_host(device: torch.device) -> None:
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rnn = nn.GRU(4, 4, batch_first=True)
+
+        def forward(self, x: torch.Tensor) -> Any:
+            packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([3, 2]), batch_first=True)
+            return self.rnn(packed)[1]
+
+    found = gw.check(Packed().eval().to(device), (torch.randn(2, 3, 4, device=device),))
+    assert [f for f in found if f.severity is Severity.BLOCKS] == []
+
+
+@pytest.mark.parametrize(
+    ("expression", "source", "code"),
+    [
+        ("mask.all()", "if mask.all():", "torch.where(mask.all(), a, b)"),
+        ("ok.all()", "assert ok.all()", "torch._assert_async(ok.all())"),
+        ("a.any() and b.any()", "if a.any() and b.any():", ""),
+        ("max([a, b])", "c = max([a, b])", ""),
+        ("a in b", "if a in b:", ""),
+        ("if x", "if x", ""),
+    ],
+)
+def test_conditions_get_code_only_where_it_would_run(
+    expression: str, source: str, code: str
+) -> None:
+    assert chosen_on_the_gpu(expression, source) == code
+
+
+@pytest.mark.parametrize(
+    ("expression", "made"),
+    [
+        ("torch.tensor([1.0], device=x.device)", "torch.tensor([1.0])"),
+        ("torch.arange(4).to(x)", "torch.arange(4)"),
+        ("torch.arange(n).to(x)", None),
+        ("y[[2, 0]]", None),
+        ("z.copy_(torch.ones(8))", None),
+        ("self.scale.to(x.device)", None),
+    ],
+)
+def test_constants_get_code_only_where_it_would_run(expression: str, made: str | None) -> None:
+    code = made_once(expression)
+    assert code == ("" if made is None else code)
+    assert made is None or f'"constant", {made}, persistent' in code
 
 
 def test_an_argument_on_the_host_beside_others_on_the_gpu() -> None:

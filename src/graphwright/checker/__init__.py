@@ -28,7 +28,13 @@ from .finding import Severity as Severity
 from .finding import place_of_error
 from .observer import Calls, Found, Observer
 from .sides import Origin, Side, Sides
-from .surroundings import cuda_watched, hooks_of, python_watched
+from .surroundings import (
+    clear_what_grew,
+    cuda_watched,
+    hooks_of,
+    python_watched,
+    sizes_of_caches,
+)
 
 _FEW_KERNELS = 2
 # What makes the results of two runs differ.
@@ -89,12 +95,16 @@ class _Checker:
         self._lies = self._pretend
         self._found = Found()
         self._runs: list[Observer] = []
-        self._told: Any = None
+        # One for all runs: what the first keeps, such as a table of positions, later ones find.
+        self._sides: Sides | None = None
+        self._results: list[Any] = []
         self._expected: list[Any] = []
 
     def run(self, runs: int) -> list[Finding]:
         """Run the call and compare."""
         undo = Undo(self._module)
+        caches = sizes_of_caches() if self._pretend else {}
+        seeded = torch.random.get_rng_state()
         try:
             self._alone()
             for _ in range(runs):
@@ -108,6 +118,9 @@ class _Checker:
             self._compare()
         finally:
             undo.restore(python=True)
+            torch.random.set_rng_state(seeded)
+            # They may hold tensors that were said to be on a GPU.
+            clear_what_grew(caches)
         for hook in hooks_of(self._module):
             self._found.add(*hook)
         kernels = self._runs[0].kernels
@@ -141,10 +154,12 @@ class _Checker:
         """Run the call as if it were captured; False where it fails for no other reason."""
         observer = self._observer()
         try:
-            self._told = self._seen(observer, told=True)
+            self._results.append(self._seen(observer, told=True))
         except Exception as error:
             if self._lies:
                 self._lies = False
+                self._runs.clear()
+                self._results.clear()
                 self._alone()
                 return self._once()
             self._found.merge(observer.found)
@@ -175,8 +190,9 @@ class _Checker:
             observer.undo()
 
     def _observer(self) -> Observer:
-        on_device = isinstance(self._module, FunctionModule)
-        sides = Sides(self._pretend, Side.DEVICE if on_device else Side.HOST, lies=self._lies)
+        if self._sides is None or self._sides.lies is not self._lies:
+            self._sides = Sides(self._pretend, lies=self._lies)
+        sides = self._sides
         names: dict[int, str] = {}
         of_module = [
             *((f"the parameter {n}", t) for n, t in self._module.named_parameters()),
@@ -195,11 +211,7 @@ class _Checker:
     def _compare(self) -> None:
         """What differs between runs of one call, and from one that is not told of a capture."""
         first = self._runs[0]
-        if not any(f.kind in _CHANCE for f in self._found.all()):
-            try:
-                same_when_told(self._told, self._expected)
-            except CaptureError as error:
-                self._found.add(kinds.OTHERWISE, Place(), "", error.what)
+        self._compare_results()
         for other in self._runs[1:]:
             for (place, operation, digest), copy in zip(first.copies, other.copies, strict=False):
                 if copy[0] == place and copy[2] != digest:
@@ -224,6 +236,22 @@ class _Checker:
                     self._found.add(
                         kinds.SEQUENCE, step.place, step.name, "one run has no such operation"
                     )
+
+    def _compare_results(self) -> None:
+        """Whether runs return the same, and the same as one that is not told of a capture."""
+        if any(f.kind in _CHANCE for f in self._found.all()):
+            return
+        first, *others = self._results
+        try:
+            for other in others:
+                same_when_told(other, pytree.tree_leaves(first))
+        except CaptureError:
+            self._found.add(kinds.VARIES, Place(), "")
+            return
+        try:
+            same_when_told(first, self._expected)
+        except CaptureError as error:
+            self._found.add(kinds.OTHERWISE, Place(), "", error.what)
 
     def _randomness(self, undo: Undo) -> None:
         """Python's and NumPy's random numbers whose draw was not seen."""

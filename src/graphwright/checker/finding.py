@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import functools
 import itertools
 import linecache
@@ -19,7 +20,11 @@ SCHEMA, SCHEMA_VERSION = "graphwright.check", 1
 
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
+_STATEMENTS = ("if ", "elif ", "while ", "assert ")
+_RUN_BY = str(Path(__file__).with_name("__init__.py"))
 _LONGEST = 160
+# What these ask the clock for is their own affair.
+_INDIFFERENT = ("logging", "threading", "concurrent", "queue", "asyncio")
 
 
 class Severity(StrEnum):
@@ -95,7 +100,11 @@ class Finding:
 def place_of(frame: FrameType | None) -> Place:
     """The innermost frame of the user's own code: not PyTorch's, graphwright's or Python's."""
     while frame is not None and not _is_own(frame.f_code.co_filename):
+        if frame.f_code.co_filename == _RUN_BY:
+            return Place()  # Of the user's own there is none: a script of TorchScript, say.
         frame = frame.f_back
+    if frame is not None:
+        linecache.lazycache(frame.f_code.co_filename, frame.f_globals)
     return Place() if frame is None else _place(frame.f_code, frame.f_lasti, frame.f_lineno)
 
 
@@ -104,11 +113,11 @@ def _place(code: CodeType, instruction: int, line: int) -> Place:
     _, end, column, last = next(itertools.islice(code.co_positions(), instruction // 2, None))
     source = linecache.getline(code.co_filename, line)
     expression = ""
-    if (found := _condition(source)) is not None:
-        expression, column = found
-    elif end == line and column is not None and last is not None:
+    if end == line and column is not None and last is not None:
         # Columns are counted in bytes.
         expression = source.encode()[column:last].decode(errors="replace")
+    if not expression or expression.startswith(_STATEMENTS):
+        expression, column = _condition(source) or ("", column)
     return Place(
         _short(code.co_filename),
         line,
@@ -126,10 +135,10 @@ def _condition(line: str) -> tuple[str, int] | None:
     text = line.strip()
     lead = len(line) - len(line.lstrip())
     shift = 2 if text.startswith("elif ") else 0
-    try:
-        (statement,) = ast.parse(f"{text[shift:]}\n pass" if text[:6] != "assert" else text).body
-    except (SyntaxError, ValueError):
-        return None
+    statement: ast.stmt | None = None
+    for body in ("", "\n pass"):
+        with contextlib.suppress(SyntaxError, ValueError):
+            (statement,) = ast.parse(text[shift:] + body).body
     if not isinstance(statement, ast.If | ast.While | ast.Assert):
         return None
     test = statement.test
@@ -144,7 +153,10 @@ def is_direct(frame: FrameType | None) -> bool:
     What a module does when it is imported is no part of the call.
     """
     while frame is not None and not _is_own(frame.f_code.co_filename):
-        if not frame.f_code.co_filename.startswith(_STANDARD):
+        file = frame.f_code.co_filename
+        if not file.startswith(_STANDARD):
+            return False
+        if any(name in Path(file).parts or Path(file).stem == name for name in _INDIFFERENT):
             return False
         frame = frame.f_back
     direct = frame is not None
@@ -179,6 +191,8 @@ def place_of_code(function: Any) -> Place:
 
 @functools.lru_cache(maxsize=4096)
 def _is_own(file: str) -> bool:
+    if file.startswith("<"):
+        return file in linecache.cache and not file.startswith("<frozen")  # of a notebook
     if not is_the_user_s(file):
         return False
     return file.startswith(_INSTALLED) or not file.startswith(_STANDARD)

@@ -1,13 +1,15 @@
 """The kinds of obstacles: how each is put in words, and the mend.
 
-What stands in braces is filled in from the place: the user's expression and the operation's name.
+What stands in braces is filled in: the operation's name, and more about it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from .finding import Severity
+from .proposals import chosen_on_the_gpu, made_once
 
 
 @dataclass(frozen=True)
@@ -19,7 +21,8 @@ class Kind:
         severity: what it does to a capture.
         what: a sentence with {operation}, and {detail} where there is more to say.
         mend: a sentence.
-        replacement: code with {expression}; empty where none fits all.
+        replacement: code that shows the mend; empty where `propose` makes it, or none fits all.
+        propose: code for an expression and the line that it is in.
     """
 
     name: str
@@ -27,6 +30,7 @@ class Kind:
     what: str
     mend: str
     replacement: str = ""
+    propose: Callable[[str, str], str] | None = None
 
 
 B, K, H, F, S = (
@@ -48,7 +52,7 @@ CONDITION = Kind(
     K,
     "{operation} decides by a value of a tensor on the GPU: the host waits for it.",
     "Compute both ways and choose on the GPU, or decide outside the captured call.",
-    "torch.where({expression}, a, b)",
+    propose=chosen_on_the_gpu,
 )
 TRANSFER = Kind(
     "copy to the host",
@@ -88,7 +92,7 @@ CONSTANT_COPY = Kind(
     H,
     "{operation} copies a constant from ordinary host memory to the GPU in every call.",
     "Make it on the GPU, once.",
-    'self.register_buffer("constant", {expression}, persistent=False)  # in __init__',
+    propose=lambda expression, source: made_once(expression),
 )
 CHANGING_COPY = Kind(
     "copy of a host value",
@@ -215,4 +219,16 @@ OTHERWISE = Kind(
     "{detail}",
     "It asks torch.cuda.is_current_stream_capturing(), and so does transformers for attention "
     "masks: try attn_implementation='eager', or pass the mask explicitly.",
+)
+VARIES = Kind(
+    "changing state",
+    F,
+    "The call returns something else in each run, for a reason that is not seen.",
+    "Look for a state that it keeps outside of tensors: a global, an iterator, a generator.",
+)
+SEED = Kind(
+    "seeding",
+    B,
+    "{operation} sets the generators inside the call, which cannot be captured.",
+    "Seed before the call: each replay then draws on from there.",
 )

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
@@ -43,13 +44,23 @@ _SPOKEN = {
     "__setitem__": "tensor[…] = …",
 }
 _FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
-_FROM_OTHERS = ("from_numpy", "frombuffer", "from_dlpack")
-_MOVES = ("to", "cuda", "cpu")
+_MOVES = ("to", "cuda", "cpu", "type_as")
 _MASKS = (torch.bool, torch.uint8)
 # Arguments that belong on the host.
-_TAKE_HOST_TENSORS = ("packed", "rnn", "lstm", "gru", "ctc_loss", "tensor_split")
+_TAKE_HOST_TENSORS = ("pack", "rnn", "lstm", "gru", "ctc_loss", "tensor_split")
+_PLACES = ("index", "index_put_", "index_put", "_index_put_impl_")
+# They wait inside of their CUDA kernels, which their tags do not say.
+_WAIT_INSIDE = (
+    "_linalg_check_errors",
+    "_linalg_eigh",
+    "_linalg_svd",
+    "linalg_eig",
+    "linalg_eigvals",
+    "_linalg_eigvals",
+    "linspace",
+    "logspace",
+)
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-_SMALL = 2
 
 
 @dataclass(frozen=True)
@@ -75,15 +86,16 @@ class Found:
         if known is not None:
             self._found[key] = replace(known, count=known.count + 1)
             return
-        words = {"operation": operation, "detail": detail, "expression": place.expression}
-        fits = place.expression or "{expression}" not in kind.replacement
+        code = kind.replacement
+        if kind.propose is not None and place.expression:
+            code = kind.propose(place.expression, place.source)
         self._found[key] = Finding(
             kind.name,
             kind.severity,
             operation,
-            kind.what.format(**words),
+            kind.what.format(operation=operation, detail=detail),
             kind.mend,
-            kind.replacement.format(**words) if fits else "",
+            code,
             place,
         )
 
@@ -124,6 +136,8 @@ class Observer(Journal):
         copies: a digest of what each copy from the host held, with its place.
         kernels: operations on the GPU that start one.
     """
+
+    supports_higher_order_operators = True  # torch's own switch
 
     def __init__(self, sides: Sides, names: Mapping[int, str]) -> None:
         super().__init__(lenient=True)
@@ -167,6 +181,10 @@ class Observer(Journal):
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation and look at it."""
+        if isinstance(func, HigherOrderOperator):
+            if func.name() in ("cond", "while_loop"):
+                self.report(kinds.READ, f"torch.{func.name()}()")
+            return func(*args, **kwargs)
         self.before(func, args, kwargs)
         given = tensors((args, kwargs))
         on_device = any(self.sides.of(tensor) is Side.DEVICE for tensor in given)
@@ -186,19 +204,21 @@ class Observer(Journal):
                 self.sides.put(tensor, self._side_of_new(given, on_device))
             if origin:
                 self.sides.put(tensor, None, self.sides.origin(tensor) | origin)
+        if func._opname == "_pack_padded_sequence":
+            self.sides.put(made[1], Side.HOST)  # The sizes of its batches.
         if func._opname in ("copy_", "_to_copy"):
             self._moved(func, args, made, given)
         if on_device and func._opname not in _UNINITIALISED:
             self._log(func, args, kwargs, given)
         return result
 
-    def _side_of_new(self, given: list[torch.Tensor], on_device: bool) -> Side:
+    def _side_of_new(self, given: list[torch.Tensor], on_device: bool) -> Side | None:
+        """The side of what an operation makes; None where nobody can tell, as in TorchScript."""
         if on_device:
             return Side.DEVICE
         if given:
-            return Side.HOST
-        call = self.calls[-1] if self.calls else None
-        return call.side if call is not None else Side.HOST
+            return Side.HOST if any(map(self.sides.known, given)) else None
+        return self.calls[-1].side if self.calls else None
 
     def _log(
         self, func: Any, args: Any, kwargs: Mapping[str, Any], given: list[torch.Tensor]
@@ -222,24 +242,55 @@ class Observer(Journal):
     ) -> None:
         """Whether an operation on the GPU has to wait for it, or for the host."""
         name = func._opname
-        if torch.Tag.data_dependent_output in func.tags or name == "_linalg_check_errors":
+        waits = name in _WAIT_INSIDE or (name == "histc" and len(args) < 3)
+        if torch.Tag.data_dependent_output in func.tags or waits:
             operation = self._spoken(str(func))
             condition = operation == _SPOKEN["__bool__"]
             self.report(kinds.CONDITION if condition else kinds.READ, operation)
-        elif name in ("index_put_", "index_put", "_index_put_impl_"):
+        elif name in _PLACES[1:]:
             self._look_at_write(args)
         elif torch.Tag.dynamic_output_shape in func.tags:
             self._look_at_shape(func, args, kwargs)
-        host = [t for t in given if self.sides.of(t) is Side.HOST and t.dim()]
-        if host and name not in ("copy_", "_to_copy"):
-            if name in ("index", "index_put_", "index_put", "_index_put_impl_"):
-                self._copied(self._spoken(str(func)), host[0])
-            elif not any(part in name for part in _TAKE_HOST_TENSORS):
-                self.report(kinds.MIXED, self._spoken(str(func)))
+        self._look_at_sides(func, args, given)
+
+    def _look_at_sides(self, func: Any, args: tuple[Any, ...], given: list[torch.Tensor]) -> None:
+        """Whether tensors of both sides meet."""
+        name, spoken = func._opname, self._spoken(str(func))
+        if name in ("copy_", "_to_copy"):
+            return
+        if "pack_padded" in name and self.sides.of(args[1]) is Side.DEVICE:
+            self.report(kinds.MIXED, spoken)
+        host = [t for t in given if self.sides.of(t) is Side.HOST]
+        numbers = [t for t in host if not t.dim() and self.sides.known(t)]
+        host = [t for t in host if t.dim()]
+        if name in _PLACES:
+            indices = [t for t in args[1] if t is not None]
+            for index in indices:
+                if self.sides.of(index) is Side.HOST:
+                    self._copied(spoken, index)
+                    break
+            return
+        if name == "where" and numbers:
+            self._copied(spoken, numbers[0])
+        elif name == "cat" and numbers:
+            self.report(kinds.MIXED, spoken)
+        if any(part in name for part in _TAKE_HOST_TENSORS):
+            return
+        if any(map(self.sides.known, host)):
+            self.report(kinds.MIXED, spoken)
+        for tensor in host:
+            # It works by itself: what nothing is known of is where the others are.
+            if not self.sides.known(tensor):
+                self.sides.put(tensor, Side.DEVICE)
 
     def _look_at_write(self, args: tuple[Any, ...]) -> None:
-        masks = [t for t in args[1] if t is not None and t.dtype in _MASKS]
-        if masks and args[2].numel() != 1:
+        """A write to the places of a mask that is no plain filling with a number."""
+        indices = [t for t in args[1] if t is not None]
+        if not any(t.dtype in _MASKS for t in indices):
+            return
+        number = self.sides.of(args[2]) is Side.HOST or bool(self.calls and self.calls[-1].number)
+        accumulates = len(args) > 3 and args[3]
+        if len(indices) > 1 or args[2].numel() != 1 or not number or accumulates:
             self.report(kinds.MASKED_WRITE, self._spoken("index_put_"))
 
     def _look_at_shape(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
@@ -267,7 +318,7 @@ class Observer(Journal):
         if torch.equal(generator.get_state(), before):
             return Origin.CONSTANT  # Attention without dropout draws none.
         named = any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values()))
-        sides = {self._side_of_new([], on_device) if not on_device else Side.DEVICE}
+        sides: set[Side | None] = {self._side_of_new([], on_device)}
         if not self.sides.pretend:
             sides = {self.sides.of(tensor) for tensor in made}
         if Side.HOST in sides:
@@ -293,10 +344,10 @@ class Observer(Journal):
 
     def _copied(self, operation: str, source: torch.Tensor) -> None:
         """A copy from the host to the GPU; what it is becomes clear when the runs are compared."""
-        if self._silent:
+        if self._silent or not source.numel():
             return
         place, origin = place_of(sys._getframe(1)), self.sides.origin(source)
-        if not self.sides.pretend and source.is_pinned():
+        if self.sides.is_pinned(source):
             self.found.add(kinds.PINNED_COPY, place, operation)
             return
         name = self._names.get(source.untyped_storage()._cdata, "")
@@ -326,6 +377,7 @@ class _Call:
 
     name: str
     side: Side
+    number: bool = False
 
 
 class Calls(TorchFunctionMode):
@@ -366,7 +418,8 @@ class Calls(TorchFunctionMode):
                 silent = True
         if self._sides.lies and name in ("is_pinned", "get_device") and given:
             return False if name == "is_pinned" else (0 if on_device else -1)
-        self._seen.calls.append(_Call(name, side))
+        number = name == "__setitem__" and not isinstance(args[2], torch.Tensor)
+        self._seen.calls.append(_Call(name, side, number))
         try:
             with self._seen.silent() if silent else contextlib.nullcontext():
                 return self._call(func, name, args, named, wanted)
@@ -385,9 +438,12 @@ class Calls(TorchFunctionMode):
         if name in _MOVES and args and isinstance(args[0], torch.Tensor):
             return self._move(func, name, args, kwargs, wanted)
         if name == "pin_memory":
-            return args[0]
+            with self._seen.silent():
+                result = args[0].clone()
+            self._sides.pin(result)
+            return result
         data = args[-1] if args else kwargs.get("data")
-        if name in _FROM_OTHERS or (name in _FROM_DATA and not isinstance(data, torch.Tensor)):
+        if name in _FROM_DATA and not isinstance(data, torch.Tensor):
             if wanted is None:
                 itself = name == "new_tensor" and self._sides.of(args[0]) is Side.DEVICE
                 wanted = Side.DEVICE if itself else Side.HOST
@@ -414,6 +470,8 @@ class Calls(TorchFunctionMode):
         source = args[0]
         before = self._sides.of(source)
         after = wanted or before
+        if name == "type_as":
+            func, args, kwargs = torch.Tensor.to, (source, args[1].dtype), {}
         if before is not after:
             operation = f"Tensor.{name}()"
             if after is Side.HOST:
@@ -443,6 +501,8 @@ class Calls(TorchFunctionMode):
         """The side that a function is asked for, if it is asked for one."""
         if name == "cuda":
             return Side.DEVICE
+        if name == "type_as":
+            return self._sides.of(args[1])
         if name == "cpu":
             return Side.HOST
         device = kwargs.get("device")

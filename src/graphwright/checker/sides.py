@@ -44,23 +44,22 @@ class Sides:
 
     Args:
         pretend: whether tensors on the CPU stand for others.
-        unknown: the side of memory that the run did not make.
         lies: whether tensors that are pretended to be on a GPU say so.
     """
 
-    def __init__(self, pretend: bool, unknown: Side, *, lies: bool) -> None:
+    def __init__(self, pretend: bool, *, lies: bool) -> None:
         self.pretend = pretend
         self.lies = lies
-        self._unknown = unknown
         self._side: dict[int, Side] = {}
         self._origin: dict[int, Origin] = {}
         self._held: dict[int, Any] = {}
+        self._pinned: set[int] = set()
 
     def of(self, tensor: torch.Tensor) -> Side:
-        """Where a tensor's memory is."""
+        """Where a tensor's memory is; on the host, where nothing is known of it."""
         if not self.pretend:
             return side_of_device(tensor.device)
-        return self._side.get(_memory(tensor), self._unknown)
+        return self._side.get(_memory(tensor), Side.HOST)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         """The device that a tensor says it is on."""
@@ -82,6 +81,7 @@ class Sides:
         memory = _memory(tensor)
         if memory not in self._held:
             # While it is known here, its identity is given to no other.
+            tensor = _unwrapped(tensor)
             strided = tensor.layout is torch.strided and not tensor.is_nested
             self._held[memory] = StorageWeakRef(tensor.untyped_storage()) if strided else tensor
         if side is not None:
@@ -89,12 +89,29 @@ class Sides:
         if origin is not None:
             self._origin[memory] = origin
 
+    def pin(self, tensor: torch.Tensor) -> None:
+        """Memory is pinned."""
+        self.put(tensor, Side.HOST)
+        self._pinned.add(_memory(tensor))
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Whether memory is pinned, or said to be."""
+        return _memory(tensor) in self._pinned if self.pretend else tensor.is_pinned()
+
     def known(self, tensor: torch.Tensor) -> bool:
-        """Whether anything was noted of a tensor's memory."""
-        return _memory(tensor) in self._side
+        """Whether the side of a tensor's memory is known."""
+        return not self.pretend or _memory(tensor) in self._side
+
+
+def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
+    """What is inside the wrappers of vmap and grad."""
+    while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = torch._C._functorch.get_unwrapped(tensor)
+    return tensor
 
 
 def _memory(tensor: torch.Tensor) -> int:
+    tensor = _unwrapped(tensor)
     if tensor.layout is not torch.strided or tensor.is_nested:
         return id(tensor)
     return int(tensor.untyped_storage()._cdata)

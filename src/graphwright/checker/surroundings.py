@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import gc
 import random
 import sys
 import time
@@ -30,6 +32,10 @@ _CLOCKS = {
     time.monotonic,
     time.monotonic_ns,
     time.process_time,
+    time.localtime,
+    time.gmtime,
+    time.strftime,
+    time.ctime,
 }
 _DATES = ("now", "utcnow", "today")
 _WAITS = ("synchronize", "query", "elapsed_time")
@@ -109,6 +115,14 @@ def cuda_watched(found: Found, *, pretend: bool) -> Iterator[None]:
 
             put(owner, name, call)
 
+        def seeds(seed: int) -> Any:
+            frame = sys._getframe(1)
+            if is_direct(frame):
+                found.add(kinds.SEED, place_of(frame), "torch.manual_seed()")
+            return seeded(seed)
+
+        seeded = torch.manual_seed
+        put(torch, "manual_seed", seeds)
         for owner, name in ((GraphedCallable, "call"), (CallGraph, "__call__")):
             put(owner, name, _nested(getattr(owner, name), found))
         if not pretend:
@@ -147,6 +161,21 @@ def _nested(original: Callable[..., Any], found: Found) -> Callable[..., Any]:
         return original(self, *args, **kwargs)
 
     return call
+
+
+def sizes_of_caches() -> dict[int, tuple[Any, int]]:
+    """All functools.lru_cache of the process, and how much they hold."""
+    # By its type alone: to ask a module's stand-in for its class may import, or warn.
+    caches = [c for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]
+    return {id(cache): (cache, cache.cache_info().currsize) for cache in caches}
+
+
+def clear_what_grew(before: dict[int, tuple[Any, int]]) -> None:
+    """Empty the caches of the user's own functions that hold more than before."""
+    for key, (cache, size) in sizes_of_caches().items() if before else ():
+        grown = size > before.get(key, (None, 0))[1]
+        if grown and place_of_code(getattr(cache, "__wrapped__", None)).file:
+            cache.cache_clear()
 
 
 def hooks_of(module: nn.Module) -> Iterator[tuple[Kind, Place, str]]:
