@@ -22,11 +22,13 @@ from ..graphs.warmup import same_when_told
 from ..signature import argument_names, flatten
 from ..watch import FunctionModule
 from . import kinds
+from .calls import Calls
 from .finding import Finding as Finding
 from .finding import Place as Place
 from .finding import Severity as Severity
 from .finding import place_of_error
-from .observer import Calls, Found, Observer
+from .found import Found
+from .observer import Observer
 from .sides import Origin, Side, Sides
 from .surroundings import (
     clear_what_grew,

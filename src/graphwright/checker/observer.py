@@ -1,4 +1,4 @@
-"""Seeing a run of a call: each operation, each function of torch, and what they do to a capture."""
+"""Seeing a run of a call, operation by operation, and what each does to a capture."""
 
 from __future__ import annotations
 
@@ -6,32 +6,20 @@ import contextlib
 import hashlib
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
-from torch.nn import functional as F  # noqa: N812  # the field's name for it
-from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 
 from ..errors import CaptureError
-from ..graphs.cpu import one_hot
 from ..graphs.journal import Journal, generator_of, tensors
 from . import kinds
-from .finding import Finding, Place, place_of
+from .finding import Place, place_of
+from .found import Found
 from .kinds import Kind
-from .sides import Origin, Side, Sides, side_of_device, tensors_in
+from .sides import Origin, Side, Sides
 
-# How values reach Python without an operation that a dispatch mode would see.
-_SILENT_READS = {
-    "tolist": "Tensor.tolist()",
-    "numpy": "Tensor.numpy()",
-    "__array__": "numpy.asarray(tensor)",
-    "__dlpack__": "DLPack export",
-    "__repr__": "printing a tensor",
-    "__format__": "formatting a tensor",
-}
 _SPOKEN = {
     "item": "Tensor.item()",
     "__bool__": "bool(tensor)",
@@ -43,8 +31,6 @@ _SPOKEN = {
     "__getitem__": "tensor[…]",
     "__setitem__": "tensor[…] = …",
 }
-_FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
-_MOVES = ("to", "cuda", "cpu", "type_as")
 _MASKS = (torch.bool, torch.uint8)
 # Arguments that belong on the host.
 _TAKE_HOST_TENSORS = ("pack", "rnn", "lstm", "gru", "ctc_loss", "tensor_split")
@@ -73,54 +59,13 @@ class Step:
     place: Place
 
 
-class Found:
-    """Findings, each counted once however often it happens."""
+@dataclass
+class Call:
+    """A function of torch that is being called, and the side of what it makes."""
 
-    def __init__(self) -> None:
-        self._found: dict[tuple[Any, ...], Finding] = {}
-
-    def add(self, kind: Kind, place: Place, operation: str, detail: str = "") -> None:
-        """Note an obstacle."""
-        key = kind.name, kind.severity, operation, place, detail
-        known = self._found.get(key)
-        if known is not None:
-            self._found[key] = replace(known, count=known.count + 1)
-            return
-        code = kind.replacement
-        if kind.propose is not None and place.expression:
-            code = kind.propose(place.expression, place.source)
-        self._found[key] = Finding(
-            kind.name,
-            kind.severity,
-            operation,
-            kind.what.format(operation=operation, detail=detail),
-            kind.mend,
-            code,
-            place,
-        )
-
-    def change(self, place: Place, operation: str, kind: Kind, other: Kind) -> None:
-        """What was taken for one kind is another."""
-        key = kind.name, kind.severity, operation, place, ""
-        if key in self._found:
-            number = list(self._found).index(key)
-            count = self._found[key].count
-            self.add(other, place, operation)
-            items = list(self._found.items())
-            new_key, finding = items.pop()
-            items[number] = new_key, replace(finding, count=count)
-            self._found = dict(items)
-
-    def all(self) -> list[Finding]:
-        """In the order in which they were met."""
-        return list(self._found.values())
-
-    def merge(self, other: Found) -> None:
-        """Take what another run has found; what both have keeps the larger count."""
-        for key, finding in other._found.items():
-            known = self._found.get(key)
-            if known is None or known.count < finding.count:
-                self._found[key] = finding
+    name: str
+    side: Side
+    number: bool = False
 
 
 class Observer(Journal):
@@ -146,7 +91,7 @@ class Observer(Journal):
         self.steps: list[Step] = []
         self.copies: list[tuple[Place, str, str]] = []
         self.kernels = 0
-        self.calls: list[_Call] = []
+        self.calls: list[Call] = []
         self._names = names
         self._silent = 0
 
@@ -267,11 +212,11 @@ class Observer(Journal):
             indices = [t for t in args[1] if t is not None]
             for index in indices:
                 if self.sides.of(index) is Side.HOST:
-                    self._copied(spoken, index)
+                    self.copied(spoken, index)
                     break
             return
         if name == "where" and numbers:
-            self._copied(spoken, numbers[0])
+            self.copied(spoken, numbers[0])
         elif name == "cat" and numbers:
             self.report(kinds.MIXED, spoken)
         if any(part in name for part in _TAKE_HOST_TENSORS):
@@ -338,11 +283,11 @@ class Observer(Journal):
             return
         sides = self.sides.of(source), self.sides.of(target)
         if sides == (Side.HOST, Side.DEVICE):
-            self._copied(self._spoken(str(func)), source)
+            self.copied(self._spoken(str(func)), source)
         elif sides == (Side.DEVICE, Side.HOST):
             self.report(kinds.TRANSFER, self._spoken(str(func)))
 
-    def _copied(self, operation: str, source: torch.Tensor) -> None:
+    def copied(self, operation: str, source: torch.Tensor) -> None:
         """A copy from the host to the GPU; what it is becomes clear when the runs are compared."""
         if self._silent or not source.numel():
             return
@@ -369,172 +314,3 @@ class Observer(Journal):
             if call.name in _SPOKEN:
                 return _SPOKEN[call.name]
         return f"{name}()" if name else operation
-
-
-@dataclass
-class _Call:
-    """A function of torch that is being called, and the side of what it makes."""
-
-    name: str
-    side: Side
-    number: bool = False
-
-
-class Calls(TorchFunctionMode):
-    """Sees each function of torch that Python calls, and keeps up the pretence of devices."""
-
-    def __init__(self, observer: Observer) -> None:
-        super().__init__()
-        self._seen = observer
-        self._sides = observer.sides
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name == "__get__":
-            return self._attribute(func, args)
-        if name == "device":
-            return func(*args, **named)
-        if func is F.one_hot and int(named.get("num_classes", args[1] if args[1:] else -1)) >= 0:
-            # On the CPU alone it reads its input to check it.
-            func, args, named = one_hot, (args[0], int(named.get("num_classes", args[-1]))), {}
-        around = _device.CURRENT_DEVICE
-        if around is not None and func in _device._device_constructors():
-            # A `with torch.device(...)` of the user's own would say so only after us.
-            named["device"] = named.get("device") or around
-        wanted = self._wanted(name, args, named)
-        given = list(tensors_in(args, named))
-        on_device = any(self._sides.of(tensor) is Side.DEVICE for tensor in given)
-        side = wanted or (Side.DEVICE if on_device else Side.HOST)
-        silent = name in _SILENT_READS and on_device
-        if silent:
-            self._seen.report(kinds.READ, _SILENT_READS[name])
-        elif name in _FROM_DATA or name == "tensor_split":
-            data = args[1:2] if name == "tensor_split" else [a for a in args if _is_list(a)]
-            if any(self._sides.of(tensor) is Side.DEVICE for tensor in tensors_in(*data)):
-                self._seen.report(kinds.READ, f"{name}()")
-                silent = True
-        if self._sides.lies and name in ("is_pinned", "get_device") and given:
-            return False if name == "is_pinned" else (0 if on_device else -1)
-        number = name == "__setitem__" and not isinstance(args[2], torch.Tensor)
-        self._seen.calls.append(_Call(name, side, number))
-        try:
-            with self._seen.silent() if silent else contextlib.nullcontext():
-                return self._call(func, name, args, named, wanted)
-        finally:
-            self._seen.calls.pop()
-
-    def _call(
-        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: Side | None
-    ) -> Any:
-        if not self._sides.pretend:
-            result = func(*args, **kwargs)
-            if name in _FROM_DATA and isinstance(result, torch.Tensor):
-                self._from_data(name, args, result)
-            return result
-        args, kwargs = _on_the_cpu(args), _on_the_cpu(kwargs)
-        if name in _MOVES and args and isinstance(args[0], torch.Tensor):
-            return self._move(func, name, args, kwargs, wanted)
-        if name == "pin_memory":
-            with self._seen.silent():
-                result = args[0].clone()
-            self._sides.pin(result)
-            return result
-        data = args[-1] if args else kwargs.get("data")
-        if name in _FROM_DATA and not isinstance(data, torch.Tensor):
-            if wanted is None:
-                itself = name == "new_tensor" and self._sides.of(args[0]) is Side.DEVICE
-                wanted = Side.DEVICE if itself else Side.HOST
-            with self._seen.silent():
-                result = func(*args, **kwargs)
-            self._sides.put(result, wanted)
-            self._from_data(name, args, result)
-            return result
-        return func(*args, **kwargs)
-
-    def _from_data(self, name: str, args: Any, result: torch.Tensor) -> None:
-        """A tensor was made of Python's values: on the host, and copied from there."""
-        if self._sides.of(result) is Side.HOST or isinstance(args[-1], torch.Tensor):
-            return
-        with self._seen.silent():
-            held = result.detach().cpu().clone()
-            self._sides.put(held, Side.HOST)
-        self._seen._copied(f"{name}()", held)
-
-    def _move(
-        self, func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: Side | None
-    ) -> Any:
-        """to(), cuda(), cpu(): a copy if it is to the other side."""
-        source = args[0]
-        before = self._sides.of(source)
-        after = wanted or before
-        if name == "type_as":
-            func, args, kwargs = torch.Tensor.to, (source, args[1].dtype), {}
-        if before is not after:
-            operation = f"Tensor.{name}()"
-            if after is Side.HOST:
-                self._seen.report(kinds.TRANSFER, operation)
-            else:
-                self._seen._copied(operation, source)
-        with self._seen.silent() if before is not after else contextlib.nullcontext():
-            result = source if name in ("cuda", "cpu") else func(*args, **kwargs)
-            if before is not after and result.data_ptr() == source.data_ptr():
-                result = result.clone()
-        if before is not after:
-            self._sides.put(result, after, self._sides.origin(source))
-        return result
-
-    def _attribute(self, func: Any, args: Any) -> Any:
-        name = getattr(func.__self__, "__name__", "")
-        if self._sides.lies and isinstance(args[0], torch.Tensor):
-            if name == "device":
-                return self._sides.device(args[0])
-            if name == "is_cuda":
-                return self._sides.of(args[0]) is Side.DEVICE
-            if name == "is_cpu":
-                return self._sides.of(args[0]) is Side.HOST
-        return func(*args)
-
-    def _wanted(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Side | None:
-        """The side that a function is asked for, if it is asked for one."""
-        if name == "cuda":
-            return Side.DEVICE
-        if name == "type_as":
-            return self._sides.of(args[1])
-        if name == "cpu":
-            return Side.HOST
-        device = kwargs.get("device")
-        if device is None:
-            device = next((a for a in args if isinstance(a, torch.device)), None)
-        if device is None and name == "to":
-            told = next((a for a in args[1:] if isinstance(a, str | int | torch.Tensor)), None)
-            told = kwargs.get("other", told)
-            if isinstance(told, torch.Tensor):
-                return self._sides.of(told)
-            device = told if not isinstance(told, bool) else None
-        if device is None:
-            return None
-        if self._sides.pretend and not self._sides.lies and isinstance(device, torch.device):
-            return Side.DEVICE  # Most come from a tensor, which has said that it is on the CPU.
-        return side_of_device(device)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
-
-
-def _on_the_cpu(tree: Any) -> Any:
-    """Arguments with the CPU in the place of a GPU."""
-    if isinstance(tree, dict):
-        return {key: _host(value, key) for key, value in tree.items()}
-    return tuple(_host(value) for value in tree)
-
-
-def _host(value: Any, key: str = "") -> Any:
-    if isinstance(value, torch.device) and value.type == "cuda":
-        return torch.device("cpu")
-    if isinstance(value, str) and (value == "cuda" or value.startswith("cuda:")):
-        return "cpu"
-    return "cpu" if key == "device" and type(value) is int else value

@@ -21,8 +21,8 @@ from ..dispatch import GraphedCallable
 from ..graphs.callgraph import CallGraph
 from . import kinds
 from .finding import Place, is_direct, place_of, place_of_code
+from .found import Found
 from .kinds import Kind
-from .observer import Found
 
 _CLOCKS = {
     time.time,
