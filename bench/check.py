@@ -106,13 +106,20 @@ def _findings(found: list[gw.Finding]) -> list[Row]:
             "kind": f.kind,
             "severity": str(f.severity),
             "operation": f.operation,
-            "file": f.place.file,
+            "file": _inside(f.place.file),
             "line": f.place.line,
             "source": f.place.source,
             "count": f.count,
         }
         for f in found
     ]
+
+
+def _inside(file: str) -> str:
+    """A file's path inside its package: where packages lie is the machine's own affair."""
+    for folder in ("site-packages/", "dist-packages/"):
+        file = file.rpartition(folder)[2]
+    return file
 
 
 def _captured(model: nn.Module, args: Any, kwargs: Any) -> Row:
@@ -126,7 +133,12 @@ def _captured(model: nn.Module, args: Any, kwargs: Any) -> Row:
                 model(*args, **kwargs)
         except CaptureError as error:
             file, _, line = (error.where or "").rpartition(":")
-            return {"ok": False, "error": error.what, "file": file, "line": int(line or 0)}
+            return {
+                "ok": False,
+                "error": error.what,
+                "file": _inside(file),
+                "line": int(line or 0),
+            }
         graph.replay()
         torch.cuda.synchronize()
         graph.close()
