@@ -134,6 +134,10 @@ def makes_a_number(x: torch.Tensor) -> Any:
     return x * torch.tensor(2.0, device=x.device)  # here
 
 
+def makes_a_constant_by_name(x: torch.Tensor) -> Any:
+    return x * torch.tensor(data=[1.0, 2.0, 3.0, 4.0], device=x.device)  # here
+
+
 def moves_a_constant(x: torch.Tensor) -> Any:
     return x + torch.arange(4).to(x.device)  # here
 
@@ -266,6 +270,7 @@ OBSTACLES: dict[Fn, tuple[str, Severity]] = {
         (
             makes_a_constant,
             makes_a_number,
+            makes_a_constant_by_name,
             moves_a_constant,
             moves_a_constant_like,
             copies_a_constant,
@@ -351,6 +356,7 @@ def masked_fill(x: torch.Tensor) -> Any:
 
 def made_there(x: torch.Tensor) -> Any:
     y = torch.arange(4, device=x.device) + x.new_zeros(4) + torch.zeros_like(x)
+    y = y + torch.as_tensor(x, dtype=torch.float32) + torch.asarray(obj=x)
     return F.dropout(y, 0.5) + torch.rand(4, device=x.device) + torch.full_like(x, 2.0)
 
 

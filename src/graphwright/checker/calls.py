@@ -61,8 +61,9 @@ class Calls(TorchFunctionMode):
         if silent:
             self._seen.report(kinds.READ, _SILENT_READS[name])
         elif name in _FROM_DATA or name == "tensor_split":
-            data = args[1:2] if name == "tensor_split" else [a for a in args if _is_list(a)]
-            if any(self._sides.of(tensor) is Side.DEVICE for tensor in tensors_in(*data)):
+            data = args[1:2] if name == "tensor_split" else _data(name, args, named)
+            read = isinstance(data, list | tuple)
+            if read and any(self._sides.of(t) is Side.DEVICE for t in tensors_in(data)):
                 self._seen.report(kinds.READ, f"{name}()")
                 silent = True
         if self._sides.lies and name in ("is_pinned", "get_device") and given:
@@ -80,8 +81,8 @@ class Calls(TorchFunctionMode):
     ) -> Any:
         if not self._sides.pretend:
             result = func(*args, **kwargs)
-            if name in _FROM_DATA and isinstance(result, torch.Tensor):
-                self._from_data(name, args, result)
+            if name in _FROM_DATA and not isinstance(_data(name, args, kwargs), torch.Tensor):
+                self._from_data(name, result)
             return result
         args, kwargs = _on_the_cpu(args), _on_the_cpu(kwargs)
         if name in _MOVES and args and isinstance(args[0], torch.Tensor):
@@ -91,21 +92,20 @@ class Calls(TorchFunctionMode):
                 result = args[0].clone()
             self._sides.pin(result)
             return result
-        data = args[-1] if args else kwargs.get("data")
-        if name in _FROM_DATA and not isinstance(data, torch.Tensor):
+        if name in _FROM_DATA and not isinstance(_data(name, args, kwargs), torch.Tensor):
             if wanted is None:
                 itself = name == "new_tensor" and self._sides.of(args[0]) is Side.DEVICE
                 wanted = Side.DEVICE if itself else Side.HOST
             with self._seen.silent():
                 result = func(*args, **kwargs)
             self._sides.put(result, wanted)
-            self._from_data(name, args, result)
+            self._from_data(name, result)
             return result
         return func(*args, **kwargs)
 
-    def _from_data(self, name: str, args: Any, result: torch.Tensor) -> None:
+    def _from_data(self, name: str, result: torch.Tensor) -> None:
         """A tensor was made of Python's values: on the host, and copied from there."""
-        if self._sides.of(result) is Side.HOST or isinstance(args[-1], torch.Tensor):
+        if self._sides.of(result) is Side.HOST:
             return
         with self._seen.silent():
             held = result.detach().cpu().clone()
@@ -170,8 +170,10 @@ class Calls(TorchFunctionMode):
         return side_of_device(device)
 
 
-def _is_list(value: Any) -> bool:
-    return isinstance(value, list | tuple)
+def _data(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
+    """What a tensor is made of."""
+    place = 1 if name == "new_tensor" else 0
+    return args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
 
 
 def _on_the_cpu(tree: Any) -> Any:

@@ -85,7 +85,7 @@ class Observer(Journal):
     supports_higher_order_operators = True  # torch's own switch
 
     def __init__(self, sides: Sides, names: Mapping[int, str]) -> None:
-        super().__init__(lenient=True)
+        super().__init__()
         self.sides = sides
         self.found = Found()
         self.steps: list[Step] = []
@@ -110,7 +110,7 @@ class Observer(Journal):
             self._silent -= 1
 
     def refuse(self, error: CaptureError) -> None:
-        """Note what a capture would refuse."""
+        """Note what a capture would refuse, and go on."""
         self.report(kinds.LAYOUT, str(self.operation), error.what)
 
     def writes(self, tensor: torch.Tensor) -> None:

@@ -30,17 +30,13 @@ _MEMORY_CHANGES = ("set_", "resize_", "resize_as_")
 class Journal(OperationMode):
     """A dispatch mode that runs every operation as it is and keeps what is needed to undo it.
 
-    Args:
-        lenient: let pass what cannot be captured, and perhaps not be put back.
-
     Attributes:
         external: storages that the run used and did not make, by their identity.
         operation: the operation under way, or the last one.
     """
 
-    def __init__(self, *, lenient: bool = False) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._lenient = lenient
         self.external: dict[int, torch.UntypedStorage] = {}
         self.operation: Any = None
         self._made: dict[int, StorageWeakRef] = {}
@@ -106,9 +102,8 @@ class Journal(OperationMode):
             self.writes(tensor)
 
     def refuse(self, error: CaptureError) -> None:
-        """What an operation does cannot be captured."""
-        if not self._lenient:
-            raise error
+        """What an operation does cannot be captured: raise."""
+        raise error
 
     def read(self, tensor: torch.Tensor) -> None:
         """A tensor is used; keep its storage if the run did not make it."""
