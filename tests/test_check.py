@@ -87,7 +87,7 @@ def looks_for(x: torch.Tensor) -> Any:
 
 
 def are_equal(x: torch.Tensor) -> Any:
-    return x * torch.equal(x, x)  # here
+    return x * torch.equal(x, x + 1)  # here
 
 
 def masks(x: torch.Tensor) -> Any:
@@ -203,6 +203,18 @@ def indexes_by_a_list(x: torch.Tensor) -> Any:
     return x[[0, 2]].exp()  # here
 
 
+def writes_a_number_by_indices(x: torch.Tensor) -> Any:
+    y, n = x * 2, torch.arange(3, device=x.device)
+    y[n, n] = 1  # here
+    return y
+
+
+def multiplies_groups(x: torch.Tensor) -> Any:
+    ends = torch.arange(1, 3, device=x.device, dtype=torch.int32)
+    w = torch.ones(2, 4, 8, device=x.device)
+    return F.grouped_mm(x, w, offs=ends)  # here
+
+
 def moves_from_numpy(x: torch.Tensor) -> Any:
     return x + torch.from_numpy(np.ones(4, "f")).to(x.device)  # here
 
@@ -226,7 +238,7 @@ def decomposes(x: torch.Tensor) -> Any:
 
 
 def seeds(x: torch.Tensor) -> Any:
-    torch.manual_seed(0)  # here
+    torch.manual_seed(5)  # here
     return x + torch.rand_like(x)
 
 
@@ -245,6 +257,7 @@ OBSTACLES: dict[Fn, tuple[str, Severity]] = {
             gathers,
             looks_for,
             are_equal,
+            multiplies_groups,
             decomposes,
         ),
         ("read", Severity.BREAKS),
@@ -276,6 +289,7 @@ OBSTACLES: dict[Fn, tuple[str, Severity]] = {
             copies_a_constant,
             indexes_by_the_host,
             indexes_by_a_list,
+            writes_a_number_by_indices,
             moves_from_numpy,
             moves_by_type,
             chooses_a_number_of_the_host,

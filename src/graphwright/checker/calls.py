@@ -26,6 +26,7 @@ _SILENT_READS = {
     "__format__": "formatting a tensor",
 }
 _FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
+_INDEXING = ("__getitem__", "__setitem__")
 _MOVES = ("to", "cuda", "cpu", "type_as")
 
 
@@ -80,6 +81,8 @@ class Calls(TorchFunctionMode):
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: Side | None
     ) -> Any:
         if not self._sides.pretend:
+            if name in _INDEXING:
+                self._indexed(args)
             result = func(*args, **kwargs)
             if name in _FROM_DATA and not isinstance(_data(name, args, kwargs), torch.Tensor):
                 self._from_data(name, result)
@@ -111,6 +114,16 @@ class Calls(TorchFunctionMode):
             held = result.detach().cpu().clone()
             self._sides.put(held, Side.HOST)
         self._seen.copied(f"{name}()", held)
+
+    def _indexed(self, args: Any) -> None:
+        """Lists as indices become tensors on the GPU, out of the sight of a dispatch mode."""
+        if self._sides.of(args[0]) is Side.HOST:
+            return
+        for index in args[1] if isinstance(args[1], tuple) else (args[1],):
+            if isinstance(index, list) or type(index).__name__ == "ndarray":
+                with self._seen.silent():
+                    held = torch.as_tensor(index)
+                self._seen.copied("tensor[…]", held)
 
     def _move(
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: Side | None

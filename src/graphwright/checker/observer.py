@@ -188,6 +188,8 @@ class Observer(Journal):
         """Whether an operation on the GPU has to wait for it, or for the host."""
         name = func._opname
         waits = name in _WAIT_INSIDE or (name == "histc" and len(args) < 3)
+        # In other formats it loops over the groups on the host.
+        waits = waits or (name == "_grouped_mm" and args[0].dtype is not torch.bfloat16)
         if torch.Tag.data_dependent_output in func.tags or waits:
             operation = self._spoken(str(func))
             condition = operation == _SPOKEN["__bool__"]
@@ -209,10 +211,13 @@ class Observer(Journal):
         numbers = [t for t in host if not t.dim() and self.sides.known(t)]
         host = [t for t in host if t.dim()]
         if name in _PLACES:
-            indices = [t for t in args[1] if t is not None]
-            for index in indices:
-                if self.sides.of(index) is Side.HOST:
-                    self.copied(spoken, index)
+            moving = [t for t in args[1] if t is not None]
+            masked = any(t.dtype in _MASKS for t in moving)
+            if name != "index" and not masked and self._is_number(args[2]):
+                moving += [args[2]]
+            for tensor in moving:
+                if self.sides.of(tensor) is Side.HOST:
+                    self.copied(spoken, tensor)
                     break
             return
         if name == "where" and numbers:
@@ -233,10 +238,16 @@ class Observer(Journal):
         indices = [t for t in args[1] if t is not None]
         if not any(t.dtype in _MASKS for t in indices):
             return
-        number = self.sides.of(args[2]) is Side.HOST or bool(self.calls and self.calls[-1].number)
+        number = self._is_number(args[2])
         accumulates = len(args) > 3 and args[3]
         if len(indices) > 1 or args[2].numel() != 1 or not number or accumulates:
             self.report(kinds.MASKED_WRITE, self._spoken("index_put_"))
+
+    def _is_number(self, value: torch.Tensor) -> bool:
+        """Whether a value that is to be written is a number, or a tensor of one on the host."""
+        if value.dim() == 0 and self.sides.of(value) is Side.HOST:
+            return True
+        return bool(self.calls and self.calls[-1].number)
 
     def _look_at_shape(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         name, spoken = func._opname, self._spoken(str(func))
