@@ -27,7 +27,7 @@ from .errors import (
     SignatureError,
     levels_above,
 )
-from .graphs.callgraph import CallGraph, Outputs
+from .graphs.callgraph import Breaks, CallGraph, Outputs
 from .graphs.graph import GraphClosed
 from .graphs.memory import MemoryPool
 from .graphs.transaction import capturing_now
@@ -71,12 +71,15 @@ class GraphedCallable:
         on_miss: OnMiss = "capture",
         max_graphs: int = 32,
         audit: int | None = None,
+        breaks: Breaks = "auto",
     ) -> None:
         wrong = []
         if outputs not in ("fresh", "static"):
             wrong.append(f"outputs is 'fresh' or 'static', not {outputs!r}")
         if on_miss not in ("capture", "eager", "error"):
             wrong.append(f"on_miss is 'capture', 'eager' or 'error', not {on_miss!r}")
+        if breaks not in ("auto", "never"):
+            wrong.append(f"breaks is 'auto' or 'never', not {breaks!r}")
         for name, value in (("max_graphs", max_graphs), ("audit", audit)):
             optional = name == "audit" and value is None
             if not optional and (not isinstance(value, int) or value < 1):
@@ -92,8 +95,9 @@ class GraphedCallable:
         self._max_graphs = max_graphs
         self._audit_every = audit
         self._tally = Tally()
+        self._breaks: Breaks = breaks
         self._entries = Entries(
-            fn, self.pool, outputs, max_graphs, self._forget, self._forget_proofs
+            fn, self.pool, outputs, max_graphs, self._forget, self._forget_proofs, breaks
         )
         self._recent: Entry | None = None
         self._short: tuple[Entry, Shortcut] | None = None
@@ -171,7 +175,9 @@ class GraphedCallable:
         except SignatureError as error:
             return self._missed(SHARED, error.what, args, kwargs)
         entry.hits += 1
-        if entry is not self._recent:
+        if graph.given_up is not None:
+            self._entries.give_up(entry, graph.given_up)
+        elif entry is not self._recent:
             self._used(entry, args, kwargs)
         return result
 
@@ -233,7 +239,7 @@ class GraphedCallable:
         if entry is not None:
             if entry.ready:
                 return entry
-            if entry.error is not None and entry.pool_version == self.pool.version:
+            if entry.error is not None and entry.pool_version in (None, self.pool.version):
                 return Miss(_kind(entry.error), entry.error.what)
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(asked))
@@ -372,6 +378,7 @@ class GraphedCallable:
             "on_miss": self.on_miss,
             "max_graphs": self._max_graphs,
             "audit": self._audit_every,
+            "breaks": self._breaks,
         }
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from .errors import GraphwrightError
-from .graphs.callgraph import CallGraph, Outputs
+from .graphs.callgraph import Breaks, CallGraph, Outputs
 from .graphs.graph import State as GraphState
 from .graphs.memory import MemoryPool
 from .signature import Args, CallSignature, Kwargs
@@ -51,7 +51,8 @@ class Entry:
     pure: bool
     grad: bool | None
     error: GraphwrightError | None = None
-    pool_version: int = 0
+    # That of the pool when it was refused; None where room in the pool is not what it lacks.
+    pool_version: int | None = 0
     # Calls that the graph answered as they were.
     hits: int = 0
     # Its named sizes, where there are buckets.
@@ -73,6 +74,7 @@ class Entries:
         max_graphs: graphs to keep; the least recently used one is closed for a new one.
         forget: called with each entry that is given up.
         forget_proofs: called with what was known in a state that is given up.
+        breaks: as for `graph()`.
     """
 
     def __init__(
@@ -83,11 +85,13 @@ class Entries:
         max_graphs: int,
         forget: Callable[[Entry], None],
         forget_proofs: Callable[[Iterable[Verdicts]], None],
+        breaks: Breaks,
     ) -> None:
         self.fn = fn
         self.pool = pool
         self.captures = 0
         self._outputs: Outputs = outputs
+        self._breaks: Breaks = breaks
         self._max_graphs = max_graphs
         self._forget = forget
         self._forget_proofs = forget_proofs
@@ -138,12 +142,17 @@ class Entries:
                 self.pool.touch(graph)
 
     def refuse(
-        self, signature: CallSignature, state: State, grad: bool | None, error: GraphwrightError
+        self,
+        signature: CallSignature,
+        state: State,
+        grad: bool | None,
+        error: GraphwrightError,
+        *,
+        for_good: bool = False,
     ) -> None:
         """Remember why calls of a signature have no graph, until the pool has more room."""
-        state.entries[signature, grad] = Entry(
-            signature, state, None, False, grad, error, self.pool.version
-        )
+        version = None if for_good else self.pool.version
+        state.entries[signature, grad] = Entry(signature, state, None, False, grad, error, version)
 
     def capture(self, signature: CallSignature, state: State, args: Args, kwargs: Kwargs) -> Entry:
         """Capture a call."""
@@ -196,7 +205,13 @@ class Entries:
 
     def _new(self, args: Args, kwargs: Kwargs) -> CallGraph:
         return CallGraph(
-            self.fn, args, kwargs, pool=self.pool, outputs=self._outputs, evictable=True
+            self.fn,
+            args,
+            kwargs,
+            pool=self.pool,
+            outputs=self._outputs,
+            evictable=True,
+            breaks=self._breaks,
         )
 
     def _record(self, graph: CallGraph, signature: CallSignature) -> Entry:
@@ -205,13 +220,20 @@ class Entries:
         graph.record(share_inputs=self._outputs == "fresh")
         # A first run may have set something up for good; the graph belongs to what is now.
         state = self.state()
-        pure = not (graph.mutates or graph.random)
+        pure = not (graph.mutates or graph.random or graph.branches is not None)
         entry = Entry(signature, state, graph, pure=pure, grad=self.grad_mode())
         state.entries[signature, entry.grad] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is GraphState.READY}
         self._order[graph] = entry
         self.captures += 1
         return entry
+
+    def give_up(self, entry: Entry, error: GraphwrightError) -> None:
+        """Close a graph whose calls are better run eagerly."""
+        with self.pool.lock:
+            signature, state, grad = entry.signature, entry.state, entry.grad
+            self.discard(entry)
+            self.refuse(signature, state, grad, error, for_good=True)
 
     def discard(self, entry: Entry) -> None:
         """Close an entry's graph and give the entry up."""

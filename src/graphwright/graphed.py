@@ -10,7 +10,7 @@ from torch import nn
 
 from .dispatch import Call, GraphedCallable, OnMiss
 from .errors import OptionError
-from .graphs.callgraph import Outputs
+from .graphs.callgraph import Breaks, Outputs
 from .graphs.memory import MemoryPool
 from .proxy import ModuleProxy
 from .shapes.buckets import Buckets
@@ -79,6 +79,7 @@ class _Options(TypedDict, total=False):
     on_miss: OnMiss
     max_graphs: int
     audit: int | None
+    breaks: Breaks
     dynamic_shapes: Any
     buckets: Buckets | None
     pad: Any
@@ -99,6 +100,7 @@ def graph(
     on_miss: OnMiss = "capture",
     max_graphs: int = 32,
     audit: int | None = None,
+    breaks: Breaks = "auto",
     dynamic_shapes: Any = None,
     buckets: Buckets | None = None,
     pad: Any = None,
@@ -121,6 +123,10 @@ def graph(
         max_graphs: graphs to keep; the least recently used one is closed for a new one.
         audit: every so many calls, run `fn` beside the graph and compare, where the call changes
             nothing and draws no random numbers.
+        breaks: what to do about a call that cannot be captured as one graph, since it copies from
+            the host, or lets the host read values of the device: "auto" keeps such constants on
+            the device, and divides the call into graphs at such reads, what was read deciding which
+            graph follows; "never" runs it eagerly.
         dynamic_shapes: which dimensions of the arguments vary, as `torch.export` takes it: a
             dictionary by argument, or a tuple of the positional ones, that has for each tensor a
             dictionary from axis to `Dim` (or its name), or a tuple with one a dimension, or None.
@@ -147,6 +153,7 @@ def graph(
         "on_miss": on_miss,
         "max_graphs": max_graphs,
         "audit": audit,
+        "breaks": breaks,
     }
     shapes: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "pad": pad, "split": split}
     graphs: GraphedCallable

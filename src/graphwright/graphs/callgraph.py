@@ -15,15 +15,18 @@ from ..errors import CaptureError, OptionError, SignatureError
 from ..signature import Args, Kwargs, flatten, unflatten
 from ..watch import FunctionModule, ModuleWatch
 from .arguments import device_of, name_of, signature_of
+from .branches import Branches, Plan
 from .graph import Graph, GraphClosed, State
 from .memory import MemoryPool, Prediction
-from .recorder import Recording
+from .recorder import Recorder, Recording
 from .transaction import THREAD, let_go, transaction
 from .transfer import Finish, Geometry, Inputs, Results, copy, flat, is_dense
 from .undo import Undo, autocast_cache_apart
+from .walk import Differs
 from .warmup import Warmed, warm
 
 Outputs = Literal["fresh", "static"]
+Breaks = Literal["auto", "never"]
 
 
 class CallGraph(Graph):
@@ -39,6 +42,7 @@ class CallGraph(Graph):
         warmup: int = 3,
         outputs: Outputs = "fresh",
         evictable: bool = False,
+        breaks: Breaks = "never",
     ) -> None:
         """Check the arguments; nothing runs yet.
 
@@ -50,6 +54,8 @@ class CallGraph(Graph):
             raise OptionError(f"outputs is 'fresh' or 'static', not {outputs!r}.")
         if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 1:
             raise OptionError(f"warmup is a number of runs above 0, not {warmup!r}.")
+        if breaks not in ("auto", "never"):
+            raise OptionError(f"breaks is 'auto' or 'never', not {breaks!r}.")
         self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
         self.signature = signature_of(args, kwargs, self._module)
         self._sample, self._spec = flatten(args, kwargs)
@@ -64,6 +70,8 @@ class CallGraph(Graph):
         self._inputs: Inputs | None = None
         self._results: Results | None = None
         self._watch: ModuleWatch | None = None
+        self._breaks = breaks
+        self._branches: Branches | None = None
         # The leaves of a call without keyword arguments and containers are the arguments.
         self._plain_args = (
             not kwargs
@@ -72,6 +80,7 @@ class CallGraph(Graph):
         )
         self._names = sorted(kwargs)
         self._outside: set[int] = set()
+        self._known_outside = -1
         self._simple = False
         self._sources: list[int] = []
         self._by_element: list[int] = []
@@ -93,8 +102,28 @@ class CallGraph(Graph):
     def outputs(self) -> Any:
         """What the function returned, in the graph's own memory: the next replay overwrites it."""
         self._ready()
-        assert self._results is not None
+        if self._results is None:
+            raise CaptureError(
+                f"{self.name} is in segments, whose results depend on the way that a call goes.",
+                remedy="Call the graph instead.",
+            )
         return self._results.tree
+
+    @property
+    def branches(self) -> Branches | None:
+        """The call's segments, if the host has a say in it; else None."""
+        return self._branches if self._results is None else None
+
+    @property
+    def given_up(self) -> CaptureError | None:
+        """Why calls are eager by now, if they are."""
+        return None if self._branches is None else self._branches.given_up
+
+    def replay(self) -> None:
+        """As `Graph.replay`, for a graph that is not in segments."""
+        if self.state is State.READY:
+            _ = self.outputs
+        super().replay()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._ready()
@@ -106,7 +135,7 @@ class CallGraph(Graph):
             )
         watch = self._watch
         assert watch is not None
-        if self.mutates or self.random:
+        if self.mutates or self.random or self.branches is not None:
             self._check(watch)
             return self.run(args, kwargs)
         # The device works while the module is looked over; what came too late is dropped.
@@ -134,8 +163,10 @@ class CallGraph(Graph):
 
     def run_leaves(self, leaves: Sequence[Any], finish: Finish | None = None) -> Any:
         """The same for the leaves of such a call."""
-        if self.mutates:
+        if self.mutates or self._results is None:
             self.check_overlap(leaves)
+            if self._branches is not None and self._results is None:
+                return self._run_branches(self._branches, leaves, finish)
         with self.pool.lock:
             recording, results = self._recording, self._results
             if recording is None or results is None or THREAD.depth:
@@ -153,6 +184,39 @@ class CallGraph(Graph):
         if finish is None and results.single:
             return targets[0]
         return results.build(leaves, targets, finish)
+
+    def _run_branches(
+        self, branches: Branches, leaves: Sequence[Any], finish: Finish | None
+    ) -> Any:
+        """The call in segments; eager, where that was given up."""
+        with self.pool.lock:
+            self._ready().order()
+            if branches.given_up is None:
+                pure = not (self.mutates or self.random)
+                try:
+                    made = branches.answer(
+                        leaves, finish, self._work, functools.partial(self.pool.evict_one, self)
+                    )
+                except Differs:
+                    if not pure:
+                        raise
+                else:
+                    self._has_grown(branches)
+                    return made
+        args, kwargs = unflatten(leaves, self._spec)
+        with torch.no_grad():
+            results = self._fn(*args, **kwargs)
+        if finish is None:
+            return results
+        made, spec = pytree.tree_flatten(results)
+        return pytree.tree_unflatten(finish(made), spec)
+
+    def _has_grown(self, branches: Branches) -> None:
+        """A call may have gone a way that is new: keep what it needs."""
+        self.mutates = self.mutates or branches.mutates
+        if len(branches.external) != self._known_outside:
+            self._known_outside = len(branches.external)
+            self._outside |= {s.data_ptr() for s in branches.external.values() if s.nbytes()}
 
     def check_overlap(self, leaves: Sequence[Any]) -> None:
         """Refuse an argument that lies in memory which the call reaches by another way too.
@@ -236,7 +300,14 @@ class CallGraph(Graph):
         with self.pool.lock:
             recorder = self.pool.recorder(self._device)
             with self._transaction(State.WARMING) as undo:
-                self._warmed = warm(self._work, self._sample, recorder, undo, self._runs)
+                rescue = None
+                if self._breaks == "auto":
+                    self._branches = Branches(self._module, self.pool, self._device)
+                    plan = self._branches.plan
+                    rescue = functools.partial(plan, self._work, self._sample, recorder)
+                self._warmed = warm(self._work, self._sample, recorder, undo, self._runs, rescue)
+                if self._branches is not None and not self._branches.planned:
+                    self._branches = None
             self.mutates = self._warmed.mutates
             self.random = bool(self._warmed.generators)
             self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
@@ -284,6 +355,8 @@ class CallGraph(Graph):
                 self.pool.sweep()
                 raise
             self._sample = []
+            if self._branches is not None:
+                self._branches.settle()
             self.state = State.READY
             self.pool.add(self)
 
@@ -303,16 +376,30 @@ class CallGraph(Graph):
 
             self._simple = not (self._by_element or warmed.mutated)
             # No closures: an error's traceback would keep what they refer to alive.
-            recording = recorder.record(
-                functools.partial(self._work, inputs),
-                [flat(inputs.tensor(slot)) for slot in self._sources],
-                functools.partial(self._drains, inputs),
-                warmed.generators,
-            )
+            if self._branches is None:
+                recording = recorder.record(
+                    functools.partial(self._work, inputs),
+                    [flat(inputs.tensor(slot)) for slot in self._sources],
+                    functools.partial(self._drains, inputs),
+                    warmed.generators,
+                )
+            else:
+                recording = self._record_branches(self._branches, inputs, recorder)
             self._inputs = inputs
             self._held = [self._fn, warmed.external]
             self._started(recording, before, prediction.nbytes)
         self._watch = ModuleWatch(self._module, values=False)
+
+    def _record_branches(self, branches: Branches, inputs: Inputs, recorder: Recorder) -> Recording:
+        """Record the call in segments; a single one without a break is a graph like others."""
+        assert self._warmed is not None
+        plan = Plan(self._sources, self._by_element, self._fresh)
+        root = branches.record(self._work, inputs, plan, self._warmed.mutated, recorder)
+        if root.stop is None and not root.sources:
+            self._results = root.results
+        self._has_grown(branches)
+        assert root.recording is not None
+        return root.recording
 
     def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
         """What has to be copied out after each replay, as bytes."""
@@ -350,6 +437,8 @@ class CallGraph(Graph):
         recording, self._recording = self._recording, None
         if recording is not None:
             self.pool.retire(recording)
+        if self._branches is not None:
+            self._branches.forget()
         self._inputs = self._results = self._watch = None
         self._held = []
 
@@ -357,6 +446,7 @@ class CallGraph(Graph):
         super()._retire()
         self._forget()
         self._warmed = None
+        self._branches = None
         self._sample = []
 
 

@@ -25,16 +25,16 @@ from .journal import Journal, capturing_seems_on, collection_off, compilers_off,
 from .recorder import Allocate, Prepared, Work
 
 # How the values of a tensor reach Python without an operation that a dispatch mode would see.
-_HOST_READS = {
+HOST_READS = {
     "tolist": "Tensor.tolist()",
     "numpy": "Tensor.numpy()",
     "__array__": "conversion to a NumPy array",
     "__dlpack__": "DLPack export",
     "__repr__": "printing a tensor",
 }
-_FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
+FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
-_MASKS = (torch.bool, torch.uint8)
+MASKS = (torch.bool, torch.uint8)
 _REMEDY = "A graph repeats device work only: compute with tensors, or do this outside the capture."
 
 
@@ -48,11 +48,11 @@ class _HostReads(TorchFunctionMode):
             # On the CPU alone it reads its input to check it.
             return one_hot(args[0], _classes(args, kwargs))
         name = getattr(func, "__name__", "")
-        if name in _FROM_DATA and any(isinstance(a, list | tuple) and tensors(a) for a in args):
+        if name in FROM_DATA and any(isinstance(a, list | tuple) and tensors(a) for a in args):
             raise CaptureError(f"Values of tensors are read by {name}().", remedy=_REMEDY)
         if name == "tensor_split" and any(isinstance(a, torch.Tensor) for a in args[1:2]):
             raise CaptureError(f"Values of a tensor are read by {name}().", remedy=_REMEDY)
-        how = _HOST_READS.get(name)
+        how = HOST_READS.get(name)
         if how is not None and args and isinstance(args[0], torch.Tensor):
             raise CaptureError(f"A value of a tensor is read by {how}.", remedy=_REMEDY)
         return func(*args, **(kwargs or {}))
@@ -68,6 +68,13 @@ def one_hot(index: torch.Tensor, classes: int) -> torch.Tensor:
     return result.scatter_(-1, index.unsqueeze(-1), 1)
 
 
+def has_fixed_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the result's shape, of an operation where it may, does not depend on values here."""
+    if func._opname == "index":
+        return not any(t is not None and t.dtype in MASKS for t in args[1])
+    return func._opname == "repeat_interleave" and kwargs.get("output_size") is not None
+
+
 def _refuse_what_reads_values(func: Any, args: tuple[Any, ...]) -> None:
     """Refuse operations whose result, or whose result's shape, Python gets to know."""
     if torch.Tag.data_dependent_output in func.tags:
@@ -76,9 +83,7 @@ def _refuse_what_reads_values(func: Any, args: tuple[Any, ...]) -> None:
             f"A value of a tensor is read by {name or func} ({func}).", remedy=_REMEDY
         )
     if torch.Tag.dynamic_output_shape in func.tags:
-        if func is torch.ops.aten.index.Tensor and not any(
-            t is not None and t.dtype in _MASKS for t in args[1]
-        ):
+        if has_fixed_shape(func, args, {}):
             return
         raise CaptureError(
             f"{func} gives a tensor whose shape depends on values.",
@@ -282,6 +287,27 @@ class _Recording(threading.local):
 _RECORDING = _Recording()
 
 
+class _CpuSegment:
+    """A tape of a part of a call."""
+
+    recording: CpuRecording
+
+    def __init__(self, tape: _Tape, feeds: Sequence[torch.Tensor]) -> None:
+        self.tape = tape
+        self.run = tape.run
+        self.feeds = feeds
+        self.drains: Sequence[torch.Tensor] = ()
+
+    def drain(self, drains: Sequence[torch.Tensor]) -> None:
+        """What is copied out."""
+        self.drains = drains
+
+    def forget(self) -> None:
+        """Put back what was written to, and make useless what was computed."""
+        self.tape.undo()
+        self.tape.spoil()
+
+
 class CpuRecorder:
     """Records tapes in one arena."""
 
@@ -355,6 +381,39 @@ class CpuRecorder:
         with self._taping(None) as tape:
             yield lambda: self._recorded(tape, (), ())
 
+    @contextlib.contextmanager
+    def segment(
+        self, feeds: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
+    ) -> Iterator[_CpuSegment]:
+        """Record a part of a call; what it computes is there for the parts that follow."""
+        segment = _CpuSegment(_Tape(self._arena, None), feeds)
+        with self._active(segment.tape):
+            yield segment
+        segment.recording = self._recorded(segment.tape, feeds, segment.drains)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Callable[[], tuple[int, ...]]]:
+        """Use an arena that is thrown away."""
+        arena, live = self._arena, self._live
+        self._arena = Arena()
+        try:
+            yield self._arena.segments
+        finally:
+            self._arena, self._live = arena, live
+
+    @contextlib.contextmanager
+    def _active(self, tape: _Tape) -> Iterator[None]:
+        """Have the tape told of blocks that die, and of graphs that are destroyed."""
+        self._arena.on_free = tape.freed
+        outer, _RECORDING.now = _RECORDING.now, tape
+        try:
+            yield
+            if tape.broken:
+                raise CaptureError("A graph was destroyed while another one was being captured.")
+        finally:
+            _RECORDING.now = outer
+            self._arena.on_free = lambda block: None
+
     def _recorded(
         self, tape: _Tape, feeds: Sequence[torch.Tensor], drains: Sequence[torch.Tensor]
     ) -> CpuRecording:
@@ -367,10 +426,15 @@ class CpuRecorder:
     @contextlib.contextmanager
     def _taping(self, known: Mapping[int, Any] | None) -> Iterator[_Tape]:
         tape = _Tape(self._arena, known)
-        self._arena.on_free = tape.freed
-        outer, _RECORDING.now = _RECORDING.now, tape
         try:
-            with collection_off(), capturing_seems_on(), compilers_off(), _HostReads(), tape:
+            with (
+                self._active(tape),
+                collection_off(),
+                capturing_seems_on(),
+                compilers_off(),
+                _HostReads(),
+                tape,
+            ):
                 try:
                     yield tape
                 except Exception as error:
@@ -380,11 +444,7 @@ class CpuRecorder:
                         where = user_frame(error)
                         raise CaptureError(why.what, where=where, remedy=why.remedy) from error
                     raise
-            if tape.broken:
-                raise CaptureError("A graph was destroyed while another one was being captured.")
         finally:
-            _RECORDING.now = outer
-            self._arena.on_free = lambda block: None
             tape.undo()
             tape.spoil()
 

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..errors import CaptureError
 from . import driver
 from .driver import CopyNode
 from .journal import Journal, capturing_seems_on, collection_off
@@ -149,6 +150,31 @@ class _Bench:
 _FREE: dict[int, list[_Bench]] = {}
 
 
+class _CudaSegment:
+    """A part of a call under capture."""
+
+    recording: CudaRecording
+
+    def __init__(self, outside: torch.cuda.Stream | None) -> None:
+        """`outside` is where what copies are caught by is allocated; None if they are no nodes."""
+        self._outside = outside
+        self.drains: Sequence[torch.Tensor] = ()
+        self.targets: list[torch.Tensor] = []
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation is captured by being run."""
+        return func(*args, **kwargs)
+
+    def drain(self, drains: Sequence[torch.Tensor]) -> None:
+        """Capture copies out of these."""
+        self.drains = drains
+        if self._outside is not None:
+            self.targets = _copied_out(drains, self._outside)
+
+    def forget(self) -> None:
+        """Nothing was done."""
+
+
 class CudaRecorder:
     """Captures CUDA graphs into one memory pool."""
 
@@ -257,6 +283,41 @@ class CudaRecorder:
         with self._capturing(self._memory(), ()) as graph, journal:
             yield lambda: self._recording(graph, (), (), None, list(journal.external.values()))
         graph.instantiate()
+
+    @contextlib.contextmanager
+    def segment(
+        self, feeds: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
+    ) -> Iterator[_CudaSegment]:
+        """Capture a part of a call, with its copies as nodes where the driver lets us."""
+        outside = torch.cuda.current_stream(self.device)
+        nodes: Sequence[CopyNode | None] | None = None
+        by_nodes = driver.libcuda() is not None
+        sources = [torch.empty_like(feed) for feed in feeds] if by_nodes else []
+        with self._capturing(self._memory(), generators) as graph:
+            segment = _CudaSegment(outside if by_nodes else None)
+            for feed, source in zip(feeds, sources, strict=False):
+                if feed.numel():
+                    feed.copy_(source)
+            yield segment
+        graph.instantiate()
+        if by_nodes:
+            into = [*zip(sources, feeds, strict=True)]
+            nodes = _find(graph, into, [*zip(segment.drains, segment.targets, strict=True)])
+            if nodes is None:
+                graph.reset()
+                raise CaptureError("The copies of a segment are not to be found in its graph.")
+        segment.recording = self._recording(graph, feeds, segment.drains, nodes)
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Callable[[], tuple[int, ...]]]:
+        """Use a pool that is thrown away."""
+        kept = self._pool, self._anchor, self._live
+        self._pool = torch.cuda.MemPool()
+        try:
+            yield lambda: tuple(segment["total_size"] for segment in self._segments())
+        finally:
+            self._pool, self._anchor, self._live = kept
+            torch.cuda.empty_cache()
 
     def order(self) -> None:
         """On another stream than last time, wait for that one: the memory is shared."""
@@ -420,13 +481,18 @@ def _copied(
         if feed.numel():
             feed.copy_(source)
     drained = drains(work())
+    return drained, _copied_out(drained, outside)
+
+
+def _copied_out(drained: Sequence[torch.Tensor], outside: torch.cuda.Stream) -> list[torch.Tensor]:
+    """What these are copied into."""
     # Not on the capturing stream, hence not in the pool.
     with driver.anything_allowed(), torch.cuda.stream(outside):
         targets = [torch.empty_like(drain) for drain in drained]
     for drain, target in zip(drained, targets, strict=True):
         if drain.numel():
             target.copy_(drain)
-    return drained, targets
+    return targets
 
 
 @contextlib.contextmanager

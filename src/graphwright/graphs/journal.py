@@ -162,6 +162,16 @@ class Journal(OperationMode):
         for generator, state in self._generators.values():
             generator.set_state(state)
 
+    def exchange(self) -> None:
+        """Put it back, and keep what was there: another exchange brings that back."""
+        for key, (storage, kept) in list(self._saved.items()):
+            now = storage.clone()
+            storage.copy_(kept)
+            self._saved[key] = storage, now
+        for key, (generator, state) in list(self._generators.items()):
+            self._generators[key] = generator, generator.get_state()
+            generator.set_state(state)
+
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among an operation's arguments or results."""

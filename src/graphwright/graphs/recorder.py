@@ -39,6 +39,23 @@ class Recording(Protocol):
         """Give up the recording; its memory returns to the pool."""
 
 
+class Segment(Protocol):
+    """A part of a call's work while it is recorded."""
+
+    @property
+    def recording(self) -> Recording:
+        """What was recorded; had after its end."""
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Record an operation."""
+
+    def drain(self, drains: Sequence[torch.Tensor]) -> None:
+        """At its end: what `Recording.run` is to copy out, as bytes."""
+
+    def forget(self) -> None:
+        """Once the whole call is recorded: undo what recording has done."""
+
+
 class Recorder(Protocol):
     """Records work in memory of its own, and keeps replays in order."""
 
@@ -100,6 +117,22 @@ class Recorder(Protocol):
 
     def open(self) -> AbstractContextManager[Callable[[], Recording]]:
         """Record what is done inside a `with` block; the recording is had after its end."""
+
+    def segment(
+        self, feeds: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
+    ) -> AbstractContextManager[Segment]:
+        """Record what is done inside a `with` block as a part of a call.
+
+        Args:
+            feeds: memory that `Recording.run` is to fill before the work.
+            generators: as for `record`.
+        """
+
+    def scratch(self) -> AbstractContextManager[Callable[[], tuple[int, ...]]]:
+        """Have what is recorded inside a `with` block in memory that is thrown away at its end.
+
+        The function that it gives tells the bytes of each memory segment.
+        """
 
     def order(self) -> None:
         """Let what follows on the current stream come after the last replay."""

@@ -35,9 +35,8 @@ def transaction(pool: MemoryPool, module: nn.Module, forget: Callable[[], None])
     """Put back what was changed inside; on an error, leave nothing and name the cause."""
     undo = Undo(module)
     done = False
-    THREAD.depth += 1
     try:
-        with _same_kernels(), torch.inference_mode(False), torch.no_grad():
+        with as_captured():
             yield undo
         done = True
     except BaseException as error:
@@ -50,10 +49,20 @@ def transaction(pool: MemoryPool, module: nn.Module, forget: Callable[[], None])
             raise
         raise told from error
     finally:
-        THREAD.depth -= 1
         undo.restore(python=not done)
         if not capturing_now():
             pool.sweep()
+
+
+@contextlib.contextmanager
+def as_captured() -> Iterator[None]:
+    """Run Python as a capture does, whether or not one is under way."""
+    THREAD.depth += 1
+    try:
+        with _same_kernels(), torch.inference_mode(False), torch.no_grad():
+            yield
+    finally:
+        THREAD.depth -= 1
 
 
 @contextlib.contextmanager

@@ -19,8 +19,11 @@ from ..errors import CaptureError, first_line, user_frame
 from ..signature import SCALARS, describe
 from .journal import Journal, compilers_off, tensors
 from .recorder import Allocate, Recorder
+from .transaction import let_go
 from .transfer import Inputs
 from .undo import Undo
+
+Rescue = Callable[[Sequence[torch.Generator]], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ def warm(
     recorder: Recorder,
     undo: Undo,
     runs: int,
+    rescue: Rescue | None = None,
 ) -> Warmed:
     """Run a call on copies of a sample until it is warm; what it writes to is put back.
 
@@ -59,6 +63,8 @@ def warm(
         recorder: what it is to be recorded by.
         undo: the Python side of its state.
         runs: how often to run it unobserved, between the observed runs and the rehearsal.
+        rescue: another way to record it, where it cannot be recorded as it is: what that takes, by
+            the random generators that it draws from.
 
     Raises:
         CaptureError: it keeps state that a graph cannot carry on.
@@ -89,10 +95,14 @@ def warm(
         prepare = functools.partial(Inputs, sample)
         try:
             segments = recorder.rehearse(prepare, work, journal.generators)
-        except CaptureError:
-            raise
         except Exception as error:
-            raise _named(error, prepare, work, recorder, journal.generators) from error
+            if rescue is not None:
+                let_go(error)
+                segments = rescue(journal.generators)
+            elif isinstance(error, CaptureError):
+                raise
+            else:
+                raise _named(error, prepare, work, recorder, journal.generators) from error
         undo.check()
     finally:
         journal.undo()

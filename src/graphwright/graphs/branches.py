@@ -1,0 +1,417 @@
+"""Calls that the host has a say in: the tree of their segments, replayed, and grown when needed."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError, GraphwrightError, first_line
+from .breaks import Node, Stop, Tracing
+from .memory import MemoryPool
+from .recorder import Recorder
+from .steps import New, Step
+from .transaction import as_captured, transaction
+from .transfer import Finish, Inputs, Results, copy, flat, is_dense
+from .walk import Differs, Observation, Walk
+
+MAX_PATHS = 64
+MAX_SEGMENTS = 256
+# How often, at the most, it is tried to record what could not be recorded, or to find an operation
+# that cannot.
+_ATTEMPTS = 8
+# From so many ways on, most calls have to go one that is known.
+_MANY = 16
+
+Work = Callable[[Inputs], Any]
+MakeRoom = Callable[[], bool]
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How to copy a call's arguments, and what it is.
+
+    Attributes:
+        sources: positions of the arguments that are copied in as bytes.
+        by_element: likewise, element by element.
+        fresh: whether the caller gets tensors of its own.
+    """
+
+    sources: Sequence[int]
+    by_element: Sequence[int]
+    fresh: bool
+
+
+class Branches:
+    """A call in segments.
+
+    Args:
+        module: whose state it is.
+        pool: the memory that its graphs live in.
+        device: where it runs.
+
+    Attributes:
+        root: its first segment, once it is recorded.
+        external: memory from outside that it uses.
+        generators: random generators that it draws from.
+        mutates: whether it writes to memory from outside.
+        given_up: why it is answered by graphs no longer.
+    """
+
+    _inputs: Inputs
+    _plan: Plan
+
+    def __init__(self, module: nn.Module, pool: MemoryPool, device: torch.device) -> None:
+        self.root: Node | None = None
+        self.external: dict[int, torch.UntypedStorage] = {}
+        self.generators: list[torch.Generator] = []
+        self.mutates = False
+        self.given_up: CaptureError | None = None
+        self.calls = 0
+        self.paths = 0
+        self._module = module
+        self._pool = pool
+        self._device = device
+        self._separate: set[Any] = set()
+        self._script: list[Step] = []
+        self._failures = 0
+        self._segments = 0
+
+    # What is done once, for the call that is captured first.
+
+    def plan(
+        self,
+        work: Work,
+        sample: Sequence[Any],
+        recorder: Recorder,
+        generators: Sequence[torch.Generator],
+    ) -> tuple[int, ...]:
+        """See where the call breaks, and record it in memory that is thrown away.
+
+        Args:
+            work: runs the call on static inputs.
+            sample: the leaves of its arguments.
+            recorder: records it.
+            generators: random generators that it draws from.
+
+        Returns:
+            bytes of each memory segment that it would take in an empty pool.
+
+        Raises:
+            CaptureError: it cannot be recorded in segments either.
+        """
+        self.generators = list(generators)
+        for _ in range(_ATTEMPTS):
+            inputs = Inputs(sample, functools.partial(_ordinary, self._device))
+            observation = Observation((), {}, inputs, self._device, self._separate)
+            try:
+                with recorder.warming(), observation.seen():
+                    observation.check_result(work(inputs))
+            finally:
+                observation.undo()
+            if observation.problem is not None:
+                raise observation.problem
+            self._script = observation.script
+            self._check_limits(sum(step.key is not None for step in self._script) + 1)
+            with recorder.scratch() as sizes:
+                inputs = Inputs(sample, recorder.allocate)
+                root = Node(self._device, None, None)
+                tracing = self._tracing(root, self._script, recorder, (), (), {}, inputs)
+                try:
+                    tracing.record(work, inputs, _no_results)
+                except Exception:
+                    if tracing.culprit is None or tracing.culprit in self._separate:
+                        raise
+                    self._separate.add(tracing.culprit)
+                    continue
+                taken = sizes()
+                for node in tracing.nodes:
+                    node.close()
+                del root, tracing, inputs
+                return taken
+        raise CaptureError("Too many of its operations cannot be captured.")
+
+    def record(
+        self,
+        work: Work,
+        inputs: Inputs,
+        plan: Plan,
+        mutated: Sequence[int],
+        recorder: Recorder,
+    ) -> Node:
+        """Record the call that was planned; returns its first segment."""
+        root = Node(self._device, None, None)
+        feeds = [flat(inputs.tensor(slot)) for slot in plan.sources]
+        tracing = self._tracing(root, self._script, recorder, feeds, (), {}, inputs)
+        finish = functools.partial(self._finish, inputs, plan, mutated)
+        tracing.record(work, inputs, finish)
+        self._grown(tracing)
+        self.root = root
+        self._inputs, self._plan = inputs, plan
+        return root
+
+    def _tracing(
+        self,
+        node: Node,
+        script: Sequence[Step],
+        recorder: Recorder,
+        feeds: Sequence[torch.Tensor],
+        known: Sequence[Step],
+        memory: dict[int, torch.UntypedStorage],
+        inputs: Inputs,
+    ) -> Tracing:
+        walk = known, memory, inputs, self._device, self._separate
+        return Tracing(node, script, recorder, feeds, self.generators, *walk)
+
+    def _finish(
+        self, inputs: Inputs, plan: Plan, mutated: Sequence[int], walk: Walk, tree: Any
+    ) -> tuple[Results, list[torch.Tensor]]:
+        """At the end of a path: what the call returns, and what is to be copied out."""
+        assert isinstance(walk, Tracing)
+        results, node = Results(tree, inputs, walk.external), walk.nodes[-1]
+        node.back = [s for s in mutated if plan.fresh and is_dense(inputs.tensor(s))]
+        node.back_by_element = [s for s in mutated if s not in node.back]
+        drained = [*results.bases, *(inputs.tensor(slot) for slot in node.back)]
+        return results, [flat(tensor) for tensor in drained] if plan.fresh else []
+
+    def settle(self) -> None:
+        """It is recorded for good: what recording alone has needed can go."""
+        for step in self._script:
+            step.real = ()
+        self._script = []
+
+    def _grown(self, tracing: Tracing) -> None:
+        self.external |= tracing.external
+        self.paths += 1
+        self._segments += len(tracing.nodes)
+
+    def _check_limits(self, more: int) -> None:
+        if self._segments + more > MAX_SEGMENTS:
+            raise CaptureError(
+                f"The call has more than {MAX_SEGMENTS} segments between its reads of values.",
+                remedy="Read values less often: compute with tensors, or decide once for many "
+                "steps.",
+            )
+
+    @property
+    def planned(self) -> bool:
+        """Whether it is known how to record it."""
+        return bool(self._script)
+
+    # What is done at each call.
+
+    @property
+    def breaks(self) -> bool:
+        """Whether the host has a say in it."""
+        return self.root is not None and self.root.stop is not None
+
+    def answer(
+        self, leaves: Sequence[Any], finish: Finish | None, work: Work, make_room: MakeRoom
+    ) -> Any:
+        """Replay the segments for a call's arguments; the pool's lock is held.
+
+        Args:
+            leaves: of the arguments.
+            finish: makes what the caller gets of the leaves of what the work returned.
+            work: runs the call on static inputs, should it go a way that is new.
+            make_room: gives up a graph of the pool's; False if there is none.
+
+        Raises:
+            Differs: the call did something else, on the way to a value that is new, than before.
+        """
+        node, plan = self.root, self._plan
+        assert node is not None
+        self.calls += 1
+        with torch.no_grad():
+            for slot in plan.by_element:
+                copy(leaves[slot], self._inputs.tensor(slot))
+        sources: Sequence[torch.Tensor] = [leaves[slot] for slot in plan.sources]
+        while True:
+            for source in node.sources:
+                source.refresh()
+            stop = node.stop
+            if stop is None:
+                return self._end(node, sources, leaves, finish)
+            node.launch(sources, ())
+            sources = ()
+            key, result = stop.run()
+            following = stop.after.get(key)
+            if following is None:
+                arrival = stop.step(key, result, node.count)
+                observation, made, mutated = self._go_on(node, arrival, leaves, finish, work)
+                self._grow(node, arrival, observation, mutated, work, make_room)
+                return made
+            if following.targets:
+                following.enter(result)
+            node = following
+
+    def _end(
+        self,
+        node: Node,
+        sources: Sequence[torch.Tensor],
+        leaves: Sequence[Any],
+        finish: Finish | None,
+    ) -> Any:
+        results = node.results
+        assert results is not None
+        targets = [torch.empty_like(base) for base in results.bases] if self._plan.fresh else []
+        node.launch(sources, [*targets, *(leaves[slot] for slot in node.back)])
+        for slot in node.back:
+            torch.autograd.graph.increment_version(leaves[slot])
+        with torch.no_grad():
+            for slot in node.back_by_element:
+                copy(self._inputs.tensor(slot), leaves[slot])
+        if not self._plan.fresh:
+            return results.again(finish)
+        return results.build(leaves, targets, finish)
+
+    def _go_on(
+        self,
+        node: Node,
+        arrival: Step,
+        leaves: Sequence[Any],
+        finish: Finish | None,
+        work: Work,
+    ) -> tuple[Observation, Any, list[int]]:
+        """Go on from a break whose outcome is new, as eager code does.
+
+        Returns:
+            what was observed, what the caller gets, and which arguments were written to.
+        """
+        news = [made for made in arrival.made if isinstance(made, New)]
+        pairs = zip(news, arrival.real, strict=True)
+        memory = node.memory_so_far() | {m.number: real.untyped_storage() for m, real in pairs}
+        known = [*node.known(), arrival]
+        inputs = self._inputs
+        observation = Observation(known, memory, inputs, self._device, self._separate)
+        try:
+            with as_captured(), observation.seen():
+                tree = work(inputs)
+            if not observation.all_known():
+                raise Differs("operations are missing")
+            observation.check_result(tree)
+        except BaseException as error:
+            if isinstance(error, Differs):
+                self.given_up = error
+            self._write_back(observation, leaves)
+            raise
+        outside = {i for i in observation.external if i not in observation.numbers}
+        results = Results(tree, inputs, outside)
+        self.mutates = self.mutates or observation.wrote
+        mutated = self._write_back(observation, leaves)
+        made = results.again(finish)
+        if self._plan.fresh:
+            copies = [base.clone() for base in results.bases]
+            made = results.build(leaves, copies, finish)
+        observation.forget_what_stood_still()
+        return observation, made, mutated
+
+    def _write_back(self, observation: Observation, leaves: Sequence[Any]) -> list[int]:
+        """Copy the arguments that were written to back to the caller's; their positions."""
+        inputs = self._inputs
+        mutated = [s for s in inputs.slots if observation.wrote_to(inputs.tensor(s))]
+        with torch.no_grad():
+            for slot in mutated:
+                copy(inputs.tensor(slot), leaves[slot])
+        return mutated
+
+    def _grow(
+        self,
+        node: Node,
+        arrival: Step,
+        observation: Observation,
+        mutated: Sequence[int],
+        work: Work,
+        make_room: MakeRoom,
+    ) -> None:
+        """Record the way that a call has gone; where that is not possible, give up."""
+        recorder = self._pool.recorder(self._device)
+        before = recorder.reserved
+        assert node.stop is not None
+        assert arrival.key is not None
+        tracing: Tracing | None = None
+        try:
+            self._check_worth(node.stop)
+            if observation.problem is not None:
+                raise observation.problem
+            self._check_limits(1 + sum(step.key is not None for step in observation.script))
+            self.generators += [g for g in observation.generators if g not in self.generators]
+            observation.exchange()
+            try:
+                with transaction(self._pool, self._module, _nothing) as undo:
+                    undo.check()
+                    child = Node.after(node, arrival, recorder.allocate)
+                    memory = node.memory_so_far() | child.memory
+                    known = [*node.known(), arrival]
+                    tracing = self._tracing(
+                        child, observation.script, recorder, (), known, memory, self._inputs
+                    )
+                    finish = functools.partial(self._finish, self._inputs, self._plan, mutated)
+                    tracing.record(work, self._inputs, finish)
+                    try:
+                        undo.check()
+                        undo.refuse_host_randomness(self._device, observation.generators)
+                    except CaptureError:
+                        for made in tracing.nodes:
+                            made.close()
+                        raise
+            except Exception:
+                self._failures += 1
+                culprit = None if tracing is None else tracing.culprit
+                if culprit is None or self._failures > _ATTEMPTS:
+                    raise
+                self._separate.add(culprit)
+                return
+            finally:
+                observation.exchange()
+            node.stop.after[arrival.key] = child
+            arrival.real = ()
+            self._grown(tracing)
+            self._pool.note()
+            while self._pool.over_limit(before):
+                if not make_room():
+                    raise CaptureError("Its graphs take more than the pool's limit.")
+        except GraphwrightError as error:
+            self.given_up = CaptureError(error.what, where=error.where, remedy=error.remedy)
+        except Exception as error:
+            self.given_up = CaptureError(f"A way that it goes failed: {first_line(error)}")
+
+    def _check_worth(self, stop: Stop) -> None:
+        """Whether calls go ways that are known, most of them.
+
+        Raises:
+            CaptureError: they do not.
+        """
+        new = self.paths + 1
+        rare = new >= _MANY and self.calls < 2 * new
+        if new <= MAX_PATHS and not rare:
+            return
+        raise CaptureError(
+            f"{self.calls} calls went {new} ways, by the values that {stop.operation} read.",
+            where=stop.place,
+            remedy="Read no values that differ from call to call: compute with tensors.",
+        )
+
+    def forget(self) -> None:
+        """Give the graphs up, when it can be done safely; the call can be recorded again."""
+        for node in () if self.root is None else self.root.below():
+            if node.recording is not None and node is not self.root:
+                self._pool.retire(node.recording)
+        self.root = None
+
+
+def _ordinary(device: torch.device, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _no_results(walk: Walk, tree: Any) -> tuple[None, list[torch.Tensor]]:
+    """Of what is recorded only to see what it takes."""
+    return None, []
+
+
+def _nothing() -> None:
+    """What there is to forget when a path could not be recorded."""
