@@ -65,7 +65,7 @@ def test_a_failing_prepare_captures_nothing() -> None:
         return x if x.shape[0] < 3 else x * x.sum().item()
 
     pool = gw.MemoryPool()
-    graphed = gw.graph(work, pool=pool)
+    graphed = gw.graph(work, pool=pool, breaks="never")
     with pytest.raises(gw.CaptureError, match="item"):
         graphed.prepare([(torch.ones(2),), (torch.ones(3),)])
     assert graphed.statistics.graphs == 0
@@ -73,7 +73,7 @@ def test_a_failing_prepare_captures_nothing() -> None:
 
 
 def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(device: torch.device) -> None:
-    graphed = gw.graph(lambda x: x * x.sum().item())
+    graphed = gw.graph(lambda x: x * x.sum().item(), breaks="never")
     x = torch.ones(3, device=device)
     with pytest.warns(RuntimeWarning, match="runs eagerly for this kind of call"):
         assert torch.equal(graphed(x), x * 3)

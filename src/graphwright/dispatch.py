@@ -25,6 +25,7 @@ from .errors import (
     MemoryBudgetExceeded,
     OptionError,
     SignatureError,
+    in_words,
     levels_above,
 )
 from .graphs.callgraph import Breaks, CallGraph, Outputs
@@ -240,14 +241,14 @@ class GraphedCallable:
             if entry.ready:
                 return entry
             if entry.error is not None and entry.pool_version in (None, self.pool.version):
-                return Miss(_kind(entry.error), entry.error.what)
+                return Miss(_kind(entry.error), in_words(entry.error)[0])
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(asked))
         try:
             return self._entries.capture(signature, state, asked.args, asked.kwargs)
         except (CaptureError, MemoryBudgetExceeded) as error:
             self._entries.refuse(signature, state, asked.grad, error)
-            return Miss(_kind(error), error.what)
+            return Miss(_kind(error), in_words(error)[0])
 
     def _missed(
         self,

@@ -234,6 +234,7 @@ class Entries:
             signature, state, grad = entry.signature, entry.state, entry.grad
             self.discard(entry)
             self.refuse(signature, state, grad, error, for_good=True)
+            self.pool.trim()
 
     def discard(self, entry: Entry) -> None:
         """Close an entry's graph and give the entry up."""

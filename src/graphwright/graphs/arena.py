@@ -115,9 +115,10 @@ class Arena:
         """A tensor at the same place that does not keep the block alive."""
         item = tensor.element_size()
         start = block.offset // item + tensor.storage_offset()
-        alias = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
-            block.segment.memory.untyped_storage(), start, tensor.size(), tensor.stride()
-        )
+        with torch.inference_mode(False):
+            alias = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+                block.segment.memory.untyped_storage(), start, tensor.size(), tensor.stride()
+            )
         if tensor.is_conj():
             alias = alias.conj()
         return alias._neg_view() if tensor.is_neg() else alias

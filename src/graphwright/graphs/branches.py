@@ -12,7 +12,7 @@ from torch import nn
 
 from ..errors import CaptureError, GraphwrightError, first_line
 from .breaks import Node, Stop, Tracing
-from .memory import MemoryPool
+from .memory import MemoryPool, in_units
 from .recorder import Recorder
 from .steps import New, Step
 from .transaction import as_captured, transaction
@@ -56,14 +56,16 @@ class Branches:
 
     Attributes:
         root: its first segment, once it is recorded.
+        inputs: its static inputs.
+        copies: how its arguments get there, and its results out.
         external: memory from outside that it uses.
         generators: random generators that it draws from.
         mutates: whether it writes to memory from outside.
         given_up: why it is answered by graphs no longer.
     """
 
-    _inputs: Inputs
-    _plan: Plan
+    inputs: Inputs
+    copies: Plan
 
     def __init__(self, module: nn.Module, pool: MemoryPool, device: torch.device) -> None:
         self.root: Node | None = None
@@ -120,7 +122,7 @@ class Branches:
             with recorder.scratch() as sizes:
                 inputs = Inputs(sample, recorder.allocate)
                 root = Node(self._device, None, None)
-                tracing = self._tracing(root, self._script, recorder, (), (), {}, inputs)
+                tracing = self.tracing(root, self._script, recorder, (), (), {}, inputs)
                 try:
                     tracing.record(work, inputs, _no_results)
                 except Exception:
@@ -146,15 +148,15 @@ class Branches:
         """Record the call that was planned; returns its first segment."""
         root = Node(self._device, None, None)
         feeds = [flat(inputs.tensor(slot)) for slot in plan.sources]
-        tracing = self._tracing(root, self._script, recorder, feeds, (), {}, inputs)
-        finish = functools.partial(self._finish, inputs, plan, mutated)
+        tracing = self.tracing(root, self._script, recorder, feeds, (), {}, inputs)
+        finish = functools.partial(self.finish, inputs, plan, mutated)
         tracing.record(work, inputs, finish)
-        self._grown(tracing)
+        self._grown(tracing.nodes, tracing.external)
         self.root = root
-        self._inputs, self._plan = inputs, plan
+        self.inputs, self.copies = inputs, plan
         return root
 
-    def _tracing(
+    def tracing(
         self,
         node: Node,
         script: Sequence[Step],
@@ -167,7 +169,7 @@ class Branches:
         walk = known, memory, inputs, self._device, self._separate
         return Tracing(node, script, recorder, feeds, self.generators, *walk)
 
-    def _finish(
+    def finish(
         self, inputs: Inputs, plan: Plan, mutated: Sequence[int], walk: Walk, tree: Any
     ) -> tuple[Results, list[torch.Tensor]]:
         """At the end of a path: what the call returns, and what is to be copied out."""
@@ -184,10 +186,15 @@ class Branches:
             step.real = ()
         self._script = []
 
-    def _grown(self, tracing: Tracing) -> None:
-        self.external |= tracing.external
+    def _grown(self, nodes: Sequence[Node], external: dict[int, torch.UntypedStorage]) -> None:
+        self.external |= external
         self.paths += 1
-        self._segments += len(tracing.nodes)
+        self._segments += len(nodes)
+
+    @property
+    def recorder(self) -> Recorder:
+        """What records it."""
+        return self._pool.recorder(self._device)
 
     def _check_limits(self, more: int) -> None:
         if self._segments + more > MAX_SEGMENTS:
@@ -223,12 +230,12 @@ class Branches:
         Raises:
             Differs: the call did something else, on the way to a value that is new, than before.
         """
-        node, plan = self.root, self._plan
+        node, plan = self.root, self.copies
         assert node is not None
         self.calls += 1
         with torch.no_grad():
             for slot in plan.by_element:
-                copy(leaves[slot], self._inputs.tensor(slot))
+                copy(leaves[slot], self.inputs.tensor(slot))
         sources: Sequence[torch.Tensor] = [leaves[slot] for slot in plan.sources]
         while True:
             for source in node.sources:
@@ -258,14 +265,14 @@ class Branches:
     ) -> Any:
         results = node.results
         assert results is not None
-        targets = [torch.empty_like(base) for base in results.bases] if self._plan.fresh else []
+        targets = [torch.empty_like(base) for base in results.bases] if self.copies.fresh else []
         node.launch(sources, [*targets, *(leaves[slot] for slot in node.back)])
         for slot in node.back:
             torch.autograd.graph.increment_version(leaves[slot])
         with torch.no_grad():
             for slot in node.back_by_element:
-                copy(self._inputs.tensor(slot), leaves[slot])
-        if not self._plan.fresh:
+                copy(self.inputs.tensor(slot), leaves[slot])
+        if not self.copies.fresh:
             return results.again(finish)
         return results.build(leaves, targets, finish)
 
@@ -286,7 +293,7 @@ class Branches:
         pairs = zip(news, arrival.real, strict=True)
         memory = node.memory_so_far() | {m.number: real.untyped_storage() for m, real in pairs}
         known = [*node.known(), arrival]
-        inputs = self._inputs
+        inputs = self.inputs
         observation = Observation(known, memory, inputs, self._device, self._separate)
         try:
             with as_captured(), observation.seen():
@@ -304,7 +311,7 @@ class Branches:
         self.mutates = self.mutates or observation.wrote
         mutated = self._write_back(observation, leaves)
         made = results.again(finish)
-        if self._plan.fresh:
+        if self.copies.fresh:
             copies = [base.clone() for base in results.bases]
             made = results.build(leaves, copies, finish)
         observation.forget_what_stood_still()
@@ -312,7 +319,7 @@ class Branches:
 
     def _write_back(self, observation: Observation, leaves: Sequence[Any]) -> list[int]:
         """Copy the arguments that were written to back to the caller's; their positions."""
-        inputs = self._inputs
+        inputs = self.inputs
         mutated = [s for s in inputs.slots if observation.wrote_to(inputs.tensor(s))]
         with torch.no_grad():
             for slot in mutated:
@@ -329,11 +336,10 @@ class Branches:
         make_room: MakeRoom,
     ) -> None:
         """Record the way that a call has gone; where that is not possible, give up."""
-        recorder = self._pool.recorder(self._device)
-        before = recorder.reserved
         assert node.stop is not None
         assert arrival.key is not None
-        tracing: Tracing | None = None
+        before = self._pool.reserved
+        way = _Way(self, node, arrival, observation.script, mutated, work)
         try:
             self._check_worth(node.stop)
             if observation.problem is not None:
@@ -342,43 +348,44 @@ class Branches:
             self.generators += [g for g in observation.generators if g not in self.generators]
             observation.exchange()
             try:
-                with transaction(self._pool, self._module, _nothing) as undo:
+                with transaction(self._pool, self._module, way.forget) as undo:
+                    if self._pool.limit is not None:
+                        self._make_room(way.size(), make_room)
                     undo.check()
-                    child = Node.after(node, arrival, recorder.allocate)
-                    memory = node.memory_so_far() | child.memory
-                    known = [*node.known(), arrival]
-                    tracing = self._tracing(
-                        child, observation.script, recorder, (), known, memory, self._inputs
-                    )
-                    finish = functools.partial(self._finish, self._inputs, self._plan, mutated)
-                    tracing.record(work, self._inputs, finish)
-                    try:
-                        undo.check()
-                        undo.refuse_host_randomness(self._device, observation.generators)
-                    except CaptureError:
-                        for made in tracing.nodes:
-                            made.close()
-                        raise
+                    way.record()
+                    undo.check()
+                    undo.refuse_host_randomness(self._device, observation.generators)
             except Exception:
                 self._failures += 1
-                culprit = None if tracing is None else tracing.culprit
-                if culprit is None or self._failures > _ATTEMPTS:
+                if way.culprit is None or self._failures > _ATTEMPTS:
                     raise
-                self._separate.add(culprit)
+                self._separate.add(way.culprit)
                 return
             finally:
                 observation.exchange()
-            node.stop.after[arrival.key] = child
+            node.stop.after[arrival.key] = way.nodes[0]
             arrival.real = ()
-            self._grown(tracing)
+            self._grown(way.nodes, way.external)
             self._pool.note()
-            while self._pool.over_limit(before):
-                if not make_room():
-                    raise CaptureError("Its graphs take more than the pool's limit.")
+            if self._pool.over_limit(before):
+                self._make_room((), make_room)
         except GraphwrightError as error:
             self.given_up = CaptureError(error.what, where=error.where, remedy=error.remedy)
         except Exception as error:
             self.given_up = CaptureError(f"A way that it goes failed: {first_line(error)}")
+
+    def _make_room(self, segments: Sequence[int], make_room: MakeRoom) -> None:
+        """Have room in the pool for what takes such segments."""
+        limit = self._pool.limit
+        assert limit is not None
+        while self._pool.reserved + self._pool.predicted(segments) > limit:
+            if not make_room():
+                raise CaptureError(
+                    "With another way that it goes, it takes more than the pool's limit of "
+                    f"{in_units(limit)}.",
+                    remedy="Raise the pool's limit, or allow eviction with "
+                    "MemoryPool(limit, evict=True).",
+                )
 
     def _check_worth(self, stop: Stop) -> None:
         """Whether calls go ways that are known, most of them.
@@ -398,10 +405,74 @@ class Branches:
 
     def forget(self) -> None:
         """Give the graphs up, when it can be done safely; the call can be recorded again."""
-        for node in () if self.root is None else self.root.below():
-            if node.recording is not None and node is not self.root:
-                self._pool.retire(node.recording)
-        self.root = None
+        root, self.root = self.root, None
+        for node in [] if root is None else list(root.below()):
+            recording = node.let_go()
+            if recording is not None and node is not root:  # That one is the graph's own.
+                self._pool.retire(recording)
+
+
+class _Way:
+    """A way that a call has gone, to be recorded.
+
+    Args:
+        branches: what it belongs to.
+        node: the last segment that was known.
+        arrival: the break after it, with its new outcome.
+        script: what came then.
+        mutated: positions of the arguments that were written to.
+        work: runs the call on static inputs.
+
+    Attributes:
+        nodes: the segments that were recorded.
+        external: memory from outside that they use.
+        culprit: an operation that cannot be recorded.
+    """
+
+    def __init__(
+        self,
+        branches: Branches,
+        node: Node,
+        arrival: Step,
+        script: Sequence[Step],
+        mutated: Sequence[int],
+        work: Work,
+    ) -> None:
+        self.nodes: list[Node] = []
+        self.external: dict[int, torch.UntypedStorage] = {}
+        self.culprit: Any = None
+        self._of = branches, node, arrival, script, mutated, work
+
+    def record(self) -> None:
+        """Record it."""
+        branches, node, arrival, script, mutated, work = self._of
+        recorder, inputs = branches.recorder, branches.inputs
+        child = Node.after(node, arrival, recorder.allocate)
+        memory = node.memory_so_far() | child.memory
+        known = [*node.known(), arrival]
+        tracing = branches.tracing(child, script, recorder, (), known, memory, inputs)
+        finish = functools.partial(branches.finish, inputs, branches.copies, mutated)
+        try:
+            tracing.record(work, inputs, finish)
+        except Exception:
+            self.culprit = tracing.culprit
+            raise
+        self.nodes, self.external = tracing.nodes, tracing.external
+
+    def size(self) -> tuple[int, ...]:
+        """Bytes of each memory segment that it would take in an empty pool."""
+        branches = self._of[0]
+        with branches.recorder.scratch() as sizes:
+            self.record()
+            taken = sizes()
+            self.forget()
+        return taken
+
+    def forget(self) -> None:
+        """Give up what was recorded."""
+        nodes, self.nodes = self.nodes, []
+        for node in nodes:
+            node.close()
 
 
 def _ordinary(device: torch.device, nbytes: int) -> torch.Tensor:
@@ -411,7 +482,3 @@ def _ordinary(device: torch.device, nbytes: int) -> torch.Tensor:
 def _no_results(walk: Walk, tree: Any) -> tuple[None, list[torch.Tensor]]:
     """Of what is recorded only to see what it takes."""
     return None, []
-
-
-def _nothing() -> None:
-    """What there is to forget when a path could not be recorded."""

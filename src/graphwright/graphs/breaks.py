@@ -72,7 +72,8 @@ class Stop:
         if self._scalar is not None:
             value = self._scalar.item()
             return ((type(value), key_of(value)),), value
-        with torch.inference_mode(False), torch._C._DisableAutocast(), torch.no_grad():
+        # In inference mode, tensors that were made in it and others may be written to.
+        with torch.inference_mode(), torch._C._DisableAutocast():
             result = self._func(*self._args, **self._kwargs)
             leaves = pytree.tree_leaves(result)
             return key_of_results(leaves, [self._made(leaf, -1) for leaf in leaves]), result
@@ -203,9 +204,17 @@ class Node:
 
     def close(self) -> None:
         """Give its graph up, at once."""
-        if self.recording is not None:
-            self.recording.close()
-            self.recording = None
+        recording = self.let_go()
+        if recording is not None:
+            recording.close()
+
+    def let_go(self) -> Recording | None:
+        """Give everything up but its graph, which is left to the caller."""
+        recording, self.recording = self.recording, None
+        self.memory, self.held = {}, {}
+        self.targets, self.steps, self.sources = [], [], []
+        self.parent = self.arrival = self.stop = self.results = None
+        return recording
 
     @property
     def seconds(self) -> float | None:

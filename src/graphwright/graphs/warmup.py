@@ -96,7 +96,7 @@ def warm(
         try:
             segments = recorder.rehearse(prepare, work, journal.generators)
         except Exception as error:
-            if rescue is not None:
+            if rescue is not None and isinstance(error, RuntimeError | CaptureError):
                 let_go(error)
                 segments = rescue(journal.generators)
             elif isinstance(error, CaptureError):
