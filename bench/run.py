@@ -167,6 +167,26 @@ def check(out: Path) -> int:
     return sum("failed" in row for row in result["rows"])
 
 
+def breaks(out: Path, *, quick: bool) -> int:
+    """bench/breaks.py on every model; the number of targets that are missed."""
+    from breaks import measure, targets
+
+    result = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "breaks",
+        "commit": commit(),
+        "quick": quick,
+        **measure(quick=quick),
+    }
+    result["targets"] = targets(result)
+    where = out / "breaks.json"
+    _write(where, result)
+    missed = [target["target"] for target in result["targets"] if not target["met"]]
+    print("\n".join([*(f"missed: {each}" for each in missed), f"wrote {where}"]))
+    return len(missed)
+
+
 def _captured(name: str, options: list[str]) -> dict[str, Any]:
     """The figures of one model: without its peers where these take the process with them."""
     import torch
@@ -269,6 +289,9 @@ def main() -> None:
     taking.add_argument("--out", type=Path, default=RESULTS)
     checking = commands.add_parser("check", help="which models can be captured, and whether so")
     checking.add_argument("--out", type=Path, default=RESULTS)
+    breaking = commands.add_parser("breaks", help="calls that a plain capture does not take")
+    breaking.add_argument("--out", type=Path, default=RESULTS)
+    breaking.add_argument("--quick", action="store_true", help="try the script: no result")
     comparing = commands.add_parser("compare", help="two results of tune or of capture")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
@@ -295,6 +318,8 @@ def main() -> None:
         sys.exit(architectures(given.out))
     elif given.command == "check":
         sys.exit(check(given.out))
+    elif given.command == "breaks":
+        sys.exit(breaks(given.out, quick=given.quick))
     else:
         tables()
 

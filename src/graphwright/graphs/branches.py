@@ -308,7 +308,7 @@ class Branches:
             raise
         outside = {i for i in observation.external if i not in observation.numbers}
         results = Results(tree, inputs, outside)
-        self.mutates = self.mutates or observation.wrote
+        self.mutates = self.mutates or observation.wrote_outside
         mutated = self._write_back(observation, leaves)
         made = results.again(finish)
         if self.copies.fresh:

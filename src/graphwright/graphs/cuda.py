@@ -312,10 +312,12 @@ class CudaRecorder:
     def scratch(self) -> Iterator[Callable[[], tuple[int, ...]]]:
         """Use a pool that is thrown away."""
         kept = self._pool, self._anchor, self._live
-        self._pool = torch.cuda.MemPool()
+        self._pool = self._anchor = None
         try:
             yield lambda: tuple(segment["total_size"] for segment in self._segments())
         finally:
+            if self._anchor is not None:
+                self._anchor.reset()
             self._pool, self._anchor, self._live = kept
             torch.cuda.empty_cache()
 

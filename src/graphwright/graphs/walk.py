@@ -371,6 +371,11 @@ class Observation(Walk):
         self.script: list[Step] = []
         self.problem: CaptureError | None = None
 
+    @property
+    def wrote_outside(self) -> bool:
+        """Whether it wrote to memory that the call has not made."""
+        return any(storage._cdata not in self.numbers for storage in self.written)
+
     def refuse(self, error: CaptureError) -> None:
         """It cannot be recorded, but it can be done."""
         self.problem = self.problem or error
