@@ -22,7 +22,7 @@ from .journal import tensors
 from .recorder import Allocate, Recorder, Recording, Segment
 from .steps import Given, Host, New, Step, bytes_of, key_of, key_of_results, on_the_way_out
 from .transfer import Geometry, Inputs, Results, copy
-from .walk import Differs, Walk, place_now, replaced
+from .walk import Differs, Walk, replaced
 
 _TIMED = 5
 
@@ -56,7 +56,7 @@ class Stop:
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, *, content: bool
     ) -> None:
         self.operation = str(func)
-        self.place = place_now()
+        self.place = step.place
         self.after: dict[Hashable, Node] = {}
         self._func = func
         self._args = args

@@ -113,6 +113,7 @@ class Step:
         key: what a break's results have to be again for what follows to hold; None for no break.
         statics: what was copied to the device for it from the host.
         real: what a break's results in memory of the call's own held.
+        place: `file:line` of the user's code, of a break.
     """
 
     func: Any
@@ -122,10 +123,24 @@ class Step:
     key: Hashable | None = None
     statics: Sequence[torch.Tensor] = ()
     real: Sequence[torch.Tensor] = ()
+    place: str | None = None
+
+    @property
+    def sources(self) -> list[Any]:
+        """What its tensor arguments are: numbers, `Outside`, or names of inputs."""
+        return [
+            what[0]
+            for what in self.asked
+            if isinstance(what, tuple) and what and _is_source(what[0])
+        ]
 
     def same(self, func: Any, asked: tuple[Any, ...]) -> bool:
         """Whether another walk does the same here."""
         return self.func is func and self.asked == asked
+
+
+def _is_source(what: Any) -> bool:
+    return isinstance(what, int | str | Outside) and not isinstance(what, bool)
 
 
 def on_the_way_out(leaf: Any, given: Sequence[torch.Tensor], *, host: bool) -> Any:

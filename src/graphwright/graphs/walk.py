@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -231,7 +231,8 @@ class Walk(Journal):
             for leaf, what in zip(leaves, made, strict=True)
         ]
         kept = [each for each in real if each is not None]
-        return Step(func, asked, made, spec, key=key_of_results(leaves, made), real=kept)
+        key = key_of_results(leaves, made)
+        return Step(func, asked, made, spec, key=key, real=kept, place=place_now())
 
     def _described(self, leaf: Any, given: list[torch.Tensor], *, stops: bool) -> Any:
         host = isinstance(leaf, torch.Tensor) and self.is_for_the_host(leaf)
@@ -371,6 +372,22 @@ class Observation(Walk):
         self.script: list[Step] = []
         self.problem: CaptureError | None = None
 
+    def by_arguments(self) -> Step | None:
+        """The first break whose outcome comes from the arguments, as far as tensors tell."""
+        reached: set[int] = set()
+        for step in self.script:
+            sources = step.sources
+            if not any(
+                isinstance(s, str) or (isinstance(s, int) and s in reached) for s in sources
+            ):
+                continue
+            if step.key is not None:
+                return step
+            reached |= {made.number for made in step.made if isinstance(made, New)}
+            if step.func._schema.is_mutable:
+                reached |= {source for source in sources if isinstance(source, int)}
+        return None
+
     @property
     def wrote_outside(self) -> bool:
         """Whether it wrote to memory that the call has not made."""
@@ -400,6 +417,28 @@ class Observation(Walk):
         step.statics = statics
         self.script.append(step)
         return result
+
+
+def reads_of_arguments(
+    work: Callable[[list[Any]], Any], leaves: Sequence[Any], device: torch.device
+) -> Step | None:
+    """Where a call lets the host know something that comes from its arguments; None if nowhere.
+
+    Args:
+        work: the call, on the leaves of its arguments; what it writes to is put back.
+        leaves: these.
+        device: where it runs.
+    """
+    inputs = Inputs(leaves, lambda n: torch.empty(n, dtype=torch.uint8, device=device))
+    observation = Observation((), {}, inputs, device, set())
+    try:
+        with observation.seen():
+            work(inputs.leaves)
+    except CaptureError:
+        return None  # It cannot be recorded either.
+    finally:
+        observation.undo()
+    return observation.by_arguments()
 
 
 class Functions(TorchFunctionMode):

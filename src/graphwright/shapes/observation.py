@@ -11,6 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..audit import difference
 from ..graphs.journal import Journal
+from ..graphs.walk import reads_of_arguments
 from ..signature import leaf_names
 from ..snapshots import clone_leaves, layout
 from .chance import depends_on_chance
@@ -67,7 +68,13 @@ def observe(subject: Subject, form: Form, as_given: Sequence[Any] | None) -> Obs
     written = {s._cdata: s.nbytes() for s in journal.written if s._cdata not in mine}
     if any(n > _A_COUNTER for storage, n in written.items() if storage not in buffers):
         reason = "it writes to memory that is neither an argument's nor a buffer's"
-    if random and (journal.wrote or depends_on_chance(lambda: _again(subject))):
+    read = reads_of_arguments(subject.result, subject.sample, subject.device)
+    if read is not None:
+        reason = (
+            f"it goes by what {read.func} reads of the arguments, at {read.place}, and calls of "
+            "other sizes may go another way"
+        )
+    elif random and (journal.wrote or depends_on_chance(lambda: _again(subject))):
         reason = "it draws random numbers, others for other sizes"
     elif writes and form.overlap:
         reason = "it writes to an argument that shares memory with another one"

@@ -74,6 +74,12 @@ class Subject:
     fills: list[Value]
     declared: list[bool]
 
+    @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        tensors = [leaf for leaf in self.sample if isinstance(leaf, torch.Tensor)]
+        return next((tensor.device for tensor in tensors), torch.device("cpu"))
+
     def at(self, sizes: Sizes) -> list[Any]:
         """The sample with other sizes: a part of it, or more of its kind, no two rows alike.
 
