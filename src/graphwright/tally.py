@@ -178,6 +178,7 @@ def explained(
             kind = "pure" if not entry.graph.mutates else "writes to tensors from outside"
             kind += ", draws random numbers" if entry.graph.random else ""
             lines.append(f"  {entry.graph.name}: {in_units(entry.graph.nbytes)}, {kind}")
+            lines += [f"    {line}" for line in entry.graph.in_segments()]
     return lines
 
 

@@ -365,6 +365,8 @@ class Branches:
                 observation.exchange()
             node.stop.after[arrival.key] = way.nodes[0]
             arrival.real = ()
+            for made in way.nodes:
+                made.hits = 1
             self._grown(way.nodes, way.external)
             self._pool.note()
             if self._pool.over_limit(before):

@@ -16,6 +16,7 @@ from ..signature import Args, Kwargs, flatten, unflatten
 from ..watch import FunctionModule, ModuleWatch
 from .arguments import device_of, name_of, signature_of
 from .branches import Branches, Plan
+from .drawing import drawn
 from .graph import Graph, GraphClosed, State
 from .memory import MemoryPool, Prediction
 from .recorder import Recorder, Recording
@@ -113,6 +114,11 @@ class CallGraph(Graph):
     def branches(self) -> Branches | None:
         """The call's segments, if the host has a say in it; else None."""
         return self._branches if self._results is None else None
+
+    def in_segments(self) -> list[str]:
+        """The call's segments, breaks and hoisted constants in words; nothing for a plain graph."""
+        root = None if self._branches is None else self._branches.root
+        return [] if root is None else drawn(root)
 
     @property
     def given_up(self) -> CaptureError | None:

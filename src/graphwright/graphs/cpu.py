@@ -240,6 +240,11 @@ class CpuRecording:
         self._drains = drains
         self.external = list(tape.external.values())
 
+    @property
+    def nodes(self) -> int:
+        """Its operations."""
+        return sum(not isinstance(step, Block) for step in self._steps)
+
     def replay(self) -> None:
         """Repeat the operations in order, each where it was recorded."""
         with torch.inference_mode(False), torch._C._DisableAutocast(), torch.no_grad():

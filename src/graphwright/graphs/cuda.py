@@ -69,6 +69,13 @@ class CudaRecording:
         self._copying = True
         self._on_close = on_close
 
+    @property
+    def nodes(self) -> int:
+        """Nodes of the graph, where the driver tells them."""
+        if self._graph is None or driver.libcuda() is None:
+            return 0
+        return driver.node_count(self._graph.raw_cuda_graph())
+
     def replay(self) -> None:
         """Launch the graph without its copies."""
         assert self._graph is not None

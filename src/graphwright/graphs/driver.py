@@ -138,11 +138,17 @@ class CopyNode:
         check(libcuda().cuGraphNodeSetEnabled(executable, node, on), "cuGraphNodeSetEnabled")
 
 
+def node_count(graph: int) -> int:
+    """How many nodes a graph has."""
+    count = ctypes.c_size_t()
+    check(libcuda().cuGraphGetNodes(graph, None, ctypes.byref(count)), "cuGraphGetNodes")
+    return count.value
+
+
 def copies(graph: int) -> Iterator[tuple[int, _Memcpy3D]]:
     """The copy nodes of a graph and their parameters."""
     cuda = libcuda()
-    count = ctypes.c_size_t()
-    check(cuda.cuGraphGetNodes(graph, None, ctypes.byref(count)), "cuGraphGetNodes")
+    count = ctypes.c_size_t(node_count(graph))
     if not count.value:
         return
     nodes = (ctypes.c_void_p * count.value)()

@@ -20,6 +20,10 @@ class Recording(Protocol):
     """Work that was recorded once and can be repeated on the same memory."""
 
     @property
+    def nodes(self) -> int:
+        """How many operations it repeats: a CUDA graph's nodes."""
+
+    @property
     def external(self) -> list[torch.UntypedStorage]:
         """Memory that it uses and does not own, as far as the recorder has seen it itself."""
 

@@ -415,6 +415,7 @@ class Observation(Walk):
             self.refuse(error)
             return result
         step.statics = statics
+        step.place = step.place or (place_now() if statics else None)
         self.script.append(step)
         return result
 
