@@ -18,6 +18,8 @@ from torch.utils import _pytree as pytree
 import graphwright as gw
 from graphwright.graphs.branches import Branches
 from graphwright.graphs.callgraph import CallGraph
+from graphwright.strategies.base import Built
+from graphwright.strategies.runners import GRAPH
 
 Fn = Callable[..., Any]
 
@@ -589,6 +591,28 @@ def test_a_captured_call_in_segments_has_no_replay(device: torch.device) -> None
     graph.close()
     with pytest.raises(gw.CaptureError, match="closed"):
         graph(torch.ones(3, 4, device=device))
+
+
+def test_the_runner_of_tune_divides_what_runs_as_it_is_written(device: torch.device) -> None:
+    class Early(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * x.sum().item() if x[0] < 0 else decides(x)
+
+    model, x = Early().eval(), torch.ones(4, device=device)
+    built = GRAPH.wrap(Built(model, plain=True), (x,), {})
+    assert "test_breaks.py" in built.notes[0]
+    for _ in range(4):
+        agree(built.call, model, torch.rand(4, device=device))
+
+    def often() -> None:
+        for _ in range(30):
+            agree(built.call, model, -torch.rand(4, device=device))
+
+    with pytest.warns(RuntimeWarning, match="runs eagerly by now"):
+        often()
+    agree(built.call, model, -torch.rand(4, device=device))
+    with pytest.raises(gw.CaptureError):
+        GRAPH.wrap(Built(model), (x,), {})  # A compiler's code cannot be looked into.
 
 
 def test_autocast_casts_weights_once_a_call(device: torch.device) -> None:

@@ -40,13 +40,15 @@ class Built:
 
     `holds_weights` says that it keeps values of its own (copied, folded or frozen), so that later
     in-place changes of the model's parameters would go unseen. `launch` is a quicker way to call
-    it with its tensors in a row, if there is one.
+    it with its tensors in a row, if there is one. `plain` says that it runs the model's own Python
+    and operations, which can be seen one by one.
     """
 
     call: Callable[..., Any]
     notes: list[str] = field(default_factory=list)
     holds_weights: bool = False
     launch: Callable[[Sequence[torch.Tensor]], Any] | None = None
+    plain: bool = False
 
 
 class Compiler(Protocol):

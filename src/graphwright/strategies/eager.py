@@ -31,7 +31,7 @@ class Eager:
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         """The model itself, with its mode around it."""
         if self.mode is None:
-            return Built(model)
+            return Built(model, plain=True)
         mode = self.mode
 
         def call(*args: Any, **kwargs: Any) -> Any:
@@ -41,7 +41,7 @@ class Eager:
         notes = []
         if mode is torch.inference_mode:
             notes.append("outputs are inference tensors: autograd refuses them")
-        return Built(call, notes)
+        return Built(call, notes, plain=True)
 
 
 EAGER = Eager(None, "eager", 0)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
 
+from ..errors import in_words, levels_above
 from ..graphs.callgraph import CallGraph
 from ..graphs.capture import capture
 from ..signature import Args, Kwargs
@@ -23,15 +25,36 @@ def _probe(device: torch.device) -> Availability:
 
 
 def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
-    graph = CallGraph(built.call, args, kwargs)
+    graph = CallGraph(built.call, args, kwargs, breaks="auto" if built.plain else "never")
     graph.warm()
     graph.record()
 
+    told: list[str] = []
+
     def call(*args: Any, **kwargs: Any) -> Any:
         # Whoever calls a candidate has found that the call fits.
-        return graph.run(args, kwargs)
+        result = graph.run(args, kwargs)
+        if graph.given_up is not None and not told:
+            told.append(in_words(graph.given_up)[0])
+            warnings.warn(
+                f"{graph.name} runs eagerly by now: {told[0]}",
+                RuntimeWarning,
+                stacklevel=levels_above(),
+            )
+        return result
 
-    return Built(call, built.notes, built.holds_weights, graph.launcher())
+    notes = [*built.notes, *_segments(graph)]
+    return Built(call, notes, built.holds_weights, graph.launcher())
+
+
+def _segments(graph: CallGraph) -> list[str]:
+    """What a user should know of a call that is no single graph."""
+    if graph.branches is None:
+        return []
+    first = graph.branches.root
+    stop = None if first is None else first.stop
+    where = "" if stop is None or stop.place is None else f", first at {stop.place}"
+    return [f"in segments, divided where values are read{where}"]
 
 
 GRAPH = Runner("graph", 5, _probe, _wrap)
