@@ -204,11 +204,6 @@ class Branches:
                 "steps.",
             )
 
-    @property
-    def planned(self) -> bool:
-        """Whether it is known how to record it."""
-        return bool(self._script)
-
     # What is done at each call.
 
     @property

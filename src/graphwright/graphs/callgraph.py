@@ -306,14 +306,8 @@ class CallGraph(Graph):
         with self.pool.lock:
             recorder = self.pool.recorder(self._device)
             with self._transaction(State.WARMING) as undo:
-                rescue = None
-                if self._breaks == "auto":
-                    self._branches = Branches(self._module, self.pool, self._device)
-                    plan = self._branches.plan
-                    rescue = functools.partial(plan, self._work, self._sample, recorder)
+                rescue = None if self._breaks == "never" else self._in_segments
                 self._warmed = warm(self._work, self._sample, recorder, undo, self._runs, rescue)
-                if self._branches is not None and not self._branches.planned:
-                    self._branches = None
             self.mutates = self._warmed.mutates
             self.random = bool(self._warmed.generators)
             self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
@@ -323,6 +317,20 @@ class CallGraph(Graph):
                 except SignatureError as error:
                     raise CaptureError(error.what, remedy=error.remedy) from error
             return self.prediction
+
+    def _in_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
+        """Divide the call, which cannot be recorded as it is; returns what that takes."""
+        branches = Branches(self._module, self.pool, self._device)
+        recorder = self.pool.recorder(self._device)
+        taken = branches.plan(self._work, self._sample, recorder, generators)
+        self._branches = branches
+        return taken
+
+    def _plan_segments(self) -> None:
+        """The same for a call that turned out so only when it was recorded."""
+        assert self._warmed is not None
+        with self._transaction(State.WARMING):
+            self._in_segments(self._warmed.generators)
 
     @property
     def prediction(self) -> Prediction:
@@ -347,7 +355,14 @@ class CallGraph(Graph):
             try:
                 self.pool.admit(self, prediction)
                 held = self.pool.reserved
-                self._record(prediction, share_inputs)
+                try:
+                    self._record(prediction, share_inputs)
+                except CaptureError as error:
+                    if self._breaks == "never" or self._branches is not None:
+                        raise
+                    let_go(error)
+                    self._plan_segments()
+                    self._record(prediction, share_inputs)
                 while self.pool.over_limit(held):
                     # The prediction was short of the truth: fragments that nothing fits into.
                     self._forget()

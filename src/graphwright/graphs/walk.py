@@ -92,6 +92,7 @@ class Walk(Journal):
         self._separate = separate
         self._count = 0
         self._living: dict[int, StorageWeakRef] = {}
+        self._references: list[StorageWeakRef] = []
         self._lost: set[int] = set()
         self._paused = False
         self._inputs: dict[int, int] = {}
@@ -186,8 +187,9 @@ class Walk(Journal):
     def _take(self, storage: torch.UntypedStorage, number: int) -> None:
         """Memory of the call has come into the walk."""
         self.numbers[storage._cdata] = number
-        # While the weak reference lives, the identity is given to no other memory.
         self._living[number] = StorageWeakRef(storage)
+        # While the weak reference lives, the identity is given to no other memory.
+        self._references.append(self._living[number])
         self._count = max(self._count, number + 1)
 
     def living(self) -> dict[int, torch.UntypedStorage]:
