@@ -211,6 +211,7 @@ def _process(what: str, options: list[str]) -> dict[str, Any]:
 def tables() -> None:
     """docs/results.md from every result that is committed, and docs/architectures.md."""
     from architectures_table import to_markdown as architectures_to_markdown
+    from breaks import to_markdown as breaks_to_markdown
     from buckets import to_markdown as buckets_to_markdown
     from capture_table import to_markdown as capture_to_markdown
     from check import to_markdown as check_to_markdown
@@ -250,6 +251,8 @@ def tables() -> None:
     for file in RESULTS.glob("check*.json"):
         data = json.loads(file.read_text(encoding="utf-8"))
         page = check_to_markdown(data, file.name)
+        for other in sorted(RESULTS.glob("breaks*.json")):
+            page += "\n" + breaks_to_markdown(json.loads(other.read_text("utf-8")), other.name)
         (ROOT / "docs" / "capturable.md").write_text(page, encoding="utf-8")
 
 

@@ -627,7 +627,7 @@ class Stop(BaseException):
 
 def failing(device: torch.device, at: str, error: BaseException) -> None:
     """Fail at the n-th run of a call that changes everything it can, and look what is left."""
-    runs = {"first": 1, "second": 2, "rehearsal": 6, "capture": 7}
+    runs = {"first": 1, "second": 2, "rehearsal": 7, "capture": 8}
     count = itertools.count(1)  # a counter that keeps no attribute
     model = net(device).train()
     sums = torch.zeros(16, device=device)

@@ -295,6 +295,52 @@ def test_compiled_functions_keep_their_kernels_in_a_cuda_graph() -> None:
     torch.testing.assert_close(graph(x), (torch.relu(linear(x)).sin().cos() * 2).detach())
 
 
+def seeds(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(0)
+    return x + torch.rand_like(x)
+
+
+def seeds_in_between(x: torch.Tensor) -> torch.Tensor:
+    y = x + torch.rand_like(x)
+    torch.manual_seed(0)
+    return y + torch.rand_like(x)
+
+
+def seeds_for_a_moment(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        return x + torch.rand_like(x)
+
+
+def has_a_generator_of_its_own(x: torch.Tensor) -> torch.Tensor:
+    own = torch.Generator(x.device).manual_seed(0)
+    return x + torch.rand(x.shape, generator=own, device=x.device)
+
+
+def test_who_seeds_random_numbers_in_the_call_is_refused(device: torch.device) -> None:
+    one = torch.Generator(device)
+
+    def seeds_a_generator(x: torch.Tensor) -> torch.Tensor:
+        one.manual_seed(3)
+        return x + torch.rand(x.shape, generator=one, device=x.device)
+
+    x = torch.zeros(3, device=device)
+    seeding = (seeds, seeds_in_between, seeds_for_a_moment, seeds_a_generator)
+    for fn in (*seeding, has_a_generator_of_its_own):
+        torch.manual_seed(0)
+        before = torch.get_rng_state()
+        with pytest.raises(gw.CaptureError, match="random"):
+            gw.capture(fn, x)
+        assert torch.equal(before, torch.get_rng_state())
+    # A generator from outside that goes on is none of these.
+    graph = gw.capture(lambda x: x + torch.rand(x.shape, generator=one, device=x.device), x)
+    one.manual_seed(1)
+    first = graph(x)
+    assert not torch.equal(first, graph(x))
+    one.manual_seed(1)
+    assert torch.equal(first, graph(x))
+
+
 @pytest.mark.gpu
 def test_a_cpu_tensor_among_cuda_arguments_is_refused() -> None:
     with pytest.raises(gw.CaptureError, match=r"args\[1\] on cpu"):

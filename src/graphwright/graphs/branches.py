@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import CaptureError, GraphwrightError, first_line
 from .breaks import Node, Stop, Tracing
+from .journal import default_generators
 from .memory import MemoryPool, in_units
 from .recorder import Recorder
 from .steps import New, Step
@@ -290,6 +291,7 @@ class Branches:
         known = [*node.known(), arrival]
         inputs = self.inputs
         observation = Observation(known, memory, inputs, self._device, self._separate)
+        observation.expect({*self.generators, *default_generators(self._device)})
         try:
             with as_captured(), observation.seen():
                 tree = work(inputs)

@@ -33,6 +33,8 @@ Breaks = Literal["auto", "never"]
 class CallGraph(Graph):
     """The graph of a function's call."""
 
+    _branches: Branches | None = None
+
     def __init__(
         self,
         fn: Callable[..., Any],
@@ -72,7 +74,6 @@ class CallGraph(Graph):
         self._results: Results | None = None
         self._watch: ModuleWatch | None = None
         self._breaks = breaks
-        self._branches: Branches | None = None
         # The leaves of a call without keyword arguments and containers are the arguments.
         self._plain_args = (
             not kwargs
@@ -358,7 +359,8 @@ class CallGraph(Graph):
                 try:
                     self._record(prediction, share_inputs)
                 except CaptureError as error:
-                    if self._breaks == "never" or self._branches is not None:
+                    foreign = not isinstance(error.__cause__, RuntimeError | CaptureError | None)
+                    if self._breaks == "never" or self._branches is not None or foreign:
                         raise
                     let_go(error)
                     self._plan_segments()

@@ -13,7 +13,7 @@ import functools
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,6 +42,11 @@ class Journal(OperationMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
+        # Where random generators stand, those that were drawn from, and whether they may be moved
+        # by others.
+        self._stand: dict[int, torch.Tensor] = {}
+        self._drawn_from: set[int] = set()
+        self._strict = False
         self._largest: list[tuple[int, str]] = []
 
     @property
@@ -51,19 +56,30 @@ class Journal(OperationMode):
 
     def forget_what_stood_still(self) -> None:
         """Leave out generators that nothing was drawn from: attention without dropout, say."""
-        self._generators = {
-            key: (generator, state)
-            for key, (generator, state) in self._generators.items()
-            if not torch.equal(generator.get_state(), state)
-        }
+        self._generators = {k: v for k, v in self._generators.items() if k in self._drawn_from}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the operation, run it, note what it made."""
         self.before(func, args, kwargs)
         result = func(*args, **kwargs)
+        self.drew(func, args, kwargs)
         for tensor in tensors(result):
             self.made(tensor)
         return result
+
+    def expect(self, generators: Iterable[torch.Generator]) -> None:
+        """Refuse that anything but operations moves these random generators, from now on."""
+        self._strict = True
+        self._stand |= {id(g): g.get_state() for g in generators}
+
+    def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+        """After an operation: where its random generator stands."""
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            generator = generator_of(args, kwargs)
+            before, now = self._stand[id(generator)], generator.get_state()
+            if not now.equal(before):
+                self._drawn_from.add(id(generator))
+                self._stand[id(generator)] = now
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what an operation is about to read and write.
@@ -86,8 +102,19 @@ class Journal(OperationMode):
             )
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = generator_of(args, kwargs)
-            if id(generator) not in self._generators:
-                self._generators[id(generator)] = (generator, generator.get_state())
+            key, state = id(generator), generator.get_state()
+            expected = self._stand.get(key, state)
+            self._generators.setdefault(key, (generator, state))
+            self._stand[key] = state
+            if self._strict and not state.equal(expected):
+                self.refuse(
+                    CaptureError(
+                        "The call seeds its random numbers, or sets their state; a graph would go "
+                        "on with others.",
+                        remedy="Seed outside the captured call, or make the numbers once and pass "
+                        "them in.",
+                    )
+                )
         for tensor in written(func, args, kwargs):
             if tensor.layout is not torch.strided or tensor.is_nested:
                 continue
@@ -191,6 +218,14 @@ def generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Gene
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
+
+
+def default_generators(device: torch.device) -> list[torch.Generator]:
+    """The generators that are drawn from where none is named: the host's and the device's."""
+    if device.type != "cuda":
+        return [torch.default_generator]
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
 # Batch norms update their running statistics in training, and most of their schemas hide it.

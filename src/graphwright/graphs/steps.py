@@ -67,6 +67,10 @@ class Host:
     into: int | None = None
 
 
+class Aside:
+    """A result that nothing but a backward pass uses, on the host or not, as the kernel likes."""
+
+
 class Outside:
     """An argument from outside of the call, the same as another one if it is the same memory.
 

@@ -27,7 +27,7 @@ from ..errors import CaptureError, is_the_user_s
 from ..signature import SCALARS, describe
 from .cpu import FROM_DATA, HOST_READS, MASKS, has_fixed_shape, one_hot
 from .journal import Journal, capturing_seems_on, collection_off, compilers_off, tensors, written
-from .steps import Given, Host, Kept, New, Outside, Step, key_of_results, on_the_way_out
+from .steps import Aside, Given, Host, Kept, New, Outside, Step, key_of_results, on_the_way_out
 from .transfer import Geometry, Inputs
 
 _WRITES_BY_INDEX = ("index_put_", "index_put", "_index_put_impl_")
@@ -160,6 +160,8 @@ class Walk(Journal):
                 leaf = self._there(made)
             elif isinstance(made, Kept):
                 leaf = made.tensor.detach()
+            elif isinstance(made, Aside):
+                leaf = torch.empty((), dtype=torch.long)
             elif isinstance(made, Host):
                 leaf = made.tensor.clone() if made.into is None else given[made.into]
                 if made.into is not None:
@@ -225,7 +227,7 @@ class Walk(Journal):
         """
         leaves, spec = pytree.tree_flatten(result)
         made = tuple(self._described(leaf, given, stops=stops) for leaf in leaves)
-        values = [m for m in made if not isinstance(m, Given | New | Kept) and m is not None]
+        values = [m for m in made if not isinstance(m, Given | New | Kept | Aside | None)]
         if not (stops or values):
             return Step(func, asked, made, spec)
         real = [
@@ -238,6 +240,9 @@ class Walk(Journal):
 
     def _described(self, leaf: Any, given: list[torch.Tensor], *, stops: bool) -> Any:
         host = isinstance(leaf, torch.Tensor) and self.is_for_the_host(leaf)
+        if host and not self.content and _is_attention(self.operation):
+            self.made(leaf)
+            return Aside()
         made = on_the_way_out(leaf, given, host=host)
         if host:
             self.made(leaf)
@@ -345,6 +350,11 @@ def _has_masks(indices: Iterable[torch.Tensor | None]) -> bool:
     return any(index is not None and index.dtype in MASKS for index in indices)
 
 
+def _is_attention(func: Any) -> bool:
+    """Whether an operation returns the state of its random generator, mostly on the host."""
+    return "attention" in func._opname
+
+
 def _only_looks(func: Any) -> bool:
     """Whether an operation gives another view of the same memory, and does nothing else."""
     if isinstance(func, HigherOrderOperator) or func is torch.ops.aten.lift_fresh.default:
@@ -407,6 +417,7 @@ class Observation(Walk):
         hosts = self.hosts_among(func, args, kwargs)
         statics = [tensor.to(self.device) for tensor in hosts]
         result = func(*args, **kwargs)
+        self.drew(func, args, kwargs)
         if self.problem is not None:
             for tensor in tensors(result):
                 self.made(tensor)

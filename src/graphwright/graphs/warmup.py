@@ -23,6 +23,8 @@ from .transaction import let_go
 from .transfer import Inputs
 from .undo import Undo
 
+_OTHER_SEED = 8_675_309
+
 Rescue = Callable[[Sequence[torch.Generator]], tuple[int, ...]]
 
 
@@ -84,6 +86,9 @@ def warm(
         undo.refuse_host_randomness(recorder.device, journal.generators)
         same_when_told(result, eager)
         del result, eager
+        if journal.generators:
+            _refuse_seeding(work, sample, recorder, journal.generators)
+            undo.check()
         for _ in range(runs):
             inputs.fill(sample)
             with recorder.warming():
@@ -114,6 +119,39 @@ def warm(
         segments=segments,
         contributors=journal.largest(),
     )
+
+
+def _refuse_seeding(
+    work: Callable[[Inputs], Any],
+    sample: Sequence[Any],
+    recorder: Recorder,
+    generators: Sequence[torch.Generator],
+) -> None:
+    """Run a call with its random generators elsewhere than before: does it go on from there?
+
+    Raises:
+        CaptureError: it seeds them itself, or makes one of its own.
+    """
+    states = [(generator, generator.get_state()) for generator in generators]
+    journal = Journal()
+    try:
+        for generator in generators:
+            generator.manual_seed(_OTHER_SEED)
+        journal.expect(generators)
+        inputs = Inputs(sample, _ordinary(recorder.device))
+        with recorder.warming(), compilers_off(), journal:
+            _told(work, inputs)
+    finally:
+        journal.undo()
+        for generator, state in states:
+            generator.set_state(state)
+    journal.forget_what_stood_still()
+    if any(all(g is not known for known in generators) for g in journal.generators):
+        raise CaptureError(
+            "The call makes a random generator of its own every time; a graph would draw from the "
+            "first one for ever.",
+            remedy="Make it once, outside the captured call.",
+        )
 
 
 def _run_eagerly(
