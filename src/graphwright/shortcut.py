@@ -35,18 +35,25 @@ def shortcut(
         unchanged: whether the module is as it was, its mode included.
         training: whether the module is in training mode then.
     """
-    guard, flat = signature.guard, signature.flat
-    if guard is None or flat is None or launch is None:
+    guard, flat, mixed = signature.guard, signature.flat, signature.mixed
+    if mixed is not None:
+        guard, flat = mixed.guard, None
+    if guard is None or (flat is None and mixed is None) or launch is None:
         return None
     if any(signature.switches[:2]):  # Autocast is on, and its dtype might change.
         return None
     quiet = not (training or signature.wants_grad)
     expected = signature.switches[2:]
-    count, names = len(flat[0]), tuple(flat[1])
+    count, names = (0, ()) if flat is None else (len(flat[0]), tuple(flat[1]))
     grad_is_on = torch.is_grad_enabled
     modes = torch._C._len_torch_dispatch_stack  # make_fx's does not show in the guard.
 
     def fast(args: Args, kwargs: Kwargs) -> Any:
+        if mixed is not None:
+            values = mixed.values(args, kwargs)
+            if values is None:
+                return MISS
+            return answered(values, mixed.tensors(values))
         if len(args) != count or len(kwargs) != len(names):
             return MISS
         if kwargs:
@@ -54,7 +61,10 @@ def shortcut(
                 args = (*args, *[kwargs[name] for name in names])
             except KeyError:
                 return MISS
-        if modes() or not fitting(guard, args) or lasting_switches() != expected:
+        return answered(args, args)
+
+    def answered(args: Args, tensors: Sequence[Any]) -> Any:
+        if modes() or not fitting(guard, tensors) or lasting_switches() != expected:
             return MISS
         if not quiet and grad_is_on():
             return MISS

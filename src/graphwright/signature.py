@@ -148,6 +148,55 @@ def lasting_switches() -> tuple[Any, ...]:
 
 
 @dataclass(frozen=True)
+class Mixed:
+    """Arguments that are tensors and plain values, without containers.
+
+    Attributes:
+        count: of the positional ones.
+        names: of the others, in order.
+        plain: positions of the plain values, and they themselves.
+        places: positions of the tensors.
+        guard: PyTorch's own check of these.
+    """
+
+    count: int
+    names: tuple[str, ...]
+    plain: tuple[tuple[int, Any], ...]
+    places: tuple[int, ...]
+    guard: Callable[..., bool]
+
+    @classmethod
+    def of(cls, args: Args, kwargs: Kwargs) -> Mixed | None:
+        """None where there are other arguments, or no tensors."""
+        names = tuple(sorted(kwargs))
+        values = (*args, *(kwargs[name] for name in names))
+        places = tuple(i for i, v in enumerate(values) if isinstance(v, torch.Tensor))
+        plain = tuple((i, v) for i, v in enumerate(values) if isinstance(v, SCALARS))
+        if not places or len(places) + len(plain) < len(values):
+            return None
+        guard = guard_of(tuple(values[i] for i in places))
+        return None if guard is None else cls(len(args), names, plain, places, guard)
+
+    def values(self, args: Args, kwargs: Kwargs) -> Args | None:
+        """A call's arguments in a row, if the plain ones are the very same; else None."""
+        if len(args) != self.count or len(kwargs) != len(self.names):
+            return None
+        if kwargs:
+            try:
+                args = (*args, *[kwargs[name] for name in self.names])
+            except KeyError:
+                return None
+        for index, value in self.plain:
+            if args[index] is not value:
+                return None
+        return args
+
+    def tensors(self, values: Args) -> list[Any]:
+        """The tensors among them."""
+        return [values[index] for index in self.places]
+
+
+@dataclass(frozen=True)
 class CallSignature:
     """What two calls must share for the one to stand for the other."""
 
@@ -163,6 +212,8 @@ class CallSignature:
     )
     # PyTorch's own check of tensors against such a call's, in C++: true only for calls that fit.
     guard: Callable[..., bool] | None = field(compare=False, repr=False)
+    # The same for calls with plain values beside the tensors.
+    mixed: Mixed | None = field(compare=False, repr=False, default=None)
 
     @classmethod
     def of(cls, args: Args, kwargs: Kwargs) -> CallSignature:
@@ -195,7 +246,8 @@ class CallSignature:
                 {name: describe(value) for name, value in sorted(kwargs.items())},
             )
             guard = guard_of((*args, *(kwargs[name] for name in flat[1])))
-        return cls(spec, tuple(described), aliases, switches(), flat, guard)
+        mixed = None if flat is not None or aliases else Mixed.of(args, kwargs)
+        return cls(spec, tuple(described), aliases, switches(), flat, guard, mixed)
 
     @functools.cached_property
     def wants_grad(self) -> bool:
@@ -215,6 +267,10 @@ class CallSignature:
             except KeyError:
                 return False
             if fitting(self.guard, values):
+                return switches() == self.switches
+        if self.mixed is not None:
+            values = self.mixed.values(args, kwargs)
+            if values is not None and fitting(self.mixed.guard, self.mixed.tensors(values)):
                 return switches() == self.switches
         if inside_transform():
             return False
