@@ -13,6 +13,7 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.graphs import breaks, steps, undo, walk
+from graphwright.graphs import observation as observing
 from graphwright.shapes import observation
 
 
@@ -102,7 +103,7 @@ def prefixes_are_run_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def recording_leaves_its_traces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(walk.Observation, "exchange", lambda self: None)
+    patch.setattr(observing.Observation, "exchange", lambda self: None)
     patch.setattr(breaks.Tracing, "record", _recorded_by_force)
 
 

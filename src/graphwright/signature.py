@@ -269,8 +269,8 @@ class CallSignature:
             if fitting(self.guard, values):
                 return switches() == self.switches
         if self.mixed is not None:
-            values = self.mixed.values(args, kwargs)
-            if values is not None and fitting(self.mixed.guard, self.mixed.tensors(values)):
+            row = self.mixed.values(args, kwargs)
+            if row is not None and fitting(self.mixed.guard, self.mixed.tensors(row)):
                 return switches() == self.switches
         if inside_transform():
             return False

@@ -36,6 +36,9 @@ class ModuleWatch:
     version as it is (through `.data`, numpy or a pointer). The watch keeps the tensors' memory
     alive, so that what was built never reads memory that was given to others, and no address comes
     back.
+
+    Attributes:
+        memory: that of all tensors that it watches.
     """
 
     def __init__(self, module: nn.Module, *, values: bool) -> None:
@@ -65,7 +68,7 @@ class ModuleWatch:
         self._tensors = [
             v for v in self._held if isinstance(v, torch.Tensor) and v.layout is torch.strided
         ]
-        self._memory = [tensor.untyped_storage() for tensor in self._tensors]
+        self.memory = [tensor.untyped_storage() for tensor in self._tensors]
         self._addresses = list(map(_ADDRESS, self._tensors))
         self._unique = list({id(tensor): tensor for tensor in self._tensors}.values())
         self._geometries = list(map(_geometry, self._unique))

@@ -14,11 +14,12 @@ from ..errors import CaptureError, GraphwrightError, first_line
 from .breaks import Node, Stop, Tracing
 from .journal import default_generators
 from .memory import MemoryPool, in_units
+from .observation import Observation
 from .recorder import Recorder
-from .steps import New, Step
+from .steps import New, Step, bytes_of
 from .transaction import as_captured, transaction
 from .transfer import Finish, Inputs, Results, copy, flat, is_dense
-from .walk import Differs, Observation, Walk
+from .walk import Differs, Unfollowed, Walk
 
 MAX_PATHS = 64
 MAX_SEGMENTS = 256
@@ -60,6 +61,7 @@ class Branches:
         inputs: its static inputs.
         copies: how its arguments get there, and its results out.
         external: memory from outside that it uses.
+        frozen: likewise on the host, where the host computes with it, and what it held.
         generators: random generators that it draws from.
         mutates: whether it writes to memory from outside.
         given_up: why it is answered by graphs no longer.
@@ -71,6 +73,7 @@ class Branches:
     def __init__(self, module: nn.Module, pool: MemoryPool, device: torch.device) -> None:
         self.root: Node | None = None
         self.external: dict[int, torch.UntypedStorage] = {}
+        self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self.generators: list[torch.Generator] = []
         self.mutates = False
         self.given_up: CaptureError | None = None
@@ -113,7 +116,7 @@ class Branches:
             observation = Observation((), {}, inputs, self._device, self._separate)
             try:
                 with recorder.warming(), observation.seen():
-                    observation.check_result(work(inputs))
+                    observation.finish(work(inputs))
             finally:
                 observation.undo()
             if observation.problem is not None:
@@ -152,7 +155,7 @@ class Branches:
         tracing = self.tracing(root, self._script, recorder, feeds, (), {}, inputs)
         finish = functools.partial(self.finish, inputs, plan, mutated)
         tracing.record(work, inputs, finish)
-        self._grown(tracing.nodes, tracing.external)
+        self._grown(tracing.nodes, tracing.external, tracing.frozen)
         self.root = root
         self.inputs, self.copies = inputs, plan
         return root
@@ -187,7 +190,13 @@ class Branches:
             step.real = ()
         self._script = []
 
-    def _grown(self, nodes: Sequence[Node], external: dict[int, torch.UntypedStorage]) -> None:
+    def _grown(
+        self,
+        nodes: Sequence[Node],
+        external: dict[int, torch.UntypedStorage],
+        frozen: dict[int, tuple[torch.Tensor, bytes]],
+    ) -> None:
+        self.frozen |= frozen
         self.external |= external
         self.paths += 1
         self._segments += len(nodes)
@@ -252,6 +261,15 @@ class Branches:
                 following.enter(result)
             node = following
 
+    def look(self) -> None:
+        """Give up where the host would compute something else with memory of its own."""
+        for tensor, held in self.frozen.values():
+            if bytes_of(tensor) != held:
+                self.given_up = CaptureError(
+                    "A tensor on the host, with which the host computes in the call, has changed.",
+                    remedy="Keep it on the device, or capture again: release().",
+                )
+
     def _end(
         self,
         node: Node,
@@ -280,7 +298,7 @@ class Branches:
         finish: Finish | None,
         work: Work,
     ) -> tuple[Observation, Any, list[int]]:
-        """Go on from a break whose outcome is new, as eager code does.
+        """Go on from a break whose outcome is new, as eager code does, in ordinary memory.
 
         Returns:
             what was observed, what the caller gets, and which arguments were written to.
@@ -288,25 +306,36 @@ class Branches:
         news = [made for made in arrival.made if isinstance(made, New)]
         pairs = zip(news, arrival.real, strict=True)
         memory = node.memory_so_far() | {m.number: real.untyped_storage() for m, real in pairs}
-        known = [*node.known(), arrival]
-        inputs = self.inputs
-        observation = Observation(known, memory, inputs, self._device, self._separate)
+        inputs = Inputs(self.inputs.leaves, functools.partial(_ordinary, self._device))
+        observation = Observation(
+            [*node.known(), arrival],
+            {number: storage.clone() for number, storage in memory.items()},
+            inputs,
+            self._device,
+            self._separate,
+        )
         observation.expect({*self.generators, *default_generators(self._device)})
         try:
-            with as_captured(), observation.seen():
+            with as_captured(inference=True), observation.seen():
                 tree = work(inputs)
+                observation.finish(tree)
             if not observation.all_known():
                 raise Differs("operations are missing")
-            observation.check_result(tree)
         except BaseException as error:
-            if isinstance(error, Differs):
+            if isinstance(error, Unfollowed):
                 self.given_up = error
-            self._write_back(observation, leaves)
+                observation.undo()
+            else:
+                self._write_back(observation, inputs, leaves)
             raise
-        outside = {i for i in observation.external if i not in observation.numbers}
-        results = Results(tree, inputs, outside)
+        mutated = self._write_back(observation, inputs, leaves)
         self.mutates = self.mutates or observation.wrote_outside
-        mutated = self._write_back(observation, leaves)
+        outside = {i for i in observation.external if i not in observation.numbers}
+        try:
+            results = Results(tree, inputs, outside)
+        except CaptureError as error:
+            self.given_up = error
+            return observation, tree, mutated
         made = results.again(finish)
         if self.copies.fresh:
             copies = [base.clone() for base in results.bases]
@@ -314,9 +343,10 @@ class Branches:
         observation.forget_what_stood_still()
         return observation, made, mutated
 
-    def _write_back(self, observation: Observation, leaves: Sequence[Any]) -> list[int]:
+    def _write_back(
+        self, observation: Observation, inputs: Inputs, leaves: Sequence[Any]
+    ) -> list[int]:
         """Copy the arguments that were written to back to the caller's; their positions."""
-        inputs = self.inputs
         mutated = [s for s in inputs.slots if observation.wrote_to(inputs.tensor(s))]
         with torch.no_grad():
             for slot in mutated:
@@ -335,6 +365,8 @@ class Branches:
         """Record the way that a call has gone; where that is not possible, give up."""
         assert node.stop is not None
         assert arrival.key is not None
+        if self.given_up is not None:
+            return
         before = self._pool.reserved
         way = _Way(self, node, arrival, observation.script, mutated, work)
         try:
@@ -352,19 +384,22 @@ class Branches:
                     way.record()
                     undo.check()
                     undo.refuse_host_randomness(self._device, observation.generators)
-            except Exception:
+            except Exception as error:
+                # What is set up once may be all that differs: the next call will tell.
                 self._failures += 1
-                if way.culprit is None or self._failures > _ATTEMPTS:
+                again = way.culprit is not None or isinstance(error, Differs)
+                if not again or self._failures > _ATTEMPTS:
                     raise
-                self._separate.add(way.culprit)
+                self._separate |= {way.culprit} - {None}
                 return
             finally:
                 observation.exchange()
             node.stop.after[arrival.key] = way.nodes[0]
-            arrival.real = ()
+            for step in (arrival, *observation.script):
+                step.real = ()
             for made in way.nodes:
                 made.hits = 1
-            self._grown(way.nodes, way.external)
+            self._grown(way.nodes, way.external, way.frozen)
             self._pool.note()
             if self._pool.over_limit(before):
                 self._make_room((), make_room)
@@ -377,8 +412,9 @@ class Branches:
         """Have room in the pool for what takes such segments."""
         limit = self._pool.limit
         assert limit is not None
+        alone = sum(segments) > limit
         while self._pool.reserved + self._pool.predicted(segments) > limit:
-            if not make_room():
+            if alone or not make_room():
                 raise CaptureError(
                     "With another way that it goes, it takes more than the pool's limit of "
                     f"{in_units(limit)}.",
@@ -425,6 +461,7 @@ class _Way:
     Attributes:
         nodes: the segments that were recorded.
         external: memory from outside that they use.
+        frozen: likewise on the host, with what it held.
         culprit: an operation that cannot be recorded.
     """
 
@@ -439,6 +476,7 @@ class _Way:
     ) -> None:
         self.nodes: list[Node] = []
         self.external: dict[int, torch.UntypedStorage] = {}
+        self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self.culprit: Any = None
         self._of = branches, node, arrival, script, mutated, work
 
@@ -456,7 +494,7 @@ class _Way:
         except Exception:
             self.culprit = tracing.culprit
             raise
-        self.nodes, self.external = tracing.nodes, tracing.external
+        self.nodes, self.external, self.frozen = tracing.nodes, tracing.external, tracing.frozen
 
     def size(self) -> tuple[int, ...]:
         """Bytes of each memory segment that it would take in an empty pool."""

@@ -287,7 +287,7 @@ class Tracing(Walk):
             with self._ending:
                 with self.seen():
                     result = work(inputs)
-                self.check_result(result)
+                self.finish(result)
                 if self._script:
                     raise Differs(f"{self._script[0].func} is missing")
                 segment = self._begin()

@@ -23,7 +23,7 @@ from .recorder import Recorder, Recording
 from .transaction import THREAD, let_go, transaction
 from .transfer import Finish, Geometry, Inputs, Results, copy, flat, is_dense
 from .undo import Undo, autocast_cache_apart
-from .walk import Differs
+from .walk import Unfollowed
 from .warmup import Warmed, warm
 
 Outputs = Literal["fresh", "static"]
@@ -198,13 +198,14 @@ class CallGraph(Graph):
         """The call in segments; eager, where that was given up."""
         with self.pool.lock:
             self._ready().order()
+            branches.look()
             if branches.given_up is None:
                 pure = not (self.mutates or self.random)
                 try:
                     made = branches.answer(
                         leaves, finish, self._work, functools.partial(self.pool.evict_one, self)
                     )
-                except Differs:
+                except Unfollowed:
                     if not pure:
                         raise
                 else:
@@ -327,12 +328,6 @@ class CallGraph(Graph):
         self._branches = branches
         return taken
 
-    def _plan_segments(self) -> None:
-        """The same for a call that turned out so only when it was recorded."""
-        assert self._warmed is not None
-        with self._transaction(State.WARMING):
-            self._in_segments(self._warmed.generators)
-
     @property
     def prediction(self) -> Prediction:
         """What capturing the call, which is warm, will take as the pool is now."""
@@ -356,15 +351,7 @@ class CallGraph(Graph):
             try:
                 self.pool.admit(self, prediction)
                 held = self.pool.reserved
-                try:
-                    self._record(prediction, share_inputs)
-                except CaptureError as error:
-                    foreign = not isinstance(error.__cause__, RuntimeError | CaptureError | None)
-                    if self._breaks == "never" or self._branches is not None or foreign:
-                        raise
-                    let_go(error)
-                    self._plan_segments()
-                    self._record(prediction, share_inputs)
+                self._record(prediction, share_inputs)
                 while self.pool.over_limit(held):
                     # The prediction was short of the truth: fragments that nothing fits into.
                     self._forget()
@@ -412,13 +399,16 @@ class CallGraph(Graph):
             self._held = [self._fn, warmed.external]
             self._started(recording, before, prediction.nbytes)
         self._watch = ModuleWatch(self._module, values=False)
+        if self._results is None:
+            # A way that is new may use any of these.
+            self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
 
     def _record_branches(self, branches: Branches, inputs: Inputs, recorder: Recorder) -> Recording:
         """Record the call in segments; a single one without a break is a graph like others."""
         assert self._warmed is not None
         plan = Plan(self._sources, self._by_element, self._fresh)
         root = branches.record(self._work, inputs, plan, self._warmed.mutated, recorder)
-        if root.stop is None and not root.sources:
+        if root.stop is None and not root.sources and not branches.frozen:
             self._results = root.results
         self._has_grown(branches)
         assert root.recording is not None
@@ -442,7 +432,7 @@ class CallGraph(Graph):
                 a is not b or (isinstance(b, torch.Tensor) and Geometry.of(b) != geometry)
                 for a, b, geometry in zip(after, inputs.leaves, inputs.geometries, strict=True)
             ):
-                raise CaptureError(
+                raise Unfollowed(
                     "The call changes the containers that it is given, or the shape of a tensor in "
                     "them; a graph would not.",
                     remedy="Return what is new instead.",

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .transfer import Geometry
 
@@ -41,10 +42,22 @@ class New:
 
     def at(self, storage: torch.UntypedStorage) -> torch.Tensor:
         """Such a tensor in memory of that size."""
-        size, stride, dtype = self.geometry
-        with torch.inference_mode(False):
-            made = torch.empty(0, dtype=dtype, device=storage.device)
-            return made.set_(storage, self.offset, size, stride)
+        return self.geometry.at_element(storage, self.offset)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A result in the memory of an argument.
+
+    Attributes:
+        place: which of the arguments' memory.
+        offset: elements from its begin.
+        geometry: shape, strides and dtype.
+    """
+
+    place: int
+    offset: int
+    geometry: Geometry
 
 
 @dataclass(frozen=True)
@@ -74,18 +87,20 @@ class Aside:
 class Outside:
     """An argument from outside of the call, the same as another one if it is the same memory.
 
-    What code that runs no operation makes on the host is another memory in every walk: it is the
-    same if it holds the same.
+    Constants of Python's are other memory in every walk: these are the same if they hold the same.
     """
 
-    def __init__(self, tensor: torch.Tensor) -> None:
+    def __init__(self, tensor: torch.Tensor, *, constant: bool) -> None:
         self.tensor = tensor.detach()
         self._identity = tensor.untyped_storage()._cdata
+        self._constant = constant
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Outside):
             return False
-        return self._identity == other._identity or same_bytes(self.tensor, other.tensor)
+        if self._identity == other._identity:
+            return True
+        return self._constant and other._constant and same_bytes(self.tensor, other.tensor)
 
     def __hash__(self) -> int:
         return 0
@@ -100,8 +115,12 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
     """What a tensor on the host holds."""
-    plain = tensor.detach().resolve_conj().resolve_neg().contiguous()
-    held: bytes = plain.reshape(-1).view(torch.uint8).numpy().tobytes()
+    with torch._C.DisableTorchFunction(), _disable_current_modes():
+        plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
+        if plain.numel() and plain.stride(0) != 1:
+            plain = plain.clone()
+        plain = plain.as_strided((plain.numel(),), (1,))
+        held: bytes = plain.view(torch.uint8).numpy().tobytes()
     return held
 
 
@@ -112,7 +131,7 @@ class Step:
     Attributes:
         func: the operation.
         asked: what identifies its arguments.
-        made: its results: `Given`, `New`, `Kept`, `Host`, or a value.
+        made: its results: `Given`, `New`, `Placed`, `Kept`, `Host`, `Aside`, or a value.
         spec: the tree that they are the leaves of.
         key: what a break's results have to be again for what follows to hold; None for no break.
         statics: what was copied to the device for it from the host.
@@ -159,6 +178,8 @@ def on_the_way_out(leaf: Any, given: Sequence[torch.Tensor], *, host: bool) -> A
         return leaf
     index = next((i for i, tensor in enumerate(given) if tensor is leaf), None)
     if host:
+        if any(tensor.is_cuda for tensor in given):
+            torch.cuda.current_stream().synchronize()  # The copy may be under way.
         return Host(leaf.detach().clone(), index)
     return None if index is None else Given(index)
 

@@ -61,6 +61,12 @@ class Geometry(NamedTuple):
             memory.untyped_storage(), offset // self.dtype.itemsize, self.size, self.stride
         )
 
+    def at_element(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+        """Such a tensor in memory of the same size, so many elements from its begin."""
+        with torch.inference_mode(False):
+            made = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return made.set_(storage, offset, self.size, self.stride)
+
 
 def flat(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor's span as 1-D uint8."""

@@ -12,22 +12,32 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn import functional as F  # noqa: N812  # the field's name for it
-from torch.overrides import TorchFunctionMode
-from torch.utils import _device
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, is_the_user_s
 from ..signature import SCALARS, describe
-from .cpu import FROM_DATA, HOST_READS, MASKS, has_fixed_shape, one_hot
+from .cpu import MASKS, has_fixed_shape
+from .functions import Functions
 from .journal import Journal, capturing_seems_on, collection_off, compilers_off, tensors, written
-from .steps import Aside, Given, Host, Kept, New, Outside, Step, key_of_results, on_the_way_out
+from .steps import (
+    Aside,
+    Given,
+    Host,
+    Kept,
+    New,
+    Outside,
+    Placed,
+    Step,
+    bytes_of,
+    key_of_results,
+    on_the_way_out,
+)
 from .transfer import Geometry, Inputs
 
 _WRITES_BY_INDEX = ("index_put_", "index_put", "_index_put_impl_")
@@ -36,7 +46,11 @@ _COPY_NUMBERS = ("index", *_WRITES_BY_INDEX, "where", "copy_", "_to_copy", "cat"
 _MEMORY_CHANGES = ("set_", "resize_", "resize_as_")
 
 
-class Differs(CaptureError):
+class Unfollowed(CaptureError):
+    """What a call does cannot be followed."""
+
+
+class Differs(Unfollowed):
     """A walk did something else than an earlier one of the same call."""
 
     def __init__(self, what: str) -> None:
@@ -73,7 +87,10 @@ class Walk(Journal):
     Attributes:
         numbers: of memory that the call has made, by its identity.
         content: whether the operation to come is there for its result's content.
+        frozen: memory on the host, from outside, that the host computes with, and what it held.
     """
+
+    supports_higher_order_operators = True  # torch's own switch
 
     def __init__(
         self,
@@ -87,6 +104,7 @@ class Walk(Journal):
         self.device = device
         self.numbers: dict[int, int] = {}
         self.content = False
+        self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self._known = deque(known)
         self._memory = dict(memory)
         self._separate = separate
@@ -95,16 +113,22 @@ class Walk(Journal):
         self._references: list[StorageWeakRef] = []
         self._lost: set[int] = set()
         self._paused = False
+        self._pretence = contextlib.ExitStack()
         self._inputs: dict[int, int] = {}
+        self._storages: list[torch.UntypedStorage] = []
         for slot in inputs.slots:
-            identity = inputs.tensor(slot).untyped_storage()._cdata
-            self._inputs.setdefault(identity, len(self._inputs))
+            storage = inputs.tensor(slot).untyped_storage()
+            if storage._cdata not in self._inputs:
+                self._inputs[storage._cdata] = len(self._storages)
+                self._storages.append(storage)
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
         """Have what is done inside the block pass by here."""
-        with collection_off(), capturing_seems_on(), compilers_off(), Functions(self), self:
-            yield
+        with self._pretence:
+            self._pretence.enter_context(capturing_seems_on())
+            with collection_off(), compilers_off(), Functions(self), self:
+                yield
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
@@ -125,20 +149,28 @@ class Walk(Journal):
         if self._paused or _only_looks(func):
             return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
-            raise CaptureError(f"{func.name()} cannot be divided into segments.")
-        if func is torch.ops.aten.lift_fresh.default:
+            self.refuse(CaptureError(f"{func.name()} cannot be divided into segments."))
+            return func(*args, **kwargs)
+        constant = func is torch.ops.aten.lift_fresh.default
+        if constant:
             func = torch.ops.aten.clone.default  # A constant: the call may write to its own copy.
         given = tensors((args, kwargs))
         if self._is_on_host(given, kwargs):
-            return self._run_on_host(func, args, kwargs)
+            return self._run_on_host(func, args, kwargs, constant=constant)
         self.before(func, args, kwargs)
-        asked = self._asked(args, kwargs)
+        asked = self.asked(args, kwargs, constant=constant)
         if not self._known:
             return self.fresh(func, args, kwargs, asked)
         step = self._known.popleft()
         if not step.same(func, asked):
             raise Differs(f"{func} where {step.func} was, or with other arguments")
-        return self.answered(step, given)
+        answer = self.answered(step, given)
+        if not self._known:
+            self.on_its_own()
+        return answer
+
+    def on_its_own(self) -> None:
+        """What is known has come to its end."""
 
     def fresh(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: tuple[Any, ...]
@@ -160,6 +192,8 @@ class Walk(Journal):
                 leaf = self._there(made)
             elif isinstance(made, Kept):
                 leaf = made.tensor.detach()
+            elif isinstance(made, Placed):
+                leaf = made.geometry.at_element(self._storages[made.place], made.offset)
             elif isinstance(made, Aside):
                 leaf = torch.empty((), dtype=torch.long)
             elif isinstance(made, Host):
@@ -194,6 +228,10 @@ class Walk(Journal):
         self._references.append(self._living[number])
         self._count = max(self._count, number + 1)
 
+    def exported(self, tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+        """What code from outside gets of a tensor whose content is known: here, a copy."""
+        return content
+
     def living(self) -> dict[int, torch.UntypedStorage]:
         """Memory that the call has made and that something still refers to, by number."""
         return {
@@ -227,7 +265,7 @@ class Walk(Journal):
         """
         leaves, spec = pytree.tree_flatten(result)
         made = tuple(self._described(leaf, given, stops=stops) for leaf in leaves)
-        values = [m for m in made if not isinstance(m, Given | New | Kept | Aside | None)]
+        values = [m for m in made if not isinstance(m, Given | New | Placed | Kept | Aside | None)]
         if not (stops or values):
             return Step(func, asked, made, spec)
         real = [
@@ -248,14 +286,17 @@ class Walk(Journal):
             self.made(leaf)
         if made is not None or leaf is None:
             return made
-        if leaf.layout is not torch.strided or leaf.is_nested:
-            raise CaptureError(f"{self.operation} gives a {leaf.layout} tensor.")
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+            raise CaptureError(f"{self.operation} gives a tensor that is not a plain dense one.")
         storage = leaf.untyped_storage()
         number = self.numbers.get(storage._cdata)
         known = storage._cdata in self._inputs or storage._cdata in self.external
         if stops and (known or number is not None) and storage.nbytes():
             raise CaptureError(f"{self.operation} gives a view of what it was given.")
         if number is None:
+            if storage._cdata in self._inputs and storage.nbytes():
+                place = self._inputs[storage._cdata]
+                return Placed(place, leaf.storage_offset(), Geometry.of(leaf))
             if known and storage.nbytes():
                 return Kept(leaf.detach())
             number = self._count
@@ -267,12 +308,14 @@ class Walk(Journal):
         """Whether the host gets to know the content of a result."""
         return self.content or (self.on_cuda and leaf.device.type == "cpu")
 
-    def _asked(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        """What identifies an operation's arguments."""
+    def asked(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, constant: bool
+    ) -> tuple[Any, ...]:
+        """What identifies an operation's arguments, one of which may be a constant of Python's."""
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        return (*[self._identified(leaf) for leaf in leaves], spec)
+        return (*[self._identified(leaf, constant) for leaf in leaves], spec)
 
-    def _identified(self, leaf: Any) -> Any:
+    def _identified(self, leaf: Any, constant: bool) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return describe(leaf) if isinstance(leaf, SCALARS) else (type(leaf), str(leaf))
         identity = leaf.untyped_storage()._cdata
@@ -281,14 +324,19 @@ class Walk(Journal):
             raise Differs(f"{self.operation} uses a tensor that was gone before")
         if what is None:
             place = self._inputs.get(identity)
-            what = Outside(leaf) if place is None else f"input {place}"
-            if place is None and self.is_made(leaf):
-                what = Outside(leaf.clone())  # On the host, where it may be written to.
+            # On the host, beside another device, it is copied: what counts is what it holds.
+            constant = constant or (self.on_cuda and leaf.device.type == "cpu")
+            made = self.is_made(leaf)  # It may be written to later.
+            what = f"input {place}"
+            if place is None:
+                what = Outside(leaf.clone() if made else leaf, constant=constant)
         return what, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.is_conj()
 
-    def check_result(self, tree: Any) -> None:
-        """Refuse results in memory whose values are gone."""
+    def finish(self, tree: Any) -> None:
+        """Look at the results: what they are views of, and whether their values are there."""
         for tensor in tensors(tree):
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                self.read(tensor)  # It may be a buffer that no operation has touched.
             if self.numbers.get(tensor.untyped_storage()._cdata) in self._lost:
                 raise Differs("it returns a tensor that was gone before")
 
@@ -300,7 +348,14 @@ class Walk(Journal):
             return False
         return torch.device(kwargs.get("device") or "cpu").type == "cpu"
 
-    def _run_on_host(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _run_on_host(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, constant: bool
+    ) -> Any:
+        for tensor in () if constant else tensors((args, kwargs)):
+            if not self.is_made(tensor):
+                self.frozen.setdefault(
+                    tensor.untyped_storage()._cdata, (tensor.detach(), bytes_of(tensor))
+                )
         for tensor in written(func, args, kwargs):
             if not self.is_made(tensor):
                 self.refuse(
@@ -327,7 +382,8 @@ class Walk(Journal):
         copied = func._opname in _COPY_NUMBERS
         if func._opname in _WRITES_BY_INDEX and _has_masks(args[1]):
             given, copied = tensors(args[1]), True
-        return [t for t in given if t.device.type == "cpu" and (copied or t.dim())]
+        hosts = [t for t in given if t.device.type == "cpu"]
+        return [t for t in hosts if copied or t.dim() or not self.is_made(t)]
 
     def is_break(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
         """Whether the host gets to know a value, or a shape, by an operation."""
@@ -369,169 +425,3 @@ def replaced(tree: Any, old: list[torch.Tensor], new: Iterable[torch.Tensor]) ->
     """Arguments with some tensors replaced by others."""
     by_identity = {id(a): b for a, b in zip(old, new, strict=True)}
     return pytree.tree_map_only(torch.Tensor, lambda t: by_identity.get(id(t), t), tree)
-
-
-class Observation(Walk):
-    """Does what comes after the known steps as eager code does, and notes it.
-
-    Attributes:
-        script: the steps that it has done.
-        problem: why they cannot be recorded, if they cannot.
-    """
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.script: list[Step] = []
-        self.problem: CaptureError | None = None
-
-    def by_arguments(self) -> Step | None:
-        """The first break whose outcome comes from the arguments, as far as tensors tell."""
-        reached: set[int] = set()
-        for step in self.script:
-            sources = step.sources
-            if not any(
-                isinstance(s, str) or (isinstance(s, int) and s in reached) for s in sources
-            ):
-                continue
-            if step.key is not None:
-                return step
-            reached |= {made.number for made in step.made if isinstance(made, New)}
-            if step.func._schema.is_mutable:
-                reached |= {source for source in sources if isinstance(source, int)}
-        return None
-
-    @property
-    def wrote_outside(self) -> bool:
-        """Whether it wrote to memory that the call has not made."""
-        return any(storage._cdata not in self.numbers for storage in self.written)
-
-    def refuse(self, error: CaptureError) -> None:
-        """It cannot be recorded, but it can be done."""
-        self.problem = self.problem or error
-
-    def fresh(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: tuple[Any, ...]
-    ) -> Any:
-        """Do an operation."""
-        stops = self.is_break(func, args, kwargs)
-        hosts = self.hosts_among(func, args, kwargs)
-        statics = [tensor.to(self.device) for tensor in hosts]
-        result = func(*args, **kwargs)
-        self.drew(func, args, kwargs)
-        if self.problem is not None:
-            for tensor in tensors(result):
-                self.made(tensor)
-            return result
-        try:
-            step = self.noted(func, asked, tensors((args, kwargs)), result, stops=stops)
-        except CaptureError as error:
-            self.refuse(error)
-            return result
-        step.statics = statics
-        step.place = step.place or (place_now() if statics else None)
-        self.script.append(step)
-        return result
-
-
-def reads_of_arguments(
-    work: Callable[[list[Any]], Any], leaves: Sequence[Any], device: torch.device
-) -> Step | None:
-    """Where a call lets the host know something that comes from its arguments; None if nowhere.
-
-    Args:
-        work: the call, on the leaves of its arguments; what it writes to is put back.
-        leaves: these.
-        device: where it runs.
-    """
-    inputs = Inputs(leaves, lambda n: torch.empty(n, dtype=torch.uint8, device=device))
-    observation = Observation((), {}, inputs, device, set())
-    try:
-        with observation.seen():
-            work(inputs.leaves)
-    except CaptureError:
-        return None  # It cannot be recorded either.
-    finally:
-        observation.undo()
-    return observation.by_arguments()
-
-
-class Functions(TorchFunctionMode):
-    """Sees the functions of torch that read values out of sight of the operations."""
-
-    def __init__(self, walk: Walk) -> None:
-        super().__init__()
-        self._walk = walk
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        named = dict(kwargs or {})
-        name = getattr(func, "__name__", "")
-        if name in FROM_DATA:
-            return self._from_data(func, name, args, named)
-        if self._walk.on_cuda:
-            if name in ("__getitem__", "__setitem__"):
-                args = (args[0], _indices(args[1]), *args[2:])
-            return func(*args, **named)
-        if func is F.one_hot and int(named.get("num_classes", args[1] if args[1:] else -1)) >= 0:
-            # On the CPU alone it reads its input to check it.
-            return one_hot(args[0], int(named.get("num_classes", args[-1])))
-        if name == "tensor_split" and any(isinstance(a, torch.Tensor) for a in args[1:2]):
-            args = (args[0], self._content(args[1]), *args[2:])
-        elif name in HOST_READS and args and isinstance(args[0], torch.Tensor):
-            content = self._content(args[0])
-            with self._walk.paused():
-                return func(content, *args[1:], **named)
-        return func(*args, **named)
-
-    def _content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor on the host, whose content the host gets to know."""
-        walk, plain = self._walk, tensor.detach()
-        if walk.on_cuda:
-            return plain.cpu()
-        walk.content = True
-        try:
-            return plain.clone()
-        finally:
-            walk.content = False
-
-    def _from_data(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Make a tensor of Python's values, some of which may be tensors; on the host first."""
-        place = 1 if name == "new_tensor" else 0
-        data = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
-        if isinstance(data, torch.Tensor):
-            return func(*args, **kwargs)
-        if tensors(data):
-            # On the CPU the dtype is found without the values.
-            like = pytree.tree_map_only(
-                torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), data
-            )
-            if kwargs.get("dtype") is None and name != "new_tensor":
-                with self._walk.paused():
-                    kwargs["dtype"] = torch.tensor(like).dtype
-            data = pytree.tree_map_only(torch.Tensor, self._value, data)
-            args = (*args[:place], data, *args[place + 1 :])
-        if not self._walk.on_cuda:
-            return func(*args, **kwargs)
-        wanted = kwargs.pop("device", None) or _device.CURRENT_DEVICE
-        if name == "new_tensor":
-            wanted = wanted or args[0].device
-            kwargs.setdefault("dtype", args[0].dtype)
-            func, args = torch.tensor, (data,)
-        made = func(*args, **kwargs, device="cpu")
-        if wanted is None or torch.device(wanted).type == "cpu":
-            return made
-        return made.to(wanted)
-
-    def _value(self, tensor: torch.Tensor) -> Any:
-        return tensor.item() if tensor.dim() == 0 else self._content(tensor).tolist()
-
-
-def _indices(index: Any) -> Any:
-    """Lists among indices as tensors on the host: else they get to the device unseen."""
-    if isinstance(index, tuple):
-        return tuple(map(_indices, index))
-    numbers = isinstance(index, list) and all(isinstance(i, bool | int) for i in index)
-    if (numbers and index) or type(index).__name__ == "ndarray":
-        return torch.as_tensor(index)
-    return index

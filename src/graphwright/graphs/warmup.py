@@ -6,8 +6,9 @@ The last one runs under the conditions of a capture.
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,7 +74,7 @@ def warm(
         Exception: whatever the work raises.
     """
     allocate = _ordinary(recorder.device)
-    eager = _run_eagerly(work, sample, recorder, undo)
+    eager, outside = _run_eagerly(work, sample, recorder, undo)
     inputs = Inputs(sample, allocate)
     journal = Journal()
     try:
@@ -90,24 +91,17 @@ def warm(
             _refuse_seeding(work, sample, recorder, journal.generators)
             undo.check()
         for _ in range(runs):
+            # Each from the same state, so that each does the same.
+            journal.undo()
             inputs.fill(sample)
             with recorder.warming():
                 work(inputs)
             undo.check()
+        journal.undo()
         mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
         del inputs
 
-        prepare = functools.partial(Inputs, sample)
-        try:
-            segments = recorder.rehearse(prepare, work, journal.generators)
-        except Exception as error:
-            if rescue is not None and isinstance(error, RuntimeError | CaptureError):
-                let_go(error)
-                segments = rescue(journal.generators)
-            elif isinstance(error, CaptureError):
-                raise
-            else:
-                raise _named(error, prepare, work, recorder, journal.generators) from error
+        segments = _taken(work, sample, recorder, journal, rescue, outside)
         undo.check()
     finally:
         journal.undo()
@@ -119,6 +113,43 @@ def warm(
         segments=segments,
         contributors=journal.largest(),
     )
+
+
+def _taken(
+    work: Callable[[Inputs], Any],
+    sample: Sequence[Any],
+    recorder: Recorder,
+    journal: Journal,
+    rescue: Rescue | None,
+    outside: Container[int],
+) -> tuple[int, ...]:
+    """Bytes of the memory ranges that a call takes in an empty pool.
+
+    Args:
+        work: runs the call on static inputs.
+        sample: the leaves of its arguments.
+        recorder: what it is to be recorded by.
+        journal: of its run.
+        rescue: as for `warm`.
+        outside: memory that it has used in another run too.
+    """
+    generators = journal.generators
+    if rescue is not None and recorder.device.type != "cpu":
+        hosts = [s for s in journal.external.values() if s.device.type == "cpu" and s.nbytes()]
+        if any(storage._cdata in outside for storage in hosts):
+            # One graph would keep for ever what the host's memory holds now.
+            with contextlib.suppress(CaptureError, RuntimeError):
+                return rescue(generators)
+    prepare = functools.partial(Inputs, sample)
+    try:
+        return recorder.rehearse(prepare, work, generators)
+    except Exception as error:
+        if rescue is not None and isinstance(error, RuntimeError | CaptureError):
+            let_go(error)
+            return rescue(generators)
+        if isinstance(error, CaptureError):
+            raise
+        raise _named(error, prepare, work, recorder, generators) from error
 
 
 def _refuse_seeding(
@@ -156,8 +187,8 @@ def _refuse_seeding(
 
 def _run_eagerly(
     work: Callable[[Inputs], Any], sample: Sequence[Any], recorder: Recorder, undo: Undo
-) -> list[Any]:
-    """The results of a call that is not told that a capture is under way."""
+) -> tuple[list[Any], dict[int, torch.UntypedStorage]]:
+    """The results of a call that is not told that a capture is under way, and what it has used."""
     inputs = Inputs(sample, _ordinary(recorder.device))
     journal = Journal()
     try:
@@ -169,7 +200,7 @@ def _run_eagerly(
         undo.check()
     finally:
         journal.undo()
-    return kept
+    return kept, journal.external
 
 
 def _told(work: Callable[[Inputs], Any], inputs: Inputs) -> Any:

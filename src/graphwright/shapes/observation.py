@@ -11,7 +11,7 @@ from torch.utils import _pytree as pytree
 
 from ..audit import difference
 from ..graphs.journal import Journal
-from ..graphs.walk import reads_of_arguments
+from ..graphs.observation import reads_of_arguments
 from ..signature import leaf_names
 from ..snapshots import clone_leaves, layout
 from .chance import depends_on_chance
