@@ -34,9 +34,8 @@ def test_an_architecture_replays_as_eager_computes_or_is_refused(case: Case) -> 
         replays_as_eager_computes(graph, model, case.inputs)
 
 
-# What no division into segments helps: Python's own state, its random numbers, memory that is made by
-# code that nobody sees, and code that does
-# something else when it is told that a capture is under way.
+# What no division into segments helps: Python's own state, its random numbers, memory that is made
+# by code that nobody sees, and code that does something else when it is told of a capture.
 UNDIVIDED = ("attribute", "Python's random", "computes something else", "made anew")
 
 

@@ -680,3 +680,306 @@ def test_what_is_not_contiguous_is_right_too(fn: Fn, device: torch.device) -> No
     graphed = gw.graph(fn)
     for _ in range(6):
         agree(graphed, fn, torch.randn(4, 3, device=device).T)
+
+
+def views_by_another_name(x: torch.Tensor) -> Any:
+    a = x.unsafe_chunk(2)[0]
+    return a * 2 if x.sum() > 0 else a * 3
+
+
+def writes_on_a_way_of_its_own(x: torch.Tensor) -> Any:
+    if torch.rand((), device=x.device) > 0.5:
+        x.mul_(2)
+    return x + 1
+
+
+def counts_a_list(x: torch.Tensor) -> Any:
+    return x * len(x[0, :1].tolist()) if x.sum() > 0 else x
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [views_by_another_name, writes_on_a_way_of_its_own, counts_a_list],
+    ids=lambda fn: fn.__name__,
+)
+def test_ways_that_are_easily_mistaken(fn: Fn, device: torch.device) -> None:
+    graphed = gw.graph(fn)
+    for _ in range(12):
+        agree(graphed, fn, torch.randn(4, 3, device=device).T)
+
+
+def test_warm_up_takes_one_way_only(device: torch.device) -> None:
+    class Third(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("calls", torch.zeros(()))
+            self.register_buffer("late", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > 3:
+                self.late += 1
+                x.mul_(2)
+            return x + 1
+
+    module, plain = Third().to(device).eval(), Third().to(device).eval()
+    graphed = gw.graph(module)
+    for _ in range(6):
+        agree(graphed, plain, torch.ones(3, device=device))
+        same(module.late, plain.late)
+
+
+def writes_through_numpy(x: torch.Tensor) -> Any:
+    y = x * 2
+    y.numpy()[0] = 7
+    return y + 1
+
+
+def goes_on_after_numpy(x: torch.Tensor) -> Any:
+    y = x * 2
+    v = y.numpy()
+    y += 1
+    return torch.from_numpy(v) + 0
+
+
+def writes_through_dlpack(x: torch.Tensor) -> Any:
+    y = x * 2
+    torch.from_dlpack(y).add_(1)
+    return y
+
+
+@pytest.mark.parametrize("fn", [writes_through_numpy, goes_on_after_numpy, writes_through_dlpack])
+@pytest.mark.parametrize("later", [False, True])
+def test_memory_that_numpy_shares_is_not_written_to_in_a_graph(fn: Fn, later: bool) -> None:
+    def call(x: torch.Tensor) -> Any:
+        return x if later and x.sum() < 0 else fn(x)
+
+    graphed = gw.graph(call)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in (-1, 1, 2, -1, 3):
+            agree(graphed, call, torch.full((3,), float(value)))
+
+
+def test_memory_of_other_code_is_not_taken_for_a_constant() -> None:
+    settings = [1.0]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        made = torch.from_dlpack(np.full(3, settings[0], "f"))
+        return x + made if x.sum() > 0 else x
+
+    graphed = gw.graph(fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in (-1, 1, 2, 3):
+            settings[0] = float(value)
+            agree(graphed, fn, torch.full((3,), float(value)))
+
+
+def test_what_a_new_way_keeps_is_the_caller_s(device: torch.device) -> None:
+    class Caching(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.cache: dict[str, torch.Tensor] = {}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x * 2
+            if x.sum() > 0:
+                return self.cache.setdefault("first", y) + x
+            return x
+
+    module, plain = Caching().eval(), Caching().eval()
+    graphed = gw.graph(module)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in (-1, 1, 2, 3, 4):
+            agree(graphed, plain, torch.full((3,), float(value), device=device))
+
+    def fails(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        if x.sum() > 0:
+            raise KeyError(y)
+        return y
+
+    graphed, held = gw.graph(fails), []
+    graphed(-torch.ones(3, device=device))
+    for value in (1.0, 2.0, 3.0):
+        with pytest.raises(KeyError) as raised:
+            graphed(torch.full((3,), value, device=device))
+        held.append(raised.value.args[0])
+    assert [float(y[0]) for y in held] == [2.0, 4.0, 6.0]
+
+
+def test_an_argument_that_is_memory_of_a_new_way_s_own(device: torch.device) -> None:
+    shared = torch.ones(4, device=device)
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            x += 1
+            return x * shared
+        return x * 2
+
+    graphed = gw.graph(fn)
+    agree(graphed, fn, -torch.ones(4, device=device))
+    same(graphed(shared), torch.full((4,), 4.0, device=device))
+
+
+def test_code_that_asks_for_a_capture_on_a_new_way(device: torch.device) -> None:
+    def told() -> bool:
+        try:
+            return torch.cuda.is_current_stream_capturing()
+        except RuntimeError:
+            return False
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if told() else 3) if x.sum() > 0 else x
+
+    graphed = gw.graph(fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in (-1, 1, 1, -1, 2):
+            agree(graphed, fn, torch.full((3,), float(value), device=device))
+
+
+def test_what_no_graph_can_hold_on_a_new_way_is_eager(device: torch.device) -> None:
+    class Opaque:
+        def __init__(self, x: torch.Tensor) -> None:
+            self.x = x
+
+    def opaque(x: torch.Tensor) -> Any:
+        x += 1
+        return Opaque(x) if x.sum() > 0 else x
+
+    def sparse(x: torch.Tensor) -> Any:
+        y = torch.sparse.mm(x.diag().to_sparse(), x[:, None])
+        return y if x.sum() > 0 else x
+
+    def late_sparse(x: torch.Tensor) -> Any:
+        return torch.sparse.mm(x.diag().to_sparse(), x[:, None]) if x.sum() > 0 else x
+
+    def reshapes(x: torch.Tensor) -> Any:
+        if x.sum() > 0:
+            x.unsqueeze_(0)
+        return x + 1
+
+    def branches(x: torch.Tensor) -> Any:
+        if x.sum() > 0:
+            return torch.cond(x[0] > 0, torch.sin, torch.cos, (x,))
+        return x
+
+    for fn in (opaque, sparse, late_sparse, reshapes, branches):
+        graphed = gw.graph(fn)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            graphed(torch.full((3,), -5.0, device=device))
+            for _ in range(3):
+                x, y = torch.ones(3, device=device), torch.ones(3, device=device)
+                mine, its = graphed(x), fn(y)
+                if isinstance(its, Opaque):
+                    mine, its = mine.x, its.x
+                same(mine, its)
+                same(x, y)
+        assert sum(graphed.statistics.eager.values()) >= 1, fn
+
+
+def test_a_buffer_that_a_way_returns_is_the_buffer(device: torch.device) -> None:
+    class Returning(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("b", torch.zeros(3))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.b if x.sum() > 0 else x
+
+    module = Returning().to(device).eval()
+    graphed = gw.graph(module)
+    for value in (-1.0, 1.0, 1.0, 1.0):
+        result = graphed(torch.full((3,), value, device=device))
+        if value > 0:
+            result.add_(1)
+    assert module.b.tolist() == [3.0, 3.0, 3.0]
+
+
+def test_a_model_of_inference_mode_is_right(device: torch.device) -> None:
+    with torch.inference_mode(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        module, plain = Counting().to(device).eval(), Counting().to(device).eval()
+        plain.load_state_dict(module.state_dict())
+        graphed = gw.graph(module)
+        for _ in range(6):
+            agree(graphed, plain, torch.randn(3, 4, device=device))
+            same(module.total, plain.total)
+
+
+def test_what_a_way_has_set_up_once_is_no_state(device: torch.device) -> None:
+    tables: dict[int, torch.Tensor] = {}
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() < 0:
+            return x
+        if 3 not in tables:
+            tables[3] = torch.arange(3, device=x.device).float()
+        return x + tables[3]
+
+    graphed = gw.graph(fn)
+    for value in (-1.0, 1.0, 2.0, 3.0, -2.0, 4.0):
+        agree(graphed, fn, torch.full((3,), value, device=device))
+    assert graphed.statistics.eager == {}
+    assert branches_of(graphed).paths == 2
+
+
+def test_a_way_that_can_never_fit_evicts_nothing(device: torch.device) -> None:
+    pool = gw.MemoryPool("64MiB", evict=True)
+
+    def small(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    def grows(x: torch.Tensor) -> torch.Tensor:
+        if x[0] > 0:
+            return torch.cat([x.expand(1 << 20, 4).contiguous() * i for i in range(5)]).sum(0)
+        return x
+
+    other, graphed = gw.graph(small, pool=pool), gw.graph(grows, pool=pool)
+    other(torch.ones(4, device=device))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in (-1.0, 1.0, 1.0):
+            agree(graphed, grows, torch.full((4,), value, device=device))
+    assert other.statistics.graphs == 1
+
+
+@pytest.mark.gpu
+def test_a_copy_that_is_under_way_is_waited_for() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        y = x
+        for _ in range(20):
+            y = (y @ y).clamp(-1, 1)
+        h = (x.sum() + 0 * y.sum()).to("cpu", non_blocking=True)
+        return y * 2 if h > 0 else y - 1
+
+    graphed = gw.graph(fn)
+    for i in range(8):
+        x = torch.eye(512, device="cuda") * (1 if i % 2 else -1)
+        agree(graphed, fn, x)
+
+
+@pytest.mark.gpu
+def test_what_the_host_computes_with_its_own_tensors_is_followed() -> None:
+    class Host(nn.Module):
+        def __init__(self, number: torch.Tensor, before: bool) -> None:
+            super().__init__()
+            self.number, self.before = number, before
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * (self.number * 2).to(x.device) if self.before else x * self.number
+
+    for shape, before in (((4,), True), ((), False), ((1,), True)):
+        if shape == (4,) and not before:
+            continue
+        module = Host(torch.ones(shape), before).eval()
+        graphed = gw.graph(module)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for _ in range(4):
+                agree(graphed, module, torch.randn(3, 4, device="cuda"))
+                module.number.add_(1)

@@ -111,6 +111,13 @@ class Branches:
             CaptureError: it cannot be recorded in segments either.
         """
         self.generators = list(generators)
+        held = (*self._module.parameters(), *self._module.buffers())
+        if any(tensor.is_inference() for tensor in held):
+            raise CaptureError(
+                "A parameter or buffer was made in inference mode: outside of it, none can be "
+                "written to.",
+                remedy="Make the model under torch.no_grad().",
+            )
         for _ in range(_ATTEMPTS):
             inputs = Inputs(sample, functools.partial(_ordinary, self._device))
             observation = Observation((), {}, inputs, self._device, self._separate)
@@ -306,17 +313,14 @@ class Branches:
         news = [made for made in arrival.made if isinstance(made, New)]
         pairs = zip(news, arrival.real, strict=True)
         memory = node.memory_so_far() | {m.number: real.untyped_storage() for m, real in pairs}
-        inputs = Inputs(self.inputs.leaves, functools.partial(_ordinary, self._device))
-        observation = Observation(
-            [*node.known(), arrival],
-            {number: storage.clone() for number, storage in memory.items()},
-            inputs,
-            self._device,
-            self._separate,
-        )
+        with torch.inference_mode(False):
+            inputs = Inputs(self.inputs.leaves, functools.partial(_ordinary, self._device))
+            copies = {number: storage.clone() for number, storage in memory.items()}
+        known = [*node.known(), arrival]
+        observation = Observation(known, copies, inputs, self._device, self._separate)
         observation.expect({*self.generators, *default_generators(self._device)})
         try:
-            with as_captured(inference=True), observation.seen():
+            with as_captured(), observation.seen():
                 tree = work(inputs)
                 observation.finish(tree)
             if not observation.all_known():
@@ -338,8 +342,7 @@ class Branches:
             return observation, tree, mutated
         made = results.again(finish)
         if self.copies.fresh:
-            copies = [base.clone() for base in results.bases]
-            made = results.build(leaves, copies, finish)
+            made = results.build(leaves, [base.clone() for base in results.bases], finish)
         observation.forget_what_stood_still()
         return observation, made, mutated
 

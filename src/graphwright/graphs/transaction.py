@@ -55,16 +55,11 @@ def transaction(pool: MemoryPool, module: nn.Module, forget: Callable[[], None])
 
 
 @contextlib.contextmanager
-def as_captured(*, inference: bool = False) -> Iterator[None]:
-    """Run Python as a capture does, whether or not one is under way.
-
-    Args:
-        inference: leave inference mode as it is.
-    """
+def as_captured() -> Iterator[None]:
+    """Run Python as a capture does, whether or not one is under way."""
     THREAD.depth += 1
-    mode = torch.is_inference_mode_enabled() and inference
     try:
-        with _same_kernels(), torch.inference_mode(mode), torch.no_grad():
+        with _same_kernels(), torch.inference_mode(False), torch.no_grad():
             yield
     finally:
         THREAD.depth -= 1
