@@ -955,6 +955,7 @@ def test_a_copy_that_is_under_way_is_waited_for() -> None:
         for _ in range(20):
             y = (y @ y).clamp(-1, 1)
         h = (x.sum() + 0 * y.sum()).to("cpu", non_blocking=True)
+        torch.cuda.synchronize()
         return y * 2 if h > 0 else y - 1
 
     graphed = gw.graph(fn)
