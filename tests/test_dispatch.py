@@ -83,6 +83,36 @@ def test_what_cannot_be_captured_runs_eagerly_and_says_so_once(device: torch.dev
     assert "_local_scalar_dense" in graphed.explain()
 
 
+def test_plain_values_beside_tensors_take_the_short_way(device: torch.device) -> None:
+    def fn(x: torch.Tensor, n: int, y: torch.Tensor, *, flag: Any = None, z: Any = None) -> Any:
+        result = x * n + y
+        result = result - 1 if flag else result
+        return (result, x[:1]) if z is None else (result * z, x[:1])
+
+    graphed = gw.graph(fn)
+    x, y, z = (torch.randn(2, 4, device=device) for _ in range(3))
+    calls: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
+        ((x, 2, y), {}),
+        ((x, 2, y), {"flag": True}),
+        ((x, 2, y), {"flag": 1}),
+        ((x, 2, y), {"flag": "yes"}),
+        ((x, 2, y), {"z": z, "flag": False}),
+        ((x, 2.0, y), {"flag": False, "z": z}),
+        ((x, True, y), {"flag": None}),
+        ((x, 2), {"y": y, "flag": True}),
+        ((x, 2, x), {"flag": True}),
+        ((x[:1], 2, y[:1]), {"flag": True}),
+    ]
+    for args, kwargs in [*calls, *calls]:
+        for _ in range(3):
+            result, expected = graphed(*args, **kwargs), fn(*args, **kwargs)
+            assert torch.equal(result[0], expected[0])
+            assert result[0].dtype == expected[0].dtype
+            assert result[1].data_ptr() == args[0].data_ptr()  # A view of the caller's own.
+    assert graphed.statistics.captures == len(calls)
+    assert graphed._short is not None
+
+
 def test_errors_of_the_function_are_the_function_s() -> None:
     graphed = gw.graph(model())
     with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):

@@ -1,7 +1,7 @@
 """The short way into a graph: one function in which every name and attribute counts.
 
-It answers the common case, a call whose arguments are all tensors, of a graph that mutates nothing:
-check the arguments, launch, and look over the module while the device works.
+It answers the common case, a call whose arguments are tensors and maybe plain values, of a graph
+that mutates nothing: check the arguments, launch, and look over the module while the device works.
 """
 
 from __future__ import annotations
@@ -12,17 +12,19 @@ from typing import Any
 import torch
 
 from .graphs.graph import GraphClosed
-from .signature import Args, CallSignature, Kwargs, fitting, lasting_switches
+from .signature import Args, CallSignature, Kwargs, Mixed, fitting, lasting_switches
 
 # What a shortcut says to whatever needs a closer look.
 MISS = object()
 
 Shortcut = Callable[[Args, Kwargs], Any]
+Launch = Callable[[Sequence[torch.Tensor]], Any]
+_NONE: Kwargs = {}
 
 
 def shortcut(
     signature: CallSignature,
-    launch: Callable[[Sequence[torch.Tensor]], Any] | None,
+    launch: Launch | None,
     unchanged: Callable[[], bool],
     *,
     training: bool,
@@ -35,25 +37,65 @@ def shortcut(
         unchanged: whether the module is as it was, its mode included.
         training: whether the module is in training mode then.
     """
-    guard, flat, mixed = signature.guard, signature.flat, signature.mixed
-    if mixed is not None:
-        guard, flat = mixed.guard, None
-    if guard is None or (flat is None and mixed is None) or launch is None:
-        return None
-    if any(signature.switches[:2]):  # Autocast is on, and its dtype might change.
+    if launch is None or any(signature.switches[:2]):  # Autocast's dtype might change.
         return None
     quiet = not (training or signature.wants_grad)
     expected = signature.switches[2:]
-    count, names = (0, ()) if flat is None else (len(flat[0]), tuple(flat[1]))
+    mixed = signature.mixed
+    if mixed is not None:
+        between = _between(mixed, launch)
+        inner = _fast(mixed.guard, len(mixed.places), (), between, unchanged, quiet, expected)
+
+        def fast(args: Args, kwargs: Kwargs) -> Any:
+            row = mixed.values(args, kwargs)
+            return MISS if row is None else inner(mixed.tensors(row), _NONE)
+
+        return fast
+    if signature.guard is None or signature.flat is None:
+        return None
+    count, names = len(signature.flat[0]), tuple(signature.flat[1])
+    return _fast(signature.guard, count, names, launch, unchanged, quiet, expected)
+
+
+def _between(mixed: Mixed, launch: Launch) -> Launch:
+    """Launch for the tensors alone: with the plain values put between them."""
+    template: list[Any] = [None] * (len(mixed.plain) + len(mixed.places))
+    for index, value in mixed.plain:
+        template[index] = value
+
+    def between(tensors: Sequence[torch.Tensor]) -> Any:
+        row = template.copy()
+        for index, tensor in zip(mixed.places, tensors, strict=True):
+            row[index] = tensor
+        return launch(row)
+
+    return between
+
+
+def _fast(
+    guard: Callable[..., bool],
+    count: int,
+    names: tuple[str, ...],
+    launch: Launch,
+    unchanged: Callable[[], bool],
+    quiet: bool,
+    expected: tuple[Any, ...],
+) -> Shortcut:
+    """The function for calls whose arguments are all tensors.
+
+    Args:
+        guard: checks them.
+        count: how many are positional.
+        names: of the others, in order.
+        launch: as for `shortcut`.
+        unchanged: likewise.
+        quiet: whether no gradients can be wanted.
+        expected: the switches that last.
+    """
     grad_is_on = torch.is_grad_enabled
     modes = torch._C._len_torch_dispatch_stack  # make_fx's does not show in the guard.
 
     def fast(args: Args, kwargs: Kwargs) -> Any:
-        if mixed is not None:
-            values = mixed.values(args, kwargs)
-            if values is None:
-                return MISS
-            return answered(values, mixed.tensors(values))
         if len(args) != count or len(kwargs) != len(names):
             return MISS
         if kwargs:
@@ -61,10 +103,7 @@ def shortcut(
                 args = (*args, *[kwargs[name] for name in names])
             except KeyError:
                 return MISS
-        return answered(args, args)
-
-    def answered(args: Args, tensors: Sequence[Any]) -> Any:
-        if modes() or not fitting(guard, tensors) or lasting_switches() != expected:
+        if modes() or not fitting(guard, args) or lasting_switches() != expected:
             return MISS
         if not quiet and grad_is_on():
             return MISS

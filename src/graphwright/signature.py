@@ -191,9 +191,9 @@ class Mixed:
                 return None
         return args
 
-    def tensors(self, values: Args) -> list[Any]:
+    def tensors(self, values: Args) -> Args:
         """The tensors among them."""
-        return [values[index] for index in self.places]
+        return tuple([values[index] for index in self.places])
 
 
 @dataclass(frozen=True)
