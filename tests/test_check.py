@@ -695,5 +695,8 @@ def test_findings_as_text() -> None:
     saved = json.loads(to_json("decides", found))
     assert (saved["schema"], saved["schema_version"]) == ("graphwright.check", 1)
     assert saved["findings"][0]["place"]["expression"] == "x.sum() > 0"
-    assert summary("decides", found) == "decides: 1 breaks. A plain capture fails."
+    assert (
+        summary("decides", found)
+        == "decides: 1 breaks. A plain capture fails; graph() divides the call."
+    )
     assert "nothing found" in summary("decides", [])

@@ -21,8 +21,8 @@ _STYLES = {
 }
 _MEANINGS = {
     Severity.BLOCKS: "cannot be captured",
-    Severity.BREAKS: "ends the graph: the host has to see a value",
-    Severity.HOISTED: "stops a plain capture; could be prepared beforehand",
+    Severity.BREAKS: "ends the graph: the host has to see a value, and graph() goes on in another",
+    Severity.HOISTED: "stops a plain capture; graph() prepares it beforehand",
     Severity.FROZEN: "captured; replays silently repeat what was so then",
     Severity.SLOW: "captured; costs time",
 }
@@ -45,14 +45,17 @@ def to_lines(findings: Sequence[Finding]) -> str:
 
 
 def summary(name: str, findings: Sequence[Finding]) -> str:
-    """How many there are of each severity, and what a plain capture would do."""
+    """How many there are of each severity, and what a plain capture, and graph(), would do."""
     if not findings:
         return f"{name}: nothing found that keeps it from being captured."
     counts = Counter(finding.severity for finding in findings)
     told = ", ".join(f"{counts[severity]} {severity}" for severity in Severity if counts[severity])
     stops = any(finding.severity.stops for finding in findings)
-    outcome = "A plain capture fails." if stops else "A plain capture works."
-    return f"{name}: {told}. {outcome}"
+    outcome = "A plain capture fails" if stops else "A plain capture works"
+    if stops and not counts[Severity.BLOCKS]:
+        divided = counts[Severity.BREAKS]
+        outcome += "; graph() divides the call" if divided else "; graph() keeps what is constant"
+    return f"{name}: {told}. {outcome}."
 
 
 def render(name: str, findings: Sequence[Finding]) -> RenderableType:
