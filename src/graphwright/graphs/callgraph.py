@@ -142,7 +142,7 @@ class CallGraph(Graph):
             )
         watch = self._watch
         assert watch is not None
-        if self.mutates or self.random or self.branches is not None:
+        if self.mutates or self.random or self._results is None:
             self._check(watch)
             return self.run(args, kwargs)
         # The device works while the module is looked over; what came too late is dropped.
