@@ -12,7 +12,7 @@ from hazards import hazard, rand, same
 from torch import nn
 
 import graphwright as gw
-from graphwright.graphs import breaks, steps, undo, walk
+from graphwright.graphs import breaks, steps, tracing, undo, walk
 from graphwright.graphs import observation as observing
 from graphwright.shapes import observation
 
@@ -104,10 +104,10 @@ def prefixes_are_run_again(patch: pytest.MonkeyPatch) -> None:
 
 def recording_leaves_its_traces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(observing.Observation, "exchange", lambda self: None)
-    patch.setattr(breaks.Tracing, "record", _recorded_by_force)
+    patch.setattr(tracing.Tracing, "record", _recorded_by_force)
 
 
-def _recorded_by_force(self: breaks.Tracing, work: Any, inputs: Any, finish: Any) -> None:
+def _recorded_by_force(self: tracing.Tracing, work: Any, inputs: Any, finish: Any) -> None:
     """As it does, with what it did to tensors from outside left there, on either device."""
     record(self, work, inputs, finish)
     with torch.no_grad():
@@ -116,7 +116,7 @@ def _recorded_by_force(self: breaks.Tracing, work: Any, inputs: Any, finish: Any
                 next(a.tensor for a in step.sources if isinstance(a, steps.Outside)).add_(1)
 
 
-record = breaks.Tracing.record
+record = tracing.Tracing.record
 
 
 @hazard(17, prefixes_are_run_again)

@@ -11,15 +11,17 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, GraphwrightError, first_line
-from .breaks import Node, Stop, Tracing
+from .breaks import Node, Stop
 from .journal import default_generators
 from .memory import MemoryPool, in_units
 from .observation import Observation
 from .recorder import Recorder
 from .steps import New, Step, bytes_of
+from .tracing import Tracing
 from .transaction import as_captured, transaction
 from .transfer import Finish, Inputs, Results, copy, flat, is_dense
 from .walk import Differs, Unfollowed, Walk
+from .ways import Way
 
 MAX_PATHS = 64
 MAX_SEGMENTS = 256
@@ -371,7 +373,7 @@ class Branches:
         if self.given_up is not None:
             return
         before = self._pool.reserved
-        way = _Way(self, node, arrival, observation.script, mutated, work)
+        way = Way(self, node, arrival, observation.script, mutated, work)
         try:
             self._check_worth(node.stop)
             if observation.problem is not None:
@@ -448,71 +450,6 @@ class Branches:
             recording = node.let_go()
             if recording is not None and node is not root:  # That one is the graph's own.
                 self._pool.retire(recording)
-
-
-class _Way:
-    """A way that a call has gone, to be recorded.
-
-    Args:
-        branches: what it belongs to.
-        node: the last segment that was known.
-        arrival: the break after it, with its new outcome.
-        script: what came then.
-        mutated: positions of the arguments that were written to.
-        work: runs the call on static inputs.
-
-    Attributes:
-        nodes: the segments that were recorded.
-        external: memory from outside that they use.
-        frozen: likewise on the host, with what it held.
-        culprit: an operation that cannot be recorded.
-    """
-
-    def __init__(
-        self,
-        branches: Branches,
-        node: Node,
-        arrival: Step,
-        script: Sequence[Step],
-        mutated: Sequence[int],
-        work: Work,
-    ) -> None:
-        self.nodes: list[Node] = []
-        self.external: dict[int, torch.UntypedStorage] = {}
-        self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
-        self.culprit: Any = None
-        self._of = branches, node, arrival, script, mutated, work
-
-    def record(self) -> None:
-        """Record it."""
-        branches, node, arrival, script, mutated, work = self._of
-        recorder, inputs = branches.recorder, branches.inputs
-        child = Node.after(node, arrival, recorder.allocate)
-        memory = node.memory_so_far() | child.memory
-        known = [*node.known(), arrival]
-        tracing = branches.tracing(child, script, recorder, (), known, memory, inputs)
-        finish = functools.partial(branches.finish, inputs, branches.copies, mutated)
-        try:
-            tracing.record(work, inputs, finish)
-        except Exception:
-            self.culprit = tracing.culprit
-            raise
-        self.nodes, self.external, self.frozen = tracing.nodes, tracing.external, tracing.frozen
-
-    def size(self) -> tuple[int, ...]:
-        """Bytes of each memory segment that it would take in an empty pool."""
-        branches = self._of[0]
-        with branches.recorder.scratch() as sizes:
-            self.record()
-            taken = sizes()
-            self.forget()
-        return taken
-
-    def forget(self) -> None:
-        """Give up what was recorded."""
-        nodes, self.nodes = self.nodes, []
-        for node in nodes:
-            node.close()
 
 
 def _ordinary(device: torch.device, nbytes: int) -> torch.Tensor:

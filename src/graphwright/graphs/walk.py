@@ -2,7 +2,7 @@
 
 What is known from earlier walks is answered without being done again, each operation checked to be
 the same one. What comes after is done: an `Observation` runs it and sees where the host gets to
-know something of the device, which is a break; `Tracing`, in breaks.py, records it.
+know something of the device, which is a break; a `Tracing` records it.
 
 Copies from the host are hoisted: what is copied lies in the device's memory before the call.
 """
