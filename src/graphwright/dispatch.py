@@ -161,14 +161,15 @@ class GraphedCallable:
             and (entry.hits + 1) % self._audit_every == 0
         ):
             return self._audited(entry, graph, args, kwargs)
+        watch = entry.state.watch
         try:
             if entry.pure:
                 # The device works while the module is looked over.
                 result = graph.run(args, kwargs)
-                if entry.state.watch.changed() is not None:
+                if not watch.unchanged() and watch.changed() is not None:
                     return self._find(args, kwargs)
             else:
-                if entry.state.watch.changed() is not None:
+                if not watch.unchanged() and watch.changed() is not None:
                     return self._find(args, kwargs)
                 result = graph.run(args, kwargs)
         except GraphClosed:
