@@ -928,6 +928,60 @@ def test_what_a_way_has_set_up_once_is_no_state(device: torch.device) -> None:
     assert branches_of(graphed).paths == 2
 
 
+def test_a_function_that_releases_its_graphs_on_a_new_way(device: torch.device) -> None:
+    pool = gw.MemoryPool()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 0:
+            pool.release()
+        return x * 2
+
+    graphed = gw.graph(fn, pool=pool)
+    for value in (-1.0, 1.0, -1.0, 1.0):
+        same(
+            graphed(torch.full((3,), value, device=device)), torch.full((3,), 2 * value).to(device)
+        )
+
+
+def test_calls_with_breaks_are_audited_and_counted(device: torch.device) -> None:
+    graphed = gw.graph(decides, audit=2)
+    for i in range(8):
+        agree(graphed, decides, torch.full((3, 4), 1.0 - 2 * (i % 3 == 0), device=device))
+    assert graphed.statistics.audits == 4
+
+    one = [0]
+
+    def turns(x: torch.Tensor) -> torch.Tensor:
+        y = x * 2 if one[0] else x
+        return y + 1 if y.sum() > 0 else y
+
+    graphed = gw.graph(turns)
+    graphed(torch.ones(3, device=device))
+    one[0] = 1
+    agree(graphed, turns, -torch.ones(3, device=device))
+    assert graphed.statistics.hits == 1
+    assert sum(graphed.statistics.eager.values()) == 1
+    assert graphed.pool.in_use == 0
+
+
+def test_seeding_on_a_new_way_is_no_way_for_a_graph(device: torch.device) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(3, device=device)
+        if x.sum() > 0:
+            torch.manual_seed(5)
+        return x + noise
+
+    graphed = gw.graph(fn)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for value in (-1.0, -1.0, 1.0, 1.0, 1.0):
+            x = torch.full((3,), value, device=device)
+            torch.manual_seed(1)
+            expected = fn(x), torch.randn(2, device=device)
+            torch.manual_seed(1)
+            same((graphed(x), torch.randn(2, device=device)), expected)
+
+
 def test_a_way_that_can_never_fit_evicts_nothing(device: torch.device) -> None:
     pool = gw.MemoryPool("64MiB", evict=True)
 

@@ -312,6 +312,17 @@ def seeds_for_a_moment(x: torch.Tensor) -> torch.Tensor:
         return x + torch.rand_like(x)
 
 
+def seeds_at_the_end(x: torch.Tensor) -> torch.Tensor:
+    y = x + torch.rand_like(x)
+    torch.manual_seed(5)
+    return y
+
+
+def draws_for_a_moment(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        return x + torch.rand_like(x)
+
+
 def has_a_generator_of_its_own(x: torch.Tensor) -> torch.Tensor:
     own = torch.Generator(x.device).manual_seed(0)
     return x + torch.rand(x.shape, generator=own, device=x.device)
@@ -325,7 +336,15 @@ def test_who_seeds_random_numbers_in_the_call_is_refused(device: torch.device) -
         return x + torch.rand(x.shape, generator=one, device=x.device)
 
     x = torch.zeros(3, device=device)
+
+    def puts_back(x: torch.Tensor) -> torch.Tensor:
+        state = one.get_state()
+        noise = torch.rand(x.shape, generator=one, device=x.device)
+        one.set_state(state)
+        return x + noise
+
     seeding = (seeds, seeds_in_between, seeds_for_a_moment, seeds_a_generator)
+    seeding = (*seeding, seeds_at_the_end, draws_for_a_moment, puts_back)
     for fn in (*seeding, has_a_generator_of_its_own):
         torch.manual_seed(0)
         before = torch.get_rng_state()

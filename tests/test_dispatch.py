@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -111,6 +114,42 @@ def test_plain_values_beside_tensors_take_the_short_way(device: torch.device) ->
             assert result[1].data_ptr() == args[0].data_ptr()  # A view of the caller's own.
     assert graphed.statistics.captures == len(calls)
     assert graphed._short is not None
+
+
+def test_numbers_of_numpy_are_no_numbers_of_python() -> None:
+    graphed = gw.graph(lambda x, s: torch.tensor([s, 1.0]) * x)
+    for value in (0.5, np.float64(0.5), 0.5):
+        assert graphed(torch.ones(2), value).dtype == torch.tensor([value, 1.0]).dtype
+
+
+def test_calls_that_do_not_fit_are_not_warmed_up_again_and_again() -> None:
+    runs = 0
+
+    class Counted(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            nonlocal runs
+            runs += 1
+            return x * 2
+
+    graphed = gw.graph(Counted().eval(), pool=gw.MemoryPool("1KiB"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for turn in range(3):
+            before = runs
+            for n in (1, 2):
+                graphed(torch.ones(n, 3))
+            assert turn == 0 or runs - before == 2
+
+
+def test_a_refused_call_holds_no_argument() -> None:
+    graphed = gw.graph(lambda x: x.to_sparse().to_dense())
+    x = torch.ones(100, 100)
+    alive = weakref.ref(x)
+    with pytest.warns(RuntimeWarning, match="runs eagerly"):
+        graphed(x)
+    del x
+    gc.collect()
+    assert alive() is None
 
 
 def test_errors_of_the_function_are_the_function_s() -> None:

@@ -157,7 +157,7 @@ class GraphedCallable:
             return self._find(args, kwargs)
         if (
             self._audit_every is not None
-            and entry.pure
+            and not (graph.mutates or graph.random)
             and (entry.hits + 1) % self._audit_every == 0
         ):
             return self._audited(entry, graph, args, kwargs)
@@ -176,7 +176,10 @@ class GraphedCallable:
             return self._find(args, kwargs)
         except SignatureError as error:
             return self._missed(SHARED, error.what, args, kwargs)
-        entry.hits += 1
+        if graph.was_eager:
+            self._tally.eager[UNCAPTURED] += 1
+        else:
+            entry.hits += 1
         if graph.given_up is not None:
             self._entries.give_up(entry, graph.given_up)
         elif entry is not self._recent:

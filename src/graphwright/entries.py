@@ -152,6 +152,8 @@ class Entries:
     ) -> None:
         """Remember why calls of a signature have no graph, until the pool has more room."""
         version = None if for_good else self.pool.version
+        # Not the error itself: the frames of its traceback hold tensors.
+        error = type(error)(error.what, where=error.where, remedy=error.remedy)
         state.entries[signature, grad] = Entry(signature, state, None, False, grad, error, version)
 
     def capture(self, signature: CallSignature, state: State, args: Args, kwargs: Kwargs) -> Entry:

@@ -78,9 +78,9 @@ def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
             )
         return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad)
     if isinstance(leaf, float):
-        return (float, struct.pack("<d", leaf))
+        return (type(leaf), struct.pack("<d", leaf))
     if isinstance(leaf, complex):
-        return (complex, struct.pack("<dd", leaf.real, leaf.imag))
+        return (type(leaf), struct.pack("<dd", leaf.real, leaf.imag))
     if isinstance(leaf, SCALARS):
         return (type(leaf), leaf)
     raise SignatureError(
@@ -415,6 +415,6 @@ def _words(described: tuple[Any, ...]) -> str:
             f"{tuple(shape)} {str(dtype).removeprefix('torch.')} strides {stride} on {device}{grad}"
         )
     kind, value = described
-    if kind is float:
+    if isinstance(kind, type) and issubclass(kind, float):
         return f"float {struct.unpack('<d', value)[0]!r}"
     return f"{kind.__name__} {value!r}"

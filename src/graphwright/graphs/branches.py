@@ -138,6 +138,8 @@ class Branches:
                 tracing = self.tracing(root, self._script, recorder, (), (), {}, inputs)
                 try:
                     tracing.record(work, inputs, _no_results)
+                except torch.OutOfMemoryError:
+                    raise
                 except Exception:
                     if tracing.culprit is None or tracing.culprit in self._separate:
                         raise
@@ -329,7 +331,7 @@ class Branches:
                 raise Differs("operations are missing")
         except BaseException as error:
             if isinstance(error, Unfollowed):
-                self.given_up = error
+                self.given_up = _told(error)
                 observation.undo()
             else:
                 self._write_back(observation, inputs, leaves)
@@ -340,7 +342,7 @@ class Branches:
         try:
             results = Results(tree, inputs, outside)
         except CaptureError as error:
-            self.given_up = error
+            self.given_up = _told(error)
             return observation, tree, mutated
         made = results.again(finish)
         if self.copies.fresh:
@@ -368,16 +370,16 @@ class Branches:
         make_room: MakeRoom,
     ) -> None:
         """Record the way that a call has gone; where that is not possible, give up."""
+        if observation.problem is not None:
+            self.given_up = _told(observation.problem)
+        if self.given_up is not None or self.root is None:
+            return  # The second: the function itself has released its graphs.
         assert node.stop is not None
         assert arrival.key is not None
-        if self.given_up is not None:
-            return
         before = self._pool.reserved
         way = Way(self, node, arrival, observation.script, mutated, work)
         try:
             self._check_worth(node.stop)
-            if observation.problem is not None:
-                raise observation.problem
             self._check_limits(1 + sum(step.key is not None for step in observation.script))
             self.generators += [g for g in observation.generators if g not in self.generators]
             observation.exchange()
@@ -392,7 +394,8 @@ class Branches:
             except Exception as error:
                 # What is set up once may be all that differs: the next call will tell.
                 self._failures += 1
-                again = way.culprit is not None or isinstance(error, Differs)
+                memory = isinstance(error.__cause__, torch.OutOfMemoryError)
+                again = (way.culprit is not None and not memory) or isinstance(error, Differs)
                 if not again or self._failures > _ATTEMPTS:
                     raise
                 self._separate |= {way.culprit} - {None}
@@ -409,7 +412,7 @@ class Branches:
             if self._pool.over_limit(before):
                 self._make_room((), make_room)
         except GraphwrightError as error:
-            self.given_up = CaptureError(error.what, where=error.where, remedy=error.remedy)
+            self.given_up = _told(error)
         except Exception as error:
             self.given_up = CaptureError(f"A way that it goes failed: {first_line(error)}")
 
@@ -450,6 +453,11 @@ class Branches:
             recording = node.let_go()
             if recording is not None and node is not root:  # That one is the graph's own.
                 self._pool.retire(recording)
+
+
+def _told(error: GraphwrightError) -> CaptureError:
+    """The same without a traceback, whose frames hold tensors."""
+    return CaptureError(error.what, where=error.where, remedy=error.remedy)
 
 
 def _ordinary(device: torch.device, nbytes: int) -> torch.Tensor:

@@ -216,7 +216,11 @@ class Node:
     @property
     def seconds(self) -> float | None:
         """Seconds that a replay takes, the quickest of the first ones; None if there was none."""
-        taken = [t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1e3 for t in self._times]
+        taken = [
+            t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1e3
+            for t in self._times
+            if isinstance(t, float) or t[1].query()  # Else it is under way.
+        ]
         return min(taken) if taken else None
 
 

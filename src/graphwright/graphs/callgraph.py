@@ -34,6 +34,8 @@ class CallGraph(Graph):
     """The graph of a function's call."""
 
     _branches: Branches | None = None
+    # Whether a call was answered eagerly, since it was given up to divide it.
+    was_eager = False
 
     def __init__(
         self,
@@ -211,6 +213,7 @@ class CallGraph(Graph):
                 else:
                     self._has_grown(branches)
                     return made
+        self.was_eager = True
         args, kwargs = unflatten(leaves, self._spec)
         with torch.no_grad():
             results = self._fn(*args, **kwargs)

@@ -81,9 +81,10 @@ class Functions(TorchFunctionMode):
             args = (*args[:place], data, *args[place + 1 :])
         if not self._walk.on_cuda:
             return func(*args, **kwargs)
-        wanted = kwargs.pop("device", None) or _device.CURRENT_DEVICE
+        wanted = kwargs.pop("device", None)
+        wanted = _device.CURRENT_DEVICE if wanted is None else wanted
         if name == "new_tensor":
-            wanted = wanted or args[0].device
+            wanted = args[0].device if wanted is None else wanted
             kwargs.setdefault("dtype", args[0].dtype)
             func, args = torch.tensor, (data,)
         made = func(*args, **kwargs, device="cpu")

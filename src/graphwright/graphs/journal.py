@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..modes import OperationMode
@@ -72,6 +73,13 @@ class Journal(OperationMode):
         self._strict = True
         self._stand |= {id(g): g.get_state() for g in generators}
 
+    def check_end(self) -> None:
+        """At the end: whether random generators stand where operations have left them."""
+        with _disable_current_modes():
+            for key, (generator, _) in self._generators.items():
+                if self._strict and not generator.get_state().equal(self._stand[key]):
+                    self.refuse(_seeded())
+
     def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """After an operation: where its random generator stands."""
         if torch.Tag.nondeterministic_seeded in func.tags:
@@ -107,14 +115,7 @@ class Journal(OperationMode):
             self._generators.setdefault(key, (generator, state))
             self._stand[key] = state
             if self._strict and not state.equal(expected):
-                self.refuse(
-                    CaptureError(
-                        "The call seeds its random numbers, or sets their state; a graph would go "
-                        "on with others.",
-                        remedy="Seed outside the captured call, or make the numbers once and pass "
-                        "them in.",
-                    )
-                )
+                self.refuse(_seeded())
         for tensor in written(func, args, kwargs):
             if tensor.layout is not torch.strided or tensor.is_nested:
                 continue
@@ -218,6 +219,13 @@ def generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Gene
         return torch.default_generator
     index = torch.cuda.current_device() if device.index is None else device.index
     return torch.cuda.default_generators[index]
+
+
+def _seeded() -> CaptureError:
+    return CaptureError(
+        "The call seeds its random numbers, or sets their state; a graph would go on with others.",
+        remedy="Seed outside the captured call, or make the numbers once and pass them in.",
+    )
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:

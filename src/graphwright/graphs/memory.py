@@ -305,8 +305,8 @@ class MemoryPool:
 
     def remove(self, graph: Graph) -> None:
         """A graph was closed."""
-        self.version += 1
-        self._graphs.pop(id(graph), None)
+        if self._graphs.pop(id(graph), None) is not None:
+            self.version += 1
 
     def touch(self, graph: Graph) -> None:
         """A graph was used."""

@@ -101,6 +101,7 @@ class Observation(Walk):
     def finish(self, tree: Any) -> None:
         """As a walk does; and look at what was shared."""
         self._check_exported(())
+        self.check_end()
         super().finish(tree)
 
     def refuse(self, error: CaptureError) -> None:

@@ -178,8 +178,9 @@ def on_the_way_out(leaf: Any, given: Sequence[torch.Tensor], *, host: bool) -> A
         return leaf
     index = next((i for i, tensor in enumerate(given) if tensor is leaf), None)
     if host:
-        if any(tensor.is_cuda for tensor in given):
-            torch.cuda.current_stream().synchronize()  # The copy may be under way.
+        for tensor in given:
+            if tensor.is_cuda:  # The copy may be under way.
+                torch.cuda.current_stream(tensor.device).synchronize()
         return Host(leaf.detach().clone(), index)
     return None if index is None else Given(index)
 

@@ -144,7 +144,9 @@ def _taken(
     try:
         return recorder.rehearse(prepare, work, generators)
     except Exception as error:
-        if rescue is not None and isinstance(error, RuntimeError | CaptureError):
+        short_of_memory = isinstance(error, torch.OutOfMemoryError)
+        capturing = isinstance(error, RuntimeError | CaptureError) and not short_of_memory
+        if rescue is not None and capturing:
             let_go(error)
             return rescue(generators)
         if isinstance(error, CaptureError):
@@ -172,6 +174,7 @@ def _refuse_seeding(
         inputs = Inputs(sample, _ordinary(recorder.device))
         with recorder.warming(), compilers_off(), journal:
             _told(work, inputs)
+        journal.check_end()
     finally:
         journal.undo()
         for generator, state in states:
