@@ -227,11 +227,6 @@ class Branches:
 
     # What is done at each call.
 
-    @property
-    def breaks(self) -> bool:
-        """Whether the host has a say in it."""
-        return self.root is not None and self.root.stop is not None
-
     def answer(
         self, leaves: Sequence[Any], finish: Finish | None, work: Work, make_room: MakeRoom
     ) -> Any:
