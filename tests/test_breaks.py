@@ -949,6 +949,24 @@ def test_calls_with_breaks_are_audited_and_counted(device: torch.device) -> None
         agree(graphed, decides, torch.full((3, 4), 1.0 - 2 * (i % 3 == 0), device=device))
     assert graphed.statistics.audits == 4
 
+    module, plain = Counting().to(device).eval(), Counting().to(device).eval()
+    plain.load_state_dict(module.state_dict())
+
+    def late(net: Counting) -> Fn:
+        def call(x: torch.Tensor) -> torch.Tensor:
+            y = net.layer(x)
+            if x.sum() > 0:
+                net.total += 1
+                y = y + torch.rand_like(y)
+            return y
+
+        return call
+
+    graphed = gw.graph(late(module), audit=1)
+    for value in (-1.0, 1.0, 1.0, -1.0, 1.0):
+        agree(graphed, late(plain), torch.full((3, 4), value, device=device))
+        same(module.total, plain.total)
+
     one = [0]
 
     def turns(x: torch.Tensor) -> torch.Tensor:

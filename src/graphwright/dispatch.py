@@ -176,15 +176,19 @@ class GraphedCallable:
             return self._find(args, kwargs)
         except SignatureError as error:
             return self._missed(SHARED, error.what, args, kwargs)
+        self._count(entry, graph)
+        if graph.given_up is None and entry is not self._recent:
+            self._used(entry, args, kwargs)
+        return result
+
+    def _count(self, entry: Entry, graph: CallGraph) -> None:
+        """A call was answered: by the graph, or eagerly if that has given up."""
         if graph.was_eager:
             self._tally.eager[UNCAPTURED] += 1
         else:
             entry.hits += 1
         if graph.given_up is not None:
             self._entries.give_up(entry, graph.given_up)
-        elif entry is not self._recent:
-            self._used(entry, args, kwargs)
-        return result
 
     def _used(self, entry: Entry, args: Args, kwargs: Kwargs) -> None:
         """Remember what was used last, for the quick path and for eviction."""
@@ -330,7 +334,9 @@ class GraphedCallable:
             result = graph.run(args, kwargs)
         except GraphClosed:
             return self._find(args, kwargs)
-        entry.hits += 1
+        self._count(entry, graph)
+        if graph.mutates or graph.random or graph.was_eager:
+            return result  # It went a way that is new.
         # A pure call has changed nothing, its arguments included.
         expected = self._quietly(args, kwargs)
         compare(result, expected, graph.name)

@@ -65,7 +65,8 @@ class Branches:
         external: memory from outside that it uses.
         frozen: likewise on the host, where the host computes with it, and what it held.
         generators: random generators that it draws from.
-        mutates: whether it writes to memory from outside.
+        mutates: whether it writes to memory from outside on a way that was met later.
+        random: whether it draws random numbers there.
         given_up: why it is answered by graphs no longer.
     """
 
@@ -78,6 +79,7 @@ class Branches:
         self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self.generators: list[torch.Generator] = []
         self.mutates = False
+        self.random = False
         self.given_up: CaptureError | None = None
         self.calls = 0
         self.paths = 0
@@ -332,7 +334,9 @@ class Branches:
                 self._write_back(observation, inputs, leaves)
             raise
         mutated = self._write_back(observation, inputs, leaves)
+        observation.forget_what_stood_still()
         self.mutates = self.mutates or observation.wrote_outside
+        self.random = self.random or bool(observation.generators)
         outside = {i for i in observation.external if i not in observation.numbers}
         try:
             results = Results(tree, inputs, outside)
@@ -342,7 +346,6 @@ class Branches:
         made = results.again(finish)
         if self.copies.fresh:
             made = results.build(leaves, [base.clone() for base in results.bases], finish)
-        observation.forget_what_stood_still()
         return observation, made, mutated
 
     def _write_back(

@@ -225,6 +225,7 @@ class CallGraph(Graph):
     def _has_grown(self, branches: Branches) -> None:
         """A call may have gone a way that is new: keep what it needs."""
         self.mutates = self.mutates or branches.mutates
+        self.random = self.random or branches.random
         if len(branches.external) != self._known_outside:
             self._known_outside = len(branches.external)
             self._outside |= {s.data_ptr() for s in branches.external.values() if s.nbytes()}
