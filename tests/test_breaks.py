@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import math
 import threading
@@ -18,6 +19,7 @@ from torch.utils import _pytree as pytree
 import graphwright as gw
 from graphwright.graphs.branches import Branches
 from graphwright.graphs.callgraph import CallGraph
+from graphwright.graphs.cuda import _CudaSegment
 from graphwright.strategies.base import Built
 from graphwright.strategies.runners import GRAPH
 
@@ -1056,3 +1058,38 @@ def test_what_the_host_computes_with_its_own_tensors_is_followed() -> None:
             for _ in range(4):
                 agree(graphed, module, torch.randn(3, 4, device="cuda"))
                 module.number.add_(1)
+
+
+@pytest.mark.gpu
+def test_a_capture_that_another_thread_has_broken_is_tried_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plain, left = _CudaSegment.run, [2]
+
+    def disturbed(segment: Any, func: Any, args: Any, kwargs: Any) -> Any:
+        if left[0]:
+            left[0] -= 1
+
+            def synchronise() -> None:
+                with contextlib.suppress(RuntimeError):
+                    torch._C._cuda_synchronize()
+
+            other = threading.Thread(target=synchronise)
+            other.start()
+            other.join()
+        return plain(segment, func, args, kwargs)
+
+    monkeypatch.setattr(_CudaSegment, "run", disturbed)
+    module = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).cuda().eval()
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return module(x) * 2 if x.sum() > 0 else module(x) - 1
+
+    graphed = gw.graph(fn)
+    for _ in range(6):
+        agree(graphed, fn, torch.randn(3, 4, device="cuda"))
+    assert left == [0]
+    branches = branches_of(graphed)
+    assert branches.given_up is None
+    assert branches.root is not None
+    assert len(list(branches.root.below())) == 3

@@ -15,7 +15,7 @@ from .breaks import Node, Stop
 from .journal import default_generators
 from .memory import MemoryPool, in_units
 from .observation import Observation
-from .recorder import Recorder
+from .recorder import Interrupted, Recorder
 from .steps import New, Step, bytes_of
 from .tracing import Tracing
 from .transaction import as_captured, transaction
@@ -142,6 +142,8 @@ class Branches:
                     tracing.record(work, inputs, _no_results)
                 except torch.OutOfMemoryError:
                     raise
+                except Interrupted:
+                    continue
                 except Exception:
                     if tracing.culprit is None or tracing.culprit in self._separate:
                         raise
@@ -163,11 +165,17 @@ class Branches:
         recorder: Recorder,
     ) -> Node:
         """Record the call that was planned; returns its first segment."""
-        root = Node(self._device, None, None)
         feeds = [flat(inputs.tensor(slot)) for slot in plan.sources]
-        tracing = self.tracing(root, self._script, recorder, feeds, (), {}, inputs)
         finish = functools.partial(self.finish, inputs, plan, mutated)
-        tracing.record(work, inputs, finish)
+        for left in reversed(range(_ATTEMPTS)):
+            root = Node(self._device, None, None)
+            tracing = self.tracing(root, self._script, recorder, feeds, (), {}, inputs)
+            try:
+                tracing.record(work, inputs, finish)
+                break
+            except Interrupted:
+                if not left:
+                    raise
         self._grown(tracing.nodes, tracing.external, tracing.frozen)
         self.root = root
         self.inputs, self.copies = inputs, plan
@@ -393,10 +401,12 @@ class Branches:
                 # What is set up once may be all that differs: the next call will tell.
                 self._failures += 1
                 memory = isinstance(error.__cause__, torch.OutOfMemoryError)
+                others = isinstance(error, Interrupted)
                 again = (way.culprit is not None and not memory) or isinstance(error, Differs)
-                if not again or self._failures > _ATTEMPTS:
+                if not (again or others) or self._failures > _ATTEMPTS:
                     raise
-                self._separate |= {way.culprit} - {None}
+                if not others:
+                    self._separate |= {way.culprit} - {None}
                 return
             finally:
                 observation.exchange()

@@ -379,6 +379,7 @@ class CallGraph(Graph):
         warmed = self._warmed
         assert warmed is not None
         before = recorder.reserved
+        recorder.order()  # A replay may be at work in the memory of the inputs.
         with self._transaction(State.CAPTURING):
             allocate = self.pool.shared_bytes() if share_inputs else recorder.allocate
             inputs = Inputs(self._sample, allocate)

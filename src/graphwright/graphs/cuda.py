@@ -20,10 +20,10 @@ import torch
 
 from ..errors import CaptureError
 from . import driver
+from .cuda_recording import CudaRecording, find_copies
 from .driver import CopyNode
 from .journal import Journal, capturing_seems_on, collection_off
-from .recorder import Allocate, Prepared, Work
-from .transfer import flat
+from .recorder import Allocate, Interrupted, Prepared, Work
 
 Made = TypeVar("Made")
 Drains = Callable[[Any], Sequence[torch.Tensor]]
@@ -34,103 +34,6 @@ _PATIENCE_S = 10.0
 _ATTEMPTS = 5
 # cudaErrorStreamCaptureInvalidated: what an operation reports that finds the capture broken.
 _BROKEN_BY_OTHERS = "previous error during capture"
-
-
-class CudaRecording:
-    """A CUDA graph.
-
-    The copies into its feeds and out of its drains are nodes of the graph, if the driver lets us
-    set their addresses; else they are copied before and after.
-    """
-
-    def __init__(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        feeds: Sequence[torch.Tensor],
-        drains: Sequence[torch.Tensor],
-        nodes: Sequence[CopyNode | None] | None,
-        external: list[torch.UntypedStorage],
-        on_close: Callable[[], None],
-        order: Callable[[], None],
-    ) -> None:
-        self.order = order
-        self.external = external
-        self._graph: torch.cuda.CUDAGraph | None = graph
-        # The method in C++, without the one in Python around it.
-        self._launch = super(torch.cuda.CUDAGraph, graph).replay
-        self._feeds = feeds
-        self._drains = drains
-        self._nodes = nodes
-        self._pair: tuple[CopyNode, CopyNode] | None = None
-        if nodes is not None and len(feeds) == len(drains) == 1:
-            first, last = nodes
-            if first is not None and last is not None:
-                self._pair = first, last
-        self._copying = True
-        self._on_close = on_close
-
-    @property
-    def nodes(self) -> int:
-        """Nodes of the graph, where the driver tells them."""
-        if self._graph is None or driver.libcuda() is None:
-            return 0
-        return driver.node_count(self._graph.raw_cuda_graph())
-
-    def replay(self) -> None:
-        """Launch the graph without its copies."""
-        assert self._graph is not None
-        if self._copying and self._nodes is not None:
-            self._copy(False)
-        self._launch()
-
-    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Launch the graph with its copies between the caller's memory and its own."""
-        assert self._graph is not None
-        nodes = self._nodes
-        if nodes is not None:
-            if not self._copying:
-                self._copy(True)
-            if self._pair is not None:
-                # One argument, one result: what follows, unrolled.
-                first, last = self._pair
-                address = sources[0].data_ptr()
-                if address != first.address:
-                    first.point_at(address)
-                address = targets[0].data_ptr()
-                if address != last.address:
-                    last.point_at(address)
-                self._launch()
-                return
-            for node, tensor in zip(nodes, (*sources, *targets), strict=True):
-                if node is not None:
-                    address = tensor.data_ptr()
-                    if address != node.address:
-                        node.point_at(address)
-            self._launch()
-            return
-        with torch.no_grad():
-            for feed, source in zip(self._feeds, sources, strict=True):
-                feed.copy_(flat(source))
-            self._launch()
-            for drain, target in zip(self._drains, targets, strict=True):
-                flat(target).copy_(drain)
-
-    def close(self) -> None:
-        """Destroy the graph."""
-        if self._graph is not None:
-            self._graph.reset()
-            self._graph = None
-            del self._launch
-            self._on_close()
-        self._nodes = self._pair = None
-        self._feeds = self._drains = ()
-        self.external = []
-
-    def _copy(self, on: bool) -> None:
-        for node in self._nodes or ():
-            if node is not None:
-                node.enable(on)
-        self._copying = on
 
 
 class _Bench:
@@ -263,7 +166,7 @@ class CudaRecorder:
         body = functools.partial(_copied, work, feeds, sources, drains, outside)
         graph, (drained, targets) = self._capture(self._memory(), generators, body)
         graph.instantiate()
-        nodes = _find(
+        nodes = find_copies(
             graph, [*zip(sources, feeds, strict=True)], [*zip(drained, targets, strict=True)]
         )
         if nodes is None:
@@ -309,7 +212,7 @@ class CudaRecorder:
         graph.instantiate()
         if by_nodes:
             into = [*zip(sources, feeds, strict=True)]
-            nodes = _find(graph, into, [*zip(segment.drains, segment.targets, strict=True)])
+            nodes = find_copies(graph, into, [*zip(segment.drains, segment.targets, strict=True)])
             if nodes is None:
                 graph.reset()
                 raise CaptureError("The copies of a segment are not to be found in its graph.")
@@ -347,6 +250,7 @@ class CudaRecorder:
     def close(self) -> None:
         """Give the memory back, and the stream to the next recorder."""
         self.trim()
+        self._stream.wait_stream(self._last)
         self._end()
 
     def _recording(
@@ -387,10 +291,14 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Run on the capture stream, after and before what the current stream does."""
+        """Run on the capture stream, after and before what the current stream does.
+
+        After the last replay too: what was made on that stream and is freed is used again there.
+        """
         self._bench.prepare()
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
+        self._stream.wait_stream(self._last)
         try:
             with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
                 yield
@@ -406,8 +314,8 @@ class CudaRecorder:
                 with self._capturing(pool, generators) as graph:
                     made = body()
                 return graph, made
-            except RuntimeError as error:
-                if not left or _BROKEN_BY_OTHERS not in str(error):
+            except Interrupted:
+                if not left:
                     raise
         raise AssertionError("unreachable")
 
@@ -433,8 +341,13 @@ class CudaRecorder:
                 graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
                 yield graph
                 _end(graph)
-            except BaseException:
+            except BaseException as error:
                 self._abandon(graph, pool, users, others)
+                if isinstance(error, RuntimeError) and _BROKEN_BY_OTHERS in str(error):
+                    raise Interrupted(
+                        "Another thread has broken the capture.",
+                        remedy="Synchronise and allocate on other threads before or after it.",
+                    ) from error
                 raise
 
     def _abandon(
@@ -539,31 +452,3 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph.capture_end()
-
-
-def _find(
-    graph: torch.cuda.CUDAGraph,
-    into: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    out_of: Sequence[tuple[torch.Tensor, torch.Tensor]],
-) -> list[CopyNode | None] | None:
-    """The nodes that copy these (source, target) pairs; None if they are not all to be found.
-
-    What lies outside is the source of the first and the target of the second.
-    """
-    found: dict[tuple[int, int, int], list[Any]] = {}
-    for node, params in driver.copies(graph.raw_cuda_graph()):
-        key = params.srcDevice, params.dstDevice, params.WidthInBytes
-        found.setdefault(key, []).append((node, params))
-    executable = graph.raw_cuda_graph_exec()
-    nodes: list[CopyNode | None] = []
-    for end, pairs in (("src", into), ("dst", out_of)):
-        for source, target in pairs:
-            if not source.numel():
-                nodes.append(None)
-                continue
-            matches = found.get((source.data_ptr(), target.data_ptr(), source.numel()), [])
-            if len(matches) != 1:
-                return None
-            node, params = matches[0]
-            nodes.append(CopyNode(executable, node, params, end))
-    return nodes

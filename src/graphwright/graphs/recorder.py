@@ -11,6 +11,13 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from ..errors import CaptureError
+
+
+class Interrupted(CaptureError):
+    """Another thread has broken a capture; it can be tried again."""
+
+
 Work = Callable[[], Any]
 Allocate = Callable[[int], torch.Tensor]
 Prepared = TypeVar("Prepared")
