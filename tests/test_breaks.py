@@ -493,6 +493,7 @@ def test_what_differs_from_run_to_run_is_not_captured(device: torch.device) -> N
         graphed(torch.ones(3, device=device))
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_python_s_random_numbers_on_a_new_way_are_no_constant(device: torch.device) -> None:
     def draws(x: torch.Tensor) -> torch.Tensor:
         if x.sum() > 0:

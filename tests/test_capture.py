@@ -328,6 +328,7 @@ def has_a_generator_of_its_own(x: torch.Tensor) -> torch.Tensor:
     return x + torch.rand(x.shape, generator=own, device=x.device)
 
 
+@pytest.mark.usefixtures("one_thread")
 def test_who_seeds_random_numbers_in_the_call_is_refused(device: torch.device) -> None:
     one = torch.Generator(device)
 

@@ -45,9 +45,10 @@ class Undo:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        # With other threads at work nobody can tell who drew from Python's own generators.
+        # With other threads at work nobody can tell who drew from the host's generators.
         self._alone = threading.active_count() == 1
         self._python = random.getstate()
+        self._torch = torch.default_generator.get_state()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
         self._grads = [(p, p.grad) for p in module.parameters()]
@@ -113,6 +114,7 @@ class Undo:
         """
         if self._alone:
             random.setstate(self._python)
+            torch.default_generator.set_state(self._torch)
             if self._numpy is not None:
                 sys.modules["numpy"].random.set_state(self._numpy)
         for parameter, grad in self._grads:
