@@ -505,6 +505,7 @@ def test_python_s_random_numbers_on_a_new_way_are_no_constant(device: torch.devi
     with pytest.warns(RuntimeWarning, match="runs eagerly"):
         results = [graphed(torch.ones(3, device=device)) for _ in range(12)]
     assert len({float(r[0]) for r in results}) == 12
+    assert graphed._recent is None  # Given up, it is not looked at again.
 
 
 def test_two_threads_get_their_own_answers(device: torch.device) -> None:

@@ -177,7 +177,7 @@ class GraphedCallable:
         except SignatureError as error:
             return self._missed(SHARED, error.what, args, kwargs)
         self._count(entry, graph)
-        if graph.given_up is None and entry is not self._recent:
+        if entry.ready and entry is not self._recent:
             self._used(entry, args, kwargs)
         return result
 

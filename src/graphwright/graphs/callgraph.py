@@ -466,6 +466,7 @@ class CallGraph(Graph):
         self._warmed = None
         self._branches = None
         self._sample = []
+        self._outside = set()  # Of memory that is free by now.
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
