@@ -31,6 +31,9 @@ from .shapes.buckets import Buckets as Buckets
 from .shapes.buckets import SizesSeen as SizesSeen
 from .tally import BucketStatistics as BucketStatistics
 from .tally import GraphStatistics as GraphStatistics
+from .training import GraphedStep as GraphedStep
+from .training import StepStatistics as StepStatistics
+from .training import graph_step as graph_step
 from .tuned import TunedModule as TunedModule
 from .tuner import tune as tune
 
@@ -44,6 +47,7 @@ __all__ = [
     "GraphStatistics",
     "GraphedCallable",
     "GraphedModule",
+    "GraphedStep",
     "GraphwrightError",
     "MemoryBudgetExceeded",
     "MemoryPool",
@@ -55,6 +59,7 @@ __all__ = [
     "Severity",
     "SignatureError",
     "SizesSeen",
+    "StepStatistics",
     "StrategyFailed",
     "TargetError",
     "TunedModule",
@@ -64,5 +69,6 @@ __all__ = [
     "capturing",
     "check",
     "graph",
+    "graph_step",
     "tune",
 ]

@@ -36,6 +36,8 @@ class CallGraph(Graph):
     _branches: Branches | None = None
     # Whether a call was answered eagerly, since it was given up to divide it.
     was_eager = False
+    # Parameters whose gradients the call sets; None where it is for inference.
+    _trained: Sequence[torch.Tensor] | None = None
 
     def __init__(
         self,
@@ -447,7 +449,7 @@ class CallGraph(Graph):
     @contextlib.contextmanager
     def _transaction(self, state: State) -> Iterator[Undo]:
         self.state = state
-        with transaction(self.pool, self._module, self._forget) as undo:
+        with transaction(self.pool, self._module, self._forget, self._trained) as undo:
             yield undo
 
     def _forget(self) -> None:

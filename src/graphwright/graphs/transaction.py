@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
@@ -31,9 +31,21 @@ def capturing_now() -> bool:
 
 
 @contextlib.contextmanager
-def transaction(pool: MemoryPool, module: nn.Module, forget: Callable[[], None]) -> Iterator[Undo]:
-    """Put back what was changed inside; on an error, leave nothing and name the cause."""
-    undo = Undo(module)
+def transaction(
+    pool: MemoryPool,
+    module: nn.Module,
+    forget: Callable[[], None],
+    trained: Sequence[torch.Tensor] | None = None,
+) -> Iterator[Undo]:
+    """Put back what was changed inside; on an error, leave nothing and name the cause.
+
+    Args:
+        pool: where it is done.
+        module: what is captured.
+        forget: gives up what was recorded.
+        trained: parameters whose gradients may be set; by default none.
+    """
+    undo = Undo(module, trained)
     done = False
     try:
         with as_captured():

@@ -41,9 +41,10 @@ class Undo:
 
     Args:
         module: what is captured; a plain function as a FunctionModule.
+        trained: parameters whose gradients the call may set; by default it may set none.
     """
 
-    def __init__(self, module: nn.Module) -> None:
+    def __init__(self, module: nn.Module, trained: Sequence[torch.Tensor] | None = None) -> None:
         self._module = module
         # With other threads at work nobody can tell who drew from the host's generators.
         self._alone = threading.active_count() == 1
@@ -51,7 +52,8 @@ class Undo:
         self._torch = torch.default_generator.get_state()
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
-        self._grads = [(p, p.grad) for p in module.parameters()]
+        self._trains = trained is not None
+        self._grads = [(p, p.grad) for p in (module.parameters() if trained is None else trained)]
         held = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
         self._data = [(tensor, tensor.detach()) for tensor in held]
         self._kept: list[tuple[Any, Any]] = []
@@ -65,7 +67,7 @@ class Undo:
         Raises:
             CaptureError: naming the attribute or variable.
         """
-        if any(parameter.grad is not grad for parameter, grad in self._grads):
+        if not self._trains and any(p.grad is not grad for p, grad in self._grads):
             raise CaptureError(
                 "The call sets gradients of parameters, which a captured call does not.",
                 remedy="Leave backward() out of the captured call.",

@@ -1,0 +1,287 @@
+"""What a graph asks of optimizers: all that they compute with on the device, and where it was.
+
+A graph repeats kernels. What an optimizer keeps on the host, a step count or a learning rate, goes
+into the kernels' arguments and stays what it was at capture; so the count is kept on the device
+(PyTorch's option `capturable`), and a learning rate that changes is read from a tensor.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.optim import SGD, Optimizer
+
+from ..errors import CaptureError
+
+Group = dict[str, Any]
+
+# Not read by step(): the parameters, and what schedulers keep for themselves.
+_NO_OPTIONS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "param_names"})
+
+
+def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
+    """Have an optimizer keep its step count on the device, where that is all that it needs.
+
+    Raises:
+        CaptureError: it needs more than that.
+    """
+    name = type(optimizer).__name__
+    if device.type == "cpu" and isinstance(optimizer, SGD):
+        return
+    for group in optimizer.param_groups:
+        if group.get("fused") or isinstance(optimizer, SGD):
+            continue
+        if "capturable" in group and device.type != "cpu":
+            group["capturable"] = True
+            continue
+        if device.type == "cpu" and "fused" in group:
+            raise CaptureError(
+                f"{name} counts its steps in Python on the CPU; a graph would count none.",
+                remedy=f"Pass fused=True to {name}.",
+            )
+        raise CaptureError(
+            f"{name} computes on the host, which a graph does not repeat.",
+            remedy="Use SGD, or an optimizer with fused=True or capturable=True, such as AdamW.",
+        )
+    for state in optimizer.state.values():
+        step = state.get("step") if isinstance(state, dict) else None
+        if isinstance(step, torch.Tensor) and step.device != device:
+            state["step"] = step.to(device, torch.float32)
+
+
+def check_scaling(optimizers: Sequence[Optimizer]) -> None:
+    """Refuse optimizers for which a GradScaler asks the device whether to skip a step.
+
+    Raises:
+        CaptureError: one is not fused.
+    """
+    for optimizer in optimizers:
+        if not getattr(optimizer, "_step_supports_amp_scaling", False):
+            name = type(optimizer).__name__
+            raise CaptureError(
+                f"With {name} as it is, GradScaler reads from the device whether to skip a step.",
+                remedy=f"Pass fused=True to {name}: it decides that on the device.",
+            )
+
+
+class Rate:
+    """The learning rate of one group as a graph reads it.
+
+    Attributes:
+        tensor: where it is read from; None while it is a constant of the kernels.
+    """
+
+    def __init__(self, optimizer: Optimizer, index: int, device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._index = index
+        self._device = device
+        self._filled: float | None = None
+        self.tensor: torch.Tensor | None = None
+
+    @property
+    def group(self) -> Group:
+        """Its group, as it is now."""
+        return self._optimizer.param_groups[self._index]
+
+    @property
+    def option(self) -> tuple[Optimizer, int, str]:
+        """What `Settings.difference` calls it."""
+        return self._optimizer, self._index, "lr"
+
+    @property
+    def is_scheduled(self) -> bool:
+        """Whether a scheduler of PyTorch's has been attached to its optimizer."""
+        return hasattr(self._optimizer.step, "_wrapped_by_lr_sched")
+
+    def __str__(self) -> str:
+        return f"{type(self._optimizer).__name__}, group {self._index}"
+
+    @property
+    def can_change(self) -> bool:
+        """Whether the optimizer can read it from a tensor."""
+        group = self.group
+        if not isinstance(group.get("lr"), float | int):
+            return False
+        fused = bool(group.get("fused")) or isinstance(self._optimizer, SGD)
+        return fused or bool(group.get("capturable"))
+
+    def change(self) -> None:
+        """From now on it is read from a tensor."""
+        self.tensor = torch.zeros((), dtype=torch.float32, device=self._device)
+        self._filled = None
+
+    def refresh(self) -> None:
+        """Copy the number in that the group has now."""
+        if self.tensor is not None:
+            now = self.group["lr"]
+            if now != self._filled and not isinstance(now, torch.Tensor):
+                self.tensor.fill_(now)
+                self._filled = now
+
+    @contextlib.contextmanager
+    def in_place(self) -> Iterator[None]:
+        """Have the optimizer see the tensor.
+
+        Raises:
+            CaptureError: the step has set the learning rate itself.
+        """
+        group = self.group
+        fused = isinstance(self._optimizer, SGD) and (
+            self.tensor is not None or isinstance(group.get("lr"), torch.Tensor)
+        )
+        new: Group = {} if self.tensor is None else {"lr": self.tensor}
+        if fused:
+            new |= {"fused": True, "foreach": False}
+        before = {key: group.get(key) for key in ("lr", *new)}
+        group.update(new)
+        lr = group.get("lr")
+        version = lr._version if isinstance(lr, torch.Tensor) else 0
+        try:
+            yield
+            if group.get("lr") is not lr or (
+                isinstance(lr, torch.Tensor) and lr._version != version
+            ):
+                raise CaptureError(
+                    "The step sets the learning rate, which a graph would not.",
+                    remedy="Leave scheduler.step() out of the step: pass the scheduler to "
+                    "graph_step(), or call it after each step.",
+                )
+        finally:
+            group.update({key: value for key, value in before.items() if key in new})
+
+
+def rates_of(optimizers: Iterable[Optimizer], device: torch.device) -> list[Rate]:
+    """The learning rates of all groups."""
+    return [Rate(o, i, device) for o in optimizers for i in range(len(o.param_groups))]
+
+
+class Settings:
+    """The options of optimizers that kernels have as arguments: those that are no tensors."""
+
+    def __init__(self, optimizers: Sequence[Optimizer], rates: Sequence[Rate]) -> None:
+        free = {(id(r._optimizer), r._index) for r in rates if r.tensor is not None}
+        self._sizes = [(o, [len(g["params"]) for g in o.param_groups]) for o in optimizers]
+        self._held: list[tuple[Optimizer, int, str, Any]] = []
+        for optimizer in optimizers:
+            for index, group in enumerate(optimizer.param_groups):
+                for key, value in group.items():
+                    variable = key == "lr" and (id(optimizer), index) in free
+                    if not (key in _NO_OPTIONS or variable or isinstance(value, torch.Tensor)):
+                        self._held.append((optimizer, index, key, value))
+
+    def difference(self) -> tuple[Optimizer, int, str] | None:
+        """Which option is another one by now: the optimizer, its group and the option's name."""
+        for optimizer, sizes in self._sizes:
+            if [len(g["params"]) for g in optimizer.param_groups] != sizes:
+                return optimizer, 0, "params"
+        for optimizer, index, key, value in self._held:
+            now = optimizer.param_groups[index].get(key)
+            if now is not value and (type(now) is not type(value) or now != value):
+                return optimizer, index, key
+        return None
+
+
+class Home:
+    """Where the tensors of optimizers and a GradScaler are that graphs work on.
+
+    Loading a state puts other tensors in their place; their values are brought home.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer], scaler: Any) -> None:
+        self._optimizers = optimizers
+        self._scaler = scaler
+        self._kept = [
+            (optimizer, parameter, dict(state))
+            for optimizer in optimizers
+            for parameter, state in optimizer.state.items()
+        ]
+        self._counts = [len(optimizer.state) for optimizer in optimizers]
+        self._groups = [
+            (optimizer, index, key, value)
+            for optimizer in optimizers
+            for index, group in enumerate(optimizer.param_groups)
+            for key, value in group.items()
+            if isinstance(value, torch.Tensor)
+        ]
+        attributes = {} if scaler is None else vars(scaler)
+        self._scale = {k: v for k, v in attributes.items() if isinstance(v, torch.Tensor)}
+
+    def intact(self) -> bool:
+        """Whether all of them are where they were."""
+        for optimizer, count in zip(self._optimizers, self._counts, strict=True):
+            if len(optimizer.state) != count:
+                return False
+        for optimizer, parameter, kept in self._kept:
+            state = optimizer.state.get(parameter)
+            if state is None or len(state) != len(kept):
+                return False
+            for key, value in kept.items():
+                if state.get(key) is not value:
+                    return False
+        for optimizer, index, key, value in self._groups:
+            if optimizer.param_groups[index].get(key) is not value:
+                return False
+        return all(vars(self._scaler).get(key) is value for key, value in self._scale.items())
+
+    def lacks(self) -> bool:
+        """Whether something has no state that had one: its first step is to come."""
+        return any(not o.state.get(p) and kept for o, p, kept in self._kept)
+
+    def bring(self) -> bool:
+        """Copy what is elsewhere home; False if there is something else than there was."""
+        pairs: list[tuple[Any, Any, Any]] = []
+        for optimizer, count in zip(self._optimizers, self._counts, strict=True):
+            if len(optimizer.state) != count:
+                return False
+        for optimizer, parameter, kept in self._kept:
+            state = optimizer.state.get(parameter)
+            if state is None or state.keys() != kept.keys():
+                return False
+            pairs += [(state, key, value) for key, value in kept.items()]
+        for optimizer, index, key, value in self._groups:
+            if index >= len(optimizer.param_groups):
+                return False
+            pairs.append((optimizer.param_groups[index], key, value))
+        pairs += [(vars(self._scaler), key, value) for key, value in self._scale.items()]
+        if not all(_alike(holder.get(key), value) for holder, key, value in pairs):
+            return False
+        with torch.no_grad():
+            for holder, key, value in pairs:
+                now = holder[key]
+                if isinstance(value, torch.Tensor) and now is not value:
+                    value.copy_(now)
+                    holder[key] = value
+        return True
+
+
+@contextlib.contextmanager
+def states_put_back(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Give optimizers the states back that they had before the block.
+
+    What is in tensors that were there before is the journal's to put back.
+    """
+    before = [{p: dict(state) for p, state in o.state.items()} for o in optimizers]
+    try:
+        yield
+    finally:
+        for optimizer, states in zip(optimizers, before, strict=True):
+            for parameter in list(optimizer.state):
+                if parameter not in states:
+                    del optimizer.state[parameter]
+            for parameter, state in states.items():
+                optimizer.state[parameter].clear()
+                optimizer.state[parameter].update(state)
+
+
+def _alike(now: Any, value: Any) -> bool:
+    if not isinstance(value, torch.Tensor):
+        return type(now) is type(value) and bool(now == value)
+    return (
+        isinstance(now, torch.Tensor)
+        and now.shape == value.shape
+        and now.dtype == value.dtype
+        and (now.device == value.device or now.numel() == 1)
+    )

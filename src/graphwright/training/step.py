@@ -1,0 +1,387 @@
+"""graph_step(): one whole training iteration as one graph."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ..errors import (
+    CaptureError,
+    MemoryBudgetExceeded,
+    OptionError,
+    SignatureError,
+    in_words,
+    levels_above,
+)
+from ..graphs.graph import State
+from ..graphs.memory import MemoryPool, in_units
+from ..graphs.transaction import capturing_now, transaction
+from ..signature import Args, Kwargs
+from ..watch import FunctionModule
+from .modules import (
+    device_of_training,
+    optimizers_of,
+    parameters_of,
+    refuse_distributed,
+    scaler_of,
+)
+from .optimizers import (
+    Home,
+    Settings,
+    check_scaling,
+    make_capturable,
+    rates_of,
+    states_put_back,
+)
+from .stepgraph import Body, StepGraph, begins_anew, grads_of
+
+OnMiss = Literal["capture", "eager", "error"]
+
+_FIRST = "first step of an optimizer"
+# So often an option of an optimizer that is in the kernels may change.
+_MAX_CHANGES = 8
+
+
+@dataclass
+class StepStatistics:
+    """How the steps went so far.
+
+    Attributes:
+        replays: steps that a graph did.
+        eager: steps that ran eagerly, by the reason.
+        captures: graphs that were captured.
+        nbytes: bytes that the pool holds.
+    """
+
+    replays: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+    captures: int = 0
+    nbytes: int = 0
+
+
+class GraphedStep:
+    """A training step that is answered by graphs; made by `graph_step`.
+
+    Attributes:
+        pool: the memory that the graphs live in.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        sample: Args,
+        *,
+        optimizers: Sequence[Optimizer],
+        scaler: GradScaler | None,
+        scheduler: Any,
+        pool: MemoryPool,
+        on_miss: OnMiss,
+        max_graphs: int,
+        warmup: int,
+    ) -> None:
+        """As `graph_step`, which see."""
+        self.pool = pool
+        self._step = step
+        self._scheduler = scheduler
+        self._on_miss = on_miss
+        self._max_graphs = max_graphs
+        self._warmup = warmup
+        self._statistics = StepStatistics()
+        self._graphs: list[StepGraph] = []  # the last one used first
+        self._warned: set[str] = set()
+        self._last_miss = ""
+        self._changes = 0
+        self._closed = False
+        self._module = FunctionModule(step)
+        refuse_distributed(self._module)
+        self._scaler = scaler_of(step, scaler)
+        self._optimizers = optimizers_of(step, optimizers)
+        parameters = parameters_of(self._module, self._optimizers)
+        device = device_of_training(parameters, sample)
+        for optimizer in self._optimizers:
+            make_capturable(optimizer, device)
+        if self._scaler is not None:
+            check_scaling(self._optimizers)
+            if self._scaler._scale is None:
+                self._scaler._lazy_init_scale_growth_tracker(device)
+        self._rates = rates_of(self._optimizers, device)
+        for rate in self._rates:
+            if (scheduler is not None or rate.is_scheduled) and rate.can_change:
+                rate.change()
+        self._body = Body(step, parameters, self._rates, self._scaler)
+        self._home: Home | None = None
+        self._capture(sample, {})
+
+    @property
+    def statistics(self) -> StepStatistics:
+        """How the steps went so far."""
+        self._statistics.nbytes = self.pool.reserved
+        return self._statistics
+
+    def __call__(self, *batch: Any, **kwargs: Any) -> Any:
+        """Do one step.
+
+        Returns:
+            what the step returns; tensors are the caller's own and never require grad. Nothing
+            waits for the device.
+
+        Raises:
+            SignatureError: with on_miss="error", where no graph fits the batch.
+        """
+        with self.pool.lock:
+            result = self._answer(batch, kwargs)
+        if self._scheduler is not None:
+            self._scheduler.step()
+        return result
+
+    def explain(self) -> str:
+        """What runs now and why, what it costs, and how the steps went so far."""
+        now = self.statistics
+        lines = [
+            f"{self._body.function.__name__}: {len(self._ready())} graphs, "
+            f"{in_units(now.nbytes)} of memory",
+            f"{now.replays} steps replayed, {now.captures} captures",
+        ]
+        lines += [f"  {graph.name}: {graph.nodes} nodes" for graph in self._ready()]
+        for rate in self._rates:
+            where = "a constant of the graph" if rate.tensor is None else "read from a tensor"
+            lines.append(f"learning rate of {rate}: {where}")
+        lines += [f"{count} steps eager: {why}" for why, count in now.eager.most_common()]
+        if self._last_miss:
+            lines.append(f"last miss: {self._last_miss}")
+        return "\n".join(lines)
+
+    def release(self) -> None:
+        """Close all graphs; the next steps capture theirs again."""
+        with self.pool.lock:
+            for graph in self._graphs:
+                graph.close()
+            self._graphs = []
+            self._home = None
+            self.pool.trim()
+
+    def close(self) -> None:
+        """Close all graphs for good; steps are eager."""
+        self._closed = True
+        self.release()
+
+    def __enter__(self) -> GraphedStep:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<GraphedStep {self._body.function.__name__}: {len(self._ready())} graphs>"
+
+    # A step.
+
+    def _answer(self, args: Args, kwargs: Kwargs) -> Any:
+        if self._closed:
+            return self._eagerly("closed", args, kwargs)
+        if capturing_now():
+            return self._eagerly("inside another capture", args, kwargs)
+        home = self._home
+        if home is not None and not home.intact() and not home.bring():
+            if home.lacks():
+                # The first step of an optimizer makes its state, which no graph does.
+                return self._eagerly(_FIRST, args, kwargs)
+            self.release()
+        graph = self._find(args, kwargs)
+        if graph is None:
+            graph, kind, why = self._new(args, kwargs)
+            if graph is None:
+                return self._missed(kind, why, args, kwargs)
+            if self._home is not None and not self._home.intact():
+                return self._eagerly(_FIRST, args, kwargs)
+        for rate in self._rates:
+            rate.refresh()
+        self._statistics.replays += 1
+        return graph.step(args, kwargs)
+
+    def _find(self, args: Args, kwargs: Kwargs) -> StepGraph | None:
+        """The graph that does just this step."""
+        for index, graph in enumerate(self._graphs):
+            if (
+                graph.state is State.READY
+                and graph.signature.fits(args, kwargs)
+                and graph.is_current()
+                and graph.settings.difference() is None
+                and graph.begins_here(self._grads)
+            ):
+                if index:
+                    self._graphs.insert(0, self._graphs.pop(index))
+                return graph
+        return None
+
+    def _grads(self) -> list[torch.Tensor | None]:
+        return grads_of(self._body.parameters)
+
+    def _new(self, args: Args, kwargs: Kwargs) -> tuple[StepGraph | None, str, str]:
+        """A graph for a step that none fits; or why there is none."""
+        why = self._why(args, kwargs)
+        self._drop_stale()
+        if self._on_miss != "capture":
+            return None, "no graph fits", why
+        if self._changes > _MAX_CHANGES:
+            return None, "options of an optimizer change again and again", why
+        if len(self._graphs) >= self._max_graphs:
+            return None, f"there are {self._max_graphs} graphs already", why
+        try:
+            return self._capture(args, kwargs), "", ""
+        except (CaptureError, MemoryBudgetExceeded) as error:
+            return None, "it cannot be captured", in_words(error)[0]
+
+    def _missed(self, kind: str, why: str, args: Args, kwargs: Kwargs) -> Any:
+        self._last_miss = why
+        if self._on_miss == "error":
+            raise SignatureError(
+                f"No graph of {self._body.function.__name__} fits this step: {why}",
+                remedy="Make one for this batch with graph_step(), or allow on_miss='capture'.",
+            )
+        result = self._eagerly(kind, args, kwargs)
+        if self._on_miss == "capture" and kind not in self._warned:
+            self._warned.add(kind)
+            warnings.warn(
+                f"A step runs eagerly, since {kind}: {why}",
+                RuntimeWarning,
+                stacklevel=levels_above(),
+            )
+        return result
+
+    def _eagerly(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
+        self._statistics.eager[kind] += 1
+        return self._body.plainly(args, kwargs)
+
+    # A capture.
+
+    def _capture(self, args: Args, kwargs: Kwargs) -> StepGraph:
+        """Capture the step as it is now; what its runs change is put back."""
+        body = self._body
+        with self.pool.lock, states_put_back(self._optimizers):
+            with transaction(self.pool, self._module, _nothing, body.parameters):
+                anew = begins_anew(body, args, kwargs)
+            body.start = [None] * len(body.parameters) if anew else self._grads()
+            graph = StepGraph(
+                body,
+                args,
+                kwargs,
+                pool=self.pool,
+                warmup=self._warmup,
+                settings=Settings(self._optimizers, self._rates),
+                start=None if anew else body.start,
+            )
+            try:
+                graph.warm()
+                if self._home is None:
+                    self._home = Home(self._optimizers, self._scaler)
+                graph.record(share_inputs=True)
+            except BaseException:
+                graph.close()
+                raise
+        self._graphs.insert(0, graph)
+        self._statistics.captures += 1
+        return graph
+
+    def _drop_stale(self) -> None:
+        """Close graphs that no step will fit again; have changing learning rates in tensors."""
+        for graph in list(self._graphs):
+            changed = graph.settings.difference()
+            if changed is not None and graph is self._graphs[0]:
+                rate = next((r for r in self._rates if r.option == changed), None)
+                if rate is not None and rate.tensor is None and rate.can_change:
+                    rate.change()
+                else:
+                    self._changes += 1
+            if changed is not None or graph.state is not State.READY or graph.is_stale():
+                graph.close()
+                self._graphs.remove(graph)
+
+    def _ready(self) -> list[StepGraph]:
+        return [graph for graph in self._graphs if graph.state is State.READY]
+
+    def _why(self, args: Args, kwargs: Kwargs) -> str:
+        """What is different about a step that no graph fits."""
+        if not self._graphs:
+            return "its graphs were closed, or something that they were made of has changed"
+        graph = self._graphs[0]
+        if not graph.signature.fits(args, kwargs):
+            return f"{graph.signature.differences(args, kwargs)}"
+        option = graph.settings.difference()
+        if option is not None:
+            return f"{option[2]} of {type(option[0]).__name__} has changed"
+        return graph.what_changed() or "it begins with other gradients"
+
+
+def _nothing() -> None:
+    """What is given up before anything was recorded."""
+
+
+def graph_step(
+    step: Callable[..., Any],
+    sample_batch: Any,
+    *,
+    optimizer: Optimizer | Sequence[Optimizer] | None = None,
+    scaler: GradScaler | None = None,
+    scheduler: Any = None,
+    pool: MemoryPool | None = None,
+    on_miss: OnMiss = "capture",
+    max_graphs: int = 8,
+    warmup: int = 3,
+) -> GraphedStep:
+    """Make one graph of a whole training iteration.
+
+    The step is run a few times here, and all that these runs change is put back: parameters,
+    buffers, gradients, random numbers, and the optimizers' states. The first step of an optimizer
+    makes its state and is eager; so is a batch that no graph is captured for.
+
+    Args:
+        step: does one iteration on a batch: zero_grad, forward, loss, backward, clipping,
+            `optimizer.step()`, moving averages; it may go through several micro-batches. What it
+            returns, the loss above all, is returned as tensors that do not require grad. It reads
+            nothing back from the device, and leaves `scheduler.step()` out.
+        sample_batch: the step's arguments: a tuple, or a single one.
+        optimizer: those that the step uses; what the step itself names is found. SGD, or whatever
+            has the option `capturable` (which is switched on) or `fused=True`; on the CPU SGD or
+            `fused=True`.
+        scaler: the GradScaler that the step uses; its optimizers have to be fused.
+        scheduler: its `step()` is called after each step. One that is not given may be called
+            outside; a learning rate that changes is followed in either case.
+        pool: memory to share with other graphs; by default a pool of its own.
+        on_miss: what a batch of another kind does: "capture" a graph of its own, go "eager", or
+            "error".
+        max_graphs: graphs to capture; steps that need another one are eager, with a warning.
+        warmup: ordinary runs before the capture, beside those that observe and rehearse it.
+
+    Returns:
+        a GraphedStep, to be called as the step is.
+
+    Raises:
+        CaptureError: the step cannot be captured; names the operation, the line and the remedy.
+        MemoryBudgetExceeded: it does not fit under the pool's limit.
+        OptionError: an option makes no sense.
+    """
+    if on_miss not in ("capture", "eager", "error"):
+        raise OptionError(f"on_miss is 'capture', 'eager' or 'error', not {on_miss!r}.")
+    if not isinstance(max_graphs, int) or max_graphs < 1:
+        raise OptionError(f"max_graphs is a number above 0, not {max_graphs!r}.")
+    if optimizer is None:
+        optimizer = ()
+    return GraphedStep(
+        step,
+        sample_batch if isinstance(sample_batch, tuple) else (sample_batch,),
+        optimizers=[optimizer] if isinstance(optimizer, Optimizer) else optimizer,
+        scaler=scaler,
+        scheduler=scheduler,
+        pool=MemoryPool() if pool is None else pool,
+        on_miss=on_miss,
+        max_graphs=max_graphs,
+        warmup=warmup,
+    )
