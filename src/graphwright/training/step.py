@@ -188,12 +188,15 @@ class GraphedStep:
             return self._eagerly("closed", args, kwargs)
         if capturing_now():
             return self._eagerly("inside another capture", args, kwargs)
+        if self._graphs:
+            self.pool.order()  # What graphs read may be written to here.
         home = self._home
         if home is not None and not home.intact() and not home.bring():
-            if home.lacks():
+            if not home.lacks():
+                self.release()
+            elif self._may_miss(args, kwargs):
                 # The first step of an optimizer makes its state, which no graph does.
                 return self._eagerly(_FIRST, args, kwargs)
-            self.release()
         graph = self._find(args, kwargs)
         if graph is None:
             graph, kind, why = self._new(args, kwargs)
@@ -201,10 +204,14 @@ class GraphedStep:
                 return self._missed(kind, why, args, kwargs)
             if self._home is not None and not self._home.intact():
                 return self._eagerly(_FIRST, args, kwargs)
-        for rate in self._rates:
-            rate.refresh()
+        self._refresh()
         self._statistics.replays += 1
         return graph.step(args, kwargs)
+
+    def _may_miss(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a step may be eager that a graph would have done, but for other reasons."""
+        known = any(graph.signature.fits(args, kwargs) for graph in self._graphs)
+        return known or self._on_miss != "error"
 
     def _find(self, args: Args, kwargs: Kwargs) -> StepGraph | None:
         """The graph that does just this step."""
@@ -258,7 +265,13 @@ class GraphedStep:
 
     def _eagerly(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
         self._statistics.eager[kind] += 1
+        self._refresh()
         return self._body.plainly(args, kwargs)
+
+    def _refresh(self) -> None:
+        """Copy learning rates that have changed to where graphs read them."""
+        for rate in self._rates:
+            rate.refresh()
 
     # A capture.
 
@@ -268,7 +281,10 @@ class GraphedStep:
         with self.pool.lock, states_put_back(self._optimizers):
             with transaction(self.pool, self._module, _nothing, body.parameters):
                 anew = begins_anew(body, args, kwargs)
-            body.start = [None] * len(body.parameters) if anew else self._grads()
+            self._refresh()
+            # As objects of our own, so that the caller's are not held.
+            start = [None if g is None or anew else g.detach() for g in self._grads()]
+            body.start = start
             graph = StepGraph(
                 body,
                 args,
@@ -276,7 +292,7 @@ class GraphedStep:
                 pool=self.pool,
                 warmup=self._warmup,
                 settings=Settings(self._optimizers, self._rates),
-                start=None if anew else body.start,
+                start=None if anew else start,
             )
             try:
                 graph.warm()
@@ -286,6 +302,8 @@ class GraphedStep:
             except BaseException:
                 graph.close()
                 raise
+            finally:
+                body.start = []
         self._graphs.insert(0, graph)
         self._statistics.captures += 1
         return graph

@@ -73,7 +73,6 @@ class Body:
         """The step as it is, with learning rates where a graph reads them."""
         with contextlib.ExitStack() as stack:
             for rate in self._rates:
-                rate.refresh()
                 stack.enter_context(rate.in_place())
             with torch.enable_grad():
                 result = self.step(*args, **kwargs)
@@ -121,7 +120,8 @@ class StepGraph(CallGraph):
 
     Attributes:
         start: gradients that it goes on from; None where it never looks at them.
-        ends: gradients that it leaves: its own memory, one of `start`, or None.
+        ends: gradients that it leaves, by parameter: memory of its own, or None. Parameters whose
+            gradients it only adds to are left out.
         settings: options of the optimizers that are in its kernels.
     """
 
@@ -143,6 +143,7 @@ class StepGraph(CallGraph):
         self.settings = settings
         self.start = start
         self.ends: list[torch.Tensor | None] = []
+        self._ending: list[torch.Tensor] = []
 
     @property
     def nodes(self) -> int:
@@ -163,9 +164,11 @@ class StepGraph(CallGraph):
 
     def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
         results, ends = tree
-        # Each under a name of our own: whoever holds one more can be told from that.
-        known = [] if self.start is None else [g for g in self.start if g is not None]
-        self.ends = [g if g is None or any(g is k for k in known) else g.detach() for g in ends]
+        start = [None] * len(ends) if self.start is None else self.start
+        left = [i for i, g in enumerate(ends) if g is None or g is not start[i]]
+        self._ending = [self._body.parameters[i] for i in left]
+        # Each as an object of our own: from that it can be told whether others hold it too.
+        self.ends = [None if ends[i] is None else ends[i].detach() for i in left]
         return super()._drains(inputs, results)
 
     def begins_here(self, grads: Callable[[], Grads]) -> bool:
@@ -178,24 +181,22 @@ class StepGraph(CallGraph):
         """Replay; the parameters have the gradients that it leaves."""
         self._let_holders_keep_theirs()
         result = self.run(args, kwargs)
-        give(self._body.parameters, self.ends)
+        give(self._ending, self.ends)
         # Written to behind autograd's back: what was saved of them for a backward is stale.
         torch.autograd.graph.increment_version(self._body.written)
         return result
 
     def _let_holders_keep_theirs(self) -> None:
         """Whoever holds a gradient of the last step keeps it: the replay writes to another one."""
-        start = () if self.start is None else self.start
         for index in _held(self.ends):
             grad = self.ends[index]
-            if grad is None or any(grad is other for other in start):
-                continue
-            self.ends[index] = grad.detach()
-            grad.data = grad.clone()
+            if grad is not None:
+                self.ends[index] = grad.detach()
+                grad.data = grad.clone()
 
     def _forget(self) -> None:
         super()._forget()
-        self.ends = []
+        self.ends, self._ending = [], []
 
 
 def _held(grads: Grads) -> list[int]:
