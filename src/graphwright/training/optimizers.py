@@ -29,13 +29,11 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
         CaptureError: it needs more than that.
     """
     name = type(optimizer).__name__
-    if device.type == "cpu" and isinstance(optimizer, SGD):
-        return
     for group in optimizer.param_groups:
-        if group.get("fused") or isinstance(optimizer, SGD):
-            continue
         if "capturable" in group and device.type != "cpu":
             group["capturable"] = True
+            continue
+        if group.get("fused") or isinstance(optimizer, SGD):
             continue
         if device.type == "cpu" and "fused" in group:
             raise CaptureError(
