@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
 from graphwright.graphs.callgraph import CallGraph
@@ -367,3 +368,20 @@ def test_a_cpu_tensor_among_cuda_arguments_is_refused() -> None:
         gw.capture(torch.add, torch.ones(2, device="cuda"), torch.ones(2))
     with pytest.raises(gw.CaptureError, match="generator on the cpu"):
         gw.capture(lambda x: x * float(torch.rand(())), torch.ones(2, device="cuda"))
+
+
+def test_other_elements_dropped_is_not_something_else(device: torch.device) -> None:
+    """Libraries choose another attention kernel when told of a capture: it drops other elements."""
+
+    def drops(x: torch.Tensor, factor: float) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            return F.dropout(x.t() * factor, 0.5).t()
+        return F.dropout(x, 0.5)
+
+    x = torch.randn(64, 32, device=device)
+    result = gw.capture(drops, x, 1.0)(x, 1.0)
+    kept = result != 0
+    assert 0.3 < kept.float().mean() < 0.7
+    torch.testing.assert_close(result[kept], 2 * x[kept])
+    with pytest.raises(gw.CaptureError, match="computes something else"):
+        gw.capture(drops, x, 1.5)

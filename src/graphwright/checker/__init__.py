@@ -17,8 +17,8 @@ from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, ModelFailed, OptionError, first_line, user_frame
 from ..graphs.journal import capturing_seems_on, collection_off, compilers_off
+from ..graphs.told import same_when_told
 from ..graphs.undo import Undo
-from ..graphs.warmup import same_when_told
 from ..signature import argument_names, flatten
 from ..watch import FunctionModule
 from . import kinds

@@ -236,8 +236,9 @@ def default_generators(device: torch.device) -> list[torch.Generator]:
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
-# Batch norms update their running statistics in training, and most of their schemas hide it.
-_STATISTICS = ("running_mean", "running_var")
+# Batch norms update their running statistics in training, and most of their schemas hide it; so
+# does cuDNN's dropout between the layers of an RNN, its own random state.
+_STATISTICS = ("running_mean", "running_var", "dropout_state")
 _WITHOUT_UPDATE = ("backward", "functional", "no_training", "no_update")
 _MODE = ("training", "train")
 

@@ -9,17 +9,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Container, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
-from ..accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
 from ..errors import CaptureError, first_line, user_frame
-from ..signature import SCALARS, describe
 from .journal import Journal, compilers_off, tensors
 from .recorder import Allocate, Recorder
+from .told import WithoutDropout, run_told, same_when_told
 from .transaction import let_go
 from .transfer import Inputs
 from .undo import Undo
@@ -79,14 +79,22 @@ def warm(
     journal = Journal()
     try:
         with recorder.warming(), compilers_off(), journal:
-            result = _told(work, inputs)
+            result = run_told(work, inputs)
         journal.forget_what_stood_still()
         for tensor in tensors(result):
             journal.read(tensor)  # It may be a weight that no operation has touched.
         undo.check()
         undo.refuse_host_randomness(recorder.device, journal.generators)
-        same_when_told(result, eager)
-        del result, eager
+        try:
+            same_when_told(result, eager)
+        except CaptureError:
+            if not journal.generators:
+                raise
+            del result, eager
+            journal.undo()
+            _same_without_dropout(work, sample, recorder, undo)
+        else:
+            del result, eager
         if journal.generators:
             _refuse_seeding(work, sample, recorder, journal.generators)
             undo.check()
@@ -154,6 +162,24 @@ def _taken(
         raise _named(error, prepare, work, recorder, generators) from error
 
 
+def _same_without_dropout(
+    work: Callable[[Inputs], Any], sample: Sequence[Any], recorder: Recorder, undo: Undo
+) -> None:
+    """Compare work that is told of a capture with eager, both without dropout.
+
+    Raises:
+        CaptureError: it computes something else.
+    """
+    eager, _ = _run_eagerly(work, sample, recorder, undo, WithoutDropout())
+    inputs = Inputs(sample, _ordinary(recorder.device))
+    journal = Journal()
+    try:
+        with recorder.warming(), compilers_off(), journal, WithoutDropout():
+            same_when_told(run_told(work, inputs), eager)
+    finally:
+        journal.undo()
+
+
 def _refuse_seeding(
     work: Callable[[Inputs], Any],
     sample: Sequence[Any],
@@ -173,7 +199,7 @@ def _refuse_seeding(
         journal.expect(generators)
         inputs = Inputs(sample, _ordinary(recorder.device))
         with recorder.warming(), compilers_off(), journal:
-            _told(work, inputs)
+            run_told(work, inputs)
         journal.check_end()
     finally:
         journal.undo()
@@ -189,13 +215,17 @@ def _refuse_seeding(
 
 
 def _run_eagerly(
-    work: Callable[[Inputs], Any], sample: Sequence[Any], recorder: Recorder, undo: Undo
+    work: Callable[[Inputs], Any],
+    sample: Sequence[Any],
+    recorder: Recorder,
+    undo: Undo,
+    under: AbstractContextManager[Any] | None = None,
 ) -> tuple[list[Any], dict[int, torch.UntypedStorage]]:
     """The results of a call that is not told that a capture is under way, and what it has used."""
     inputs = Inputs(sample, _ordinary(recorder.device))
     journal = Journal()
     try:
-        with compilers_off(), journal:
+        with compilers_off(), journal, under or contextlib.nullcontext():
             kept = [
                 leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
                 for leaf in pytree.tree_leaves(work(inputs))
@@ -204,48 +234,6 @@ def _run_eagerly(
     finally:
         journal.undo()
     return kept, journal.external
-
-
-def _told(work: Callable[[Inputs], Any], inputs: Inputs) -> Any:
-    """Run work that is told that a capture is under way, and has run without being told."""
-    try:
-        return work(inputs)
-    except Exception as error:
-        if isinstance(error, CaptureError):
-            raise
-        raise CaptureError(
-            f"The call works by itself and fails once it is told that a capture is under way: "
-            f"{first_line(error)}",
-            where=user_frame(error),
-            remedy="It asks torch.cuda.is_current_stream_capturing(), and takes another way.",
-        ) from error
-
-
-def same_when_told(told: Any, eager: Sequence[Any]) -> None:
-    """Refuse work that computes something else when it is told that a capture is under way.
-
-    Libraries leave out what would read the device then; the numbers have to stay the same but for
-    rounding.
-    """
-    mine = pytree.tree_leaves(told)
-    alike = len(mine) == len(eager)
-    for a, b in zip(mine, eager, strict=False):
-        if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
-            plain = isinstance(a, SCALARS) and isinstance(b, SCALARS)
-            alike = alike and (not plain or describe(a) == describe(b))
-            continue
-        alike = alike and a.shape == b.shape and a.dtype == b.dtype
-        if alike and a.numel():
-            error, _ = error_of(a, b, b)
-            real = a.dtype.to_real() if a.dtype.is_complex else a.dtype
-            alike = error.rms <= ROUNDING.get(real, OTHER_ROUNDING)
-            alike = alike and torch.equal(special_values(a), special_values(b))
-    if not alike:
-        raise CaptureError(
-            "The call computes something else when it is told that a capture is under way.",
-            remedy="It asks torch.cuda.is_current_stream_capturing(), and so does transformers for "
-            "attention masks: try attn_implementation='eager', or pass the mask explicitly.",
-        )
 
 
 def _named(
