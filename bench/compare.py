@@ -1,4 +1,4 @@
-"""Two results of one benchmark, tune or capture: what became faster or slower beyond the noise."""
+"""Two results of tune, capture or training: what became faster or slower beyond the noise."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Result = dict[str, Any]
 
 SCHEMA = "graphwright.bench"
 # The versions of the schema that hold models with ways.
-COMPARABLE = {"tune": 2, "capture": 1}
+COMPARABLE = {"tune": 2, "capture": 1, "training": 1}
 # Changes below this are nothing, however certain.
 WORTH_IT = 1.03
 OURS = "graphwright."
@@ -72,7 +72,7 @@ def load(file: Path) -> Result:
     benchmark, version = data.get("benchmark"), data.get("schema_version")
     if benchmark not in COMPARABLE:
         raise NotComparableError(
-            f"{file} is a result of {benchmark}, and only {' and '.join(COMPARABLE)} are compared."
+            f"{file} is a result of {benchmark}, and only {', '.join(COMPARABLE)} are compared."
         )
     if version != COMPARABLE[benchmark]:
         raise NotComparableError(

@@ -181,7 +181,7 @@ def difference(result: Any, expected: Any) -> tuple[float, bool]:
     return largest, close
 
 
-def _compilations() -> dict[str, int]:
+def compilations() -> dict[str, int]:
     """What torch.compile has counted in this process."""
     from torch._dynamo.utils import counters
 
@@ -216,7 +216,7 @@ def set_up(
             rows[way] = {"status": "unavailable", "reason": why}
             continue
         begun(way, rows)
-        before = _compilations() if way in COMPILED else {}
+        before = compilations() if way in COMPILED else {}
         try:
             start = time.perf_counter()
             call = make(case)
@@ -228,7 +228,7 @@ def set_up(
             rows[way] = {"status": "failed", "reason": first_line(error)}
         rows[way]["notes"] = case.notes[:]
         case.notes.clear()
-        for what, count in (_compilations() if before else {}).items():
+        for what, count in (compilations() if before else {}).items():
             if count > before[what]:
                 rows[way]["notes"].append(f"{count - before[what]} {what}")
     # Once all are there: none may have spoilt another.

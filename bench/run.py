@@ -5,7 +5,8 @@ scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a pr
 scripts/bench buckets [--out DIR]                     a model over batch × length, by buckets
 scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
 scripts/bench check [--out DIR]                       which models can be captured
-scripts/bench compare A.json B.json                   two results of tune or of capture
+scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
+scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/
 """
 
@@ -17,10 +18,12 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from processes import figures_of
+from processes import figures_of, run_all
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "bench" / "results"
@@ -31,6 +34,10 @@ PICTURE = "minilm"
 CAPTURE_LIMIT_S = 150
 # The same for a model of the tune benchmark.
 TUNE_LIMIT_S = 120
+# The same for a model of the training benchmark, and for the memory of one way of it.
+TRAINING_LIMIT_S, MEMORY_LIMIT_S = 150, 90
+# Processes that measure memory at once: they do not time anything.
+MEMORY_AT_ONCE = 8
 
 
 def commit() -> str:
@@ -187,6 +194,87 @@ def breaks(out: Path, *, quick: bool) -> int:
     return len(missed)
 
 
+def training(
+    models: list[str], out: Path, *, quick: bool, compile_too: bool, memory_too: bool
+) -> int:
+    """bench/training.py on each model, the file written after each; the number that failed.
+
+    The times come first, model by model; then the memory of every way, several at once.
+    """
+    from training_models import MODELS
+    from training_table import line, targets, to_text
+    from training_ways import COMPILED
+
+    words = ["--quick"] * quick
+    without = () if compile_too else COMPILED
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "training",
+        "commit": commit(),
+        "quick": quick,
+        "environment": {},
+        "models": {},
+    }
+    where = out / "training.json"
+    for name in models or list(MODELS):
+        found = _trained(name, words, without)
+        result["environment"] = result["environment"] or found.get("environment", {})
+        model = found.get("figures", {})
+        if "failed" in found:
+            model["failed"] = found["failed"]
+        result["models"][name] = model
+        result["targets"] = targets(result)
+        _write(where, result)
+        print(line(name, model), flush=True)
+    if memory_too and "gpu" in result["environment"]:
+        for name, way, row in _memories(result["models"], words):
+            result["models"][name].setdefault("memory", {})[way] = row
+            result["targets"] = targets(result)
+            _write(where, result)
+    print(f"\n{to_text(result)}\nwrote {where}")
+    return sum("failed" in model for model in result["models"].values())
+
+
+def _trained(name: str, words: list[str], without: Sequence[str]) -> dict[str, Any]:
+    """The figures of one model; a way that takes the process with it is a failed row of them."""
+    from training_ways import WAYS
+
+    options = [*words, *(word for way in without for word in ("--leave-out", way))]
+    found = figures_of("training.py", name, options, TRAINING_LIMIT_S)
+    failure = found.get("failed", "")
+    fatal = [way for way in WAYS if failure.endswith(f", at {way}")]
+    if not fatal:
+        return found
+    again = figures_of("training.py", name, [*options, "--leave-out", fatal[0]], TRAINING_LIMIT_S)
+    if fatal[0] in again.get("figures", {}).get("ways", {}):
+        again["figures"]["ways"][fatal[0]] = {"status": "failed", "reason": failure}
+    return again
+
+
+def _memories(
+    models: dict[str, Any], words: list[str]
+) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """The memory of every way that worked, with the model and the way, in the order of ending."""
+    pairs = [
+        (name, way)
+        for name, model in models.items()
+        for way, row in model.get("ways", {}).items()
+        if row["status"] == "ok"
+    ]
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{number}.json" for number in range(len(pairs))]
+        commands = [
+            ["training.py", name, str(file), "--memory", way, *words]
+            for (name, way), file in zip(pairs, files, strict=True)
+        ]
+        for number, failure in run_all(commands, at_once=MEMORY_AT_ONCE, limit_s=MEMORY_LIMIT_S):
+            row = {"status": "failed", "reason": failure}
+            if failure is None:
+                row = json.loads(files[number].read_text(encoding="utf-8"))["figures"]
+            yield *pairs[number], row
+
+
 def _captured(name: str, options: list[str]) -> dict[str, Any]:
     """The figures of one model: without its peers where these take the process with them."""
     import torch
@@ -209,12 +297,13 @@ def _process(what: str, options: list[str]) -> dict[str, Any]:
 
 
 def tables() -> None:
-    """docs/results.md from every result that is committed, and docs/architectures.md."""
+    """docs/results.md from every result that is committed, and the pages of single benchmarks."""
     from architectures_table import to_markdown as architectures_to_markdown
     from breaks import to_markdown as breaks_to_markdown
     from buckets import to_markdown as buckets_to_markdown
     from capture_table import to_markdown as capture_to_markdown
     from check import to_markdown as check_to_markdown
+    from training_table import to_markdown as training_to_markdown
     from tune_table import read, reports
     from tune_table import to_markdown as tune_to_markdown
 
@@ -254,6 +343,10 @@ def tables() -> None:
         for other in sorted(RESULTS.glob("breaks*.json")):
             page += "\n" + breaks_to_markdown(json.loads(other.read_text("utf-8")), other.name)
         (ROOT / "docs" / "capturable.md").write_text(page, encoding="utf-8")
+    for file in RESULTS.glob("training*.json"):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        page = training_to_markdown(data, file.name)
+        (ROOT / "docs" / "training-results.md").write_text(page, encoding="utf-8")
 
 
 def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
@@ -267,6 +360,15 @@ def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:
             if name not in known:
                 parser.error(f"{name} is none of {', '.join(known)}")
     tune_options(given.options.split())
+
+
+def _check_models(parser: argparse.ArgumentParser, names: list[str]) -> None:
+    """Are all names those of models that the training benchmark knows?"""
+    from training_models import MODELS
+
+    for name in names:
+        if name not in MODELS:
+            parser.error(f"{name} is none of {', '.join(MODELS)}")
 
 
 def main() -> None:
@@ -295,10 +397,16 @@ def main() -> None:
     breaking = commands.add_parser("breaks", help="calls that a plain capture does not take")
     breaking.add_argument("--out", type=Path, default=RESULTS)
     breaking.add_argument("--quick", action="store_true", help="try the script: no result")
-    comparing = commands.add_parser("compare", help="two results of tune or of capture")
+    training_ = commands.add_parser("training", help="training steps of each model")
+    training_.add_argument("--only", nargs="+", default=[], metavar="MODEL")
+    training_.add_argument("--out", type=Path, default=RESULTS)
+    training_.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    training_.add_argument("--no-memory", action="store_true", help="leave peak memory out")
+    training_.add_argument("--quick", action="store_true", help="tiny sizes: no result")
+    comparing = commands.add_parser("compare", help="two results of tune, capture or training")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
-    commands.add_parser("tables", help="make docs/results.md and docs/architectures.md")
+    commands.add_parser("tables", help="make the tables of docs/")
     given = parser.parse_args()
     if given.command == "tune":
         _check(tuning, given)
@@ -323,6 +431,10 @@ def main() -> None:
         sys.exit(check(given.out))
     elif given.command == "breaks":
         sys.exit(breaks(given.out, quick=given.quick))
+    elif given.command == "training":
+        _check_models(training_, given.only)
+        flags = {"compile_too": not given.no_compile, "memory_too": not given.no_memory}
+        sys.exit(training(given.only, given.out, quick=given.quick, **flags))
     else:
         tables()
 

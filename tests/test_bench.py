@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 import compare
 import processes
 import run
+import training_table
 import tune_table
 
 ROOT = Path(__file__).parent.parent
@@ -241,7 +242,7 @@ def test_models_and_machines_that_differ_are_warned_of(
     [
         ({"benchmark": "capture", "schema_version": 1}, "A is a result of tune, B of capture"),
         ({"schema_version": 1}, "has schema version 1; of tune, version 2 can be compared"),
-        ({"benchmark": "buckets"}, "is a result of buckets, and only tune and capture"),
+        ({"benchmark": "buckets"}, "is a result of buckets, and only tune, capture, training"),
         ({"schema": "else"}, "is no result of scripts/bench"),
     ],
 )
@@ -352,3 +353,97 @@ def test_predictions_are_set_against_captures() -> None:
     assert "| stops | breaks: read | `net.py:7` | read | stops at `net.py:7` |" in page
     plain = [{"model": "works", "cpu": []}, {"model": "absent", "failed": "no"}]
     assert "plain capture" not in checked_to_markdown({**result, "rows": plain}, "check.json")
+
+
+# ------------------------------------------------------------ training
+
+
+def trained(eager: float, others: float, plain: float, compiled: float, **more: Any) -> Result:
+    """A model of the training benchmark; all in milliseconds a step."""
+    times = {
+        "eager": eager,
+        "torch.compile": others,
+        "graphwright.graph_step": plain,
+        "graphwright.inductor+graph_step": compiled,
+    }
+    ways = {
+        name: {
+            "status": "ok",
+            "setup_s": 1.0,
+            "latency_s": ms * 1e-3,
+            "back_to_back_s": ms * 1e-3,
+            "loss_relative_difference": 0.0,
+        }
+        for name, ms in times.items()
+    }
+    return {"ways": ways, **more}
+
+
+def peaks(ours: int, torchs: int) -> Result:
+    def row(reserved: int) -> Result:
+        return {"status": "ok", "with_setup": {"reserved": reserved, "allocated": 1}}
+
+    ways = ("graphwright.inductor+graph_step", "torch.cuda.make_graphed_callables")
+    return {way: row(size * 2**20) for way, size in zip(ways, (ours, torchs), strict=True)}
+
+
+def trainings(**models: Result) -> Result:
+    found = result(**models) | {"benchmark": "training", "schema_version": 1}
+    return found | {"targets": training_table.targets(found)}
+
+
+def test_training_is_judged_by_the_better_of_the_two_graph_steps() -> None:
+    found = trainings(
+        mlp=trained(9.0, 5.0, 3.0, 2.0, memory=peaks(100, 100)),
+        lstm=trained(4.0, 2.0, 2.1, 2.2, memory=peaks(100, 99)),
+        resnet18_b64=trained(4.0, 2.0, 1.9, 1.8, memory=peaks(100, 99)),
+    )
+    assert met(found, "launch-bound") == {"mlp": True, "lstm": False}
+    assert met(found, "≥ 1 / 1.03") == {"mlp": True, "lstm": False, "resnet18_b64": True}
+    # The plain one is lstm's best, and its memory was not measured.
+    assert met(found, "peak memory") == {"mlp": True, "lstm": None, "resnet18_b64": False}
+    mean = [t for t in found["targets"] if "mean" in t["target"]]
+    assert mean[0]["value"] == pytest.approx((2.5 * (2.0 / 2.1) * (2.0 / 1.8)) ** (1 / 3))
+    assert (mean[0]["model"], mean[0]["met"]) == ("3 of 3 models", True)
+    line = "mlp: inductor+graph_step 2.000 ms; torch.compile 5.000 ms; 2.50×"
+    assert training_table.line("mlp", found["models"]["mlp"]) == line
+
+
+def test_a_model_without_ours_misses_its_training_targets_and_the_mean() -> None:
+    one = trained(9.0, 5.0, 3.0, 2.0)
+    for name in training_table.OURS:
+        one["ways"][name] = {"status": "wrong", "reason": "its loss is off"}
+    found = trainings(mlp=one, gpt2=trained(9.0, 5.0, 3.0, 2.0))
+    assert met(found, "launch-bound") == {"mlp": False, "gpt2": True}
+    assert met(found, "mean") == {"1 of 2 models": False}
+    assert met(found, "loss of plain") == {"mlp": False, "gpt2": True}
+    page = training_table.to_markdown(found, "training.json")
+    assert "wrong | wrong |" in page
+    assert "- mlp: graph_step: its loss is off" in page
+
+
+@pytest.mark.long
+def test_training_runs_and_writes_what_the_tables_are_made_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("OMP_NUM_THREADS", "1")):
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "src"))
+    flags = {"compile_too": False, "memory_too": True}
+    assert run.training(["mlp"], tmp_path, quick=True, **flags) == 0
+    found = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
+    ways = found["models"]["mlp"]["ways"]
+    assert {name: row["status"] for name, row in ways.items()} == {
+        "eager": "ok",
+        "torch.compile": "unavailable",
+        "reduce-overhead": "unavailable",
+        "graphwright.inductor+graph_step": "unavailable",
+        "graphwright.graph_step": "ok",
+        "graphwright.make_graphed_callables": "ok",
+        "torch.cuda.make_graphed_callables": "unavailable",
+    }
+    assert ways["graphwright.graph_step"]["losses"] == ways["eager"]["losses"]
+    assert len(ways["eager"]["losses"]) == 20
+    assert "mlp: graph_step" in capsys.readouterr().out
+    assert compare.main(tmp_path / "training.json", tmp_path / "training.json") == 0
+    assert "## Ms a step, back to back" in training_table.to_markdown(found, "training.json")

@@ -75,3 +75,15 @@ def test_the_sentences_differ_in_length() -> None:
     _, batch = minilm.minilm()
     mask = batch["attention_mask"]
     assert set(mask.unique().tolist()) == {0, 1}
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("one_thread")
+def test_digits_are_learnt_by_a_graphed_step(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("sklearn")
+    share, off = importlib.import_module("train_digits").main()
+    assert share >= 0.98
+    assert off < 1e-2
+    printed = capsys.readouterr().out
+    assert "largest difference of a loss" in printed
+    assert printed.count("\n") > 10
