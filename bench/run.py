@@ -37,7 +37,7 @@ TUNE_LIMIT_S = 120
 # The same for a model of the training benchmark, and for the memory of one way of it.
 TRAINING_LIMIT_S, MEMORY_LIMIT_S = 150, 90
 # Processes that measure memory at once: they do not time anything.
-MEMORY_AT_ONCE = 8
+MEMORY_AT_ONCE = 12
 
 
 def commit() -> str:
@@ -199,7 +199,8 @@ def training(
 ) -> int:
     """bench/training.py on each model, the file written after each; the number that failed.
 
-    The times come first, model by model; then the memory of every way, several at once.
+    The times come first, model by model; then the memory of every way, several at once. Models
+    that the file has already, of the same commit, are kept.
     """
     from training_models import MODELS
     from training_table import line, targets, to_text
@@ -217,7 +218,13 @@ def training(
         "models": {},
     }
     where = out / "training.json"
-    for name in models or list(MODELS):
+    names = models or list(MODELS)
+    if where.exists():
+        earlier = json.loads(where.read_text(encoding="utf-8"))
+        if all(earlier.get(key) == result[key] for key in ("commit", "quick")):
+            result["models"] = earlier["models"]
+            result["environment"] = earlier["environment"]
+    for name in names:
         found = _trained(name, words, without)
         result["environment"] = result["environment"] or found.get("environment", {})
         model = found.get("figures", {})
@@ -228,7 +235,8 @@ def training(
         _write(where, result)
         print(line(name, model), flush=True)
     if memory_too and "gpu" in result["environment"]:
-        for name, way, row in _memories(result["models"], words):
+        measured = {name: result["models"][name] for name in names}
+        for name, way, row in _memories(measured, words):
             result["models"][name].setdefault("memory", {})[way] = row
             result["targets"] = targets(result)
             _write(where, result)

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from peers import compilations
 from training_models import MODELS, Task, task
-from training_ways import COMPILED, EAGER, WAYS, Trainer, eager, left_out, settle
+from training_ways import COMPILED, EAGER, FUSED, PLAIN, WAYS, Trainer, eager, left_out, settle
 
+import graphwright as gw
 from graphwright.errors import first_line
 from graphwright.measurement import DIGITS, Measurement, Timer, collection_held_off
 from graphwright.report.environment import environment
@@ -75,6 +76,12 @@ def measure(
             rows[way] |= {"status": "failed", "reason": first_line(error)}
             del trainers[way]
     compare(rows, trainers)
+    if EAGER in trainers:
+        # The GPU adds up in another order each time, here and there: no way is nearer than this.
+        again, first = losses(one, trainers[EAGER])[-1], rows[EAGER]["losses"][-1]
+        rows[EAGER]["repeat_relative_difference"] = abs(again - first) / abs(first)
+    if FUSED in trainers and rows[FUSED]["losses"] == rows.get(PLAIN, {}).get("losses"):
+        rows[FUSED]["notes"].append("its losses are plain graph_step()'s: was it compiled at all?")
     save(figures, "the timing")
     steps = {way: _stepping(one, trainer) for way, trainer in trainers.items()}
     for way, measured in timed(steps, timer, budget_s=QUICK_S if quick else BUDGET_S).items():
@@ -86,9 +93,8 @@ def measure(
             "back_to_back_samples": measured.throughput,
         }
     for way, trainer in trainers.items():
-        if hasattr(trainer.graphed, "explain"):
-            rows[way]["explain"] = trainer.graphed.explain()
-        if hasattr(trainer.graphed, "close"):
+        if trainer.graphed is not None:
+            rows[way] |= _went(trainer.graphed, rows[way]["notes"])
             trainer.graphed.close()
     return figures
 
@@ -112,6 +118,20 @@ def _set_up(way: str, one: Task, timer: Timer, trainers: dict[str, Trainer]) -> 
         if count > before[what]:
             notes.append(f"{count - before[what]} {what}")
     return row | {"notes": notes}
+
+
+def _went(graphed: gw.GraphedStep, notes: list[str]) -> Figures:
+    """How the steps went; `notes` hears of what a graph ought to have done and did not."""
+    now = graphed.statistics
+    # The first step of an optimizer makes its state, and is eager by design.
+    if sum(now.eager.values()) > 1:
+        notes.append(
+            "went eager: " + ", ".join(f"{n} steps, {why}" for why, n in now.eager.items())
+        )
+    if now.captures > 1:
+        notes.append(f"was captured {now.captures} times")
+    counts = {"replays": now.replays, "captures": now.captures, "eager_steps": dict(now.eager)}
+    return {**counts, "explain": graphed.explain()}
 
 
 def losses(one: Task, trainer: Trainer) -> list[float]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+import graphwright
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 import compare
@@ -422,6 +424,32 @@ def test_a_model_without_ours_misses_its_training_targets_and_the_mean() -> None
     assert "- mlp: graph_step: its loss is off" in page
 
 
+def test_a_loss_may_be_as_far_off_as_eager_is_off_itself() -> None:
+    one, two = trained(9.0, 5.0, 3.0, 2.0), trained(9.0, 5.0, 3.0, 2.0)
+    for each in (one, two):
+        each["ways"]["graphwright.graph_step"]["loss_relative_difference"] = 0.05
+    one["ways"]["eager"]["repeat_relative_difference"] = 0.02
+    assert met(trainings(mlp=one, gpt2=two), "loss of plain") == {"mlp": True, "gpt2": False}
+
+
+def test_a_way_that_ends_its_process_is_a_row_of_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def figures_of(file: str, what: str, options: list[str], limit_s: float) -> Result:
+        found = trained(9.0, 5.0, 3.0, 2.0)
+        if "reduce-overhead" in options:
+            found["ways"]["reduce-overhead"] = {"status": "unavailable", "reason": "asked"}
+            return {"environment": {}, "figures": found}
+        return {"figures": {}, "failed": "exit status -11: , at reduce-overhead"}
+
+    monkeypatch.setattr(run, "figures_of", figures_of)
+    assert run.training(["mlp"], tmp_path, quick=True, compile_too=True, memory_too=True) == 0
+    found = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))["models"]["mlp"]
+    assert found["ways"]["eager"]["status"] == "ok"
+    failed = {"status": "failed", "reason": "exit status -11: , at reduce-overhead"}
+    assert found["ways"]["reduce-overhead"] == failed
+
+
 @pytest.mark.long
 def test_training_runs_and_writes_what_the_tables_are_made_from(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -433,17 +461,20 @@ def test_training_runs_and_writes_what_the_tables_are_made_from(
     assert run.training(["mlp"], tmp_path, quick=True, **flags) == 0
     found = json.loads((tmp_path / "training.json").read_text(encoding="utf-8"))
     ways = found["models"]["mlp"]["ways"]
+    ours = "ok" if hasattr(graphwright, "make_graphed_callables") else "unavailable"
     assert {name: row["status"] for name, row in ways.items()} == {
         "eager": "ok",
         "torch.compile": "unavailable",
         "reduce-overhead": "unavailable",
         "graphwright.inductor+graph_step": "unavailable",
         "graphwright.graph_step": "ok",
-        "graphwright.make_graphed_callables": "ok",
+        "graphwright.make_graphed_callables": ours,
         "torch.cuda.make_graphed_callables": "unavailable",
     }
     assert ways["graphwright.graph_step"]["losses"] == ways["eager"]["losses"]
     assert len(ways["eager"]["losses"]) == 20
+    assert ways["graphwright.graph_step"]["replays"] > 20
+    assert sum(ways["graphwright.graph_step"]["eager_steps"].values()) <= 1
     assert "mlp: graph_step" in capsys.readouterr().out
     assert compare.main(tmp_path / "training.json", tmp_path / "training.json") == 0
     assert "## Ms a step, back to back" in training_table.to_markdown(found, "training.json")
