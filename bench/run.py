@@ -203,7 +203,7 @@ def training(
     that the file has already, of the same commit, are kept.
     """
     from training_models import MODELS
-    from training_table import line, targets, to_text
+    from training_table import line, summary, targets, to_text
     from training_ways import COMPILED
 
     words = ["--quick"] * quick
@@ -230,7 +230,7 @@ def training(
         model = found.get("figures", {})
         if "failed" in found:
             model["failed"] = found["failed"]
-        result["models"][name] = model
+        result["models"][name] = model | summary(model)
         result["targets"] = targets(result)
         _write(where, result)
         print(line(name, model), flush=True)

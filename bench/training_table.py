@@ -107,6 +107,17 @@ def _loss(name: str, model: Result) -> Result:
     return target(what, name, off, limit, "", off is not None and off <= limit)
 
 
+def summary(model: Result) -> Result:
+    """What is made of a model's figures, for the file."""
+    ours, others = best(model, OURS), best(model, OTHERS)
+    return {
+        "best_of_ours": ours[0] if ours else None,
+        "best_of_others": others[0] if others else None,
+        "others_over_ours": gain(model),
+        "gpu_idle_in_eager": idle(model),
+    }
+
+
 def line(name: str, model: Result) -> str:
     """A model as it is done."""
     ours, others, ratio = best(model, OURS), best(model, OTHERS), gain(model)
