@@ -188,8 +188,8 @@ def by_loss(result: Result) -> Table:
 
 
 HEADINGS = {
-    "ms a step, back to back": overview,
-    "ms a step that is waited for": lambda result: by_way(result, "latency_s", 1e3, 3),
+    "a step back to back, ms": overview,
+    "a step that is waited for, ms": lambda result: by_way(result, "latency_s", 1e3, 3),
     "set-up, s": lambda result: by_way(result, "setup_s", 1.0, 1),
     "peak memory, MiB: reserved / allocated with the set-up; reserved after it": by_memory,
     "loss after 20 steps, off eager's (relative; eager: of a second run)": by_loss,

@@ -477,4 +477,4 @@ def test_training_runs_and_writes_what_the_tables_are_made_from(
     assert sum(ways["graphwright.graph_step"]["eager_steps"].values()) <= 1
     assert "mlp: graph_step" in capsys.readouterr().out
     assert compare.main(tmp_path / "training.json", tmp_path / "training.json") == 0
-    assert "## Ms a step, back to back" in training_table.to_markdown(found, "training.json")
+    assert "## A step back to back, ms" in training_table.to_markdown(found, "training.json")
