@@ -228,13 +228,15 @@ def test_what_is_made_once_may_stay(device: torch.device) -> None:
     assert graphed.statistics.captures == 1
 
 
-def test_what_asks_whether_a_capture_is_under_way_must_not_answer_otherwise() -> None:
-    def asked() -> bool:
-        try:
-            return torch.cuda.is_current_stream_capturing()
-        except RuntimeError:  # a build without CUDA
-            return False
+def asked() -> bool:
+    """Whether a capture is under way, as libraries ask."""
+    try:
+        return torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # a build without CUDA
+        return False
 
+
+def test_what_asks_whether_a_capture_is_under_way_must_not_answer_otherwise() -> None:
     with pytest.raises(gw.CaptureError, match="computes something else"):
         gw.capture(lambda x: x * 2 if asked() else x * 3, torch.ones(2))
     assert not asked()
@@ -374,7 +376,7 @@ def test_other_elements_dropped_is_not_something_else(device: torch.device) -> N
     """Libraries choose another attention kernel when told of a capture: it drops other elements."""
 
     def drops(x: torch.Tensor, factor: float) -> torch.Tensor:
-        if torch.cuda.is_current_stream_capturing():
+        if asked():
             return F.dropout(x.t() * factor, 0.5).t()
         return F.dropout(x, 0.5)
 

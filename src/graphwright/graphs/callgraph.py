@@ -18,8 +18,10 @@ from .arguments import device_of, name_of, signature_of
 from .branches import Branches, Plan
 from .drawing import drawn
 from .graph import Graph, GraphClosed, State
+from .journal import Copies
 from .memory import MemoryPool, Prediction
 from .recorder import Recorder, Recording
+from .told import Comparison
 from .transaction import THREAD, let_go, transaction
 from .transfer import Finish, Geometry, Inputs, Results, copy, flat, is_dense
 from .undo import Undo, autocast_cache_apart
@@ -38,6 +40,9 @@ class CallGraph(Graph):
     was_eager = False
     # Parameters whose gradients the call sets; None where it is for inference.
     _trained: Sequence[torch.Tensor] | None = None
+    # How warm-up compares results, and where it keeps what the call changes.
+    _comparison: Comparison | None = None
+    _copies: Copies | None = None
 
     def __init__(
         self,
@@ -315,7 +320,16 @@ class CallGraph(Graph):
             recorder = self.pool.recorder(self._device)
             with self._transaction(State.WARMING) as undo:
                 rescue = None if self._breaks == "never" else self._in_segments
-                self._warmed = warm(self._work, self._sample, recorder, undo, self._runs, rescue)
+                self._warmed = warm(
+                    self._work,
+                    self._sample,
+                    recorder,
+                    undo,
+                    self._runs,
+                    rescue,
+                    self._comparison,
+                    self._copies,
+                )
             self.mutates = self._warmed.mutates
             self.random = bool(self._warmed.generators)
             self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}

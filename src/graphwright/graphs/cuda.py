@@ -123,9 +123,9 @@ class CudaRecorder:
         return found
 
     @contextlib.contextmanager
-    def warming(self) -> Iterator[None]:
+    def warming(self, *, told: bool = True) -> Iterator[None]:
         """Run on the capture stream, in ordinary memory."""
-        with self._on_stream(), capturing_seems_on():
+        with self._on_stream(), capturing_seems_on() if told else contextlib.nullcontext():
             yield
 
     def rehearse(
@@ -135,6 +135,7 @@ class CudaRecorder:
         generators: Sequence[torch.Generator] = (),
     ) -> tuple[int, ...]:
         """Capture work into a pool that is thrown away."""
+        torch.cuda.empty_cache()  # What earlier runs have left is of no use to a pool.
         scratch = torch.cuda.MemPool()
         try:
             prepared = prepare(self._allocator(scratch))

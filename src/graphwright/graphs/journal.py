@@ -25,21 +25,49 @@ from ..errors import CaptureError
 from ..modes import OperationMode
 
 _LARGEST = 3
+_LARGE_COPY = 1 << 20
 _MEMORY_CHANGES = ("set_", "resize_", "resize_as_")
+
+
+class Copies:
+    """What storages held before runs that all begin with the same, one copy for all of them.
+
+    Args:
+        on_host: keep large ones on the host: runs need all of the device's memory for themselves.
+    """
+
+    def __init__(self, *, on_host: bool = False) -> None:
+        self._on_host = on_host
+        self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
+
+    def of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
+        """The copy of a storage, made now if there is none."""
+        known = self._kept.get(storage._cdata)
+        if known is None:
+            aside = self._on_host and storage.is_cuda and storage.nbytes() > _LARGE_COPY
+            known = storage, storage.cpu() if aside else storage.clone()
+            self._kept[storage._cdata] = known
+        return known[1]
 
 
 class Journal(OperationMode):
     """A dispatch mode that runs every operation as it is and keeps what is needed to undo it.
 
+    Args:
+        copies: those of other runs that began with the same state.
+
     Attributes:
         external: storages that the run used and did not make, by their identity.
         operation: the operation under way, or the last one.
+        dtypes: of the tensors that operations made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, copies: Copies | None = None) -> None:
         super().__init__()
         self.external: dict[int, torch.UntypedStorage] = {}
         self.operation: Any = None
+        self.dtypes: set[torch.dtype] = set()
+        self._copies = copies
         self._made: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
@@ -143,7 +171,9 @@ class Journal(OperationMode):
         """A tensor is about to be written to; keep what an outside storage holds."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._made and storage._cdata not in self._saved:
-            self._saved[storage._cdata] = (storage, storage.clone())
+            copies = self._copies
+            kept = storage.clone() if copies is None else copies.of(storage)
+            self._saved[storage._cdata] = (storage, kept)
 
     def is_made(self, tensor: torch.Tensor) -> bool:
         """Whether the run itself made a tensor's memory."""
@@ -154,6 +184,7 @@ class Journal(OperationMode):
         if tensor.layout is not torch.strided or tensor.is_nested:
             return
         storage = tensor.untyped_storage()
+        self.dtypes.add(tensor.dtype)
         if storage._cdata not in self.external and storage._cdata not in self._made:
             # While the weak reference lives, the address of the storage's handle is not reused.
             self._made[storage._cdata] = StorageWeakRef(storage)

@@ -80,8 +80,12 @@ class Recorder(Protocol):
     def in_use(self) -> int:
         """Bytes of it that something lives in."""
 
-    def warming(self) -> AbstractContextManager[None]:
-        """Where warm-up runs: as recording does, but in ordinary memory."""
+    def warming(self, *, told: bool = True) -> AbstractContextManager[None]:
+        """Where warm-up runs: as recording does, but in ordinary memory.
+
+        Args:
+            told: whether code that asks is told that a capture is under way.
+        """
 
     def free_ranges(self) -> list[int]:
         """Bytes of the ranges that another recording could use; those of small blocks as a whole.

@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, first_line, user_frame
-from .journal import Journal, compilers_off, tensors
+from .journal import Copies, Journal, compilers_off, tensors
 from .recorder import Allocate, Recorder
-from .told import WithoutDropout, run_told, same_when_told
+from .told import Comparison, WithoutDropout, run_told
 from .transaction import let_go
 from .transfer import Inputs
 from .undo import Undo
@@ -57,6 +56,8 @@ def warm(
     undo: Undo,
     runs: int,
     rescue: Rescue | None = None,
+    comparison: Comparison | None = None,
+    copies: Copies | None = None,
 ) -> Warmed:
     """Run a call on copies of a sample until it is warm; what it writes to is put back.
 
@@ -68,15 +69,19 @@ def warm(
         runs: how often to run it unobserved, between the observed runs and the rehearsal.
         rescue: another way to record it, where it cannot be recorded as it is: what that takes, by
             the random generators that it draws from.
+        comparison: how its results are compared with eager's.
+        copies: what memory from outside held before, of other runs, where each begins with that.
 
     Raises:
         CaptureError: it keeps state that a graph cannot carry on.
         Exception: whatever the work raises.
     """
     allocate = _ordinary(recorder.device)
-    eager, outside = _run_eagerly(work, sample, recorder, undo)
+    comparison = Comparison() if comparison is None else comparison
+    trial = _Trial(work, sample, recorder, undo, comparison, copies)
+    eager, outside = trial.eager()
     inputs = Inputs(sample, allocate)
-    journal = Journal()
+    journal = Journal(copies)
     try:
         with recorder.warming(), compilers_off(), journal:
             result = run_told(work, inputs)
@@ -86,17 +91,16 @@ def warm(
         undo.check()
         undo.refuse_host_randomness(recorder.device, journal.generators)
         try:
-            same_when_told(result, eager)
+            comparison.check(result, eager, journal.dtypes)
         except CaptureError:
             if not journal.generators:
                 raise
-            del result, eager
             journal.undo()
-            _same_without_dropout(work, sample, recorder, undo)
-        else:
+            trial.compare_without_dropout()
+        finally:
             del result, eager
         if journal.generators:
-            _refuse_seeding(work, sample, recorder, journal.generators)
+            trial.refuse_seeding(journal.generators)
             undo.check()
         for _ in range(runs):
             # Each from the same state, so that each does the same.
@@ -162,78 +166,83 @@ def _taken(
         raise _named(error, prepare, work, recorder, generators) from error
 
 
-def _same_without_dropout(
-    work: Callable[[Inputs], Any], sample: Sequence[Any], recorder: Recorder, undo: Undo
-) -> None:
-    """Compare work that is told of a capture with eager, both without dropout.
+class _Trial:
+    """Runs of a call that are only to find something out about it, each put back."""
 
-    Raises:
-        CaptureError: it computes something else.
-    """
-    eager, _ = _run_eagerly(work, sample, recorder, undo, WithoutDropout())
-    inputs = Inputs(sample, _ordinary(recorder.device))
-    journal = Journal()
-    try:
-        with recorder.warming(), compilers_off(), journal, WithoutDropout():
-            same_when_told(run_told(work, inputs), eager)
-    finally:
-        journal.undo()
+    def __init__(
+        self,
+        work: Callable[[Inputs], Any],
+        sample: Sequence[Any],
+        recorder: Recorder,
+        undo: Undo,
+        comparison: Comparison,
+        copies: Copies | None,
+    ) -> None:
+        self._work = work
+        self._sample = sample
+        self._recorder = recorder
+        self._undo = undo
+        self._comparison = comparison
+        self._copies = copies
 
+    def eager(
+        self, under: AbstractContextManager[Any] | None = None
+    ) -> tuple[Any, dict[int, torch.UntypedStorage]]:
+        """What is kept of a call that is not told of a capture, and memory that it has used."""
+        inputs = Inputs(self._sample, _ordinary(self._recorder.device))
+        journal = Journal(self._copies)
+        try:
+            with self._recorder.warming(told=False), compilers_off(), journal:
+                with under or contextlib.nullcontext():
+                    kept = self._comparison.keep(self._work(inputs))
+            self._undo.check()
+        finally:
+            journal.undo()
+        return kept, journal.external
 
-def _refuse_seeding(
-    work: Callable[[Inputs], Any],
-    sample: Sequence[Any],
-    recorder: Recorder,
-    generators: Sequence[torch.Generator],
-) -> None:
-    """Run a call with its random generators elsewhere than before: does it go on from there?
+    def compare_without_dropout(self) -> None:
+        """Compare a run that is told of a capture with eager, both without dropout.
 
-    Raises:
-        CaptureError: it seeds them itself, or makes one of its own.
-    """
-    states = [(generator, generator.get_state()) for generator in generators]
-    journal = Journal()
-    try:
-        for generator in generators:
-            generator.manual_seed(_OTHER_SEED)
-        journal.expect(generators)
-        inputs = Inputs(sample, _ordinary(recorder.device))
-        with recorder.warming(), compilers_off(), journal:
-            run_told(work, inputs)
-        journal.check_end()
-    finally:
-        journal.undo()
-        for generator, state in states:
-            generator.set_state(state)
-    journal.forget_what_stood_still()
-    if any(all(g is not known for known in generators) for g in journal.generators):
-        raise CaptureError(
-            "The call makes a random generator of its own every time; a graph would draw from the "
-            "first one for ever.",
-            remedy="Make it once, outside the captured call.",
-        )
+        Raises:
+            CaptureError: it computes something else.
+        """
+        eager, _ = self.eager(WithoutDropout())
+        inputs = Inputs(self._sample, _ordinary(self._recorder.device))
+        journal = Journal(self._copies)
+        try:
+            with self._recorder.warming(), compilers_off(), journal, WithoutDropout():
+                result = run_told(self._work, inputs)
+            self._comparison.check(result, eager, journal.dtypes)
+        finally:
+            journal.undo()
 
+    def refuse_seeding(self, generators: Sequence[torch.Generator]) -> None:
+        """Run it with its random generators elsewhere than before: does it go on from there?
 
-def _run_eagerly(
-    work: Callable[[Inputs], Any],
-    sample: Sequence[Any],
-    recorder: Recorder,
-    undo: Undo,
-    under: AbstractContextManager[Any] | None = None,
-) -> tuple[list[Any], dict[int, torch.UntypedStorage]]:
-    """The results of a call that is not told that a capture is under way, and what it has used."""
-    inputs = Inputs(sample, _ordinary(recorder.device))
-    journal = Journal()
-    try:
-        with compilers_off(), journal, under or contextlib.nullcontext():
-            kept = [
-                leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-                for leaf in pytree.tree_leaves(work(inputs))
-            ]
-        undo.check()
-    finally:
-        journal.undo()
-    return kept, journal.external
+        Raises:
+            CaptureError: it seeds them itself, or makes one of its own.
+        """
+        states = [(generator, generator.get_state()) for generator in generators]
+        journal = Journal(self._copies)
+        try:
+            for generator in generators:
+                generator.manual_seed(_OTHER_SEED)
+            journal.expect(generators)
+            inputs = Inputs(self._sample, _ordinary(self._recorder.device))
+            with self._recorder.warming(), compilers_off(), journal:
+                run_told(self._work, inputs)
+            journal.check_end()
+        finally:
+            journal.undo()
+            for generator, state in states:
+                generator.set_state(state)
+        journal.forget_what_stood_still()
+        if any(all(g is not known for known in generators) for g in journal.generators):
+            raise CaptureError(
+                "The call makes a random generator of its own every time; a graph would draw from "
+                "the first one for ever.",
+                remedy="Make it once, outside the captured call.",
+            )
 
 
 def _named(

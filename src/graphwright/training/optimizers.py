@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.optim import SGD, Optimizer
+from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..errors import CaptureError
 
@@ -228,6 +228,21 @@ class Home:
         """Whether something has no state that had one: its first step is to come."""
         return any(not o.state.get(p) and kept for o, p, kept in self._kept)
 
+    def begin(self) -> bool:
+        """Make the state that optimizers have before their first step, where that is all zeros.
+
+        False where an optimizer's first step is another one than those that follow.
+        """
+        new = [entry for entry in self._kept if not entry[0].state.get(entry[1])]
+        if not all(_starts_from_zeros(optimizer) for optimizer, _, _ in new):
+            return False
+        for optimizer, parameter, kept in new:
+            for value in kept.values():
+                if isinstance(value, torch.Tensor):
+                    value.zero_()
+            optimizer.state[parameter].update(kept)
+        return self.intact() or self.bring()
+
     def bring(self) -> bool:
         """Copy what is elsewhere home; False if there is something else than there was."""
         pairs: list[tuple[Any, Any, Any]] = []
@@ -272,6 +287,13 @@ def states_put_back(optimizers: Sequence[Optimizer]) -> Iterator[None]:
             for parameter, state in states.items():
                 optimizer.state[parameter].clear()
                 optimizer.state[parameter].update(state)
+
+
+def _starts_from_zeros(optimizer: Optimizer) -> bool:
+    if type(optimizer) is SGD:
+        # Its first step takes the gradient for the momentum as it is.
+        return all(group["dampening"] == 0 for group in optimizer.param_groups)
+    return type(optimizer) in (Adam, AdamW)
 
 
 def _alike(now: Any, value: Any) -> bool:

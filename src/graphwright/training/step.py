@@ -21,6 +21,7 @@ from ..errors import (
     levels_above,
 )
 from ..graphs.graph import State
+from ..graphs.journal import Copies
 from ..graphs.memory import MemoryPool, in_units
 from ..graphs.transaction import capturing_now, transaction
 from ..signature import Args, Kwargs
@@ -104,7 +105,7 @@ class GraphedStep:
         self._scaler = scaler_of(step, scaler)
         self._optimizers = optimizers_of(step, optimizers)
         parameters = parameters_of(self._module, self._optimizers)
-        device = device_of_training(parameters, sample)
+        device = self._device = device_of_training(parameters, sample)
         for optimizer in self._optimizers:
             make_capturable(optimizer, device)
         if self._scaler is not None:
@@ -194,7 +195,7 @@ class GraphedStep:
         if home is not None and not home.intact() and not home.bring():
             if not home.lacks():
                 self.release()
-            elif self._may_miss(args, kwargs):
+            elif not home.begin() and self._may_miss(args, kwargs):
                 # The first step of an optimizer makes its state, which no graph does.
                 return self._eagerly(_FIRST, args, kwargs)
         graph = self._find(args, kwargs)
@@ -202,7 +203,8 @@ class GraphedStep:
             graph, kind, why = self._new(args, kwargs)
             if graph is None:
                 return self._missed(kind, why, args, kwargs)
-            if self._home is not None and not self._home.intact():
+            home = self._home
+            if home is not None and not home.intact() and not home.begin():
                 return self._eagerly(_FIRST, args, kwargs)
         self._refresh()
         self._statistics.replays += 1
@@ -279,8 +281,10 @@ class GraphedStep:
         """Capture the step as it is now; what its runs change is put back."""
         body = self._body
         with self.pool.lock, states_put_back(self._optimizers):
+            copies = Copies(on_host=True)
             with transaction(self.pool, self._module, _nothing, body.parameters):
-                anew = begins_anew(body, args, kwargs)
+                recorder = self.pool.recorder(self._device)
+                anew = begins_anew(body, args, kwargs, recorder, copies)
             self._refresh()
             # As objects of our own, so that the caller's are not held.
             start = [None if g is None or anew else g.detach() for g in self._grads()]
@@ -293,7 +297,9 @@ class GraphedStep:
                 warmup=self._warmup,
                 settings=Settings(self._optimizers, self._rates),
                 start=None if anew else start,
+                copies=copies,
             )
+            del copies
             try:
                 graph.warm()
                 if self._home is None:

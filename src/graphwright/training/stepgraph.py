@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from torch.utils import _pytree as pytree
 
 from ..graphs.callgraph import CallGraph
-from ..graphs.journal import Journal, compilers_off
-from ..graphs.memory import MemoryPool
+from ..graphs.journal import Copies, Journal, compilers_off
+from ..graphs.memory import MemoryPool, Prediction
+from ..graphs.recorder import Recorder
+from ..graphs.told import Comparison, another_result, rounding_of
 from ..graphs.transfer import Inputs
 from ..signature import Args, Kwargs
 from .optimizers import Rate, Settings
@@ -91,20 +93,58 @@ def grads_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     return [parameter.grad for parameter in parameters]
 
 
-def begins_anew(body: Body, args: Args, kwargs: Kwargs) -> bool:
+class StepComparison(Comparison):
+    """Compares what steps return; of gradients their lengths, all against that of the whole.
+
+    One alone may be nothing but rounding, such as that of a bias before a softmax.
+    """
+
+    def keep(self, result: Any) -> Any:
+        """What the step returns, and the lengths."""
+        results, grads = result
+        return super().keep(results), _lengths(grads)
+
+    def check(self, told: Any, kept: Any, dtypes: Iterable[torch.dtype]) -> None:
+        """As for `Comparison`."""
+        results, grads = told
+        super().check(results, kept[0], dtypes)
+        mine, its = _lengths(grads), kept[1]
+        if mine.shape != its.shape:
+            raise another_result()
+        finite = mine.isfinite() & its.isfinite()  # A scale that is too high may overflow in one.
+        error = (mine - its)[finite].norm()
+        if error > rounding_of(dtypes) * its[finite].norm():
+            raise another_result()
+
+
+def _lengths(grads: Grads) -> torch.Tensor:
+    """The norm of each gradient, in float64 on the host; -1 for none."""
+    there = [g.detach() for g in grads if g is not None]
+    norms = iter(torch.stack(torch._foreach_norm(there)).double().tolist() if there else ())
+    return torch.tensor([-1.0 if g is None else next(norms) for g in grads], dtype=torch.float64)
+
+
+def begins_anew(body: Body, args: Args, kwargs: Kwargs, recorder: Recorder, copies: Copies) -> bool:
     """Run a step once: does it do the same whatever gradients there were before?
 
     It does where it never looks at them. They are stood in for by tensors that cannot be added to,
     so that a step that does fails. What the run writes to is put back.
+
+    Args:
+        body: the step.
+        args: of the step.
+        kwargs: likewise.
+        recorder: what the step will be recorded by.
+        copies: where that is kept meanwhile.
     """
     stand_ins = [
         torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) if p.requires_grad else None
         for p in body.parameters
     ]
     before, body.start = body.start, stand_ins
-    journal = Journal()
+    journal = Journal(copies)
     try:
-        with compilers_off(), journal:
+        with recorder.warming(told=False), compilers_off(), journal:
             body.run(args, kwargs)
         used = journal.external
         return not any(s is not None and s.untyped_storage()._cdata in used for s in stand_ins)
@@ -135,11 +175,14 @@ class StepGraph(CallGraph):
         warmup: int,
         settings: Settings,
         start: Grads | None,
+        copies: Copies,
     ) -> None:
         with torch.no_grad():  # The step turns gradients on itself.
             super().__init__(body.function, args, kwargs, pool=pool, warmup=warmup)
         self._body = body
         self._trained = body.parameters
+        self._comparison = StepComparison()
+        self._copies: Copies | None = copies
         self.settings = settings
         self.start = start
         self.ends: list[torch.Tensor | None] = []
@@ -161,6 +204,13 @@ class StepGraph(CallGraph):
     def what_changed(self) -> str | None:
         """What has changed about the modules, in words."""
         return None if self._watch is None else self._watch.changed()
+
+    def warm(self) -> Prediction:
+        """As `CallGraph.warm`; what was kept of the state is given up."""
+        try:
+            return super().warm()
+        finally:
+            self._copies = None
 
     def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
         results, ends = tree
