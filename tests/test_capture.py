@@ -16,6 +16,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 import graphwright as gw
 from graphwright.graphs.callgraph import CallGraph
 from graphwright.graphs.graph import State
+from graphwright.graphs.journal import Journal
 
 
 class Pair(NamedTuple):
@@ -370,6 +371,17 @@ def test_a_cpu_tensor_among_cuda_arguments_is_refused() -> None:
         gw.capture(torch.add, torch.ones(2, device="cuda"), torch.ones(2))
     with pytest.raises(gw.CaptureError, match="generator on the cpu"):
         gw.capture(lambda x: x * float(torch.rand(())), torch.ones(2, device="cuda"))
+
+
+def test_memory_that_is_taken_as_a_whole_is_not_new(device: torch.device) -> None:
+    weight = torch.ones(4, device=device)
+    journal = Journal()
+    with journal:
+        whole = torch.empty(0, device=device).set_(weight.untyped_storage(), 0, (4,), (1,))
+        weight.add_(whole)
+    assert weight[0] == 2
+    journal.undo()
+    assert weight[0] == 1
 
 
 def test_other_elements_dropped_is_not_something_else(device: torch.device) -> None:

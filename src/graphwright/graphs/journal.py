@@ -136,6 +136,11 @@ class Journal(OperationMode):
                     remedy="Use dense tensors, or leave this part out of the capture.",
                 )
             )
+        if func._opname == "set_":
+            for value in args:
+                # cuDNN's RNNs take the memory of their weights as a whole.
+                if isinstance(value, torch.UntypedStorage) and value._cdata not in self._made:
+                    self.external.setdefault(value._cdata, value)
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = generator_of(args, kwargs)
             key, state = id(generator), generator.get_state()

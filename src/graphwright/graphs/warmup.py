@@ -82,6 +82,7 @@ def warm(
     eager, outside = trial.eager()
     inputs = Inputs(sample, allocate)
     journal = Journal(copies)
+    put_back = False
     try:
         with recorder.warming(), compilers_off(), journal:
             result = run_told(work, inputs)
@@ -102,21 +103,25 @@ def warm(
         if journal.generators:
             trial.refuse_seeding(journal.generators)
             undo.check()
-        for _ in range(runs):
-            # Each from the same state, so that each does the same.
-            journal.undo()
+        for count in range(runs):
+            if not count or copies is None:
+                # Each from the same state, so that each does the same; to put back what a training
+                # step changes takes a while.
+                journal.undo()
             inputs.fill(sample)
             with recorder.warming():
                 work(inputs)
             undo.check()
         journal.undo()
+        put_back = True
         mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
         del inputs
 
         segments = _taken(work, sample, recorder, journal, rescue, outside)
         undo.check()
     finally:
-        journal.undo()
+        if not put_back:
+            journal.undo()
     return Warmed(
         mutated=mutated,
         mutates=journal.wrote,

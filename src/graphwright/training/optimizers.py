@@ -8,6 +8,8 @@ into the kernels' arguments and stays what it was at capture; so the count is ke
 from __future__ import annotations
 
 import contextlib
+import itertools
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -197,6 +199,14 @@ class Home:
             for parameter, state in optimizer.state.items()
         ]
         self._counts = [len(optimizer.state) for optimizer in optimizers]
+        self._expected = [
+            (
+                optimizer,
+                [p for o, p, _ in self._kept if o is optimizer],
+                _values(self._kept, optimizer),
+            )
+            for optimizer in optimizers
+        ]
         self._groups = [
             (optimizer, index, key, value)
             for optimizer in optimizers
@@ -212,13 +222,13 @@ class Home:
         for optimizer, count in zip(self._optimizers, self._counts, strict=True):
             if len(optimizer.state) != count:
                 return False
-        for optimizer, parameter, kept in self._kept:
-            state = optimizer.state.get(parameter)
-            if state is None or len(state) != len(kept):
+        for optimizer, parameters, expected in self._expected:
+            states = list(map(optimizer.state.get, parameters))
+            if None in states:
                 return False
-            for key, value in kept.items():
-                if state.get(key) is not value:
-                    return False
+            now = list(itertools.chain.from_iterable(map(dict.values, states)))
+            if len(now) != len(expected) or not all(map(operator.is_, now, expected)):
+                return False
         for optimizer, index, key, value in self._groups:
             if optimizer.param_groups[index].get(key) is not value:
                 return False
@@ -236,11 +246,12 @@ class Home:
         new = [entry for entry in self._kept if not entry[0].state.get(entry[1])]
         if not all(_starts_from_zeros(optimizer) for optimizer, _, _ in new):
             return False
-        for optimizer, parameter, kept in new:
-            for value in kept.values():
-                if isinstance(value, torch.Tensor):
-                    value.zero_()
-            optimizer.state[parameter].update(kept)
+        with torch.no_grad():
+            for optimizer, parameter, kept in new:
+                for value in kept.values():
+                    if isinstance(value, torch.Tensor):
+                        value.zero_()
+                optimizer.state[parameter].update(kept)
         return self.intact() or self.bring()
 
     def bring(self) -> bool:
@@ -287,6 +298,11 @@ def states_put_back(optimizers: Sequence[Optimizer]) -> Iterator[None]:
             for parameter, state in states.items():
                 optimizer.state[parameter].clear()
                 optimizer.state[parameter].update(state)
+
+
+def _values(kept: Sequence[tuple[Optimizer, Any, Group]], optimizer: Optimizer) -> list[Any]:
+    """What the states of an optimizer's parameters hold, one after the other."""
+    return [value for o, _, state in kept if o is optimizer for value in state.values()]
 
 
 def _starts_from_zeros(optimizer: Optimizer) -> bool:
