@@ -199,14 +199,11 @@ class Home:
             for parameter, state in optimizer.state.items()
         ]
         self._counts = [len(optimizer.state) for optimizer in optimizers]
-        self._expected = [
-            (
-                optimizer,
-                [p for o, p, _ in self._kept if o is optimizer],
-                _values(self._kept, optimizer),
-            )
-            for optimizer in optimizers
-        ]
+        self._expected: list[tuple[Optimizer, list[Any], list[Any]]] = []
+        for optimizer in optimizers:
+            theirs = [(p, state) for o, p, state in self._kept if o is optimizer]
+            values = [value for _, state in theirs for value in state.values()]
+            self._expected.append((optimizer, [p for p, _ in theirs], values))
         self._groups = [
             (optimizer, index, key, value)
             for optimizer in optimizers
@@ -223,7 +220,7 @@ class Home:
             if len(optimizer.state) != count:
                 return False
         for optimizer, parameters, expected in self._expected:
-            states = list(map(optimizer.state.get, parameters))
+            states: list[Any] = list(map(optimizer.state.get, parameters))
             if None in states:
                 return False
             now = list(itertools.chain.from_iterable(map(dict.values, states)))
@@ -278,6 +275,10 @@ class Home:
                 if isinstance(value, torch.Tensor) and now is not value:
                     value.copy_(now)
                     holder[key] = value
+        for optimizer, parameter, kept in self._kept:
+            state = optimizer.state[parameter]
+            state.clear()  # In the order that they had.
+            state.update(kept)
         return True
 
 
@@ -298,11 +299,6 @@ def states_put_back(optimizers: Sequence[Optimizer]) -> Iterator[None]:
             for parameter, state in states.items():
                 optimizer.state[parameter].clear()
                 optimizer.state[parameter].update(state)
-
-
-def _values(kept: Sequence[tuple[Optimizer, Any, Group]], optimizer: Optimizer) -> list[Any]:
-    """What the states of an optimizer's parameters hold, one after the other."""
-    return [value for o, _, state in kept if o is optimizer for value in state.values()]
 
 
 def _starts_from_zeros(optimizer: Optimizer) -> bool:
