@@ -38,7 +38,13 @@ class WithoutDropout(OperationMode):
 
 
 # Names of arguments that are a chance, and which value drops nothing; by operation, else for all.
-_KEEP_ALL = {"native_dropout": ("p", 0.0), "bernoulli_": ("p", 1.0), "bernoulli": ("p", 1.0)}
+_KEEP_ALL = {
+    "native_dropout": ("p", 0.0),
+    "bernoulli_": ("p", 1.0),
+    "bernoulli": ("p", 1.0),
+    "_cudnn_rnn": ("dropout", 0.0),
+    "_cudnn_rnn_backward": ("dropout", 0.0),
+}
 
 
 @functools.cache
