@@ -501,3 +501,45 @@ def test_explain_says_what_runs(device: torch.device) -> None:
     text = graphed.explain()
     assert "3 steps replayed, 1 captures" in text
     assert "read from a tensor" not in text  # It is one of the caller's own.
+
+
+OPTIMIZERS: list[tuple[str, dict[str, Any]]] = [
+    ("Adadelta", {}),
+    ("Adam", {"amsgrad": True}),
+    ("Adam", {"fused": True, "maximize": True}),
+    ("AdamW", {"foreach": False}),
+    ("Adamax", {}),
+    ("ASGD", {}),
+    ("NAdam", {"decoupled_weight_decay": True, "weight_decay": 0.1}),
+    ("RAdam", {}),
+    ("RMSprop", {"momentum": 0.5, "centered": True}),
+    ("Rprop", {}),
+    ("SGD", {"nesterov": True, "momentum": 0.9}),
+    ("SGD", {"fused": True}),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("name", "options"), OPTIMIZERS)
+@pytest.mark.parametrize("changes", [False, True])
+def test_all_optimizers_that_stay_on_the_device(
+    name: str, options: dict[str, Any], changes: bool
+) -> None:
+    device = torch.device("cuda")
+
+    def make() -> Training:
+        model = mlp(device)
+        more = {} if name == "SGD" else {"capturable": True}
+        optimizer = getattr(torch.optim, name)(model.parameters(), lr=1e-2, **options, **more)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5) if changes else None
+        return Training(plain(model, optimizer), model, optimizer, rows(device), scheduler)
+
+    expected = eagerly(lambda _: make(), device, 12)[1]
+    training = make()
+    graphed = graph_of(training)
+    actual = run(training, graphed, 12)
+    assert graphed.statistics.captures == 1 if name != "Rprop" else True
+    if changes:
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+    else:
+        assert equal(actual, expected)
