@@ -6,7 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 from torch.amp.grad_scaler import GradScaler
@@ -178,6 +178,13 @@ class GraphedStep:
 
     def __exit__(self, *exc: object) -> None:
         self.close()
+
+    def __reduce__(self) -> NoReturn:
+        raise CaptureError(
+            "The graphs of a step are tied to its model and optimizer, and can be neither copied "
+            "nor pickled.",
+            remedy="Copy the model, and make a step for the copy; save state_dict()s.",
+        )
 
     def __repr__(self) -> str:
         return f"<GraphedStep {self._body.function.__name__}: {len(self._ready())} graphs>"
