@@ -34,6 +34,7 @@ from .tally import GraphStatistics as GraphStatistics
 from .training import GraphedStep as GraphedStep
 from .training import StepStatistics as StepStatistics
 from .training import graph_step as graph_step
+from .training import make_graphed_callables as make_graphed_callables
 from .tuned import TunedModule as TunedModule
 from .tuner import tune as tune
 
@@ -70,5 +71,6 @@ __all__ = [
     "check",
     "graph",
     "graph_step",
+    "make_graphed_callables",
     "tune",
 ]

@@ -19,6 +19,8 @@ from torch import nn
 from .signature import SCALARS, describe, guard_of
 
 _MAX_COMPILED = 200
+_FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 # Every module has these, and no inference depends on them.
 _OF_NO_CONSEQUENCE = {*vars(nn.Module()), "_is_hf_initialized"} - {"training"}
 
@@ -41,7 +43,15 @@ class ModuleWatch:
         memory: that of all tensors that it watches.
     """
 
-    def __init__(self, module: nn.Module, *, values: bool) -> None:
+    def __init__(self, module: nn.Module, *, values: bool, training: bool = False) -> None:
+        """Begin to watch.
+
+        Args:
+            module: what is watched.
+            values: also notice in-place changes of tensors.
+            training: watch hooks for the backward too, and no hook of the module itself: for work
+                that stands for its `forward`, around which they run.
+        """
         self.values = values
         self._function = module if isinstance(module, FunctionModule) else None
         self._reached = self._reach()
@@ -50,7 +60,9 @@ class ModuleWatch:
         self._getters: list[tuple[Callable[[Any], Any], dict[str, Any]]] = []
         for child in module.modules():
             attributes = child.__dict__
-            self._hooks += [attributes["_forward_hooks"], attributes["_forward_pre_hooks"]]
+            if not training or child is not module:
+                kinds = (*_FORWARD_HOOKS, *_BACKWARD_HOOKS) if training else _FORWARD_HOOKS
+                self._hooks += [attributes[kind] for kind in kinds]
             self._holders += [child._parameters, child._buffers, child._modules]
             watched = _watched(attributes)
             if watched:

@@ -294,6 +294,21 @@ class _Recording(threading.local):
 _RECORDING = _Recording()
 
 
+@contextlib.contextmanager
+def _as_capture(tape: _Tape) -> Iterator[None]:
+    """Have the tape see the operations of a `with` block, under the conditions of a capture."""
+    with collection_off(), capturing_seems_on(), compilers_off(), _HostReads(), tape:
+        try:
+            yield
+        except Exception as error:
+            # TorchScript's interpreter replaces errors by its own, which say nothing.
+            if tape.refusal is not None and not isinstance(error, CaptureError):
+                why = tape.refusal
+                where = user_frame(error)
+                raise CaptureError(why.what, where=where, remedy=why.remedy) from error
+            raise
+
+
 class _CpuSegment:
     """A tape of a part of a call."""
 
@@ -304,6 +319,10 @@ class _CpuSegment:
         self.run = tape.run
         self.feeds = feeds
         self.drains: Sequence[torch.Tensor] = ()
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """See the operations inside a `with` block."""
+        return _as_capture(self.tape)
 
     def drain(self, drains: Sequence[torch.Tensor]) -> None:
         """What is copied out."""
@@ -339,6 +358,9 @@ class CpuRecorder:
         """Ordinary memory, ordinary operations."""
         with capturing_seems_on() if told else contextlib.nullcontext():
             yield
+
+    def expect_backward(self) -> None:
+        """Nothing to do: the backward runs on the thread that asks for it."""
 
     def free_ranges(self) -> list[int]:
         """Sizes of the arena's free ranges."""
@@ -434,23 +456,8 @@ class CpuRecorder:
     def _taping(self, known: Mapping[int, Any] | None) -> Iterator[_Tape]:
         tape = _Tape(self._arena, known)
         try:
-            with (
-                self._active(tape),
-                collection_off(),
-                capturing_seems_on(),
-                compilers_off(),
-                _HostReads(),
-                tape,
-            ):
-                try:
-                    yield tape
-                except Exception as error:
-                    # TorchScript's interpreter replaces errors by its own, which say nothing.
-                    if tape.refusal is not None and not isinstance(error, CaptureError):
-                        why = tape.refusal
-                        where = user_frame(error)
-                        raise CaptureError(why.what, where=where, remedy=why.remedy) from error
-                    raise
+            with self._active(tape), _as_capture(tape):
+                yield tape
         finally:
             tape.undo()
             tape.spoil()

@@ -47,14 +47,40 @@ class _Bench:
     def __init__(self, device: torch.device) -> None:
         self.stream = driver.new_stream(device)
         self.memory = torch.cuda.MemPool()
+        self.backward = False
 
     def prepare(self) -> None:
-        """Let cuBLAS and cuBLASLt have their workspace for this thread and stream here."""
+        """Let cuBLAS and cuBLASLt have their workspace for this stream here.
+
+        It is one for each thread, too: autograd runs a backward on a thread of its own.
+        """
+        self.multiply()
+        if self.backward:
+            with torch.inference_mode(False), torch.enable_grad(), torch.cuda.stream(self.stream):
+                x = torch.zeros((), device=self.stream.device, requires_grad=True)
+                torch.autograd.grad(_InBackward.apply(x, self), x)  # type: ignore[no-untyped-call]
+
+    def multiply(self) -> None:
+        """Run what needs the workspaces, on this thread."""
         device = self.stream.device
         with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.memory, device):
             x = torch.ones(16, 16, device=device)
             torch.mm(x, x)
             torch.addmm(x[0], x, x)
+
+
+class _InBackward(torch.autograd.Function):
+    """Multiplies in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, bench: _Bench) -> torch.Tensor:
+        ctx.bench = bench
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        ctx.bench.multiply()
+        return grads[0], None
 
 
 _FREE: dict[int, list[_Bench]] = {}
@@ -74,6 +100,10 @@ class _CudaSegment:
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation is captured by being run."""
         return func(*args, **kwargs)
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """All that is issued is captured."""
+        return contextlib.nullcontext()
 
     def drain(self, drains: Sequence[torch.Tensor]) -> None:
         """Capture copies out of these."""
@@ -111,6 +141,10 @@ class CudaRecorder:
     def in_use(self) -> int:
         """Bytes allocated in them."""
         return sum(segment["allocated_size"] for segment in self._segments())
+
+    def expect_backward(self) -> None:
+        """Have the libraries' workspaces of autograd's thread lie where ours do."""
+        self._bench.backward = True
 
     def free_ranges(self) -> list[int]:
         """Bytes of the unused blocks; segments of small blocks as a whole."""

@@ -60,6 +60,9 @@ class Segment(Protocol):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operation."""
 
+    def watching(self) -> AbstractContextManager[None]:
+        """Record what is done inside a `with` block, which a recorder may not see by itself."""
+
     def drain(self, drains: Sequence[torch.Tensor]) -> None:
         """At its end: what `Recording.run` is to copy out, as bytes."""
 
@@ -86,6 +89,9 @@ class Recorder(Protocol):
         Args:
             told: whether code that asks is told that a capture is under way.
         """
+
+    def expect_backward(self) -> None:
+        """Be ready for work with a backward, which may run on a thread of autograd's own."""
 
     def free_ranges(self) -> list[int]:
         """Bytes of the ranges that another recording could use; those of small blocks as a whole.

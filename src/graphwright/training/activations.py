@@ -1,0 +1,156 @@
+"""Sets of activations: the memory of one forward, from when it runs until its backward has."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ..errors import CaptureError
+from ..graphs.recorder import Recording
+from ..graphs.transfer import Geometry, Inputs, copy
+from .outputs import Outputs
+
+
+@dataclass(frozen=True)
+class Backward:
+    """A backward that was recorded.
+
+    Attributes:
+        recording: it.
+        given: static gradients of the outputs.
+        gradients: static gradients of what the forward was given, None where there is none.
+    """
+
+    recording: Recording
+    given: Sequence[torch.Tensor]
+    gradients: Sequence[torch.Tensor | None]
+
+
+@dataclass(eq=False)
+class Activations:
+    """A recorded forward with its backward, and the memory between them.
+
+    Attributes:
+        inputs: its static inputs.
+        outputs: what it returns.
+        forward: its graph.
+        backward: that of its backward; None where there is none.
+        saved: parameters and buffers that the backward reads where they are.
+        held: what the forward computes and the backward may read: nothing else may lie there.
+        turn: counts the forwards.
+    """
+
+    inputs: Inputs
+    outputs: Outputs
+    forward: Recording | None
+    backward: Backward | None
+    saved: Sequence[torch.Tensor]
+    held: list[Any]
+    turn: int = 0
+    _lease: weakref.ref[Lease] | None = field(default=None, repr=False)
+
+    @property
+    def free(self) -> bool:
+        """Whether no backward is to come."""
+        lease = self.lease
+        return lease is None or lease.done
+
+    @property
+    def lease(self) -> Lease | None:
+        """The last forward that a backward may come for."""
+        return None if self._lease is None else self._lease()
+
+    def begin(self, lease: Lease | None) -> None:
+        """Another forward is about to run."""
+        self.turn += 1
+        self._lease = None
+        if lease is not None:
+            lease.turn = self.turn
+            self._lease = weakref.ref(lease)
+
+    def recordings(self) -> list[Recording]:
+        """Its graphs, which are given up."""
+        found = [] if self.forward is None else [self.forward]
+        found += [] if self.backward is None else [self.backward.recording]
+        self.forward = self.backward = None
+        self.held = []
+        return found
+
+
+class Lease:
+    """A forward whose backward may come; it lives as long as its node of autograd.
+
+    Attributes:
+        done: whether the backward has run.
+        turn: which forward it was.
+    """
+
+    def __init__(self, pair: Any, activations: Activations) -> None:
+        """`pair` is kept alive, with its graphs."""
+        self.pair = pair
+        self.activations = activations
+        self.done = False
+        self.turn = 0
+
+    def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
+        """Gradients of what the forward was given; the caller owns them.
+
+        Args:
+            grads: of its differentiable outputs.
+
+        Raises:
+            CaptureError: another forward has used the memory, or the graph is closed.
+        """
+        chosen = self.activations
+        with self.pair.pool.lock:
+            if self.pair.no_backward is not None:
+                raise CaptureError(
+                    f"There is no backward for {self.pair.name}: {self.pair.no_backward}",
+                    remedy="It has none without graphs either, in the mode that it is in.",
+                )
+            backward = chosen.backward
+            if backward is None:
+                raise CaptureError(
+                    f"The graph of {self.pair.name} was closed before its backward.",
+                    remedy="Call backward() before the pool is released or closed.",
+                )
+            if self.turn != chosen.turn:
+                raise CaptureError(
+                    f"A later forward of {self.pair.name} has overwritten what this backward, "
+                    "which has run before, needs.",
+                    remedy="Give make_graphed_callables() more activation_sets, or call the "
+                    "second backward before the next forward.",
+                )
+            made = run_backward(backward, grads)
+            self.done = True
+        return made
+
+
+def run_backward(
+    backward: Backward, grads: Sequence[torch.Tensor | None]
+) -> list[torch.Tensor | None]:
+    """Replay a backward; its gradients are in memory of the caller's own."""
+    with torch.no_grad():
+        backward.recording.order()
+        sources = [as_given(g, like) for g, like in zip(grads, backward.given, strict=True)]
+        static = [g for g in backward.gradients if g is not None]
+        targets = [torch.empty_like(g) for g in static]
+        backward.recording.run(sources, targets)
+    fresh = iter(targets)
+    return [None if g is None else next(fresh) for g in backward.gradients]
+
+
+def as_given(grad: torch.Tensor | None, static: torch.Tensor) -> torch.Tensor:
+    """A gradient with the strides of the static one; zero where the output was not used."""
+    if grad is None:
+        return torch.zeros_like(static)
+    plain = grad.layout is torch.strided and not (grad.is_conj() or grad.is_neg())
+    if plain and Geometry.of(grad) == Geometry.of(static):
+        return grad
+    made = torch.empty_like(static)
+    copy(grad.to_dense() if grad.layout is not torch.strided else grad, made)
+    return made

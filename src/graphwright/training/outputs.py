@@ -1,0 +1,178 @@
+"""How to hand out what a recorded forward returned, so that gradients find their way back.
+
+Results that share memory do so again in what the caller gets: as views of one another that
+autograd knows, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from ..graphs.transfer import Geometry, Inputs, Results, is_dense, span
+from ..signature import leaf_names
+
+
+class _View(NamedTuple):
+    """A result that is a view of another one."""
+
+    root: int
+    geometry: Geometry
+    offset: int  # in elements
+    detached: bool
+
+
+class Outputs:
+    """What a forward returned, in the graph's memory, and how the caller gets it.
+
+    Attributes:
+        results: of those that are not made of others.
+        differentiable: among these, positions of tensors with a gradient, each tensor once.
+    """
+
+    def __init__(self, tree: Any, inputs: Inputs, external: Container[int]) -> None:
+        """Plan how to hand out what the forward returned.
+
+        Args:
+            tree: what it returned.
+            inputs: its static inputs.
+            external: memory from outside, by identity.
+
+        Raises:
+            CaptureError: two results share memory in a way that autograd could not follow.
+        """
+        leaves, self._spec = pytree.tree_flatten(tree)
+        static = {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
+        self._views: dict[int, _View] = {}
+        for index, leaf in enumerate(leaves):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                where = leaf.untyped_storage()._cdata
+                if leaf.untyped_storage().nbytes() and (where in static or where in external):
+                    what = "an argument" if where in static else "a parameter"
+                    raise CaptureError(
+                        f"{leaf_names(tree, 'output')[index]} is {what}, or a view of it, and "
+                        "requires grad.",
+                        remedy="Return a clone() of it.",
+                    )
+        for group in _sharing(leaves):
+            self._relate(group, leaves, tree)
+        # The graph of autograd must not live on in what is kept.
+        plain = {
+            id(leaf): leaf.detach() if leaf.requires_grad else leaf
+            for leaf in leaves
+            if isinstance(leaf, torch.Tensor)
+        }
+        kept = [index for index in range(len(leaves)) if index not in self._views]
+        self.results = Results(
+            [plain.get(id(leaves[i]), leaves[i]) for i in kept], inputs, external
+        )
+        self._kept = kept
+        self.differentiable: list[int] = []
+        self._nth: dict[int, int] = {}
+        known: dict[int, int] = {}
+        for place, index in enumerate(kept):
+            leaf = leaves[index]
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                if id(leaf) not in known:
+                    known[id(leaf)] = len(self.differentiable)
+                    self.differentiable.append(place)
+                self._nth[place] = known[id(leaf)]
+
+    def of(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """Among what a forward of this kind has returned, what gradients are given for."""
+        return [leaves[self._kept[place]] for place in self.differentiable]
+
+    def finish(self, made: Sequence[Any], outputs: Sequence[torch.Tensor] | None) -> Any:
+        """What the caller gets.
+
+        Args:
+            made: of `results`.
+            outputs: the differentiable ones as autograd has returned them; None without it.
+        """
+        by_index: dict[int, Any] = {}
+        for place, index in enumerate(self._kept):
+            nth = self._nth.get(place)
+            by_index[index] = made[place] if nth is None or outputs is None else outputs[nth]
+        for index, view in self._views.items():
+            root = by_index[view.root]
+            root = root.detach() if view.detached else root
+            size, stride, _ = view.geometry
+            by_index[index] = root.as_strided(size, stride, root.storage_offset() + view.offset)
+        return pytree.tree_unflatten([by_index[i] for i in range(len(by_index))], self._spec)
+
+    def _relate(self, group: Sequence[int], leaves: Sequence[Any], tree: Any) -> None:
+        """Make all views of one, where some tensors of one storage overlap."""
+        first = {id(leaves[index]): index for index in reversed(group)}
+        if len(first) < 2 or not any(leaves[index].requires_grad for index in group):
+            return
+        tensors = [leaves[index] for index in first.values()]
+        if _are_apart(tensors):
+            return
+        low = min(t.data_ptr() for t in tensors)
+        high = max(t.data_ptr() + span(t) for t in tensors)
+        for root in tensors:
+            covers = root.data_ptr() == low and root.data_ptr() + span(root) == high
+            if root.requires_grad and is_dense(root) and covers:
+                if all(t is root or _is_view_of(t, root) for t in tensors):
+                    at = first[id(root)]
+                    for index in group:
+                        if leaves[index] is not root:
+                            self._views[index] = _view(leaves[index], root, at)
+                    return
+        names = leaf_names(tree, "output")
+        raise CaptureError(
+            f"{' and '.join(names[index] for index in sorted(first.values()))} share memory.",
+            remedy="Return a clone() of all but one of them.",
+        )
+
+
+def _view(tensor: torch.Tensor, root: torch.Tensor, at: int) -> _View:
+    offset = (tensor.data_ptr() - root.data_ptr()) // root.element_size()
+    return _View(at, Geometry.of(tensor), offset, not tensor.requires_grad)
+
+
+def _is_view_of(tensor: torch.Tensor, root: torch.Tensor) -> bool:
+    """Whether a tensor, in memory that another one covers, is a view of that for autograd too."""
+    if tensor.dtype != root.dtype:
+        return False
+    if not tensor.requires_grad:
+        return True
+    return (
+        tensor._base is root
+        or root._base is tensor
+        or (root._base is not None and tensor._base is root._base)
+    )
+
+
+def _sharing(leaves: Sequence[Any]) -> list[list[int]]:
+    """Positions of tensors that have elements, those of one storage together."""
+    groups: dict[int, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
+            groups.setdefault(leaf.untyped_storage()._cdata, []).append(index)
+    return list(groups.values())
+
+
+def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether no two tensors of one storage have an element in common."""
+    ordered = sorted(tensors, key=torch.Tensor.data_ptr)
+    ends = [t.data_ptr() + span(t) for t in ordered]
+    if all(end <= t.data_ptr() for end, t in zip(ends, ordered[1:], strict=False)):
+        return True
+    low = ordered[0].data_ptr()
+    marks = torch.zeros(max(ends) - low, dtype=torch.int8, device="cpu")
+    for tensor in ordered:
+        bytes_of_one = tensor.element_size()
+        if any(n > 1 and step == 0 for n, step in zip(tensor.shape, tensor.stride(), strict=True)):
+            return False
+        strides = [step * bytes_of_one for step in tensor.stride()]
+        size, offset = (*tensor.shape, bytes_of_one), tensor.data_ptr() - low
+        try:
+            marks.as_strided(size, (*strides, 1), offset).add_(1)
+        except RuntimeError:  # It overlaps with itself.
+            return False
+    return int(marks.max()) < 2

@@ -1,0 +1,391 @@
+"""The graphs of one kind of call: its forward and its backward, once for each set of activations.
+
+What a forward computes for its backward has memory of its own, which nothing else in the pool uses:
+forwards and backwards may run in any order. (torch.cuda.make_graphed_callables lets backwards use
+the memory of activations, and is silently wrong in any other order than that of the captures.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError, SignatureError
+from ..graphs.arguments import device_of, name_of
+from ..graphs.graph import Graph, State
+from ..graphs.memory import MemoryPool, Prediction
+from ..graphs.recorder import Recorder, Segment
+from ..graphs.transaction import let_go, transaction
+from ..graphs.transfer import Geometry, Inputs, copy, flat, is_dense
+from ..graphs.undo import Undo
+from ..graphs.warmup import Warmed, warm
+from ..signature import Args, CallSignature, Kwargs, flatten
+from ..watch import FunctionModule, ModuleWatch
+from .activations import Activations, Backward, Lease
+from .node import Replay
+from .outputs import Outputs
+from .passes import Passes
+from .seen import Seen
+
+
+class Pair(Graph):
+    """The graphs of a call's forward and backward.
+
+    Attributes:
+        signature: the call's.
+        grad: whether gradients were on.
+        no_backward: why there is none, where the call has differentiable results.
+    """
+
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        owner: nn.Module,
+        args: Args,
+        kwargs: Kwargs,
+        pool: MemoryPool,
+        *,
+        warmup: int,
+        allow_unused: bool,
+    ) -> None:
+        """Look at the arguments; nothing runs yet.
+
+        Args:
+            forward: what is called.
+            owner: its module; a plain function as a FunctionModule.
+            args: sample arguments.
+            kwargs: likewise.
+            pool: the memory that it will live in.
+            warmup: how often it is run unobserved.
+            allow_unused: whether what requires grad may have none.
+
+        Raises:
+            CaptureError: the call cannot be captured, by the look of its arguments.
+        """
+        try:
+            self.signature = CallSignature.of(args, kwargs)
+        except SignatureError as error:
+            raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
+        self._sample, _ = flatten(args, kwargs)
+        self._sets: list[Activations] = []
+        self.grad = torch.is_grad_enabled()
+        self._passes = Passes(forward, owner, args, kwargs, grad=self.grad, strict=not allow_unused)
+        named = owner._function if isinstance(owner, FunctionModule) else owner
+        super().__init__(pool, name_of(named, self._sample))
+        self._device = device_of(args, kwargs, owner, pool)
+        self._owner = owner
+        self._runs = warmup
+        self._parameters: list[torch.Tensor] = []
+        self._trained: list[bool] = []
+        self._warmed: Warmed | None = None
+        self._watch: ModuleWatch | None = None
+        self._outside: set[int] = set()
+        self._sources: list[int] = []
+        self._by_element: list[int] = []
+        self._back: list[int] = []
+        self._back_by_element: list[int] = []
+
+    @property
+    def no_backward(self) -> str | None:
+        return self._passes.no_backward
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a backward of it may come."""
+        return not all(chosen.free for chosen in self._sets)
+
+    def replay(self) -> None:
+        """Not for these: they are called."""
+        raise CaptureError(
+            f"{self.name} has a graph for its forward and one for its backward.",
+            remedy="Call what make_graphed_callables() has returned.",
+        )
+
+    def watch(self) -> None:
+        """From now on, notice what makes the graphs out of date."""
+        self._watch = ModuleWatch(self._owner, values=False, training=True)
+        self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
+        known = {id(p): p for p in (*self._owner.parameters(), *self._passes.trained)}
+        self._parameters = list(known.values())
+        self._trained = [p.requires_grad for p in self._parameters]
+
+    def fits(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether it can answer a call, as the module is now."""
+        grad = torch.is_grad_enabled()
+        if self.state is not State.READY or (grad and not self.grad):
+            return False
+        return (
+            self.signature.fits(args, kwargs)
+            and [p.requires_grad for p in self._parameters] == self._trained
+            and self.changed() is None
+        )
+
+    def changed(self) -> str | None:
+        """What has changed in the module since, in words."""
+        watch = self._watch
+        assert watch is not None
+        return None if watch.unchanged() else watch.changed()
+
+    @property
+    def stale(self) -> bool:
+        """Whether it can never be right again."""
+        return self.state is not State.READY or (self._watch is not None and self._watch.rebound())
+
+    # Capture.
+
+    def warm(self) -> None:
+        """Run the call until it is warm.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        with self.pool.lock:
+            recorder = self.pool.recorder(self._device)
+            recorder.expect_backward()
+            with self._transaction(State.WARMING) as undo:
+                self._warmed = warm(self._passes.both, self._sample, recorder, undo, self._runs)
+                self._passes.check_writes(self._warmed.mutated)
+            self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
+
+    def record(self, sets: int) -> None:
+        """Record the call, which is warm, in the pool.
+
+        Args:
+            sets: of activations.
+
+        Raises:
+            MemoryBudgetExceeded: it does not fit under the pool's limit.
+            CaptureError: it cannot be captured.
+        """
+        warmed = self._warmed
+        assert warmed is not None
+        with self.pool.lock:
+            segments = warmed.segments * sets
+            predicted = self.pool.predicted(segments)
+            prediction = Prediction(predicted, segments, warmed.contributors)
+            try:
+                self.pool.admit(self, prediction)
+                recorder = self.pool.recorder(self._device)
+                before = recorder.reserved
+                recorder.order()  # A replay may be at work in the memory of the inputs.
+                with self._transaction(State.CAPTURING):
+                    for _ in range(sets):
+                        self._sets.append(self._record(recorder, warmed))
+                if self.pool.over_limit(before):
+                    raise self.pool.exceeded(self, prediction)
+            except BaseException as error:
+                self._retire()
+                let_go(error)
+                self.pool.sweep()
+                raise
+            forward = self._sets[0].forward
+            assert forward is not None
+            self._held = [warmed.external]
+            self._started(forward, before, predicted)
+            self._sample = []
+            self.state = State.READY
+            self.pool.add(self)
+
+    def _record(self, recorder: Recorder, warmed: Warmed) -> Activations:
+        """Record forward and backward, with memory of their own."""
+        inputs = Inputs(self._sample, recorder.allocate)
+        dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
+        self._back = dense
+        self._back_by_element = [slot for slot in warmed.mutated if slot not in dense]
+        self._sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
+        self._by_element = [slot for slot in inputs.slots if slot not in self._sources]
+        known = {storage._cdata for storage in warmed.external}
+        known |= {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
+        segments: list[Segment] = []
+        done: Activations | None = None
+        try:
+            done = self._record_forward(recorder, warmed, inputs, known, segments)
+            self._record_backward(recorder, warmed, done, known, segments)
+        except BaseException:
+            if done is not None:
+                for recording in done.recordings():
+                    self.pool.retire(recording)
+            raise
+        finally:
+            self._passes.forget()
+            for segment in reversed(segments):
+                segment.forget()
+        return done
+
+    def _record_forward(
+        self,
+        recorder: Recorder,
+        warmed: Warmed,
+        inputs: Inputs,
+        known: set[int],
+        segments: list[Segment],
+    ) -> Activations:
+        feeds = [flat(inputs.tensor(slot)) for slot in self._sources]
+        seen = Seen()
+        with recorder.segment(feeds, warmed.generators) as segment:
+            segments.append(segment)
+            with segment.watching(), seen:
+                tree = self._passes.forward(inputs)
+            outputs = Outputs(tree, inputs, {s._cdata for s in warmed.external})
+            self._passes.outputs = outputs.of(pytree.tree_leaves(tree))
+            back = [flat(inputs.tensor(slot)) for slot in self._back]
+            segment.drain([*map(flat, outputs.results.bases), *back])
+        held = seen.living()
+        try:
+            seen.refuse_what_is_new(known)
+        except CaptureError:
+            self.pool.retire(segment.recording)
+            raise
+        known |= {storage._cdata for storage in held}
+        return Activations(inputs, outputs, segment.recording, None, (), [held])
+
+    def _record_backward(
+        self,
+        recorder: Recorder,
+        warmed: Warmed,
+        done: Activations,
+        known: set[int],
+        segments: list[Segment],
+    ) -> None:
+        asked = self._passes.outputs
+        if not asked or self.no_backward is not None:
+            return
+        allocate = self.pool.shared_bytes()
+        given = [_like(output, allocate) for output in asked]
+        known |= {grad.untyped_storage()._cdata for grad in given}
+        seen = Seen()
+        with recorder.segment(list(map(flat, given)), warmed.generators) as segment:
+            segments.append(segment)
+            with segment.watching(), seen:
+                grads = self._passes.backward(given)
+            segment.drain([flat(grad) for grad in grads if grad is not None])
+        done.backward = Backward(segment.recording, given, grads)
+        seen.refuse_what_is_new(known)
+        tensors = [*self._owner.parameters(), *self._owner.buffers(), *self._passes.trained]
+        unique = {id(t): t for t in tensors if t.untyped_storage()._cdata in seen.used}
+        done.saved = list(unique.values())
+
+    @contextlib.contextmanager
+    def _transaction(self, state: State) -> Iterator[Undo]:
+        self.state = state
+        with transaction(self.pool, _with_hooks(self._owner), self._forget) as undo:
+            yield undo
+
+    # Calls.
+
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call that fits.
+
+        Raises:
+            CaptureError: all activations wait for their backwards.
+        """
+        leaves, _ = flatten(args, kwargs)
+        self._check_overlap(leaves)
+        passes = self._passes
+        made: list[Any] = []
+        if torch.is_grad_enabled() and passes.differentiable:
+            run = functools.partial(self._run, leaves, made, lend=True)
+            given = [leaves[slot] for slot in passes.wanted]
+            # The node must not hold what it is a part of.
+            outputs = Replay.apply(run, *given, *passes.trained)  # type: ignore[no-untyped-call]
+            return self._sets[0].outputs.finish(made, outputs)
+        with torch.no_grad():
+            self._run(leaves, made, lend=False)
+        return self._sets[0].outputs.finish(made, None)
+
+    def _run(
+        self, leaves: Sequence[Any], made: list[Any], *, lend: bool
+    ) -> tuple[list[torch.Tensor], Lease | None, Sequence[torch.Tensor]]:
+        """Run a forward; `made` gets what it returns."""
+        with self.pool.lock:
+            self._ready()
+            chosen = self._choose()
+            recording = chosen.forward
+            assert recording is not None
+            recording.order()
+            lease = Lease(self, chosen) if lend else None
+            chosen.begin(lease)
+            results = chosen.outputs.results
+            targets = [torch.empty_like(base) for base in results.bases]
+            for slot in self._by_element:
+                copy(leaves[slot], chosen.inputs.tensor(slot))
+            recording.run(
+                [leaves[slot] for slot in self._sources],
+                [*targets, *(leaves[slot] for slot in self._back)],
+            )
+            for slot in self._back:
+                torch.autograd.graph.increment_version(leaves[slot])
+            for slot in self._back_by_element:
+                copy(chosen.inputs.tensor(slot), leaves[slot])
+            made += results.build(leaves, targets)
+            return [made[p] for p in chosen.outputs.differentiable], lease, chosen.saved
+
+    def _choose(self) -> Activations:
+        """Activations that no backward waits for; rather such that none can come for."""
+        for attempt in range(2):
+            free = [chosen for chosen in self._sets if chosen.free]
+            if free:
+                return min(free, key=lambda chosen: chosen.lease is not None)
+            if not attempt:
+                gc.collect()  # A forward that was dropped may be part of a cycle.
+        raise CaptureError(
+            f"{self.name} is called while {len(self._sets)} of its forwards wait for their "
+            "backwards; one more would overwrite what they need.",
+            remedy=f"Give make_graphed_callables() activation_sets={len(self._sets) + 1} or more, "
+            "call backward() before, or let go of the outputs that need none.",
+        )
+
+    def _check_overlap(self, leaves: Sequence[Any]) -> None:
+        if self._warmed is None or not self._warmed.mutates:
+            return
+        for leaf in leaves:
+            if isinstance(leaf, torch.Tensor) and leaf.numel():
+                if leaf.untyped_storage().data_ptr() in self._outside:
+                    raise SignatureError(
+                        "An argument shares memory with a tensor that the call uses by itself, and "
+                        "one of them is written to.",
+                        remedy="Pass a clone().",
+                    )
+
+    def _forget(self) -> None:
+        """Give up what was recorded."""
+        self._recording = None
+        for chosen in self._sets:
+            for recording in chosen.recordings():
+                self.pool.retire(recording)
+        self._sets = []
+        self._held = []
+        self._passes.forget()
+
+    def _retire(self) -> None:
+        self._recording = None
+        super()._retire()
+        self._forget()
+        self._sample = []
+
+
+def _like(output: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
+    """Memory for the gradient of an output."""
+    plain = output.detach()
+    geometry = Geometry.of(plain if is_dense(plain) else plain.contiguous())
+    return geometry.at(allocate(plain.numel() * plain.element_size()), 0)
+
+
+def _with_hooks(owner: nn.Module) -> nn.Module:
+    """A module that also holds what hooks of its children reach, to see whether they keep state."""
+    holder = nn.Module()
+    holder._modules[""] = owner
+    for child in owner.modules():
+        if child is owner:
+            continue
+        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+            for hook in getattr(child, kind, {}).values():
+                holder._modules[f"hook {len(holder._modules)}"] = FunctionModule(hook)
+    return holder

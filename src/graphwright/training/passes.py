@@ -1,0 +1,213 @@
+"""Running a call's forward and backward on static inputs, as they are to be recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError, first_line
+from ..graphs.transfer import Geometry, Inputs, is_dense
+from ..graphs.undo import autocast_cache_apart
+from ..signature import Args, Kwargs, argument_names, flatten, unflatten
+from ..watch import FunctionModule
+from .standins import StandIns, leaves_behind, next_node
+
+
+class Passes:
+    """The two passes of a call.
+
+    Attributes:
+        wanted: positions of the arguments that gradients are for.
+        trained: parameters, and whatever else the call reaches, that gradients are for.
+        outputs: what is differentiable of what the last forward has returned, each tensor once.
+        differentiable: whether there was any.
+        no_backward: why gradients cannot be had, though there was.
+    """
+
+    def __init__(
+        self,
+        call: Callable[..., Any],
+        owner: nn.Module,
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        grad: bool,
+        strict: bool,
+    ) -> None:
+        """Nothing runs yet.
+
+        Args:
+            call: the forward.
+            owner: its module; a plain function as a FunctionModule.
+            args: sample arguments.
+            kwargs: likewise.
+            grad: whether gradients are on.
+            strict: refuse what requires grad and has none.
+        """
+        sample, self._spec = flatten(args, kwargs)
+        self._call = call
+        self._owner = owner
+        self._grad = grad
+        self._strict = strict
+        slots: dict[int, int] = {}
+        for index, leaf in enumerate(sample):
+            if grad and isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                slots.setdefault(id(leaf), index)
+        self.wanted = list(slots.values())
+        names = argument_names(args, kwargs)
+        self._names = [names[slot] for slot in self.wanted]
+        self._all_names = names
+        self.trained: list[torch.Tensor] = []
+        if grad and not isinstance(owner, FunctionModule):
+            for name, parameter in owner.named_parameters():
+                if parameter.requires_grad:
+                    self.trained.append(parameter)
+                    self._names.append(f"parameter {name}")
+        self.outputs: list[torch.Tensor] = []
+        self.differentiable = False
+        self.no_backward: str | None = None
+        self._asked: list[torch.Tensor] = []
+        self._places: list[int] = []
+        self._runs = 0
+
+    def both(self, inputs: Inputs) -> Any:
+        """Forward and backward; returns the results and the gradients for gradients of one."""
+        self._runs += 1
+        try:
+            tree = self.forward(inputs)
+            grads: Sequence[torch.Tensor | None] = ()
+            if self.outputs and self.no_backward is None:
+                ones = [torch.ones_like(output) for output in self.outputs]
+                try:
+                    grads = self.backward(ones)
+                except (RuntimeError, NotImplementedError) as error:
+                    # The first run is eager: such a call has no backward without graphs either.
+                    if self._runs > 1 or isinstance(error, torch.OutOfMemoryError):
+                        raise
+                    self.no_backward = first_line(error)
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree), grads
+        finally:
+            self.forget()
+
+    def forward(self, inputs: Inputs) -> Any:
+        """Run the forward; what its backward needs is kept until `forget`."""
+        given = {id(inputs.tensor(slot)): inputs.tensor(slot) for slot in self.wanted}
+        given = {key: tensor.detach().requires_grad_() for key, tensor in given.items()}
+        leaves = [given.get(id(leaf), leaf) for leaf in inputs.leaves]
+        args, kwargs = unflatten(leaves, self._spec)
+        stand_ins = StandIns(self._owner, self.trained)
+        with torch.set_grad_enabled(self._grad), autocast_cache_apart():
+            since = next_node()
+            with stand_ins:
+                tree = self._call(*args, **kwargs)
+            tree = pytree.tree_map_only(torch.Tensor, _resolved, tree)
+        self._check_arguments(args, kwargs, leaves, inputs)
+        results = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+        unique = {id(leaf): leaf for leaf in results if leaf.requires_grad}
+        self.outputs = list(unique.values())
+        if any(output.grad_fn is None for output in self.outputs):
+            raise CaptureError(
+                "The call returns an argument or a parameter itself, which requires grad.",
+                remedy="Return a clone() of it.",
+            )
+        self.differentiable = bool(self.outputs)
+        own = [*given.values(), *stand_ins.tensors]
+        self._ask(own, leaves_behind(self.outputs, since))
+        return tree
+
+    def backward(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+        """Gradients of the arguments and of what is trained, for those of the outputs."""
+        found: list[torch.Tensor | None] = [None] * (len(self.wanted) + len(self.trained))
+        # What the forward has cast is cast back by its own nodes: a backward belongs outside of
+        # autocast.
+        with torch._C._DisableAutocast():
+            grads = torch.autograd.grad(
+                self.outputs, self._asked, given, allow_unused=True, retain_graph=True
+            )
+            for place, grad in zip(self._places, grads, strict=True):
+                if grad is not None:
+                    other = found[place]
+                    found[place] = grad if other is None else other + grad
+            found = [None if grad is None else _dense(grad) for grad in found]
+        unused = [name for name, grad in zip(self._names, found, strict=True) if grad is None]
+        if unused and self._strict:
+            raise CaptureError(
+                f"No output depends on {', '.join(unused)}, which requires grad.",
+                remedy="Pass allow_unused_input=True to leave it without a gradient, as eager "
+                "does, or set requires_grad=False.",
+            )
+        return found
+
+    def forget(self) -> None:
+        """Let go of what the backward needs."""
+        self.outputs, self._asked, self._places = [], [], []
+
+    def check_writes(self, mutated: Sequence[int]) -> None:
+        """Refuse a forward that writes to an argument that requires grad."""
+        if written := [self._all_names[slot] for slot in mutated if slot in self.wanted]:
+            raise CaptureError(
+                f"The call writes to {', '.join(written)}, which requires grad.",
+                remedy="Make a new tensor instead, or pass a detached one.",
+            )
+
+    def _ask(self, own: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+        """Find the places of the leaves' gradients; leaves that are new are trained, too."""
+        places = {id(tensor): place for place, tensor in enumerate(own)}
+        real = {id(t): len(self.wanted) + n for n, t in enumerate(self.trained)}
+        self._asked, self._places = [], []
+        for leaf in leaves:
+            place = places.get(id(leaf), real.get(id(leaf)))
+            if place is None:
+                place = len(self._names)
+                self.trained.append(leaf)
+                self._names.append("a tensor that the call reaches")
+                real[id(leaf)] = place
+            if id(leaf) not in places and leaf._backward_hooks:
+                # Its hooks would run in the graph, and once more outside.
+                if self._runs > 1:
+                    raise CaptureError(
+                        "A tensor with hooks is used where nothing can stand in for it.",
+                        remedy="Pass it as an argument, or make it a parameter of the module.",
+                    )
+            self._asked.append(leaf)
+            self._places.append(place)
+
+    def _check_arguments(
+        self, args: Args, kwargs: Kwargs, leaves: Sequence[Any], inputs: Inputs
+    ) -> None:
+        after, spec = flatten(args, kwargs)
+        if spec != self._spec or any(
+            a is not b or (isinstance(b, torch.Tensor) and Geometry.of(b) != geometry)
+            for a, b, geometry in zip(after, leaves, inputs.geometries, strict=True)
+        ):
+            raise CaptureError(
+                "The call changes the containers that it is given, or the shape of a tensor in "
+                "them; a graph would not.",
+                remedy="Return what is new instead.",
+            )
+        for name, leaf in zip(self._all_names, inputs.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                raise CaptureError(
+                    f"The call writes something that requires grad to {name}.",
+                    remedy="Make a new tensor instead.",
+                )
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.resolve_conj().resolve_neg() if lazy else tensor
+
+
+def _dense(grad: torch.Tensor) -> torch.Tensor:
+    """A gradient that fills its memory."""
+    if grad.layout is not torch.strided:
+        raise CaptureError(
+            f"A gradient is a {grad.layout} tensor, whose memory a graph cannot hold.",
+            remedy="Use dense gradients: sparse=False for embeddings.",
+        )
+    grad = _resolved(grad)
+    return grad if is_dense(grad) else grad.contiguous()
