@@ -9,6 +9,7 @@ from pathlib import Path
 import hazards_of_breaks  # noqa: F401  # adds its checks to the list
 import hazards_of_padding  # noqa: F401  # likewise
 import hazards_of_steps  # noqa: F401  # likewise
+import hazards_of_training  # noqa: F401  # likewise
 import pytest
 import torch
 from hazards import HAZARDS, Hazard
@@ -49,3 +50,5 @@ def test_hazard_shows_without_its_protection(
 def test_every_hazard_of_inference_is_here() -> None:
     wanted = {1, 2, 3, 4, 5, 6, 8, 9, 10, 11, 12, 13, 14, 15, 16, 17, 18, 19, 20}
     assert {hazard.number for hazard in HAZARDS} == wanted
+def test_every_hazard_is_here() -> None:
+    assert {hazard.number for hazard in HAZARDS} == set(range(1, 21))

@@ -8,11 +8,12 @@ is seen.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import itertools
 import threading
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -69,6 +70,8 @@ class Arena:
     def __init__(self) -> None:
         self._lock = threading.RLock()
         self._segments: list[Segment] = []
+        self._apart: list[list[Segment]] = []
+        self._current = self._segments
         self._blocks: dict[int, Block] = {}  # by address
         self._numbers = itertools.count()
         self.on_free: Callable[[Block], None] = lambda block: None
@@ -76,7 +79,8 @@ class Arena:
     @property
     def reserved(self) -> int:
         """Bytes of all segments."""
-        return sum(segment.memory.numel() for segment in self._segments)
+        groups = (self._segments, *self._apart)
+        return sum(segment.memory.numel() for group in groups for segment in group)
 
     @property
     def in_use(self) -> int:
@@ -126,20 +130,40 @@ class Arena:
     def trim(self) -> None:
         """Hand back segments in which nothing is alive."""
         with self._lock:
-            self._segments = [segment for segment in self._segments if segment.used]
+            self._segments[:] = [segment for segment in self._segments if segment.used]
+            self._drop_what_is_empty()
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Have what is allocated inside a `with` block lie in segments of its own, for good."""
+        with self._lock:
+            self._drop_what_is_empty()
+            outer, self._current = self._current, []
+            self._apart.append(self._current)
+        try:
+            yield
+        finally:
+            self._current = outer
+
+    def _drop_what_is_empty(self) -> None:
+        self._apart = [
+            group
+            for group in self._apart
+            if group is self._current or any(segment.used for segment in group)
+        ]
 
     def _take(self, nbytes: int) -> Block:
         small = nbytes <= SMALL
         fits = [
             (size, index, offset)
-            for index, segment in enumerate(self._segments)
+            for index, segment in enumerate(self._current)
             if segment.small == small
             for offset, size in segment.free.items()
             if size >= nbytes
         ]
         if fits:
             size, index, offset = min(fits)
-            segment = self._segments[index]
+            segment = self._current[index]
         else:
             segment = self._grow(nbytes, small)
             size, offset = segment.memory.numel(), 0
@@ -163,7 +187,7 @@ class Arena:
         else:
             size = -(-nbytes // (2 * MIB)) * 2 * MIB
         segment = Segment(torch.empty(size, dtype=torch.uint8, device="cpu"), small, {0: size}, {})
-        self._segments.append(segment)
+        self._current.append(segment)
         return segment
 
     def _give_back(self, block: Block) -> None:

@@ -420,6 +420,10 @@ class CpuRecorder:
             yield segment
         segment.recording = self._recorded(segment.tape, feeds, segment.drains)
 
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Use segments of the arena that nothing else uses."""
+        return self._arena.apart()
+
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Callable[[], tuple[int, ...]]]:
         """Use an arena that is thrown away."""
@@ -447,7 +451,13 @@ class CpuRecorder:
         self, tape: _Tape, feeds: Sequence[torch.Tensor], drains: Sequence[torch.Tensor]
     ) -> CpuRecording:
         self._live += 1
-        return CpuRecording(tape, feeds, drains, self._closed_one, self.order)
+        # What is copied out after each replay need not be kept until the next.
+        places = [self._by_address(drain) for drain in drains]
+        return CpuRecording(tape, feeds, places, self._closed_one, self.order)
+
+    def _by_address(self, drain: torch.Tensor) -> torch.Tensor:
+        block = self._arena.block_of(drain)
+        return drain if block is None else self._arena.alias(drain, block)
 
     def _closed_one(self) -> None:
         self._live -= 1

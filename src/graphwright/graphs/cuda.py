@@ -126,6 +126,7 @@ class CudaRecorder:
         self._stream = self._bench.stream
         self._pool: Any = None
         self._anchor: Any = None
+        self._apart: list[tuple[Any, Any]] = []  # other pools, with their anchors
         self._live = 0
         self._last = torch.cuda.current_stream(self.device)
         # Streams and workspaces are used again: neither can be given back.
@@ -149,7 +150,7 @@ class CudaRecorder:
     def free_ranges(self) -> list[int]:
         """Bytes of the unused blocks; segments of small blocks as a whole."""
         found = []
-        for segment in self._segments():
+        for segment in [] if self._pool is None else _segments(self._pool):
             if segment["segment_type"] == "small":
                 found.append(segment["total_size"])
             else:
@@ -254,16 +255,40 @@ class CudaRecorder:
         segment.recording = self._recording(graph, feeds, segment.drains, nodes)
 
     @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Use a pool that nothing else uses."""
+        self._drop_what_is_empty()
+        kept = self._pool, self._anchor
+        self._pool = self._anchor = None
+        try:
+            yield
+        finally:
+            if self._pool is not None:
+                self._apart.append((self._pool, self._anchor))
+            self._pool, self._anchor = kept
+
+    def _drop_what_is_empty(self) -> None:
+        """Give back pools of their own that no graph and no tensor uses."""
+        kept = []
+        for pool, anchor in self._apart:
+            users = pool.use_count() - 1  # The anchor is one.
+            if users > 1 or any(segment["allocated_size"] for segment in _segments(pool)):
+                kept.append((pool, anchor))
+            else:
+                anchor.reset()
+        self._apart = kept
+
+    @contextlib.contextmanager
     def scratch(self) -> Iterator[Callable[[], tuple[int, ...]]]:
         """Use a pool that is thrown away."""
-        kept = self._pool, self._anchor, self._live
-        self._pool = self._anchor = None
+        kept = self._pool, self._anchor, self._live, self._apart
+        self._pool, self._anchor, self._apart = None, None, []
         try:
             yield lambda: tuple(segment["total_size"] for segment in self._segments())
         finally:
             if self._anchor is not None:
                 self._anchor.reset()
-            self._pool, self._anchor, self._live = kept
+            self._pool, self._anchor, self._live, self._apart = kept
             torch.cuda.empty_cache()
 
     def order(self) -> None:
@@ -276,11 +301,15 @@ class CudaRecorder:
 
     def trim(self) -> None:
         """Give the pool's memory back once no graph works in it."""
-        if not self._live and self._pool is not None:
-            torch.cuda.synchronize(self.device)
-            self._anchor.reset()
-            self._pool = self._anchor = None
-            torch.cuda.empty_cache()
+        if self._live or (self._pool is None and not self._apart):
+            return
+        torch.cuda.synchronize(self.device)
+        for _, anchor in (*self._apart, (self._pool, self._anchor)):
+            if anchor is not None:
+                anchor.reset()
+        self._pool = self._anchor = None
+        self._apart = []
+        torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Give the memory back, and the stream to the next recorder."""
@@ -297,6 +326,8 @@ class CudaRecorder:
         external: list[torch.UntypedStorage] | None = None,
     ) -> CudaRecording:
         self._live += 1
+        if nodes is not None:
+            drains = ()  # The graph knows where they lie; they need not be kept until a replay.
         return CudaRecording(
             graph, feeds, drains, nodes, external or [], self._closed_one, self.order
         )
@@ -315,7 +346,8 @@ class CudaRecorder:
         return self._pool
 
     def _segments(self) -> list[dict[str, Any]]:
-        return [] if self._pool is None else _segments(self._pool)
+        pools = [pool for pool, _ in (*self._apart, (self._pool, None)) if pool is not None]
+        return [segment for pool in pools for segment in _segments(pool)]
 
     def _allocator(self, pool: Any) -> Allocate:
         def allocate(nbytes: int) -> torch.Tensor:

@@ -38,7 +38,7 @@ class CudaRecording:
         self._drains = drains
         self._nodes = nodes
         self._pair: tuple[CopyNode, CopyNode] | None = None
-        if nodes is not None and len(feeds) == len(drains) == 1:
+        if nodes is not None and len(feeds) == 1 and len(nodes) == 2:
             first, last = nodes
             if first is not None and last is not None:
                 self._pair = first, last

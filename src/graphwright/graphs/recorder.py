@@ -149,6 +149,13 @@ class Recorder(Protocol):
             generators: as for `record`.
         """
 
+    def apart(self) -> AbstractContextManager[None]:
+        """Have what is allocated and recorded inside a `with` block in memory of its own.
+
+        Nothing else uses that as long as something of it is used: neither what was recorded before
+        nor what comes after.
+        """
+
     def scratch(self) -> AbstractContextManager[Callable[[], tuple[int, ...]]]:
         """Have what is recorded inside a `with` block in memory that is thrown away at its end.
 

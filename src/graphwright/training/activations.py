@@ -11,7 +11,7 @@ import torch
 
 from ..errors import CaptureError
 from ..graphs.recorder import Recording
-from ..graphs.transfer import Geometry, Inputs, copy
+from ..graphs.transfer import Geometry, Inputs, copy, is_dense
 from .outputs import Outputs
 
 
@@ -22,12 +22,43 @@ class Backward:
     Attributes:
         recording: it.
         given: static gradients of the outputs.
-        gradients: static gradients of what the forward was given, None where there is none.
+        gradients: shapes of the gradients of what the forward was given, None where there is none.
+        device: where they are.
     """
 
     recording: Recording
     given: Sequence[torch.Tensor]
-    gradients: Sequence[torch.Tensor | None]
+    gradients: Sequence[Geometry | None]
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Copies:
+    """How arguments get into static inputs, and back where the call writes to them; by position.
+
+    Attributes:
+        sources: those that are copied in as bytes.
+        by_element: those that are copied in element by element.
+        back: those that are copied back as bytes.
+        back_by_element: likewise, element by element.
+    """
+
+    sources: Sequence[int]
+    by_element: Sequence[int]
+    back: Sequence[int]
+    back_by_element: Sequence[int]
+
+    @classmethod
+    def of(cls, inputs: Inputs, mutated: Sequence[int]) -> Copies:
+        """Those of a call that writes to some of its arguments."""
+        sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
+        back = [slot for slot in mutated if is_dense(inputs.tensor(slot))]
+        return cls(
+            sources,
+            [slot for slot in inputs.slots if slot not in sources],
+            back,
+            [slot for slot in mutated if slot not in back],
+        )
 
 
 @dataclass(eq=False)
@@ -36,6 +67,7 @@ class Activations:
 
     Attributes:
         inputs: its static inputs.
+        copies: how they are filled.
         outputs: what it returns.
         forward: its graph.
         backward: that of its backward; None where there is none.
@@ -45,6 +77,7 @@ class Activations:
     """
 
     inputs: Inputs
+    copies: Copies
     outputs: Outputs
     forward: Recording | None
     backward: Backward | None
@@ -71,6 +104,26 @@ class Activations:
         if lease is not None:
             lease.turn = self.turn
             self._lease = weakref.ref(lease)
+
+    def run(self, leaves: Sequence[Any]) -> list[Any]:
+        """Replay the forward for a call's arguments; what it returns, as `outputs` plans it."""
+        assert self.forward is not None
+        self.forward.order()
+        copies, results = self.copies, self.outputs.results
+        targets = [torch.empty_like(base) for base in results.bases]
+        for slot in copies.by_element:
+            copy(leaves[slot], self.inputs.tensor(slot))
+        self.forward.run(
+            [leaves[slot] for slot in copies.sources],
+            [*targets, *(leaves[slot] for slot in copies.back)],
+        )
+        for slot in copies.back:
+            # Written to behind autograd's back: what was saved of it for a backward is stale.
+            torch.autograd.graph.increment_version(leaves[slot])
+        for slot in copies.back_by_element:
+            copy(self.inputs.tensor(slot), leaves[slot])
+        made: list[Any] = results.build(leaves, targets)
+        return made
 
     def recordings(self) -> list[Recording]:
         """Its graphs, which are given up."""
@@ -137,8 +190,11 @@ def run_backward(
     with torch.no_grad():
         backward.recording.order()
         sources = [as_given(g, like) for g, like in zip(grads, backward.given, strict=True)]
-        static = [g for g in backward.gradients if g is not None]
-        targets = [torch.empty_like(g) for g in static]
+        targets = [
+            torch.empty_strided(g.size, g.stride, dtype=g.dtype, device=backward.device)
+            for g in backward.gradients
+            if g is not None
+        ]
         backward.recording.run(sources, targets)
     fresh = iter(targets)
     return [None if g is None else next(fresh) for g in backward.gradients]

@@ -1,4 +1,4 @@
-"""What takes the place of a callable: each call goes to the graphs of its kind, or to the original."""
+"""What takes the place of a callable: calls go to the graphs of their kind, or to the original."""
 
 from __future__ import annotations
 

@@ -21,6 +21,7 @@ class _View(NamedTuple):
     """A result that is a view of another one."""
 
     root: int
+    first: int  # where the same tensor stands for the first time
     geometry: Geometry
     offset: int  # in elements
     detached: bool
@@ -98,6 +99,9 @@ class Outputs:
             nth = self._nth.get(place)
             by_index[index] = made[place] if nth is None or outputs is None else outputs[nth]
         for index, view in self._views.items():
+            if view.first != index:
+                by_index[index] = by_index[view.first]
+                continue
             root = by_index[view.root]
             root = root.detach() if view.detached else root
             size, stride, _ = view.geometry
@@ -106,7 +110,9 @@ class Outputs:
 
     def _relate(self, group: Sequence[int], leaves: Sequence[Any], tree: Any) -> None:
         """Make all views of one, where some tensors of one storage overlap."""
-        first = {id(leaves[index]): index for index in reversed(group)}
+        first: dict[int, int] = {}
+        for index in group:
+            first.setdefault(id(leaves[index]), index)
         if len(first) < 2 or not any(leaves[index].requires_grad for index in group):
             return
         tensors = [leaves[index] for index in first.values()]
@@ -116,13 +122,15 @@ class Outputs:
         high = max(t.data_ptr() + span(t) for t in tensors)
         for root in tensors:
             covers = root.data_ptr() == low and root.data_ptr() + span(root) == high
-            if root.requires_grad and is_dense(root) and covers:
-                if all(t is root or _is_view_of(t, root) for t in tensors):
-                    at = first[id(root)]
-                    for index in group:
-                        if leaves[index] is not root:
-                            self._views[index] = _view(leaves[index], root, at)
-                    return
+            if not (root.requires_grad and is_dense(root) and covers):
+                continue
+            if all(t is root or _is_view_of(t, root) for t in tensors):
+                at = first[id(root)]
+                for index in group:
+                    if leaves[index] is not root:
+                        known = first[id(leaves[index])]
+                        self._views[index] = _view(leaves[index], root, at, known)
+                return
         names = leaf_names(tree, "output")
         raise CaptureError(
             f"{' and '.join(names[index] for index in sorted(first.values()))} share memory.",
@@ -130,9 +138,9 @@ class Outputs:
         )
 
 
-def _view(tensor: torch.Tensor, root: torch.Tensor, at: int) -> _View:
+def _view(tensor: torch.Tensor, root: torch.Tensor, at: int, first: int) -> _View:
     offset = (tensor.data_ptr() - root.data_ptr()) // root.element_size()
-    return _View(at, Geometry.of(tensor), offset, not tensor.requires_grad)
+    return _View(at, first, Geometry.of(tensor), offset, not tensor.requires_grad)
 
 
 def _is_view_of(tensor: torch.Tensor, root: torch.Tensor) -> bool:

@@ -15,24 +15,20 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, SignatureError
 from ..graphs.arguments import device_of, name_of
 from ..graphs.graph import Graph, State
 from ..graphs.memory import MemoryPool, Prediction
-from ..graphs.recorder import Recorder, Segment
 from ..graphs.transaction import let_go, transaction
-from ..graphs.transfer import Geometry, Inputs, copy, flat, is_dense
 from ..graphs.undo import Undo
 from ..graphs.warmup import Warmed, warm
 from ..signature import Args, CallSignature, Kwargs, flatten
 from ..watch import FunctionModule, ModuleWatch
-from .activations import Activations, Backward, Lease
+from .activations import Activations, Lease
 from .node import Replay
-from .outputs import Outputs
 from .passes import Passes
-from .seen import Seen
+from .taking import Taking
 
 
 class Pair(Graph):
@@ -87,10 +83,6 @@ class Pair(Graph):
         self._warmed: Warmed | None = None
         self._watch: ModuleWatch | None = None
         self._outside: set[int] = set()
-        self._sources: list[int] = []
-        self._by_element: list[int] = []
-        self._back: list[int] = []
-        self._back_by_element: list[int] = []
 
     @property
     def no_backward(self) -> str | None:
@@ -167,17 +159,18 @@ class Pair(Graph):
         warmed = self._warmed
         assert warmed is not None
         with self.pool.lock:
-            segments = warmed.segments * sets
-            predicted = self.pool.predicted(segments)
-            prediction = Prediction(predicted, segments, warmed.contributors)
+            # The least that it takes: of several sets, the backwards share memory.
+            predicted = self.pool.predicted(warmed.segments)
+            prediction = Prediction(predicted, warmed.segments, warmed.contributors)
             try:
                 self.pool.admit(self, prediction)
                 recorder = self.pool.recorder(self._device)
                 before = recorder.reserved
                 recorder.order()  # A replay may be at work in the memory of the inputs.
                 with self._transaction(State.CAPTURING):
+                    taking = Taking(self._passes, self._owner, warmed, recorder, self.pool)
                     for _ in range(sets):
-                        self._sets.append(self._record(recorder, warmed))
+                        self._sets.append(taking.record(self._sample))
                 if self.pool.over_limit(before):
                     raise self.pool.exceeded(self, prediction)
             except BaseException as error:
@@ -192,85 +185,6 @@ class Pair(Graph):
             self._sample = []
             self.state = State.READY
             self.pool.add(self)
-
-    def _record(self, recorder: Recorder, warmed: Warmed) -> Activations:
-        """Record forward and backward, with memory of their own."""
-        inputs = Inputs(self._sample, recorder.allocate)
-        dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
-        self._back = dense
-        self._back_by_element = [slot for slot in warmed.mutated if slot not in dense]
-        self._sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
-        self._by_element = [slot for slot in inputs.slots if slot not in self._sources]
-        known = {storage._cdata for storage in warmed.external}
-        known |= {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
-        segments: list[Segment] = []
-        done: Activations | None = None
-        try:
-            done = self._record_forward(recorder, warmed, inputs, known, segments)
-            self._record_backward(recorder, warmed, done, known, segments)
-        except BaseException:
-            if done is not None:
-                for recording in done.recordings():
-                    self.pool.retire(recording)
-            raise
-        finally:
-            self._passes.forget()
-            for segment in reversed(segments):
-                segment.forget()
-        return done
-
-    def _record_forward(
-        self,
-        recorder: Recorder,
-        warmed: Warmed,
-        inputs: Inputs,
-        known: set[int],
-        segments: list[Segment],
-    ) -> Activations:
-        feeds = [flat(inputs.tensor(slot)) for slot in self._sources]
-        seen = Seen()
-        with recorder.segment(feeds, warmed.generators) as segment:
-            segments.append(segment)
-            with segment.watching(), seen:
-                tree = self._passes.forward(inputs)
-            outputs = Outputs(tree, inputs, {s._cdata for s in warmed.external})
-            self._passes.outputs = outputs.of(pytree.tree_leaves(tree))
-            back = [flat(inputs.tensor(slot)) for slot in self._back]
-            segment.drain([*map(flat, outputs.results.bases), *back])
-        held = seen.living()
-        try:
-            seen.refuse_what_is_new(known)
-        except CaptureError:
-            self.pool.retire(segment.recording)
-            raise
-        known |= {storage._cdata for storage in held}
-        return Activations(inputs, outputs, segment.recording, None, (), [held])
-
-    def _record_backward(
-        self,
-        recorder: Recorder,
-        warmed: Warmed,
-        done: Activations,
-        known: set[int],
-        segments: list[Segment],
-    ) -> None:
-        asked = self._passes.outputs
-        if not asked or self.no_backward is not None:
-            return
-        allocate = self.pool.shared_bytes()
-        given = [_like(output, allocate) for output in asked]
-        known |= {grad.untyped_storage()._cdata for grad in given}
-        seen = Seen()
-        with recorder.segment(list(map(flat, given)), warmed.generators) as segment:
-            segments.append(segment)
-            with segment.watching(), seen:
-                grads = self._passes.backward(given)
-            segment.drain([flat(grad) for grad in grads if grad is not None])
-        done.backward = Backward(segment.recording, given, grads)
-        seen.refuse_what_is_new(known)
-        tensors = [*self._owner.parameters(), *self._owner.buffers(), *self._passes.trained]
-        unique = {id(t): t for t in tensors if t.untyped_storage()._cdata in seen.used}
-        done.saved = list(unique.values())
 
     @contextlib.contextmanager
     def _transaction(self, state: State) -> Iterator[Undo]:
@@ -307,24 +221,9 @@ class Pair(Graph):
         with self.pool.lock:
             self._ready()
             chosen = self._choose()
-            recording = chosen.forward
-            assert recording is not None
-            recording.order()
             lease = Lease(self, chosen) if lend else None
             chosen.begin(lease)
-            results = chosen.outputs.results
-            targets = [torch.empty_like(base) for base in results.bases]
-            for slot in self._by_element:
-                copy(leaves[slot], chosen.inputs.tensor(slot))
-            recording.run(
-                [leaves[slot] for slot in self._sources],
-                [*targets, *(leaves[slot] for slot in self._back)],
-            )
-            for slot in self._back:
-                torch.autograd.graph.increment_version(leaves[slot])
-            for slot in self._back_by_element:
-                copy(chosen.inputs.tensor(slot), leaves[slot])
-            made += results.build(leaves, targets)
+            made += chosen.run(leaves)
             return [made[p] for p in chosen.outputs.differentiable], lease, chosen.saved
 
     def _choose(self) -> Activations:
@@ -346,13 +245,14 @@ class Pair(Graph):
         if self._warmed is None or not self._warmed.mutates:
             return
         for leaf in leaves:
-            if isinstance(leaf, torch.Tensor) and leaf.numel():
-                if leaf.untyped_storage().data_ptr() in self._outside:
-                    raise SignatureError(
-                        "An argument shares memory with a tensor that the call uses by itself, and "
-                        "one of them is written to.",
-                        remedy="Pass a clone().",
-                    )
+            if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+                continue
+            if leaf.untyped_storage().data_ptr() in self._outside:
+                raise SignatureError(
+                    "An argument shares memory with a tensor that the call uses by itself, and "
+                    "one of them is written to.",
+                    remedy="Pass a clone().",
+                )
 
     def _forget(self) -> None:
         """Give up what was recorded."""
@@ -369,13 +269,6 @@ class Pair(Graph):
         super()._retire()
         self._forget()
         self._sample = []
-
-
-def _like(output: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
-    """Memory for the gradient of an output."""
-    plain = output.detach()
-    geometry = Geometry.of(plain if is_dense(plain) else plain.contiguous())
-    return geometry.at(allocate(plain.numel() * plain.element_size()), 0)
 
 
 def _with_hooks(owner: nn.Module) -> nn.Module:

@@ -166,13 +166,12 @@ class Passes:
                 self.trained.append(leaf)
                 self._names.append("a tensor that the call reaches")
                 real[id(leaf)] = place
-            if id(leaf) not in places and leaf._backward_hooks:
+            if id(leaf) not in places and leaf._backward_hooks and self._runs > 1:
                 # Its hooks would run in the graph, and once more outside.
-                if self._runs > 1:
-                    raise CaptureError(
-                        "A tensor with hooks is used where nothing can stand in for it.",
-                        remedy="Pass it as an argument, or make it a parameter of the module.",
-                    )
+                raise CaptureError(
+                    "A tensor with hooks is used where nothing can stand in for it.",
+                    remedy="Pass it as an argument, or make it a parameter of the module.",
+                )
             self._asked.append(leaf)
             self._places.append(place)
 

@@ -19,7 +19,8 @@ from ..errors import CaptureError
 
 # What belongs to the tensor itself, not to its memory.
 _OF_ITS_OWN = ("__hash__", "register_hook", "register_post_accumulate_grad_hook")
-_GRAD = torch.Tensor.grad.__get__  # type: ignore[attr-defined]  # a descriptor
+_DESCRIPTOR: Any = torch.Tensor.grad
+_GRAD = _DESCRIPTOR.__get__
 
 
 class StandIns(TorchFunctionMode):
@@ -36,7 +37,10 @@ class StandIns(TorchFunctionMode):
         self.tensors = [_stand_in(tensor) for tensor in originals]
         self._originals = originals
         self._of = {id(t): s for t, s in zip(originals, self.tensors, strict=True)}
-        self._holders = [m._parameters for m in module.modules()]
+        # nn.RNN and its kind hold them in a list, too, and would make that list anew.
+        self._holders: list[Any] = [
+            m._parameters for m in module.modules() if not isinstance(m, nn.RNNBase)
+        ]
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> StandIns:
@@ -44,12 +48,13 @@ class StandIns(TorchFunctionMode):
             if isinstance(holder, dict) and any(id(p) in self._of for p in holder.values()):
                 self._held.append((holder, dict(holder)))
                 for name, parameter in holder.items():
-                    holder[name] = self._of.get(id(parameter), parameter)
-        super().__enter__()
+                    if id(parameter) in self._of:
+                        holder[name] = self._of[id(parameter)]
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
         replaced = False
         mine = {id(s) for s in self.tensors}
         for holder, held in self._held:
@@ -97,7 +102,8 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 def next_node() -> int:
     """The number that the next node of autograd on this thread gets."""
-    return int(torch.autograd._get_sequence_nr())  # type: ignore[no-untyped-call]
+    number: int = torch._C._autograd._get_sequence_nr()
+    return number
 
 
 def leaves_behind(outputs: Sequence[torch.Tensor], since: int) -> list[torch.Tensor]:

@@ -1,0 +1,1097 @@
+"""make_graphed_callables against eager: numbers, gradients, and what torch.cuda's gets wrong."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812  # the field's name for it
+
+import graphwright as gw
+from graphwright.training.forward import CallableStatistics
+
+Make = Callable[[], nn.Module]
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rnn = nn.LSTM(8, 12, num_layers=2, batch_first=True)
+        self.out = nn.Linear(12, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.rnn(x)[0][:, -1])
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.3), nn.GELU(), nn.Linear(16, 4))
+
+
+def cnn() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 4)
+    )
+
+
+MODELS: dict[str, tuple[Make, tuple[int, ...]]] = {
+    "mlp with dropout": (mlp, (6, 8)),
+    "cnn with batch norm": (cnn, (4, 3, 8, 8)),
+    "lstm": (Recurrent, (4, 5, 8)),
+}
+
+
+def pair_of(make: Make, device: torch.device) -> tuple[nn.Module, nn.Module]:
+    module = make().to(device)
+    return module, copy.deepcopy(module)
+
+
+def same(mine: Any, theirs: Any) -> None:
+    """Bit for bit on the CPU; other kernels may be chosen on a GPU."""
+    if isinstance(theirs, torch.Tensor):
+        assert mine.shape == theirs.shape
+        assert mine.dtype == theirs.dtype
+        assert mine.requires_grad == theirs.requires_grad
+        if theirs.device.type == "cpu":
+            assert torch.equal(mine, theirs)
+        else:
+            torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    elif isinstance(theirs, dict):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            same(mine[name], value)
+    elif isinstance(theirs, tuple | list):
+        assert type(mine) is type(theirs)
+        assert len(mine) == len(theirs)
+        for a, b in zip(mine, theirs, strict=True):
+            same(a, b)
+    else:
+        assert mine == theirs
+
+
+def same_state(mine: nn.Module, theirs: nn.Module) -> None:
+    for (name, a), b in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        same(a, b)
+        assert (a.grad is None) == (b.grad is None), name
+        if b.grad is not None:
+            same(a.grad, b.grad)
+    for a, b in zip(mine.buffers(), theirs.buffers(), strict=True):
+        same(a, b)
+
+
+def statistics(graphed: Any) -> CallableStatistics:
+    found = graphed.forward.statistics if isinstance(graphed, nn.Module) else graphed.statistics
+    assert isinstance(found, CallableStatistics)
+    return found
+
+
+def rand(device: torch.device, *shape: int, grad: bool = False) -> torch.Tensor:
+    return torch.randn(*shape, device=device, requires_grad=grad)
+
+
+def both(mine: Any, theirs: Any, *args: Any, seed: int = 0, **kwargs: Any) -> None:
+    """Call and differentiate the two alike; all is the same, gradients of arguments too."""
+    results = []
+    for fn in (mine, theirs):
+        leaves, spec = torch.utils._pytree.tree_flatten((args, kwargs))
+        given = [
+            leaf.detach().clone().requires_grad_(leaf.requires_grad)
+            if isinstance(leaf, torch.Tensor)
+            else leaf
+            for leaf in leaves
+        ]
+        its_args, its_kwargs = torch.utils._pytree.tree_unflatten(given, spec)
+        torch.manual_seed(seed)
+        made = fn(*its_args, **its_kwargs)
+        total = sum(
+            (leaf.float() ** 2).sum()
+            for leaf in torch.utils._pytree.tree_leaves(made)
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad
+        )
+        if isinstance(total, torch.Tensor):
+            total.backward()
+        grads = [leaf.grad for leaf in given if isinstance(leaf, torch.Tensor)]
+        results.append((made, [None if g is None else g.clone() for g in grads]))
+    (a, grads_a), (b, grads_b) = results
+    same(a, b)
+    same(grads_a, grads_b)
+
+
+# Training.
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_thirty_steps_equal_eager(name: str, device: torch.device) -> None:
+    make, shape = MODELS[name]
+    graphed, eager = pair_of(make, device)
+    assert gw.make_graphed_callables(graphed, (rand(device, *shape),)) is graphed
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9) for m in (graphed, eager)]
+    for step in range(30):
+        x, target = rand(device, *shape), rand(device, shape[0], 4)
+        losses = []
+        for module, optimizer in zip((graphed, eager), optimizers, strict=True):
+            torch.manual_seed(step)
+            optimizer.zero_grad(set_to_none=bool(step % 2))
+            loss = F.mse_loss(module(x), target)
+            loss.backward()
+            optimizer.step()
+            losses.append(loss)
+        same(*losses)
+    same_state(graphed, eager)
+    assert statistics(graphed).replays == 30
+    assert not statistics(graphed).eager
+
+
+def test_warm_up_and_capture_change_nothing(device: torch.device) -> None:
+    module = nn.Sequential(cnn(), nn.Dropout(0.5)).to(device)
+    x = rand(device, 4, 3, 8, 8, grad=True)
+    module(x).sum().backward()
+    before = copy.deepcopy(module)
+    grads = {name: p.grad.clone() for name, p in module.named_parameters() if p.grad is not None}
+    kept = [p.grad for p in module.parameters()]
+    x_before = x.detach().clone()
+    torch.manual_seed(3)
+    expected = torch.rand(4, device=device)
+    torch.manual_seed(3)
+    gw.make_graphed_callables(module, (x,))
+    same(torch.rand(4, device=device), expected)
+    for mine, theirs in zip(
+        module.state_dict().values(), before.state_dict().values(), strict=True
+    ):
+        assert torch.equal(mine, theirs)
+    for (name, p), grad in zip(module.named_parameters(), kept, strict=True):
+        assert p.grad is grad
+        assert torch.equal(grad, grads[name])
+    assert torch.equal(x, x_before)
+
+
+def test_dropout_differs_and_follows_the_seed(device: torch.device) -> None:
+    graphed = gw.make_graphed_callables(nn.Dropout(0.5), (rand(device, 64, grad=True),))
+    x = torch.ones(64, device=device, requires_grad=True)
+    first, second = graphed(x).detach(), graphed(x).detach()
+    assert not torch.equal(first, second)
+    for seed in range(3):
+        both(graphed, nn.Dropout(0.5), x, seed=seed)
+        x.grad = None
+        y = graphed(x)
+        y.sum().backward()
+        assert torch.equal(x.grad != 0, y != 0), "the backward is of another forward"
+
+
+def test_gradients_accumulate(device: torch.device) -> None:
+    graphed, eager = pair_of(mlp, device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    for _ in range(2):
+        for micro in range(4):
+            x = rand(device, 6, 8)
+            for module in (graphed, eager):
+                torch.manual_seed(micro)
+                (module(x).pow(2).mean() / 4).backward()
+        same_state(graphed, eager)
+        for module in (graphed, eager):
+            module.zero_grad(set_to_none=False)
+
+
+def test_gradients_are_the_caller_s_own(device: torch.device) -> None:
+    layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    gw.make_graphed_callables(layer, (rand(device, 6, 8, grad=True),))
+    x, seen = rand(device, 6, 8, grad=True), []
+    layer.weight.register_hook(seen.append)
+    found = torch.autograd.grad(layer(x).pow(2).sum(), [x, layer.weight, layer.bias])
+    layer(x).pow(2).sum().backward()
+    grads = [x.grad, layer.weight.grad, layer.bias.grad]
+    x.grad = layer.weight.grad = layer.bias.grad = None
+    for _ in range(3):
+        other = rand(device, 6, 8, grad=True)
+        layer(other).pow(2).sum().backward()
+    wanted = torch.autograd.grad(eager(x).pow(2).sum(), [x, eager.weight, eager.bias])
+    same(found, wanted)
+    same(tuple(grads), wanted)
+    same(seen[:2], [wanted[1], wanted[1]])
+
+
+def test_an_output_survives_later_calls(device: torch.device) -> None:
+    layer = nn.Linear(8, 4).to(device)
+    eager = copy.deepcopy(layer)
+    gw.make_graphed_callables(layer, (rand(device, 6, 8),), activation_sets=3)
+    xs = [rand(device, 6, 8) for _ in range(3)]
+    for y, x in zip([layer(x) for x in xs], xs, strict=True):
+        same(y, eager(x))
+
+
+@pytest.mark.parametrize("how", ["sum", "expanded", "transposed"])
+def test_gradients_of_any_strides_come_in(how: str, device: torch.device) -> None:
+    layer, eager = pair_of(lambda: nn.Linear(8, 6), device)
+    gw.make_graphed_callables(layer, (rand(device, 6, 8),))
+    x = rand(device, 6, 8)
+    given = {
+        "sum": torch.ones((), device=device).expand(6, 6),
+        "expanded": rand(device, 6).expand(6, 6),
+        "transposed": rand(device, 6, 6).t(),
+    }[how]
+    for module in (layer, eager):
+        module(x).backward(given)
+    for mine, theirs in zip(layer.parameters(), eager.parameters(), strict=True):
+        torch.testing.assert_close(mine.grad, theirs.grad)
+
+
+# What torch.cuda's takes.
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_autocast_is_part_of_the_call(cache: bool, device: torch.device) -> None:
+    graphed, eager = pair_of(
+        lambda: nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), device
+    )
+    x = rand(device, 6, 8)
+    with torch.autocast(device.type, torch.bfloat16, cache_enabled=cache):
+        eager(x)
+        gw.make_graphed_callables(graphed, (x,))
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (graphed, eager)]
+    for step in range(4):
+        x = rand(device, 6, 8)
+        for module, optimizer in zip((graphed, eager), optimizers, strict=True):
+            with torch.autocast(device.type, torch.bfloat16, enabled=step < 3, cache_enabled=cache):
+                y = module(x)
+            assert y.dtype is (torch.bfloat16 if step < 3 else torch.float32)
+            y.float().pow(2).mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        same_state(graphed, eager)
+    assert statistics(graphed).captures == 2
+
+
+class Partly(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = nn.Linear(8, 4)
+        self.spare = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.used(x)
+
+
+def test_what_is_unused_is_named_or_goes_without(device: torch.device) -> None:
+    graphed, eager = pair_of(Partly, device)
+    args = rand(device, 6, 8, grad=True), rand(device, 6, 8, grad=True)
+    with pytest.raises(gw.CaptureError, match=r"args\[1\], parameter spare.weight, .*spare.bias"):
+        gw.make_graphed_callables(graphed, args)
+    assert "forward" not in vars(graphed)
+    gw.make_graphed_callables(graphed, args, allow_unused_input=True)
+    both(graphed, eager, *args)
+    same_state(graphed, eager)
+    assert graphed.spare.weight.grad is None
+
+
+def test_without_parameters_and_without_gradients(device: torch.device) -> None:
+    class Add(nn.Module):
+        def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return x * 2 + y
+
+    graphed = gw.make_graphed_callables(Add(), (rand(device, 4, grad=True), rand(device, 4)))
+    both(graphed, Add(), rand(device, 4, grad=True), rand(device, 4))
+    frozen = nn.Linear(8, 4).to(device).requires_grad_(False)
+    eager = copy.deepcopy(frozen)
+    gw.make_graphed_callables(frozen, (rand(device, 6, 8),))
+    for _ in range(3):
+        both(frozen, eager, rand(device, 6, 8))
+    assert not frozen(rand(device, 6, 8)).requires_grad
+    assert statistics(frozen).replays == 4
+
+
+def test_several_in_one_pool_in_any_order(device: torch.device) -> None:
+    makes = [lambda: nn.Linear(8, 8), mlp, lambda: nn.Sequential(nn.Linear(8, 4), nn.Tanh())]
+    twins = [pair_of(make, device) for make in makes]
+    eager = [theirs for _, theirs in twins]
+    x = rand(device, 6, 8)
+    graphed = gw.make_graphed_callables(tuple(g for g, _ in twins), ((x,),) * 3)
+    assert all(a is b for a, (b, _) in zip(graphed, twins, strict=True))
+    for forwards, backwards in (((0, 1, 2), (2, 1, 0)), ((2, 0, 1), (0, 2, 1)), ((1, 2), (1, 2))):
+        x = rand(device, 6, 8)
+        for modules in (graphed, eager):
+            torch.manual_seed(1)
+            losses = {i: modules[i](x).pow(2).sum() for i in forwards}
+            for i in backwards:
+                losses[i].backward()
+        for mine, theirs in zip(graphed, eager, strict=True):
+            same_state(mine, theirs)
+    losses = []
+    for modules in (graphed, eager):
+        torch.manual_seed(2)
+        x = modules[0](rand(device, 6, 8))
+        losses.append(modules[2](x).sum() + modules[1](x.relu()).sum())
+        losses[-1].backward()
+    same(*losses)
+    for mine, theirs in zip(graphed, eager, strict=True):
+        same_state(mine, theirs)
+
+
+def test_trees_keywords_and_plain_values(device: torch.device) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, batch: Any, scale: float, *, mask: Any = None, name: str = "a") -> Any:
+            y = self.layer(batch["x"]) * scale + batch["more"][0]
+            if mask is not None:
+                y = y * mask
+            return {"y": y, "mask": mask, "none": None, "n": 3, "all": (y.argmax(-1), [name])}
+
+    graphed, eager = pair_of(Model, device)
+
+    def batch() -> Any:
+        return {"x": rand(device, 6, 8), "more": [rand(device, 4, grad=True), None]}
+
+    mask = rand(device, 4) > 0
+    gw.make_graphed_callables(graphed, (batch(), 0.5), sample_kwargs={"mask": mask, "name": "b"})
+    for _ in range(3):
+        both(graphed, eager, batch(), 0.5, name="b", mask=rand(device, 4) > 0)
+    same_state(graphed, eager)
+    assert statistics(graphed).captures == 1
+    both(graphed, eager, batch(), 0.25, name="b")
+    same_state(graphed, eager)
+    assert statistics(graphed).captures == 2
+
+
+def test_a_function_returns_a_function(device: torch.device) -> None:
+    def fn(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """What it says."""
+        return x * y.sin()
+
+    graphed = gw.make_graphed_callables(fn, (rand(device, 4, grad=True), rand(device, 4)))
+    assert graphed is not fn
+    assert graphed.__doc__ == fn.__doc__
+    both(graphed, fn, rand(device, 4, grad=True), rand(device, 4))
+
+
+def test_pools_and_handles_of_pytorch(device: torch.device) -> None:
+    pool = gw.MemoryPool()
+    layers = [nn.Linear(8, 4).to(device) for _ in range(3)]
+    x = rand(device, 6, 8)
+    gw.make_graphed_callables(layers[0], (x,), 3, False, pool)
+    gw.make_graphed_callables(layers[1], (x,), pool=pool)
+    assert len(pool.graphs) == 2
+    gw.make_graphed_callables(layers[2], (x,), pool=(0, 1))
+    assert len(pool.graphs) == 2
+    y = layers[0](x)
+    pool.release()
+    with pytest.raises(gw.CaptureError, match="closed before its backward"):
+        y.sum().backward()
+    both(layers[0], copy.deepcopy(layers[0]), rand(device, 6, 8))
+
+
+# Which gradients there are.
+
+
+def test_a_function_s_modules_and_tensors_get_gradients(device: torch.device) -> None:
+    layer = nn.Linear(8, 4).to(device)
+    scale = torch.ones(4, device=device, requires_grad=True)
+    hidden = [torch.ones(4, device=device, requires_grad=True)]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return layer(x) * scale + hidden[0]
+
+    leaves = [*layer.parameters(), scale, hidden[0]]
+    graphed = gw.make_graphed_callables(fn, (rand(device, 6, 8),))
+    for _ in range(3):
+        x = rand(device, 6, 8)
+        mine, theirs = (torch.autograd.grad(f(x).pow(2).sum(), leaves) for f in (graphed, fn))
+        same(mine, theirs)
+        with torch.no_grad():
+            for leaf in leaves:
+                leaf.mul_(1.1)
+
+
+def test_a_tensor_computed_before_is_refused(device: torch.device) -> None:
+    weight = rand(device, 4, grad=True)
+    doubled = weight * 2
+    with pytest.raises(gw.CaptureError, match="computed before it"):
+        gw.make_graphed_callables(lambda x: x * doubled, (rand(device, 4),))
+
+
+class Scale(torch.autograd.Function):
+    """Takes a weight past PyTorch's own functions."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        return x * weight
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] * weight, (grads[0] * x).sum(0)
+
+
+def test_functions_of_the_user_s_own_and_tied_weights(device: torch.device) -> None:
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 8)
+            self.two.weight = self.one.weight
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return Scale.apply(self.two(self.one(x)), self.scale)
+
+    graphed, eager = pair_of(Model, device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    both(graphed, eager, rand(device, 6, 8))
+    same_state(graphed, eager)
+    weight = rand(device, 8, grad=True)
+    fn = gw.make_graphed_callables(lambda x: Scale.apply(x, weight), (rand(device, 6, 8),))
+    x = rand(device, 6, 8)
+    same(
+        torch.autograd.grad(fn(x).sum(), [weight]),
+        torch.autograd.grad(Scale.apply(x, weight).sum(), [weight]),
+    )
+
+
+def test_an_old_graph_of_autograd_may_be_alive(device: torch.device) -> None:
+    layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    kept = layer(rand(device, 6, 8)).sum()
+    gw.make_graphed_callables(layer, (rand(device, 6, 8),))
+    both(layer, eager, rand(device, 6, 8))
+    both(layer, eager, rand(device, 3, 8))  # Captured while the other graph is alive.
+    same_state(layer, eager)
+    kept.backward()
+
+
+def test_freezing_is_noticed(device: torch.device) -> None:
+    graphed, eager = pair_of(mlp, device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    for module in (graphed, eager):
+        module[0].requires_grad_(False)
+    both(graphed, eager, rand(device, 6, 8))
+    same_state(graphed, eager)
+    assert graphed[0].weight.grad is None
+    for module in (graphed, eager):
+        module[0].requires_grad_(True)
+    both(graphed, eager, rand(device, 6, 8))
+    same_state(graphed, eager)
+    assert statistics(graphed).captures == 2
+
+
+def test_an_output_without_gradient_back(device: torch.device) -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 4), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return self.one(x), self.two(x)
+
+    graphed, eager = pair_of(Two, device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    x = rand(device, 6, 8)
+    for module in (graphed, eager):
+        module(x)[0].sum().backward()
+    same(graphed.one.weight.grad, eager.one.weight.grad)
+    assert not graphed.two.weight.grad.any()
+
+
+class NoBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise RuntimeError("only in training")
+
+
+def test_a_forward_whose_backward_cannot_be_had(device: torch.device) -> None:
+    graphed = gw.make_graphed_callables(NoBackward.apply, (rand(device, 4, grad=True),))
+    x = rand(device, 4, grad=True)
+    y = graphed(x)
+    same(y, NoBackward.apply(x))
+    with pytest.raises(gw.CaptureError, match=r"no backward .* only in training"):
+        y.sum().backward()
+
+
+@pytest.mark.gpu
+def test_rnns_in_eval_mode_have_a_forward() -> None:
+    device = torch.device("cuda")
+    rnn = nn.LSTM(8, 12).to(device).eval()
+    eager = copy.deepcopy(rnn)
+    gw.make_graphed_callables(rnn, (rand(device, 5, 4, 8),))
+    x = rand(device, 5, 4, 8)
+    same(rnn(x)[0], eager(x)[0])
+    with pytest.raises(gw.CaptureError, match="no backward"):
+        rnn(x)[0].sum().backward()
+    rnn = nn.LSTM(8, 12).to(device).eval()
+    with pytest.raises(RuntimeError, match="training mode"):
+        torch.cuda.make_graphed_callables(rnn, (rand(device, 5, 4, 8),))
+
+
+def test_gradients_of_gradients_are_refused(device: torch.device) -> None:
+    layer = gw.make_graphed_callables(nn.Linear(8, 4).to(device), (rand(device, 6, 8, grad=True),))
+    x = rand(device, 6, 8, grad=True)
+    with pytest.raises(gw.CaptureError, match="create_graph"):
+        torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+
+
+# Several forwards, several backwards.
+
+
+def test_a_forward_too_many_is_an_error(device: torch.device) -> None:
+    layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    gw.make_graphed_callables(layer, (rand(device, 6, 8),), activation_sets=2)
+    xs = [rand(device, 6, 8) for _ in range(3)]
+    losses = [layer(x).pow(2).sum() for x in xs[:2]]
+    with pytest.raises(gw.CaptureError, match="activation_sets=3"):
+        layer(xs[2])
+    with torch.no_grad(), pytest.raises(gw.CaptureError, match="activation_sets=3"):
+        layer(xs[2])
+    for loss in losses:
+        loss.backward()
+    for x in xs[:2]:
+        eager(x).pow(2).sum().backward()
+    same_state(layer, eager)
+    layer(xs[2]).sum().backward()
+
+
+def test_a_module_used_twice_in_a_step(device: torch.device) -> None:
+    graphed, eager = pair_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8, grad=True),), activation_sets=2)
+    both(lambda x: graphed(graphed(x)), lambda x: eager(eager(x)), rand(device, 6, 8, grad=True))
+    same_state(graphed, eager)
+
+
+def test_forwards_that_were_dropped_free_their_activations(device: torch.device) -> None:
+    layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    gw.make_graphed_callables(layer, (rand(device, 6, 8),))
+    for _ in range(3):
+        layer(rand(device, 6, 8))
+    y = layer(rand(device, 6, 8))
+    ring: list[Any] = [y]
+    ring.append(ring)
+    del y, ring
+    with torch.no_grad():
+        for _ in range(2):
+            x = rand(device, 6, 8)
+            same(layer(x), eager(x))
+    both(layer, eager, rand(device, 6, 8))
+    same_state(layer, eager)
+    assert statistics(layer).captures == 1
+
+
+def test_a_second_backward(device: torch.device) -> None:
+    graphed, eager = pair_of(mlp, device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    x = rand(device, 6, 8)
+    for module in (graphed, eager):
+        torch.manual_seed(1)
+        loss = module(x).pow(2).sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+    same_state(graphed, eager)
+    loss = graphed(x).sum()
+    loss.backward(retain_graph=True)
+    graphed(x)
+    with pytest.raises(gw.CaptureError, match="overwritten"):
+        loss.backward()
+
+
+def test_a_step_between_forward_and_backward_is_an_error(device: torch.device) -> None:
+    graphed, eager = pair_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    for module in (graphed, eager):
+        loss = module(rand(device, 6, 8)).sum()
+        with torch.no_grad():
+            module[1].weight.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        del loss
+        loss = module(rand(device, 6, 8)).sum()
+        with torch.no_grad():
+            module[1].bias.add_(1)  # No backward reads it.
+        loss.backward()
+
+
+# Calls of other kinds.
+
+
+def other_calls(device: torch.device) -> list[tuple[torch.Tensor, ...]]:
+    square = rand(device, 8, 8)
+    return [(square[:1],), (square.double(),), (square.t(),), (square[:4],)]
+
+
+def test_another_kind_of_call_is_captured(device: torch.device) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return (x * 2).cumsum(0)
+
+    graphed = gw.make_graphed_callables(fn, (rand(device, 8, 8),))
+    for _ in range(2):
+        for (x,) in other_calls(device):
+            both(graphed, fn, x)
+            both(graphed, fn, x.detach().requires_grad_())
+    x = rand(device, 8, 8)
+    same(graphed(x), fn(x))
+    same(graphed(x.t()), fn(x.t()))  # at the same address
+    assert statistics(graphed).captures == 9
+    assert not statistics(graphed).eager
+
+
+def test_another_kind_of_call_is_eager_or_an_error(device: torch.device) -> None:
+    layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    gw.make_graphed_callables(layer, (rand(device, 8, 8),), on_miss="eager")
+    both(layer, eager, rand(device, 1, 8))
+    same_state(layer, eager)
+    assert statistics(layer).eager == {"a call of another kind": 1}
+    strict = gw.make_graphed_callables(lambda x: x * 2, (rand(device, 8, 8),), on_miss="error")
+    for (x,) in other_calls(device):
+        with pytest.raises(gw.SignatureError, match=r"args\[0\] is"):
+            strict(x)
+    with pytest.raises(gw.SignatureError, match="tree of positional"):
+        strict(rand(device, 8, 8), rand(device, 8, 8))
+
+
+def test_surplus_arguments_are_errors(device: torch.device) -> None:
+    layers = tuple(nn.Linear(8, 4).to(device) for _ in range(2))
+    x = rand(device, 6, 8)
+    for wrong in (((x,),), ((x,), (x,), (x,)), (x, x)):
+        with pytest.raises(gw.OptionError, match="sample_args"):
+            gw.make_graphed_callables(layers, wrong)
+    with pytest.raises(gw.OptionError, match="sample_args"):
+        gw.make_graphed_callables(layers[0], x)
+    gw.make_graphed_callables(layers[0], (x,))
+    with pytest.raises(TypeError, match="positional"):
+        layers[0](x, x)
+    same(layers[0](x), F.linear(x, layers[0].weight, layers[0].bias))
+
+
+def test_a_kind_that_cannot_be_captured_is_eager(device: torch.device) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * 2 if x.shape[0] > 2 else x * x.sum().item()
+
+    graphed = gw.make_graphed_callables(fn, (rand(device, 4, grad=True),))
+    x = rand(device, 2, grad=True)
+    with pytest.warns(UserWarning, match="without graphs"):
+        same(graphed(x), fn(x))
+    both(graphed, fn, x)
+    assert statistics(graphed).eager == {"it could not be captured": 2}
+
+
+def test_train_and_eval(device: torch.device) -> None:
+    graphed, eager = pair_of(cnn, device)
+    gw.make_graphed_callables(graphed, (rand(device, 4, 3, 8, 8),))
+    for mode in (True, False, True, False):
+        graphed.train(mode)
+        eager.train(mode)
+        both(graphed, eager, rand(device, 4, 3, 8, 8))
+        same_state(graphed, eager)
+    assert statistics(graphed).eager == {"the module is in eval mode": 2}
+    graphed.train()[1].eval()
+    eager.train()[1].eval()
+    both(graphed, eager, rand(device, 4, 3, 8, 8))
+    same_state(graphed, eager)
+    assert statistics(graphed).captures == 2
+
+
+def test_rebound_parameters_are_noticed(device: torch.device) -> None:
+    graphed, eager = pair_of(mlp, device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    weight = rand(device, 16, 8)
+    for module in (graphed, eager):
+        module[0].weight.data = weight.clone()
+    both(graphed, eager, rand(device, 6, 8))
+    same_state(graphed, eager)
+    state = {name: value + 0.5 for name, value in eager.state_dict().items()}
+    for module in (graphed, eager):
+        module.load_state_dict({k: v.clone() for k, v in state.items()}, assign=True)
+    both(graphed, eager, rand(device, 6, 8))
+    same_state(graphed, eager)
+    for module in (graphed, eager):
+        module.load_state_dict({k: v * 2 for k, v in state.items()})
+    both(graphed, eager, rand(device, 6, 8))
+    same_state(graphed, eager)
+    assert statistics(graphed).captures == 3
+
+
+def test_rebinding_between_forward_and_backward(device: torch.device) -> None:
+    layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    gw.make_graphed_callables(layer, (rand(device, 6, 8, grad=True),))
+    x, y = rand(device, 6, 8, grad=True), rand(device, 6, 8, grad=True)
+    results = []
+    for module in (layer, eager):
+        first = module(x).pow(2).sum()
+        kept = module.weight
+        module.weight = nn.Parameter(kept.detach() * 2)
+        second = module(y).pow(2).sum()
+        gc.collect()
+        results.append((*torch.autograd.grad(first, [x, kept]), *torch.autograd.grad(second, [y])))
+    same(*results)
+
+
+# Hooks.
+
+
+def test_hooks_of_the_module_run_every_time(device: torch.device) -> None:
+    layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    calls: list[str] = []
+    for module in (layer, eager):
+        module.register_forward_pre_hook(lambda m, args: (args[0] * 2,))
+        module.register_forward_hook(lambda m, args, out: calls.append("forward"))
+        module.register_full_backward_hook(lambda m, into, out: calls.append("backward"))
+    gw.make_graphed_callables(layer, (rand(device, 6, 8, grad=True),))
+    calls.clear()
+    both(layer, eager, rand(device, 6, 8, grad=True))
+    same_state(layer, eager)
+    assert calls == ["forward", "backward"] * 2
+    layer.register_forward_hook(lambda m, args, out: out + 1)
+    eager.register_forward_hook(lambda m, args, out: out + 1)
+    both(layer, eager, rand(device, 6, 8, grad=True))
+    same_state(layer, eager)
+    assert statistics(layer).captures == 1
+
+
+def test_hooks_of_submodules_are_part_of_the_graph(device: torch.device) -> None:
+    graphed, eager = pair_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 4)), device)
+
+    def add(kind: str, hook: Any) -> None:
+        for module in (graphed, eager):
+            getattr(module[1], kind)(hook)
+
+    add("register_forward_hook", lambda m, args, out: out * 2)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    both(graphed, eager, rand(device, 6, 8))
+    add("register_forward_pre_hook", lambda m, args: (args[0] + 1,))
+    both(graphed, eager, rand(device, 6, 8))
+    add("register_full_backward_hook", lambda m, into, out: (into[0] * 3,))
+    both(graphed, eager, rand(device, 6, 8))
+    same_state(graphed, eager)
+    assert statistics(graphed).captures == 3
+
+
+def test_hooks_of_submodules_that_keep_state_are_refused(device: torch.device) -> None:
+    seen: list[torch.Tensor] = []
+    model = mlp().to(device)
+    handle = model[0].register_forward_hook(lambda m, args, out: seen.append(out))
+    with pytest.raises(gw.CaptureError, match="variable seen changes"):
+        gw.make_graphed_callables(model, (rand(device, 6, 8),))
+    handle.remove()
+    model[0].register_full_backward_hook(lambda m, into, out: seen.append(out[0]))
+    with pytest.raises(gw.CaptureError, match="variable seen changes"):
+        gw.make_graphed_callables(model, (rand(device, 6, 8, grad=True),))
+
+
+def test_hooks_of_tensors_run_once(device: torch.device) -> None:
+    layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    for module in (layer, eager):
+        module.weight.register_hook(lambda grad: grad * 2)
+    gw.make_graphed_callables(layer, (rand(device, 6, 8),))
+    both(layer, eager, rand(device, 6, 8))
+    same_state(layer, eager)
+
+
+# Memory that is shared or written to.
+
+
+def test_an_input_written_to_is_written_back(device: torch.device) -> None:
+    def fn(x: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+        state.mul_(0.5).add_(1)
+        return x * state
+
+    graphed = gw.make_graphed_callables(fn, (rand(device, 4, grad=True), rand(device, 4)))
+    x, mine = rand(device, 4, grad=True), rand(device, 4)
+    theirs = mine.clone()
+    for _ in range(3):
+        version = mine._version
+        same(graphed(x, mine), fn(x, theirs))
+        same(mine, theirs)
+        assert mine._version > version
+    wide = rand(device, 4, 2)
+    graphed = gw.make_graphed_callables(fn, (rand(device, 4, grad=True), wide[:, 0]))
+    theirs = wide.clone()
+    same(graphed(x, wide[:, 0]), fn(x, theirs[:, 0]))
+    same(wide, theirs)
+
+
+def test_writing_to_an_input_with_gradient_is_refused(device: torch.device) -> None:
+    leaf = rand(device, 4, grad=True)
+
+    def writes(x: torch.Tensor) -> torch.Tensor:
+        y = x.detach()
+        y.mul_(2)
+        return x * 2
+
+    with pytest.raises(gw.CaptureError, match="requires grad"):
+        gw.make_graphed_callables(writes, (leaf,))
+    with pytest.raises(gw.CaptureError, match="requires grad"):
+        gw.make_graphed_callables(lambda x, y: y.mul_(x).sum(), (leaf, rand(device, 4)))
+
+
+def test_outputs_that_share_memory_do_so_again(device: torch.device) -> None:
+    def fn(x: torch.Tensor, plain: torch.Tensor) -> Any:
+        y = x * 2
+        return y, y, y[1:], y.t(), y.detach(), plain, plain[0], torch.chunk(x * 3, 2)
+
+    args = rand(device, 4, 4, grad=True), rand(device, 4)
+    graphed = gw.make_graphed_callables(fn, args, activation_sets=2)
+    both(graphed, fn, *args)
+    plain = rand(device, 4)
+    y, again, rows, turned, detached, same_plain, first, chunks = graphed(args[0], plain)
+    assert again is y
+    assert same_plain is plain
+    assert first.data_ptr() == plain.data_ptr()
+    assert detached.data_ptr() == y.data_ptr()
+    for made in (graphed(args[0], plain), fn(args[0], plain)):
+        made[0].mul_(3)
+        args[0].grad = None
+        (made[2].sum() + made[3].pow(2).sum() + made[7][0].sum()).backward()
+        same(made[2].detach(), (args[0] * 6)[1:].detach())
+    wanted = args[0].grad
+    both(lambda *a: graphed(*a)[7], lambda *a: fn(*a)[7], *args)
+    made = graphed(args[0], plain)
+    made[0].mul_(3)
+    args[0].grad = None
+    (made[2].sum() + made[3].pow(2).sum() + made[7][0].sum()).backward()
+    same(args[0].grad, wanted)
+    del rows, turned, chunks
+
+
+@pytest.mark.parametrize(
+    "fn",
+    [
+        lambda x: x,
+        lambda x: x[1:],
+        lambda x: (lambda y: (y[:3], y[1:]))(x * 2),
+    ],
+)
+def test_outputs_that_cannot_share_memory_again_are_refused(fn: Any, device: torch.device) -> None:
+    with pytest.raises(gw.CaptureError, match=r"clone\(\)"):
+        gw.make_graphed_callables(fn, (rand(device, 4, 4, grad=True),))
+
+
+def test_a_returned_parameter_is_refused(device: torch.device) -> None:
+    layer = nn.Linear(8, 4).to(device)
+    with pytest.raises(gw.CaptureError, match=r"clone\(\)"):
+        gw.make_graphed_callables(lambda x: (layer(x), layer.weight), (rand(device, 6, 8),))
+
+
+def test_the_same_tensor_twice_is_another_call(device: torch.device) -> None:
+    def fn(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        return a * b.sin()
+
+    x, y = rand(device, 4, grad=True), rand(device, 4, grad=True)
+    graphed = gw.make_graphed_callables(fn, (x, y))
+    for args in ((x, y), (x, x), (y, x)):
+        mine, theirs = (
+            torch.autograd.grad(f(*args).sum(), list(dict.fromkeys(args))) for f in (graphed, fn)
+        )
+        same(mine, theirs)
+
+
+# Failures and options.
+
+
+def test_a_failure_leaves_the_modules_as_they_were(device: torch.device) -> None:
+    class Reads(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x) * x.sum().item()
+
+    pool = gw.MemoryPool()
+    good, bad = nn.Linear(8, 4).to(device), Reads().to(device)
+    x = rand(device, 6, 8)
+    with pytest.raises(gw.CaptureError, match=r"test_graphed_callables.py"):
+        gw.make_graphed_callables((good, bad), ((x,), (x,)), pool=pool)
+    assert "forward" not in vars(good)
+    assert not pool.graphs
+    gc.collect()
+    assert pool.in_use == 0
+    with pytest.raises(gw.MemoryBudgetExceeded):
+        gw.make_graphed_callables(good, (x,), pool=gw.MemoryPool("1KiB"))
+    gw.make_graphed_callables(good, (x,), pool=pool)
+    both(good, copy.deepcopy(good), x)
+
+
+@pytest.mark.parametrize(
+    ("options", "what"),
+    [
+        ({"num_warmup_iters": -1}, "num_warmup_iters"),
+        ({"activation_sets": 0}, "activation_sets"),
+        ({"on_miss": "guess"}, "on_miss"),
+        ({"pool": "1GiB"}, "pool"),
+        ({"sample_kwargs": 3}, "sample_kwargs"),
+    ],
+)
+def test_options_that_make_no_sense(options: dict[str, Any], what: str) -> None:
+    with pytest.raises(gw.OptionError, match=what):
+        gw.make_graphed_callables(nn.Linear(8, 4), (torch.ones(2, 8),), **options)
+
+
+def test_modules_that_cannot_be_graphed_are_named(device: torch.device) -> None:
+    x = (rand(device, 2, 8),)
+    with pytest.raises(gw.OptionError, match="DataParallel"):
+        gw.make_graphed_callables(nn.Sequential(nn.DataParallel(nn.Linear(8, 4))), x)
+    wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
+    nn.Module.__init__(wrapped)
+    with pytest.raises(gw.OptionError, match="DistributedDataParallel"):
+        gw.make_graphed_callables(wrapped, x)
+    layer = nn.Linear(8, 4)
+    layer.register_buffer("b", torch.ones(4, requires_grad=True))
+    with pytest.raises(gw.OptionError, match=r"Buffers .* require grad: b"):
+        gw.make_graphed_callables(layer, x)
+    with pytest.raises(gw.OptionError, match="twice"):
+        gw.make_graphed_callables((torch.sin, torch.sin), (x, x))
+    with pytest.raises(gw.OptionError, match="no module or function"):
+        gw.make_graphed_callables(nn.Linear, x)
+
+
+def test_sparse_gradients_are_refused(device: torch.device) -> None:
+    table = nn.Embedding(8, 4, sparse=True).to(device)
+    with pytest.raises(gw.CaptureError):
+        gw.make_graphed_callables(table, (torch.zeros(3, dtype=torch.long, device=device),))
+
+
+def test_constants_made_anew_are_refused() -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return x * torch.frombuffer(bytearray(16), dtype=torch.float32)
+
+    with pytest.raises(gw.CaptureError, match="made anew"):
+        gw.make_graphed_callables(fn, (torch.ones(4, requires_grad=True),))
+
+
+# A graphed module is the module.
+
+
+def test_copies_are_independent(device: torch.device) -> None:
+    model = mlp().to(device).eval()
+    eager = copy.deepcopy(model)
+    gw.make_graphed_callables(model, (rand(device, 6, 8),))
+    x = rand(device, 6, 8)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        same(other(x), eager(x))
+        with torch.no_grad():
+            for parameter in other.parameters():
+                parameter.zero_()
+        assert not other(x).any()
+        with torch.no_grad():
+            same(model(x), eager(x).detach())
+    assert list(model.state_dict()) == list(eager.state_dict())
+
+
+def test_graphs_within_captures_and_modes(device: torch.device) -> None:
+    model = mlp().to(device).eval()
+    eager = copy.deepcopy(model)
+    gw.make_graphed_callables(model, (rand(device, 6, 8),))
+    x = rand(device, 6, 8)
+    with torch.no_grad():
+        same(gw.capture(model, x)(x), eager(x))
+    outer = gw.make_graphed_callables(lambda x: model(x) * 2, (x,))
+    same(outer(x), eager(x) * 2)
+    with torch.inference_mode():
+        assert torch.equal(model(x), eager(x))
+    mapped = torch.func.vmap(model, randomness="different")(x)
+    torch.testing.assert_close(mapped, eager(x))
+    gw.make_graphed_callables(model, (x,))  # once more
+    both(model, eager, x)
+
+
+def test_threads_take_turns(device: torch.device) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    layer, eager = pair_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.Tanh()), device)
+    gw.make_graphed_callables(layer, (rand(device, 6, 8, grad=True),), activation_sets=4)
+
+    def work(seed: int) -> None:
+        generator = torch.Generator(device).manual_seed(seed)
+        for _ in range(20):
+            x = torch.randn(6, 8, device=device, generator=generator).requires_grad_()
+            mine, theirs = (torch.autograd.grad(m(x).sum(), x) for m in (layer, eager))
+            same(mine, theirs)
+
+    with ThreadPoolExecutor(4) as threads:
+        for done in [threads.submit(work, seed) for seed in range(4)]:
+            done.result()
+
+
+# What torch.cuda.make_graphed_callables does with the same.
+
+
+def torch_s(fn: Any, sample: Any, **options: Any) -> Any:
+    return torch.cuda.make_graphed_callables(fn, sample, **options)
+
+
+@pytest.mark.gpu
+def test_torch_s_broadcasts_and_casts() -> None:
+    device = torch.device("cuda")
+    theirs = torch_s(lambda x: x * 2, (rand(device, 4, 8, grad=True),))
+    mine = gw.make_graphed_callables(lambda x: x * 2, (rand(device, 4, 8, grad=True),))
+    for x in (rand(device, 1, 8), rand(device, 4, 8).double()):
+        same(mine(x), x * 2)
+        wrong = theirs(x)
+        assert wrong.shape != x.shape or wrong.dtype != x.dtype
+
+
+@pytest.mark.gpu
+def test_torch_s_pollutes_statistics_and_forgets_writes() -> None:
+    device = torch.device("cuda")
+    x = rand(device, 8, 4)
+    mine, theirs = pair_of(lambda: nn.BatchNorm1d(4), device)
+    gw.make_graphed_callables(mine, (x,))
+    torch_s(theirs, (x,))
+    assert not mine.running_mean.any()
+    assert theirs.running_mean.any()
+
+    def writes(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x * y.add_(1)
+
+    args = rand(device, 4, grad=True), rand(device, 4)
+    for make, right in ((gw.make_graphed_callables, True), (torch_s, False)):
+        y = torch.zeros(4, device=device)
+        make(writes, args)(rand(device, 4, grad=True), y)
+        assert bool((y == 1).all()) is right
+
+
+@pytest.mark.gpu
+def test_torch_s_overwrites_activations_and_gradients() -> None:
+    device = torch.device("cuda")
+    xs = [rand(device, 6, 8) for _ in range(2)]
+    for make, right in ((gw.make_graphed_callables, True), (torch_s, False)):
+        layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+        options = {"activation_sets": 2} if right else {}
+        make(layer, (rand(device, 6, 8),), **options)
+        for module in (layer, eager):
+            for loss in [module(x).pow(2).sum() for x in xs]:
+                loss.backward()
+        assert torch.allclose(layer.weight.grad, eager.weight.grad) is right
+        first = torch.autograd.grad(layer(xs[0]).sum(), [layer.weight])[0]
+        kept = first.clone()
+        torch.autograd.grad(layer(xs[1]).sum(), [layer.weight])
+        assert torch.equal(first, kept) is right
+
+
+@pytest.mark.gpu
+def test_torch_s_keeps_old_parameters() -> None:
+    device = torch.device("cuda")
+    x = rand(device, 6, 8)
+    for make, right in ((gw.make_graphed_callables, True), (torch_s, False)):
+        layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+        make(layer, (rand(device, 6, 8),))
+        for module in (layer, eager):
+            module.weight.data = torch.ones(4, 8, device=device)
+        assert torch.allclose(layer(x), eager(x)) is right
+
+
+@pytest.mark.gpu
+def test_torch_s_ignores_surplus_samples() -> None:
+    device = torch.device("cuda")
+    x = rand(device, 6, 8)
+    layers = (nn.Linear(8, 4).to(device),)
+    torch_s(layers, ((x,), (x,)))
+    with pytest.raises(gw.OptionError):
+        gw.make_graphed_callables(layers, ((x,), (x,)))
