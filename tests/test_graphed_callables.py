@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import pickle
 from collections.abc import Callable
@@ -12,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
+from torch.utils.checkpoint import checkpoint
 
 import graphwright as gw
 from graphwright.training.forward import CallableStatistics
@@ -947,6 +949,8 @@ def test_modules_that_cannot_be_graphed_are_named(device: torch.device) -> None:
         gw.make_graphed_callables(layer, x)
     with pytest.raises(gw.OptionError, match="twice"):
         gw.make_graphed_callables((torch.sin, torch.sin), (x, x))
+    with pytest.raises(gw.OptionError, match="TorchScript"):
+        gw.make_graphed_callables(torch.jit.trace(nn.Linear(8, 4), x[0].cpu()), x)
     with pytest.raises(gw.OptionError, match="no module or function"):
         gw.make_graphed_callables(nn.Linear, x)
 
@@ -995,6 +999,8 @@ def test_graphs_within_captures_and_modes(device: torch.device) -> None:
     same(outer(x), eager(x) * 2)
     with torch.inference_mode():
         assert torch.equal(model(x), eager(x))
+        y = rand(device, 3, 8)  # Of inference mode, and captured there.
+        assert torch.equal(model(y), eager(y))
     mapped = torch.func.vmap(model, randomness="different")(x)
     torch.testing.assert_close(mapped, eager(x))
     gw.make_graphed_callables(model, (x,))  # once more
@@ -1017,6 +1023,133 @@ def test_threads_take_turns(device: torch.device) -> None:
     with ThreadPoolExecutor(4) as threads:
         for done in [threads.submit(work, seed) for seed in range(4)]:
             done.result()
+
+
+# Kinds of work.
+
+
+def images(device: torch.device) -> torch.Tensor:
+    return rand(device, 2, 3, 8, 8).to(memory_format=torch.channels_last).requires_grad_()
+
+
+WORK: dict[str, tuple[Callable[..., Any], Callable[[torch.device], torch.Tensor]]] = {
+    "a scalar": (lambda x: x.sum(), lambda d: rand(d, 4, grad=True)),
+    "an expanded output": (lambda x: (x * 2).expand(3, 4), lambda d: rand(d, 4, grad=True)),
+    "nothing in it": (lambda x: x * 2, lambda d: rand(d, 0, 4, grad=True)),
+    "an expanded input": (lambda x: x * 2, lambda d: rand(d, 1, 4).expand(3, 4).requires_grad_()),
+    "an input with gaps": (lambda x: x + 1, lambda d: rand(d, 100, 4)[::30].requires_grad_()),
+    "channels last": (lambda x: F.avg_pool2d(x, 2).relu(), images),
+    "a named tuple": (lambda x: tuple(x.sort(0)), lambda d: rand(d, 5, 4, grad=True)),
+    "a list": (lambda x: [x * i for i in range(3)], lambda d: rand(d, 5, 4, grad=True)),
+    "half precision": (lambda x: x.half() * 2, lambda d: rand(d, 3, 4, grad=True)),
+    "no gradient": (lambda x: (x * 2).detach(), lambda d: rand(d, 4, grad=True)),
+    "attention": (
+        lambda x: F.scaled_dot_product_attention(x, x, x, dropout_p=0.2),
+        lambda d: rand(d, 2, 2, 5, 8, grad=True),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WORK)
+def test_work_equals_eager(name: str, device: torch.device) -> None:
+    fn, sample = WORK[name]
+    graphed = gw.make_graphed_callables(fn, (sample(device),))
+    for seed in range(3):
+        x = sample(device)
+        mine, theirs = [], []
+        for call, results in ((graphed, mine), (fn, theirs)):
+            torch.manual_seed(seed)
+            made = call(x)
+            leaves = made if isinstance(made, tuple | list) else (made,)
+            results.append(made)
+            if any(leaf.requires_grad for leaf in leaves):
+                total = sum(leaf.float().pow(2).sum() for leaf in leaves if leaf.requires_grad)
+                results += torch.autograd.grad(total, x)
+        same(mine, theirs)
+    assert statistics(graphed) == CallableStatistics(replays=3, captures=1)
+
+
+LAYERS: dict[str, tuple[Make, Callable[[torch.device], tuple[torch.Tensor, ...]]]] = {
+    "transformer": (
+        lambda: nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        lambda d: (rand(d, 3, 5, 8),),
+    ),
+    "gru": (lambda: nn.GRU(8, 4, bidirectional=True), lambda d: (rand(d, 3, 5, 8),)),
+    "lstm cell": (lambda: nn.LSTMCell(8, 4), lambda d: (rand(d, 3, 8),)),
+    "weight norm": (
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)),
+        lambda d: (rand(d, 3, 8),),
+    ),
+    "spectral norm": (
+        lambda: nn.utils.parametrizations.spectral_norm(nn.Linear(8, 4)),
+        lambda d: (rand(d, 3, 8),),
+    ),
+    "embedding": (
+        lambda: nn.Embedding(10, 4),
+        lambda d: (torch.tensor([1, 2, 1], device=d),),
+    ),
+    "frozen batch norm": (
+        lambda: nn.Sequential(nn.BatchNorm1d(8).eval(), nn.Linear(8, 4)),
+        lambda d: (rand(d, 3, 8, grad=True),),
+    ),
+    "loss": (
+        nn.CrossEntropyLoss,
+        lambda d: (rand(d, 3, 4, grad=True), torch.tensor([0, 2, 1], device=d)),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_equal_eager(name: str, device: torch.device) -> None:
+    make, sample = LAYERS[name]
+    graphed, eager = pair_of(make, device)
+    gw.make_graphed_callables(graphed, sample(device))
+    for seed in range(3):
+        both(graphed, eager, *sample(device), seed=seed)
+    same_state(graphed, eager)
+    assert statistics(graphed) == CallableStatistics(replays=3, captures=1)
+
+
+def test_checkpointing_inside_and_around(device: torch.device) -> None:
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            kept = checkpoint(self.one, x, use_reentrant=False, preserve_rng_state=False)
+            return self.two(kept.relu())
+
+    graphed, eager = pair_of(Inside, device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8, grad=True),))
+    both(graphed, eager, rand(device, 6, 8, grad=True))
+    same_state(graphed, eager)
+    graphed, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8, grad=True),), activation_sets=2)
+    for reentrant in (True, False):
+        mine, theirs = (
+            functools.partial(checkpoint, module, use_reentrant=reentrant)
+            for module in (graphed, eager)
+        )
+        both(mine, theirs, rand(device, 6, 8, grad=True))
+        same_state(graphed, eager)
+
+
+def test_memory_stays_flat(device: torch.device) -> None:
+    pool, held = gw.MemoryPool(), []
+    for turn in range(12):
+        model = mlp().to(device)
+        gw.make_graphed_callables(model, (rand(device, 6, 8),), pool=pool)
+        for _ in range(2):
+            model(rand(device, 6, 8)).sum().backward()
+            model[0].weight.data = rand(device, 16, 8)
+        if turn % 2:
+            model.forward.close()
+        del model
+        gc.collect()
+        held.append((pool.reserved, pool.in_use, len(pool.graphs)))
+    assert held[-1][1:] == (0, 0)
+    assert held[2:] == [held[2]] * 10
 
 
 # What torch.cuda.make_graphed_callables does with the same.

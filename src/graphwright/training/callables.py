@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args, overload
 
+import torch
 from torch import nn
 
 from ..dispatch import OnMiss
@@ -208,6 +209,11 @@ def _check(fn: Any, name: str) -> None:
                 remedy="Graphed callables are for one GPU so far: graph parts of the inner module "
                 "that need no communication, and train without the wrapper.",
             )
+    if isinstance(fn, torch.jit.ScriptModule):
+        raise OptionError(
+            f"{name} is a TorchScript module, whose forward cannot be replaced.",
+            remedy="Pass a function that calls it.",
+        )
     if isinstance(fn, nn.Module):
         buffers = [path for path, buffer in fn.named_buffers() if buffer.requires_grad]
         if buffers:

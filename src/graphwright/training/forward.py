@@ -88,12 +88,9 @@ class GraphedForward:
         if aside is not None:
             self.statistics.eager[aside] += 1
             return self.original(*args, **kwargs)
-        for index, pair in enumerate(self._pairs):
-            if pair.fits(args, kwargs):
-                if index:
-                    self._pairs.insert(0, self._pairs.pop(index))
-                break
-        else:
+        with self.pool.lock:
+            pair = self._find(args, kwargs)
+        if pair is None:
             if self._on_miss != "capture":
                 return self._without(args, kwargs)
             if self._was_refused(args, kwargs):
@@ -105,6 +102,14 @@ class GraphedForward:
                 return self._given_up(args, kwargs, error)
         self.statistics.replays += 1
         return pair.call(args, kwargs)
+
+    def _find(self, args: Any, kwargs: Any) -> Pair | None:
+        for index, pair in enumerate(self._pairs):
+            if pair.fits(args, kwargs):
+                if index:
+                    self._pairs.insert(0, self._pairs.pop(index))
+                return pair
+        return None
 
     def pair(self, args: Any, kwargs: Any) -> Pair:
         """Graphs for a call, which are not captured yet."""
@@ -156,6 +161,12 @@ class GraphedForward:
         return self.pool.device is not None and self.pool.device.type == "cuda"
 
     def _capture(self, args: Any, kwargs: Any) -> Pair:
+        with self.pool.lock:
+            # Another thread may have been quicker.
+            found = self._find(args, kwargs)
+            return self._captured(args, kwargs) if found is None else found
+
+    def _captured(self, args: Any, kwargs: Any) -> Pair:
         self._pairs = [pair for pair in self._pairs if not pair.stale]
         while len(self._pairs) >= _KINDS:
             idle = next((p for p in reversed(self._pairs) if not p.in_use), None)

@@ -24,7 +24,7 @@ class Replay(torch.autograd.Function):
         outputs, ctx.lease, saved = run()
         # Autograd sees whether these are written to before the backward. With nothing saved it
         # would not see a second backward either.
-        ctx.save_for_backward(*saved, torch.empty(0))
+        ctx.save_for_backward(*saved, torch.empty(0, device="cpu"))
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 
