@@ -494,8 +494,11 @@ def test_an_output_without_gradient_back(device: torch.device) -> None:
     x = rand(device, 6, 8)
     for module in (graphed, eager):
         module(x)[0].sum().backward()
-    same(graphed.one.weight.grad, eager.one.weight.grad)
-    assert not graphed.two.weight.grad.any()
+    assert graphed.two.weight.grad is None
+    same_state(graphed, eager)
+    for module in (graphed, eager):
+        module(x)[1].sum().backward()
+    same_state(graphed, eager)
 
 
 class NoBackward(torch.autograd.Function):
@@ -537,6 +540,24 @@ def test_gradients_of_gradients_are_refused(device: torch.device) -> None:
     x = rand(device, 6, 8, grad=True)
     with pytest.raises(gw.CaptureError, match="create_graph"):
         torch.autograd.grad(layer(x).sum(), x, create_graph=True)
+    y, units = layer(x), torch.eye(4, device=device).unsqueeze(1).expand(4, 6, 4)
+    with pytest.raises(gw.CaptureError, match="one by one"):
+        torch.autograd.grad(y, x, units, is_grads_batched=True)
+
+
+def test_kinds_that_were_not_used_for_long_give_way(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphwright.training.forward._KINDS", 2)
+    layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
+    gw.make_graphed_callables(layer, (rand(device, 1, 8),))
+    waiting = layer(rand(device, 1, 8)).sum()
+    for n in (2, 3, 4, 2):
+        both(layer, eager, rand(device, n, 8))
+    assert len(layer.forward.pool.graphs) == 2
+    waiting.backward()
+    eager(rand(device, 1, 8)).sum().backward()
+    assert statistics(layer).captures == 5
 
 
 # Several forwards, several backwards.

@@ -14,6 +14,8 @@ from ..graphs.recorder import Recording
 from ..graphs.transfer import Geometry, Inputs, copy, is_dense
 from .outputs import Outputs
 
+_PATIENCE_S = 60.0
+
 
 @dataclass(frozen=True)
 class Backward:
@@ -23,12 +25,14 @@ class Backward:
         recording: it.
         given: static gradients of the outputs.
         gradients: shapes of the gradients of what the forward was given, None where there is none.
+        reach: for each output, positions of the gradients that depend on its own.
         device: where they are.
     """
 
     recording: Recording
     given: Sequence[torch.Tensor]
     gradients: Sequence[Geometry | None]
+    reach: Sequence[frozenset[int]]
     device: torch.device
 
 
@@ -156,31 +160,46 @@ class Lease:
             grads: of its differentiable outputs.
 
         Raises:
-            CaptureError: another forward has used the memory, or the graph is closed.
+            CaptureError: another forward has used the memory, the graph is closed, or there is no
+                backward.
         """
-        chosen = self.activations
-        with self.pair.pool.lock:
-            if self.pair.no_backward is not None:
-                raise CaptureError(
-                    f"There is no backward for {self.pair.name}: {self.pair.no_backward}",
-                    remedy="It has none without graphs either, in the mode that it is in.",
-                )
-            backward = chosen.backward
-            if backward is None:
-                raise CaptureError(
-                    f"The graph of {self.pair.name} was closed before its backward.",
-                    remedy="Call backward() before the pool is released or closed.",
-                )
-            if self.turn != chosen.turn:
-                raise CaptureError(
-                    f"A later forward of {self.pair.name} has overwritten what this backward, "
-                    "which has run before, needs.",
-                    remedy="Give make_graphed_callables() more activation_sets, or call the "
-                    "second backward before the next forward.",
-                )
-            made = run_backward(backward, grads)
-            self.done = True
+        lock = self.pair.pool.lock
+        # A capture on another thread has it, and may need the thread that this one is on.
+        if not lock.acquire(timeout=_PATIENCE_S):
+            raise CaptureError(
+                f"The backward of {self.pair.name} waits for a capture on another thread, which "
+                "may wait for it.",
+                remedy="Capture all kinds of calls before threads train at once; "
+                "on_miss='error' shows which are missing.",
+            )
+        try:
+            made = run_backward(self._ready(), grads)
+        finally:
+            lock.release()
+        self.done = True
         return made
+
+    def _ready(self) -> Backward:
+        """The graph of the backward, if what it needs is there."""
+        chosen = self.activations
+        if self.pair.no_backward is not None:
+            raise CaptureError(
+                f"There is no backward for {self.pair.name}: {self.pair.no_backward}",
+                remedy="It has none without graphs either, in the mode that it is in.",
+            )
+        if chosen.backward is None:
+            raise CaptureError(
+                f"The graph of {self.pair.name} was closed before its backward.",
+                remedy="Call backward() before the pool is released or closed.",
+            )
+        if self.turn != chosen.turn:
+            raise CaptureError(
+                f"A later forward of {self.pair.name} has overwritten what this backward, "
+                "which has run before, needs.",
+                remedy="Give make_graphed_callables() more activation_sets, or call the "
+                "second backward before the next forward.",
+            )
+        return chosen.backward
 
 
 def run_backward(
@@ -197,7 +216,13 @@ def run_backward(
         ]
         backward.recording.run(sources, targets)
     fresh = iter(targets)
-    return [None if g is None else next(fresh) for g in backward.gradients]
+    made = [None if g is None else next(fresh) for g in backward.gradients]
+    if any(grad is None for grad in grads):
+        # As in eager: None, not zero, for what the loss does not depend on.
+        used = zip(backward.reach, grads, strict=True)
+        reached = frozenset[int]().union(*(places for places, grad in used if grad is not None))
+        made = [g if place in reached else None for place, g in enumerate(made)]
+    return made
 
 
 def as_given(grad: torch.Tensor | None, static: torch.Tensor) -> torch.Tensor:

@@ -77,7 +77,9 @@ def make_graphed_callables(
     or a dispatch mode the original runs. `forward.statistics` of a module, `statistics` of a
     function, tell how calls went.
 
-    An output that no gradient comes back for counts with a gradient of zero. Side effects of Python
+    An output that the loss does not use counts with a gradient of zero where the others' gradients
+    meet its own. Tensors that a function reaches through containers are not watched for others in
+    their place. Side effects of Python
     are not repeated: state that is seen to change is refused, such as a list that hooks of
     submodules append to.
 

@@ -100,8 +100,9 @@ class GraphedForward:
                 pair = self._capture(args, kwargs)
             except GraphwrightError as error:
                 return self._given_up(args, kwargs, error)
+        result = pair.call(args, kwargs)
         self.statistics.replays += 1
-        return pair.call(args, kwargs)
+        return result
 
     def _find(self, args: Any, kwargs: Any) -> Pair | None:
         for index, pair in enumerate(self._pairs):

@@ -37,5 +37,15 @@ class Replay(torch.autograd.Function):
                 "backward is a graph and leaves no history.",
                 remedy="Leave create_graph out, or call the callable without graphs for this.",
             )
+        if any(g is not None and _is_batched(g) for g in grads):
+            raise CaptureError(
+                "Batches of gradients (vmap, is_grads_batched=True) go through a graphed callable.",
+                remedy="Ask for them one by one, or call the callable without graphs for this.",
+            )
         _ = ctx.saved_tensors
         return None, *ctx.lease.backward(grads)
+
+
+def _is_batched(grad: torch.Tensor) -> bool:
+    """Whether it stands for many, of vmap as it is now or as autograd still uses it."""
+    return grad.layout is torch.strided and not torch._C._has_storage(grad)

@@ -20,6 +20,7 @@ from ..errors import CaptureError, SignatureError
 from ..graphs.arguments import device_of, name_of
 from ..graphs.graph import Graph, State
 from ..graphs.memory import MemoryPool, Prediction
+from ..graphs.recorder import Interrupted
 from ..graphs.transaction import let_go, transaction
 from ..graphs.undo import Undo
 from ..graphs.warmup import Warmed, warm
@@ -29,6 +30,10 @@ from .activations import Activations, Lease
 from .node import Replay
 from .passes import Passes
 from .taking import Taking
+
+# How often it is tried to record what other threads have broken.
+_ATTEMPTS = 5
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Pair(Graph):
@@ -170,7 +175,7 @@ class Pair(Graph):
                 with self._transaction(State.CAPTURING):
                     taking = Taking(self._passes, self._owner, warmed, recorder, self.pool)
                     for _ in range(sets):
-                        self._sets.append(taking.record(self._sample))
+                        self._sets.append(self._take(taking))
                 if self.pool.over_limit(before):
                     raise self.pool.exceeded(self, prediction)
             except BaseException as error:
@@ -185,6 +190,16 @@ class Pair(Graph):
             self._sample = []
             self.state = State.READY
             self.pool.add(self)
+
+    def _take(self, taking: Taking) -> Activations:
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                return taking.record(self._sample)
+            except Interrupted as error:
+                if not left:
+                    raise
+                let_go(error)
+        raise AssertionError("unreachable")
 
     @contextlib.contextmanager
     def _transaction(self, state: State) -> Iterator[Undo]:
@@ -278,7 +293,7 @@ def _with_hooks(owner: nn.Module) -> nn.Module:
     for child in owner.modules():
         if child is owner:
             continue
-        for kind in ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks"):
+        for kind in _HOOKS:
             for hook in getattr(child, kind, {}).values():
                 holder._modules[f"hook {len(holder._modules)}"] = FunctionModule(hook)
     return holder

@@ -142,6 +142,14 @@ class Passes:
             )
         return found
 
+    def reach(self) -> list[frozenset[int]]:
+        """For each output, places of the gradients that depend on its own."""
+        places = {id(leaf): place for leaf, place in zip(self._asked, self._places, strict=True)}
+        return [
+            frozenset(places[id(leaf)] for leaf in leaves_behind([output], 0))
+            for output in self.outputs
+        ]
+
     def forget(self) -> None:
         """Let go of what the backward needs."""
         self.outputs, self._asked, self._places = [], [], []

@@ -29,13 +29,13 @@ class Seen(OperationMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation and look at its tensors."""
         constant = func is torch.ops.aten.lift_fresh.default
-        for tensor in tensors((args, kwargs)):
+        for tensor in _dense(args, kwargs):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._made and not constant:
                 self.used.setdefault(storage._cdata, storage)
                 self._users.setdefault(storage._cdata, func)
         result = func(*args, **kwargs)
-        for tensor in tensors(result):
+        for tensor in _dense(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.used:
                 # While the weak reference lives, the address of the handle is not reused.
@@ -63,3 +63,7 @@ class Seen(OperationMode):
                     "that runs no PyTorch operation; a replay would use the first one for ever.",
                     remedy="Make it an argument, or make it with PyTorch's own operations.",
                 )
+
+
+def _dense(*trees: Any) -> list[torch.Tensor]:
+    return [t for t in tensors(trees) if t.layout is torch.strided and not t.is_nested]

@@ -102,11 +102,13 @@ class Taking:
         seen = Seen()
         with self._recorder.segment(list(map(flat, given)), self._warmed.generators) as segment:
             segments.append(segment)
+            reach = self._passes.reach()
             with segment.watching(), seen:
                 grads = self._passes.backward(given)
             segment.drain([flat(grad) for grad in grads if grad is not None])
         shapes = [None if grad is None else Geometry.of(grad) for grad in grads]
-        done.backward = Backward(segment.recording, given, shapes, self._recorder.device)
+        device = self._recorder.device
+        done.backward = Backward(segment.recording, given, shapes, reach, device)
         seen.refuse_what_is_new(known)
         tensors = [*self._owner.parameters(), *self._owner.buffers(), *self._passes.trained]
         unique = {id(t): t for t in tensors if t.untyped_storage()._cdata in seen.used}
