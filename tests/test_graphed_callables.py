@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import gc
+import itertools
 import pickle
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -939,6 +941,63 @@ def test_a_failure_leaves_the_modules_as_they_were(device: torch.device) -> None
         gw.make_graphed_callables(good, (x,), pool=gw.MemoryPool("1KiB"))
     gw.make_graphed_callables(good, (x,), pool=pool)
     both(good, copy.deepcopy(good), x)
+
+
+class Stop(BaseException):
+    """Stands for KeyboardInterrupt where pytest would take that for its own."""
+
+
+@pytest.mark.parametrize("at", [1, 2, 7, 8, 9])
+@pytest.mark.parametrize("error", [ValueError("mine"), Stop()])
+def test_a_failure_at_any_time_changes_nothing(
+    at: int, error: BaseException, device: torch.device
+) -> None:
+    count = itertools.count(1)  # a counter that keeps no attribute
+    model = nn.Sequential(nn.Linear(8, 4), nn.BatchNorm1d(4)).to(device)
+    before = copy.deepcopy(model.state_dict())
+
+    class Breaks(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+            if next(count) == at:
+                raise error
+            return grads[0]
+
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return Breaks.apply(F.dropout(model(x)))
+
+    pool, x = gw.MemoryPool(), rand(device, 6, 8)
+    state = torch.get_rng_state()
+    with pytest.raises((gw.CaptureError, Stop)):
+        gw.make_graphed_callables(fn, (x,), 4, pool=pool, activation_sets=2)
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    assert all(p.grad is None for p in model.parameters())
+    assert torch.equal(torch.get_rng_state(), state)
+    gc.collect()
+    assert (pool.in_use, len(pool.graphs)) == (0, 0)
+    graphed = gw.make_graphed_callables(fn, (x,), pool=pool)
+    both(graphed, fn, x)
+
+
+def test_other_threads_do_not_wait_for_a_capture(device: torch.device) -> None:
+    pool, x = gw.MemoryPool(), rand(device, 4)
+    inner = gw.make_graphed_callables(lambda x: x * 2, (x,), pool=pool)
+
+    def fn(y: torch.Tensor) -> torch.Tensor:
+        thread = threading.Thread(target=inner, args=(x,), daemon=True)
+        thread.start()
+        thread.join(20)
+        if thread.is_alive():
+            raise ValueError("waits for ever")
+        return y * 3
+
+    both(gw.make_graphed_callables(fn, (x,), pool=pool), fn, rand(device, 4))
+    assert statistics(inner).eager["another thread captures in the same pool"] > 3
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ..graphs.memory import MemoryPool
 from ..graphs.transaction import capturing_now
 from ..signature import CallSignature, inside_transform
 from ..watch import FunctionModule
-from .pair import Pair
+from .pair import BUSY, Pair
 
 # So many kinds of calls have graphs at once; the least recently used ones give way.
 _KINDS = 32
@@ -154,6 +154,9 @@ class GraphedForward:
             return f"the module is in {'training' if self._module.training else 'eval'} mode"
         if capturing_now() or (self._on_cuda() and torch.cuda.is_current_stream_capturing()):
             return "inside another capture"
+        if id(self.pool) in BUSY:
+            # Maybe it is autograd's thread, in a backward that the capture waits for.
+            return "another thread captures in the same pool"
         if torch.compiler.is_compiling() or inside_transform():
             return "inside of torch.compile, a transform or a dispatch mode"
         return None

@@ -28,9 +28,12 @@ from ..signature import Args, CallSignature, Kwargs, flatten
 from ..watch import FunctionModule, ModuleWatch
 from .activations import Activations, Lease
 from .node import Replay
+from .outputs import Outputs
 from .passes import Passes
 from .taking import Taking
 
+# Pools in which a pair is being captured.
+BUSY: set[int] = set()
 # How often it is tried to record what other threads have broken.
 _ATTEMPTS = 5
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -75,6 +78,7 @@ class Pair(Graph):
         except SignatureError as error:
             raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
         self._sample, _ = flatten(args, kwargs)
+        self._keywords = sorted(kwargs)
         self._sets: list[Activations] = []
         self.grad = torch.is_grad_enabled()
         self._passes = Passes(forward, owner, args, kwargs, grad=self.grad, strict=not allow_unused)
@@ -204,8 +208,12 @@ class Pair(Graph):
     @contextlib.contextmanager
     def _transaction(self, state: State) -> Iterator[Undo]:
         self.state = state
-        with transaction(self.pool, _with_hooks(self._owner), self._forget) as undo:
-            yield undo
+        BUSY.add(id(self.pool))
+        try:
+            with transaction(self.pool, _with_hooks(self._owner), self._forget) as undo:
+                yield undo
+        finally:
+            BUSY.discard(id(self.pool))
 
     # Calls.
 
@@ -215,30 +223,37 @@ class Pair(Graph):
         Raises:
             CaptureError: all activations wait for their backwards.
         """
-        leaves, _ = flatten(args, kwargs)
+        if self.signature.flat is not None:
+            # All are tensors; keyword arguments lie in the order of their names.
+            leaves: Sequence[Any] = (*args, *[kwargs[name] for name in self._keywords])
+        else:
+            leaves, _ = flatten(args, kwargs)
         self._check_overlap(leaves)
         passes = self._passes
-        made: list[Any] = []
+        answer: list[tuple[Outputs, list[Any]]] = []
         if torch.is_grad_enabled() and passes.differentiable:
-            run = functools.partial(self._run, leaves, made, lend=True)
+            run = functools.partial(self._run, leaves, answer, lend=True)
             given = [leaves[slot] for slot in passes.wanted]
             # The node must not hold what it is a part of.
             outputs = Replay.apply(run, *given, *passes.trained)  # type: ignore[no-untyped-call]
-            return self._sets[0].outputs.finish(made, outputs)
-        with torch.no_grad():
-            self._run(leaves, made, lend=False)
-        return self._sets[0].outputs.finish(made, None)
+        else:
+            outputs = None
+            with torch.no_grad():
+                self._run(leaves, answer, lend=False)
+        plan, made = answer[0]
+        return plan.finish(made, outputs)
 
     def _run(
-        self, leaves: Sequence[Any], made: list[Any], *, lend: bool
+        self, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]], *, lend: bool
     ) -> tuple[list[torch.Tensor], Lease | None, Sequence[torch.Tensor]]:
-        """Run a forward; `made` gets what it returns."""
+        """Run a forward; `answer` gets what it returns, and how the caller gets that."""
         with self.pool.lock:
             self._ready()
             chosen = self._choose()
             lease = Lease(self, chosen) if lend else None
             chosen.begin(lease)
-            made += chosen.run(leaves)
+            made = chosen.run(leaves)
+            answer.append((chosen.outputs, made))
             return [made[p] for p in chosen.outputs.differentiable], lease, chosen.saved
 
     def _choose(self) -> Activations:
