@@ -9,6 +9,7 @@ import itertools
 import pickle
 import threading
 from collections.abc import Callable
+from random import Random
 from typing import Any
 
 import pytest
@@ -642,6 +643,52 @@ def test_a_step_between_forward_and_backward_is_an_error(device: torch.device) -
         loss.backward()
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_random_orders_equal_eager(seed: int, device: torch.device) -> None:
+    random = Random(seed)
+    makes = [
+        lambda: nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh()),
+        lambda: nn.Sequential(nn.GELU(), nn.Dropout(0.3), nn.Linear(8, 8), nn.LayerNorm(8)),
+    ]
+    twins = [pair_of(make, device) for make in makes]
+    sample = (rand(device, 6, 8, grad=True),)
+    gw.make_graphed_callables(tuple(g for g, _ in twins), (sample, sample), activation_sets=2)
+    waiting: list[Any] = []
+    for step in range(40):
+        index = random.randrange(2)
+        graphed, eager = twins[index]
+        act = random.choice(["forward", "backward", "no_grad", "rebind"])
+        free = [i for i, *_ in waiting].count(index) < 2
+        if act == "forward" and free:
+            x, results = rand(device, random.choice([6, 6, 3]), 8, grad=True), []
+            for module in twins[index]:
+                torch.manual_seed(step)
+                results.append(module(x))
+            same(*results)
+            waiting.append((index, x, results, [list(m.parameters()) for m in twins[index]]))
+        elif act == "backward" and waiting:
+            _, x, results, parameters = waiting.pop(random.randrange(len(waiting)))
+            found = [
+                torch.autograd.grad(y.pow(2).sum(), [x, *p])
+                for y, p in zip(results, parameters, strict=True)
+            ]
+            same(*found)
+            del results
+        elif act == "no_grad" and free:
+            x, made = rand(device, 6, 8), []
+            with torch.no_grad():
+                for module in twins[index]:
+                    torch.manual_seed(step)
+                    made.append(module(x))
+            same(*made)
+        elif act == "rebind" and free and step % 3 == 0:
+            weight = rand(device, 8, 8)
+            for module in twins[index]:
+                at = next(i for i, m in enumerate(module) if isinstance(m, nn.Linear))
+                module[at].weight = nn.Parameter(weight.clone())
+        same_state(graphed, eager)
+
+
 # Calls of other kinds.
 
 
@@ -1155,6 +1202,7 @@ LAYERS: dict[str, tuple[Make, Callable[[torch.device], tuple[torch.Tensor, ...]]
         lambda d: (rand(d, 3, 5, 8),),
     ),
     "gru": (lambda: nn.GRU(8, 4, bidirectional=True), lambda d: (rand(d, 3, 5, 8),)),
+    "lstm": (lambda: nn.LSTM(8, 4), lambda d: (rand(d, 3, 5, 8),)),
     "lstm cell": (lambda: nn.LSTMCell(8, 4), lambda d: (rand(d, 3, 8),)),
     "weight norm": (
         lambda: nn.utils.parametrizations.weight_norm(nn.Linear(8, 4)),
