@@ -113,12 +113,12 @@ def warm(
                 work(inputs)
             undo.check()
         journal.undo()
-        put_back = True
         mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
         del inputs
 
         segments = _taken(work, sample, recorder, journal, rescue, outside)
         undo.check()
+        put_back = True
     finally:
         if not put_back:
             journal.undo()
@@ -267,9 +267,7 @@ def _named(
     try:
         recorder.rehearse(prepare, seen, generators)
     except Exception as again:
-        error = again
-    finally:
-        journal.undo()
+        error = again  # Nothing to put back: a rehearsal does that, and what was kept is no copy.
     what = f"{first_line(error)} (in or after {journal.operation})"
     return CaptureError(
         what,
