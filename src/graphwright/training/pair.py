@@ -177,7 +177,7 @@ class Pair(Graph):
                 before = recorder.reserved
                 recorder.order()  # A replay may be at work in the memory of the inputs.
                 with self._transaction(State.CAPTURING):
-                    taking = Taking(self._passes, self._owner, warmed, recorder, self.pool)
+                    taking = Taking(self._passes, warmed, recorder, self.pool)
                     for _ in range(sets):
                         self._sets.append(self._take(taking))
                 if self.pool.over_limit(before):

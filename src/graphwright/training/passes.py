@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from ..graphs.transfer import Geometry, Inputs, is_dense
 from ..graphs.undo import autocast_cache_apart
 from ..signature import Args, Kwargs, argument_names, flatten, unflatten
 from ..watch import FunctionModule
+from .seen import Seen
 from .standins import StandIns, leaves_behind, next_node
 
 
@@ -25,6 +27,7 @@ class Passes:
         trained: parameters, and whatever else the call reaches, that gradients are for.
         outputs: what is differentiable of what the last forward has returned, each tensor once.
         differentiable: whether there was any.
+        read: parameters and buffers that the backward reads where they are.
         no_backward: why gradients cannot be had, though there was.
     """
 
@@ -69,10 +72,12 @@ class Passes:
                     self._names.append(f"parameter {name}")
         self.outputs: list[torch.Tensor] = []
         self.differentiable = False
+        self.read: list[torch.Tensor] = []
         self.no_backward: str | None = None
         self._asked: list[torch.Tensor] = []
         self._places: list[int] = []
         self._runs = 0
+        self._everywhere = False
 
     def both(self, inputs: Inputs) -> Any:
         """Forward and backward; returns the results and the gradients for gradients of one."""
@@ -82,13 +87,19 @@ class Passes:
             grads: Sequence[torch.Tensor | None] = ()
             if self.outputs and self.no_backward is None:
                 ones = [torch.ones_like(output) for output in self.outputs]
+                seen = Seen()
                 try:
-                    grads = self.backward(ones)
+                    with seen if self._runs == 1 else contextlib.nullcontext():
+                        grads = self.backward(ones)
                 except (RuntimeError, NotImplementedError) as error:
                     # The first run is eager: such a call has no backward without graphs either.
                     if self._runs > 1 or isinstance(error, torch.OutOfMemoryError):
                         raise
                     self.no_backward = first_line(error)
+                if self._runs == 1:
+                    own = [*self._owner.parameters(), *self._owner.buffers(), *self.trained]
+                    used = {id(t): t for t in own if t.untyped_storage()._cdata in seen.used}
+                    self.read = list(used.values())
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree), grads
         finally:
             self.forget()
@@ -99,7 +110,7 @@ class Passes:
         given = {key: tensor.detach().requires_grad_() for key, tensor in given.items()}
         leaves = [given.get(id(leaf), leaf) for leaf in inputs.leaves]
         args, kwargs = unflatten(leaves, self._spec)
-        stand_ins = StandIns(self._owner, self.trained)
+        stand_ins = StandIns(self._owner, self.trained, everywhere=self._everywhere)
         with torch.set_grad_enabled(self._grad), autocast_cache_apart():
             since = next_node()
             with stand_ins:
@@ -169,6 +180,8 @@ class Passes:
         self._asked, self._places = [], []
         for leaf in leaves:
             place = places.get(id(leaf), real.get(id(leaf)))
+            # From the next run on, something stands in for it too.
+            self._everywhere = self._everywhere or id(leaf) in real
             if place is None:
                 place = len(self._names)
                 self.trained.append(leaf)

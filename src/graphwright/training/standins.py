@@ -26,13 +26,17 @@ _GRAD = _DESCRIPTOR.__get__
 class StandIns(TorchFunctionMode):
     """Inside its block, what a module computes goes by stand-ins of some tensors.
 
-    They take the place of the modules' parameters, and of all arguments of PyTorch's functions.
+    They take the place of the modules' parameters and, where that is not enough, of arguments of
+    PyTorch's functions. (torch.compile would compile anew for each mode that sees functions.)
 
     Attributes:
         tensors: the stand-ins, in the order of the tensors.
     """
 
-    def __init__(self, module: nn.Module, originals: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, module: nn.Module, originals: Sequence[torch.Tensor], *, everywhere: bool
+    ) -> None:
+        """`everywhere` is for modules that hold parameters in other places too."""
         super().__init__()
         self.tensors = [_stand_in(tensor) for tensor in originals]
         self._originals = originals
@@ -41,6 +45,8 @@ class StandIns(TorchFunctionMode):
         self._holders: list[Any] = [
             m._parameters for m in module.modules() if not isinstance(m, nn.RNNBase)
         ]
+        held = {id(p) for h in self._holders if isinstance(h, dict) for p in h.values()}
+        self._seeing = everywhere or any(id(tensor) not in held for tensor in originals)
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> StandIns:
@@ -50,11 +56,13 @@ class StandIns(TorchFunctionMode):
                 for name, parameter in holder.items():
                     if id(parameter) in self._of:
                         holder[name] = self._of[id(parameter)]
-        super().__enter__()  # type: ignore[no-untyped-call]
+        if self._seeing:
+            super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        if self._seeing:
+            super().__exit__(*exc)  # type: ignore[no-untyped-call]
         replaced = False
         mine = {id(s) for s in self.tensors}
         for holder, held in self._held:

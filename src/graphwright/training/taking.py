@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError
@@ -25,7 +25,6 @@ class Taking:
 
     Args:
         passes: what is recorded.
-        owner: its module.
         warmed: what warm-up has found out.
         recorder: by what.
         pool: where.
@@ -34,13 +33,11 @@ class Taking:
     def __init__(
         self,
         passes: Passes,
-        owner: nn.Module,
         warmed: Warmed,
         recorder: Recorder,
         pool: MemoryPool,
     ) -> None:
         self._passes = passes
-        self._owner = owner
         self._warmed = warmed
         self._recorder = recorder
         self._pool = pool
@@ -80,20 +77,19 @@ class Taking:
         seen = Seen()
         with self._recorder.segment(feeds, self._warmed.generators) as segment:
             segments.append(segment)
-            with segment.watching(), seen:
+            with segment.watching(), self._looking(seen):
                 tree = self._passes.forward(inputs)
             outputs = Outputs(tree, inputs, {s._cdata for s in self._warmed.external})
             self._passes.outputs = outputs.of(pytree.tree_leaves(tree))
             back = [flat(inputs.tensor(slot)) for slot in copies.back]
             segment.drain([*map(flat, outputs.results.bases), *back])
-        held = seen.living()
         try:
             seen.refuse_what_is_new(known)
         except CaptureError:
             self._pool.retire(segment.recording)
             raise
-        known |= {storage._cdata for storage in held}
-        return Activations(inputs, copies, outputs, segment.recording, None, (), [held])
+        known |= {storage._cdata for storage in seen.living()}
+        return Activations(inputs, copies, outputs, segment.recording, None, (), [])
 
     def _backward(self, done: Activations, known: set[int], segments: list[Segment]) -> None:
         allocate = self._pool.shared_bytes()
@@ -103,16 +99,23 @@ class Taking:
         with self._recorder.segment(list(map(flat, given)), self._warmed.generators) as segment:
             segments.append(segment)
             reach = self._passes.reach()
-            with segment.watching(), seen:
+            with segment.watching(), self._looking(seen):
                 grads = self._passes.backward(given)
             segment.drain([flat(grad) for grad in grads if grad is not None])
         shapes = [None if grad is None else Geometry.of(grad) for grad in grads]
         device = self._recorder.device
         done.backward = Backward(segment.recording, given, shapes, reach, device)
         seen.refuse_what_is_new(known)
-        tensors = [*self._owner.parameters(), *self._owner.buffers(), *self._passes.trained]
-        unique = {id(t): t for t in tensors if t.untyped_storage()._cdata in seen.used}
-        done.saved = list(unique.values())
+        done.saved = self._passes.read
+        # What autograd has saved lives on with its nodes.
+        done.held = [output.grad_fn for output in self._passes.outputs]
+
+    def _looking(self, seen: Seen) -> contextlib.AbstractContextManager[Any]:
+        """See the operations, where they are recorded one by one.
+
+        A capture goes without: under a dispatch mode, torch.compile would not run what it made.
+        """
+        return seen if self._recorder.device.type == "cpu" else contextlib.nullcontext()
 
 
 def _like(output: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:
