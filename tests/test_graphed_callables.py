@@ -1263,6 +1263,42 @@ def test_checkpointing_inside_and_around(device: torch.device) -> None:
         same_state(graphed, eager)
 
 
+@pytest.mark.filterwarnings(
+    "ignore:The .grad attribute:UserWarning"
+)  # Dynamo's, without graphs too
+def test_compiled_parts_are_compiled_once(device: torch.device) -> None:
+    class Partly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one = nn.Linear(8, 8)
+            self.two = nn.Sequential(nn.Linear(8, 8), nn.GELU())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return compiled(self.two, self.one(x))
+
+    @torch.compile(backend="aot_eager")
+    def compiled(layers: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return layers(x)
+
+    graphed, eager = pair_of(Partly, device)
+    torch._dynamo.reset()
+    counts = torch._dynamo.utils.counters["stats"]
+    counts.clear()
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    assert counts["unique_graphs"] == 1
+    both(graphed, eager, rand(device, 6, 8))
+    same_state(graphed, eager)
+
+
+def test_a_graphed_module_may_be_compiled(device: torch.device) -> None:
+    graphed, eager = pair_of(lambda: nn.Sequential(nn.Linear(8, 8), nn.GELU()), device)
+    gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
+    torch._dynamo.reset()
+    both(torch.compile(graphed, backend="eager"), eager, rand(device, 6, 8))
+    same_state(graphed, eager)
+    assert not statistics(graphed).replays
+
+
 def test_memory_stays_flat(device: torch.device) -> None:
     pool, held = gw.MemoryPool(), []
     for turn in range(12):
