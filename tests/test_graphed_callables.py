@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.utils.checkpoint import checkpoint
 
 import graphwright as gw
-from graphwright.training.forward import CallableStatistics
+from graphwright.training.callables.forward import CallableStatistics
 
 Make = Callable[[], nn.Module]
 
@@ -561,7 +561,7 @@ def test_gradients_of_gradients_are_refused(device: torch.device) -> None:
 def test_kinds_that_were_not_used_for_long_give_way(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphwright.training.forward._KINDS", 2)
+    monkeypatch.setattr("graphwright.training.callables.forward._KINDS", 2)
     layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
     gw.make_graphed_callables(layer, (rand(device, 1, 8),))
     waiting = layer(rand(device, 1, 8)).sum()
@@ -1074,11 +1074,11 @@ def test_options_that_make_no_sense(options: dict[str, Any], what: str) -> None:
 
 def test_modules_that_cannot_be_graphed_are_named(device: torch.device) -> None:
     x = (rand(device, 2, 8),)
-    with pytest.raises(gw.OptionError, match="DataParallel"):
+    with pytest.raises(gw.CaptureError, match="DataParallel"):
         gw.make_graphed_callables(nn.Sequential(nn.DataParallel(nn.Linear(8, 4))), x)
     wrapped = nn.parallel.DistributedDataParallel.__new__(nn.parallel.DistributedDataParallel)
     nn.Module.__init__(wrapped)
-    with pytest.raises(gw.OptionError, match="DistributedDataParallel"):
+    with pytest.raises(gw.CaptureError, match="DistributedDataParallel"):
         gw.make_graphed_callables(wrapped, x)
     layer = nn.Linear(8, 4)
     layer.register_buffer("b", torch.ones(4, requires_grad=True))

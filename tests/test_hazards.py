@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import hazards_of_breaks  # noqa: F401  # adds its checks to the list
+import hazards_of_callables  # noqa: F401  # likewise
 import hazards_of_padding  # noqa: F401  # likewise
 import hazards_of_steps  # noqa: F401  # likewise
-import hazards_of_training  # noqa: F401  # likewise
 import pytest
 import torch
 from hazards import HAZARDS, Hazard

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,31 +14,33 @@ from ..errors import CaptureError
 from ..signature import tensors_of
 from ..watch import values_behind
 
-# Of torch.distributed, which is not imported for the question.
-_SHARDED = (
-    ("torch.distributed.fsdp", "FullyShardedDataParallel"),
-    ("torch.distributed.fsdp", "FSDPModule"),
-    ("torch.distributed.tensor", "DTensor"),
+# What talks to other GPUs around forward and backward, by name, so that none has to be imported.
+_DISTRIBUTED = frozenset(
+    {
+        "DataParallel",
+        "DistributedDataParallel",
+        "FullyShardedDataParallel",
+        "FSDPModule",
+        "DTensor",
+    }
 )
 
 
 def refuse_distributed(module: nn.Module) -> None:
-    """Refuse what talks to other GPUs in its backward.
+    """Refuse what talks to other GPUs around forward and backward.
 
     Raises:
         CaptureError: a module is wrapped for several GPUs, or a parameter is divided among them.
     """
-    kinds: list[type] = [nn.DataParallel, nn.parallel.DistributedDataParallel]
-    for name, kind in _SHARDED:
-        found = getattr(sys.modules.get(name), kind, None)
-        if isinstance(found, type):
-            kinds.append(found)
-    for part in (*module.modules(), *module.parameters()):
-        if isinstance(part, tuple(kinds)):
+    for path, part in (*module.named_modules(), *module.named_parameters()):
+        kinds = [cls for cls in type(part).__mro__ if cls.__module__.startswith("torch.")]
+        kind = next((cls.__name__ for cls in kinds if cls.__name__ in _DISTRIBUTED), None)
+        if kind is not None:
             raise CaptureError(
-                f"{type(part).__name__} talks to other GPUs while gradients are computed, which "
-                "graphwright does not capture yet.",
-                remedy="Train the plain module on one GPU, or leave this one ungraphed.",
+                f"{kind}{f' ({path})' if path else ''} talks to other GPUs around forward and "
+                "backward, which graphwright does not capture so far.",
+                remedy="Train the plain module on one GPU, or graph parts of it that need no "
+                "communication.",
             )
 
 

@@ -10,11 +10,11 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError, first_line
-from ..graphs.transfer import Geometry, Inputs, is_dense
-from ..graphs.undo import autocast_cache_apart
-from ..signature import Args, Kwargs, argument_names, flatten, unflatten
-from ..watch import FunctionModule
+from ...errors import CaptureError, first_line
+from ...graphs.transfer import Geometry, Inputs, is_dense
+from ...graphs.undo import autocast_cache_apart
+from ...signature import Args, Kwargs, argument_names, flatten, unflatten
+from ...watch import FunctionModule
 from .seen import Seen
 from .standins import StandIns, leaves_behind, next_node
 

@@ -16,16 +16,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import CaptureError, SignatureError
-from ..graphs.arguments import device_of, name_of
-from ..graphs.graph import Graph, State
-from ..graphs.memory import MemoryPool, Prediction
-from ..graphs.recorder import Interrupted
-from ..graphs.transaction import let_go, transaction
-from ..graphs.undo import Undo
-from ..graphs.warmup import Warmed, warm
-from ..signature import Args, CallSignature, Kwargs, flatten
-from ..watch import FunctionModule, ModuleWatch
+from ...errors import CaptureError, SignatureError
+from ...graphs.arguments import device_of, name_of
+from ...graphs.graph import Graph, State
+from ...graphs.memory import MemoryPool, Prediction
+from ...graphs.recorder import Interrupted
+from ...graphs.transaction import let_go, transaction
+from ...graphs.undo import Undo
+from ...graphs.warmup import Warmed, warm
+from ...signature import Args, CallSignature, Kwargs, flatten
+from ...watch import FunctionModule, ModuleWatch
 from .activations import Activations, Lease
 from .node import Replay
 from .outputs import Outputs

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError
+from ...errors import CaptureError
 from .activations import Lease
 
 # Runs the forward: what is differentiable of its outputs, who waits for the backward, and what that

@@ -24,7 +24,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
 from graphwright.graphs import cpu, cuda
-from graphwright.training import activations, forward, standins
+from graphwright.training.callables import activations, forward, standins
 
 
 def graphed_and_eager(model: nn.Module, *sample: Any, **options: Any) -> tuple[Any, Any]:

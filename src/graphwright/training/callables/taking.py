@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError
-from ..graphs.memory import MemoryPool
-from ..graphs.recorder import Recorder, Segment
-from ..graphs.transfer import Geometry, Inputs, flat, is_dense
-from ..graphs.warmup import Warmed
+from ...errors import CaptureError
+from ...graphs.memory import MemoryPool
+from ...graphs.recorder import Recorder, Segment
+from ...graphs.transfer import Geometry, Inputs, flat, is_dense
+from ...graphs.warmup import Warmed
 from .activations import Activations, Backward, Copies
 from .outputs import Outputs
 from .passes import Passes

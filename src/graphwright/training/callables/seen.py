@@ -8,9 +8,9 @@ from typing import Any
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import CaptureError
-from ..graphs.journal import tensors
-from ..modes import OperationMode
+from ...errors import CaptureError
+from ...graphs.journal import tensors
+from ...modes import OperationMode
 
 
 class Seen(OperationMode):

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError
-from ..graphs.transfer import Geometry, Inputs, Results, is_dense, span
-from ..signature import leaf_names
+from ...errors import CaptureError
+from ...graphs.transfer import Geometry, Inputs, Results, is_dense, span
+from ...signature import leaf_names
 
 
 class _View(NamedTuple):

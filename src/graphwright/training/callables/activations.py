@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from ..errors import CaptureError
-from ..graphs.recorder import Recording
-from ..graphs.transfer import Geometry, Inputs, copy, is_dense
+from ...errors import CaptureError
+from ...graphs.recorder import Recording
+from ...graphs.transfer import Geometry, Inputs, copy, is_dense
 from .outputs import Outputs
 
 _PATIENCE_S = 60.0

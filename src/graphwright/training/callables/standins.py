@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError
+from ...errors import CaptureError
 
 # What belongs to the tensor itself, not to its memory.
 _OF_ITS_OWN = ("__hash__", "register_hook", "register_post_accumulate_grad_hook")

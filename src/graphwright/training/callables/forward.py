@@ -13,12 +13,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..dispatch import OnMiss
-from ..errors import GraphwrightError, SignatureError, levels_above
-from ..graphs.memory import MemoryPool
-from ..graphs.transaction import capturing_now
-from ..signature import CallSignature, inside_transform
-from ..watch import FunctionModule
+from ...dispatch import OnMiss
+from ...errors import GraphwrightError, SignatureError, levels_above
+from ...graphs.memory import MemoryPool
+from ...graphs.transaction import capturing_now
+from ...signature import CallSignature, inside_transform
+from ...watch import FunctionModule
 from .pair import BUSY, Pair
 
 # So many kinds of calls have graphs at once; the least recently used ones give way.

@@ -9,24 +9,16 @@ from typing import Any, TypeVar, get_args, overload
 import torch
 from torch import nn
 
-from ..dispatch import OnMiss
-from ..errors import CaptureError, OptionError
-from ..graphs.memory import MemoryPool
-from ..graphs.transaction import capturing_now
-from ..watch import FunctionModule
+from ...dispatch import OnMiss
+from ...errors import CaptureError, OptionError
+from ...graphs.memory import MemoryPool
+from ...graphs.transaction import capturing_now
+from ...watch import FunctionModule
+from ..modules import refuse_distributed
 from .forward import GraphedForward
 from .pair import Pair
 
 Graphable = TypeVar("Graphable", bound=Callable[..., Any])
-
-# Modules that run collectives of their own around forward and backward, by name, so that none of
-# them has to be imported.
-_DISTRIBUTED = (
-    "DataParallel",
-    "DistributedDataParallel",
-    "FullyShardedDataParallel",
-    "FSDPModule",
-)
 
 
 @overload
@@ -79,9 +71,8 @@ def make_graphed_callables(
 
     An output that the loss does not use counts with a gradient of zero where the others' gradients
     meet its own. Tensors that a function reaches through containers are not watched for others in
-    their place. Side effects of Python
-    are not repeated: state that is seen to change is refused, such as a list that hooks of
-    submodules append to.
+    their place. Side effects of Python are not repeated: state that is seen to change is refused,
+    such as a list that hooks of submodules append to.
 
     Args:
         callables: a module or function, or a tuple of them. They may run in any order.
@@ -201,16 +192,7 @@ def _check(fn: Any, name: str) -> None:
     if not callable(fn) or inspect.isclass(fn):
         raise OptionError(f"{name} is no module or function but {fn!r}.")
     owner = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
-    for path, module in owner.named_modules():
-        kinds = [cls for cls in type(module).__mro__ if cls.__module__.startswith("torch.")]
-        kind = next((cls.__name__ for cls in kinds if cls.__name__ in _DISTRIBUTED), None)
-        if kind is not None:
-            raise OptionError(
-                f"{name} is or holds a {kind}{f' ({path})' if path else ''}, whose collectives run "
-                "outside of forward and backward.",
-                remedy="Graphed callables are for one GPU so far: graph parts of the inner module "
-                "that need no communication, and train without the wrapper.",
-            )
+    refuse_distributed(owner)
     if isinstance(fn, torch.jit.ScriptModule):
         raise OptionError(
             f"{name} is a TorchScript module, whose forward cannot be replaced.",
