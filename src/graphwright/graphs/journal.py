@@ -219,6 +219,11 @@ class Journal(OperationMode):
         """Memory from outside that the run wrote to."""
         return [storage for storage, _ in self._saved.values()]
 
+    @property
+    def made_by_it(self) -> dict[int, StorageWeakRef]:
+        """Memory that the run made, by identity."""
+        return self._made
+
     def undo(self) -> None:
         """Put back all that the run, and later ones of the same work, wrote to."""
         for storage, kept in self._saved.values():

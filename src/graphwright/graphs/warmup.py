@@ -37,6 +37,7 @@ class Warmed:
         mutates: whether it writes to these or to anything else from outside.
         generators: random generators that it draws from.
         external: memory from outside that it uses, weights above all.
+        written: memory from outside that it writes to.
         segments: bytes of the memory ranges that it would take in an empty pool.
         contributors: its largest tensors, as (what, bytes).
     """
@@ -45,6 +46,7 @@ class Warmed:
     mutates: bool
     generators: tuple[torch.Generator, ...]
     external: tuple[torch.UntypedStorage, ...]
+    written: tuple[torch.UntypedStorage, ...]
     segments: tuple[int, ...]
     contributors: tuple[tuple[str, int], ...]
 
@@ -91,6 +93,8 @@ def warm(
             journal.read(tensor)  # It may be a weight that no operation has touched.
         undo.check()
         undo.refuse_host_randomness(recorder.device, journal.generators)
+        if rescue is None and recorder.device.type != "cpu":
+            _refuse_writes_on_host(journal.written)
         try:
             comparison.check(result, eager, journal.dtypes)
         except CaptureError:
@@ -127,6 +131,7 @@ def warm(
         mutates=journal.wrote,
         generators=tuple(journal.generators),
         external=tuple(journal.external.values()),
+        written=tuple(journal.written),
         segments=segments,
         contributors=journal.largest(),
     )
@@ -169,6 +174,19 @@ def _taken(
         if isinstance(error, CaptureError):
             raise
         raise _named(error, prepare, work, recorder, generators) from error
+
+
+def _refuse_writes_on_host(written: Sequence[torch.UntypedStorage]) -> None:
+    """A graph of device work repeats none of what the host computes.
+
+    Raises:
+        CaptureError: memory of the host is written to.
+    """
+    if any(storage.device.type == "cpu" for storage in written):
+        raise CaptureError(
+            "The call writes to a tensor on the host, which a graph would not.",
+            remedy="Keep it on the device, or update it where the graph is called.",
+        )
 
 
 class _Trial:

@@ -10,10 +10,11 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from ..errors import CaptureError
@@ -91,6 +92,10 @@ class Rate:
         """What `Settings.difference` calls it."""
         return self._optimizer, self._index, "lr"
 
+    def belongs_to(self, optimizer: Optimizer) -> bool:
+        """Whether it is one of this optimizer's."""
+        return self._optimizer is optimizer
+
     @property
     def is_scheduled(self) -> bool:
         """Whether a scheduler of PyTorch's has been attached to its optimizer."""
@@ -110,14 +115,20 @@ class Rate:
 
     def change(self) -> None:
         """From now on it is read from a tensor."""
-        self.tensor = torch.zeros((), dtype=torch.float32, device=self._device)
+        with torch.inference_mode(False):
+            self.tensor = torch.zeros((), dtype=torch.float32, device=self._device)
         self._filled = None
 
     def refresh(self) -> None:
         """Copy the number in that the group has now."""
-        if self.tensor is not None:
-            now = self.group["lr"]
-            if now != self._filled and not isinstance(now, torch.Tensor):
+        if self.tensor is None or self._index >= len(self._optimizer.param_groups):
+            return
+        now = self.group["lr"]
+        with torch.no_grad():
+            if isinstance(now, torch.Tensor):
+                self.tensor.copy_(now)
+                self._filled = None
+            elif now != self._filled:
                 self.tensor.fill_(now)
                 self._filled = now
 
@@ -153,17 +164,18 @@ class Rate:
             group.update({key: value for key, value in before.items() if key in new})
 
 
-def rates_of(optimizers: Iterable[Optimizer], device: torch.device) -> list[Rate]:
-    """The learning rates of all groups."""
-    return [Rate(o, i, device) for o in optimizers for i in range(len(o.param_groups))]
-
-
 class Settings:
-    """The options of optimizers that kernels have as arguments: those that are no tensors."""
+    """What of optimizers and a GradScaler is in kernels as an argument: what is no tensor."""
 
-    def __init__(self, optimizers: Sequence[Optimizer], rates: Sequence[Rate]) -> None:
+    def __init__(
+        self, optimizers: Sequence[Optimizer], rates: Sequence[Rate], scaler: GradScaler | None
+    ) -> None:
         free = {(id(r._optimizer), r._index) for r in rates if r.tensor is not None}
-        self._sizes = [(o, [len(g["params"]) for g in o.param_groups]) for o in optimizers]
+        self._groups = [
+            (o, [list(map(id, group["params"])) for group in o.param_groups]) for o in optimizers
+        ]
+        self._scaler = scaler
+        self._factors = _factors(scaler)
         self._held: list[tuple[Optimizer, int, str, Any]] = []
         for optimizer in optimizers:
             for index, group in enumerate(optimizer.param_groups):
@@ -172,36 +184,51 @@ class Settings:
                     if not (key in _NO_OPTIONS or variable or isinstance(value, torch.Tensor)):
                         self._held.append((optimizer, index, key, value))
 
-    def difference(self) -> tuple[Optimizer, int, str] | None:
-        """Which option is another one by now: the optimizer, its group and the option's name."""
-        for optimizer, sizes in self._sizes:
-            if [len(g["params"]) for g in optimizer.param_groups] != sizes:
+    def difference(self) -> tuple[Any, int, str] | None:
+        """Which option is another one by now: whose, of which group, and the option's name."""
+        for optimizer, groups in self._groups:
+            if [list(map(id, group["params"])) for group in optimizer.param_groups] != groups:
                 return optimizer, 0, "params"
         for optimizer, index, key, value in self._held:
             now = optimizer.param_groups[index].get(key)
             if now is not value and (type(now) is not type(value) or now != value):
                 return optimizer, index, key
+        if _factors(self._scaler) != self._factors:
+            return self._scaler, 0, "growth"
         return None
 
 
+def _factors(scaler: GradScaler | None) -> tuple[float, ...]:
+    """What a GradScaler has as numbers."""
+    if scaler is None:
+        return ()
+    return scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
+
+
 class Home:
-    """Where the tensors of optimizers and a GradScaler are that graphs work on.
+    """Where the tensors of optimizers and of a GradScaler are that a graph works on.
 
     Loading a state puts other tensors in their place; their values are brought home.
+
+    Args:
+        optimizers: that the step uses.
+        scaler: likewise.
+        used: storages that the graph uses, by identity; states elsewhere are not its own.
     """
 
-    def __init__(self, optimizers: Sequence[Optimizer], scaler: Any) -> None:
-        self._optimizers = optimizers
-        self._scaler = scaler
-        self._kept = [
+    def __init__(
+        self, optimizers: Sequence[Optimizer], scaler: GradScaler | None, used: Container[int]
+    ) -> None:
+        self._states = [
             (optimizer, parameter, dict(state))
             for optimizer in optimizers
             for parameter, state in optimizer.state.items()
+            if any(t.untyped_storage()._cdata in used for t in _tensors(state))
         ]
-        self._counts = [len(optimizer.state) for optimizer in optimizers]
+        # The same by optimizer, for a quick look.
         self._expected: list[tuple[Optimizer, list[Any], list[Any]]] = []
         for optimizer in optimizers:
-            theirs = [(p, state) for o, p, state in self._kept if o is optimizer]
+            theirs = [(p, state) for o, p, state in self._states if o is optimizer]
             values = [value for _, state in theirs for value in state.values()]
             self._expected.append((optimizer, [p for p, _ in theirs], values))
         self._groups = [
@@ -212,13 +239,17 @@ class Home:
             if isinstance(value, torch.Tensor)
         ]
         attributes = {} if scaler is None else vars(scaler)
+        self._scaler = scaler
         self._scale = {k: v for k, v in attributes.items() if isinstance(v, torch.Tensor)}
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All of them."""
+        states = [t for _, _, state in self._states for t in _tensors(state)]
+        return [*states, *(t for _, _, _, t in self._groups), *self._scale.values()]
 
     def intact(self) -> bool:
         """Whether all of them are where they were."""
-        for optimizer, count in zip(self._optimizers, self._counts, strict=True):
-            if len(optimizer.state) != count:
-                return False
         for optimizer, parameters, expected in self._expected:
             states: list[Any] = list(map(optimizer.state.get, parameters))
             if None in states:
@@ -233,31 +264,27 @@ class Home:
 
     def lacks(self) -> bool:
         """Whether something has no state that had one: its first step is to come."""
-        return any(not o.state.get(p) and kept for o, p, kept in self._kept)
+        return any(not o.state.get(p) for o, p, _ in self._states)
 
     def begin(self) -> bool:
         """Make the state that optimizers have before their first step, where that is all zeros.
 
         False where an optimizer's first step is another one than those that follow.
         """
-        new = [entry for entry in self._kept if not entry[0].state.get(entry[1])]
+        new = [entry for entry in self._states if not entry[0].state.get(entry[1])]
         if not all(_starts_from_zeros(optimizer) for optimizer, _, _ in new):
             return False
         with torch.no_grad():
             for optimizer, parameter, kept in new:
-                for value in kept.values():
-                    if isinstance(value, torch.Tensor):
-                        value.zero_()
+                for value in _tensors(kept):
+                    value.zero_()
                 optimizer.state[parameter].update(kept)
         return self.intact() or self.bring()
 
     def bring(self) -> bool:
         """Copy what is elsewhere home; False if there is something else than there was."""
         pairs: list[tuple[Any, Any, Any]] = []
-        for optimizer, count in zip(self._optimizers, self._counts, strict=True):
-            if len(optimizer.state) != count:
-                return False
-        for optimizer, parameter, kept in self._kept:
+        for optimizer, parameter, kept in self._states:
             state = optimizer.state.get(parameter)
             if state is None or state.keys() != kept.keys():
                 return False
@@ -269,36 +296,30 @@ class Home:
         pairs += [(vars(self._scaler), key, value) for key, value in self._scale.items()]
         if not all(_alike(holder.get(key), value) for holder, key, value in pairs):
             return False
-        with torch.no_grad():
-            for holder, key, value in pairs:
+        moves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for holder, key, value in pairs:
+            if isinstance(value, torch.Tensor):
                 now = holder[key]
-                if isinstance(value, torch.Tensor) and now is not value:
-                    value.copy_(now)
-                    holder[key] = value
-        for optimizer, parameter, kept in self._kept:
+                if moves.setdefault(id(value), (value, now))[1] is not now:
+                    return False  # Groups that shared one learning rate have two by now.
+        moved = [(value, now) for value, now in moves.values() if now is not value]
+        homes = {id(value) for value, _ in moves.values()}
+        with torch.no_grad():
+            # Two may have changed places.
+            sources = [now.clone() if id(now) in homes else now for _, now in moved]
+            for (value, _), source in zip(moved, sources, strict=True):
+                value.copy_(source)
+        for holder, key, value in pairs:
+            holder[key] = value
+        for optimizer, parameter, kept in self._states:
             state = optimizer.state[parameter]
             state.clear()  # In the order that they had.
             state.update(kept)
         return True
 
 
-@contextlib.contextmanager
-def states_put_back(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Give optimizers the states back that they had before the block.
-
-    What is in tensors that were there before is the journal's to put back.
-    """
-    before = [{p: dict(state) for p, state in o.state.items()} for o in optimizers]
-    try:
-        yield
-    finally:
-        for optimizer, states in zip(optimizers, before, strict=True):
-            for parameter in list(optimizer.state):
-                if parameter not in states:
-                    del optimizer.state[parameter]
-            for parameter, state in states.items():
-                optimizer.state[parameter].clear()
-                optimizer.state[parameter].update(state)
+def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:
+    return [value for value in state.values() if isinstance(value, torch.Tensor)]
 
 
 def _starts_from_zeros(optimizer: Optimizer) -> bool:

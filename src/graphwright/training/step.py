@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
@@ -21,27 +22,12 @@ from ..errors import (
     levels_above,
 )
 from ..graphs.graph import State
-from ..graphs.journal import Copies
 from ..graphs.memory import MemoryPool, in_units
-from ..graphs.transaction import capturing_now, transaction
-from ..signature import Args, Kwargs
-from ..watch import FunctionModule
-from .modules import (
-    device_of_training,
-    optimizers_of,
-    parameters_of,
-    refuse_distributed,
-    scaler_of,
-)
-from .optimizers import (
-    Home,
-    Settings,
-    check_scaling,
-    make_capturable,
-    rates_of,
-    states_put_back,
-)
-from .stepgraph import Body, StepGraph, begins_anew, grads_of
+from ..graphs.transaction import capturing_now
+from ..signature import Args, Kwargs, tensors_of
+from .body import grads_of, name_of_step, plainly
+from .stepgraph import StepGraph
+from .workings import Workings
 
 OnMiss = Literal["capture", "eager", "error"]
 
@@ -100,24 +86,12 @@ class GraphedStep:
         self._last_miss = ""
         self._changes = 0
         self._closed = False
-        self._module = FunctionModule(step)
-        refuse_distributed(self._module)
-        self._scaler = scaler_of(step, scaler)
-        self._optimizers = optimizers_of(step, optimizers)
-        parameters = parameters_of(self._module, self._optimizers)
-        device = self._device = device_of_training(parameters, sample)
-        for optimizer in self._optimizers:
-            make_capturable(optimizer, device)
-        if self._scaler is not None:
-            check_scaling(self._optimizers)
-            if self._scaler._scale is None:
-                self._scaler._lazy_init_scale_growth_tracker(device)
-        self._rates = rates_of(self._optimizers, device)
-        for rate in self._rates:
-            if (scheduler is not None or rate.is_scheduled) and rate.can_change:
-                rate.change()
-        self._body = Body(step, parameters, self._rates, self._scaler)
-        self._home: Home | None = None
+        self._workings = Workings(step, optimizers, scaler, follow=scheduler is not None)
+        if any(tensor.requires_grad for tensor in tensors_of(sample)):
+            raise CaptureError(
+                "An argument of the step requires grad; a captured step gives it no gradient.",
+                remedy="Make what it comes from part of the step.",
+            )
         self._capture(sample, {})
 
     @property
@@ -146,12 +120,12 @@ class GraphedStep:
         """What runs now and why, what it costs, and how the steps went so far."""
         now = self.statistics
         lines = [
-            f"{self._body.function.__name__}: {len(self._ready())} graphs, "
+            f"{name_of_step(self._step)}: {len(self._ready())} graphs, "
             f"{in_units(now.nbytes)} of memory",
             f"{now.replays} steps replayed, {now.captures} captures",
         ]
         lines += [f"  {graph.name}: {graph.nodes} nodes" for graph in self._ready()]
-        for rate in self._rates:
+        for rate in self._workings.rates:
             where = "a constant of the graph" if rate.tensor is None else "read from a tensor"
             lines.append(f"learning rate of {rate}: {where}")
         lines += [f"{count} steps eager: {why}" for why, count in now.eager.most_common()]
@@ -165,7 +139,6 @@ class GraphedStep:
             for graph in self._graphs:
                 graph.close()
             self._graphs = []
-            self._home = None
             self.pool.trim()
 
     def close(self) -> None:
@@ -187,40 +160,49 @@ class GraphedStep:
         )
 
     def __repr__(self) -> str:
-        return f"<GraphedStep {self._body.function.__name__}: {len(self._ready())} graphs>"
+        return f"<GraphedStep {name_of_step(self._step)}: {len(self._ready())} graphs>"
 
     # A step.
 
     def _answer(self, args: Args, kwargs: Kwargs) -> Any:
-        if self._closed:
-            return self._eagerly("closed", args, kwargs)
-        if capturing_now():
-            return self._eagerly("inside another capture", args, kwargs)
+        aside = self._aside(args, kwargs)
+        if aside is not None:
+            return self._eagerly(aside, args, kwargs)
         if self._graphs:
             self.pool.order()  # What graphs read may be written to here.
-        home = self._home
-        if home is not None and not home.intact() and not home.bring():
-            if not home.lacks():
-                self.release()
-            elif not home.begin() and self._may_miss(args, kwargs):
-                # The first step of an optimizer makes its state, which no graph does.
-                return self._eagerly(_FIRST, args, kwargs)
+        if self._workings.are_others():
+            # The step names another optimizer by now.
+            self.release()
         graph = self._find(args, kwargs)
         if graph is None:
             graph, kind, why = self._new(args, kwargs)
             if graph is None:
                 return self._missed(kind, why, args, kwargs)
-            home = self._home
-            if home is not None and not home.intact() and not home.begin():
+        home = graph.home
+        if not home.intact() and not home.bring():
+            if not home.lacks():
+                self._drop(graph)
+                return self._answer(args, kwargs)
+            if not home.begin():
+                # The first step of an optimizer makes its state, which no graph does.
                 return self._eagerly(_FIRST, args, kwargs)
-        self._refresh()
+        self._workings.refresh()
+        try:
+            result = graph.step(args, kwargs)
+        except SignatureError as error:  # It shares memory with the weights, say.
+            return self._missed("an argument is one that no graph takes", error.what, args, kwargs)
         self._statistics.replays += 1
-        return graph.step(args, kwargs)
+        return result
 
-    def _may_miss(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether a step may be eager that a graph would have done, but for other reasons."""
-        known = any(graph.signature.fits(args, kwargs) for graph in self._graphs)
-        return known or self._on_miss != "error"
+    def _aside(self, args: Args, kwargs: Kwargs) -> str | None:
+        """Why a step has to be eager, whatever graphs there are."""
+        if self._closed:
+            return "closed"
+        if capturing_now():
+            return "inside another capture"
+        if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+            return "an argument requires grad"
+        return None
 
     def _find(self, args: Args, kwargs: Kwargs) -> StepGraph | None:
         """The graph that does just this step."""
@@ -232,13 +214,33 @@ class GraphedStep:
                 and graph.settings.difference() is None
                 and graph.begins_here(self._grads)
             ):
+                if graph.holds():
+                    # Somebody has a view of its gradients: the memory is theirs from now on.
+                    self._drop(graph)
+                    self._changes += 1
+                    return None
                 if index:
                     self._graphs.insert(0, self._graphs.pop(index))
                 return graph
         return None
 
+    def _drop(self, graph: StepGraph) -> None:
+        self._graphs.remove(graph)
+        with self._counted():
+            graph.close()
+
+    @contextlib.contextmanager
+    def _counted(self) -> Iterator[None]:
+        """A graph may go on from gradients that another one leaves: that is no view of others."""
+        before = [(graph, graph.users()) for graph in self._graphs]
+        try:
+            yield
+        finally:
+            for graph, users in before:
+                graph.expect_users(users)
+
     def _grads(self) -> list[torch.Tensor | None]:
-        return grads_of(self._body.parameters)
+        return grads_of(self._workings.parameters)
 
     def _new(self, args: Args, kwargs: Kwargs) -> tuple[StepGraph | None, str, str]:
         """A graph for a step that none fits; or why there is none."""
@@ -247,7 +249,7 @@ class GraphedStep:
         if self._on_miss != "capture":
             return None, "no graph fits", why
         if self._changes > _MAX_CHANGES:
-            return None, "options of an optimizer change again and again", why
+            return None, "what it is made of changes again and again", why
         if len(self._graphs) >= self._max_graphs:
             return None, f"there are {self._max_graphs} graphs already", why
         try:
@@ -259,7 +261,7 @@ class GraphedStep:
         self._last_miss = why
         if self._on_miss == "error":
             raise SignatureError(
-                f"No graph of {self._body.function.__name__} fits this step: {why}",
+                f"No graph of {name_of_step(self._step)} fits this step: {why}",
                 remedy="Make one for this batch with graph_step(), or allow on_miss='capture'.",
             )
         result = self._eagerly(kind, args, kwargs)
@@ -274,49 +276,14 @@ class GraphedStep:
 
     def _eagerly(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
         self._statistics.eager[kind] += 1
-        self._refresh()
-        return self._body.plainly(args, kwargs)
-
-    def _refresh(self) -> None:
-        """Copy learning rates that have changed to where graphs read them."""
-        for rate in self._rates:
-            rate.refresh()
+        return plainly(self._step, args, kwargs)
 
     # A capture.
 
     def _capture(self, args: Args, kwargs: Kwargs) -> StepGraph:
         """Capture the step as it is now; what its runs change is put back."""
-        body = self._body
-        with self.pool.lock, states_put_back(self._optimizers):
-            copies = Copies(on_host=True)
-            with transaction(self.pool, self._module, _nothing, body.parameters):
-                recorder = self.pool.recorder(self._device)
-                anew = begins_anew(body, args, kwargs, recorder, copies)
-            self._refresh()
-            # As objects of our own, so that the caller's are not held.
-            start = [None if g is None or anew else g.detach() for g in self._grads()]
-            body.start = start
-            graph = StepGraph(
-                body,
-                args,
-                kwargs,
-                pool=self.pool,
-                warmup=self._warmup,
-                settings=Settings(self._optimizers, self._rates),
-                start=None if anew else start,
-                copies=copies,
-            )
-            del copies
-            try:
-                graph.warm()
-                if self._home is None:
-                    self._home = Home(self._optimizers, self._scaler)
-                graph.record(share_inputs=True)
-            except BaseException:
-                graph.close()
-                raise
-            finally:
-                body.start = []
+        with self.pool.lock, self._counted():
+            graph = self._workings.capture(args, kwargs, self.pool, self._warmup)
         self._graphs.insert(0, graph)
         self._statistics.captures += 1
         return graph
@@ -326,14 +293,13 @@ class GraphedStep:
         for graph in list(self._graphs):
             changed = graph.settings.difference()
             if changed is not None and graph is self._graphs[0]:
-                rate = next((r for r in self._rates if r.option == changed), None)
+                rate = next((r for r in self._workings.rates if r.option == changed), None)
                 if rate is not None and rate.tensor is None and rate.can_change:
                     rate.change()
                 else:
                     self._changes += 1
             if changed is not None or graph.state is not State.READY or graph.is_stale():
-                graph.close()
-                self._graphs.remove(graph)
+                self._drop(graph)
 
     def _ready(self) -> list[StepGraph]:
         return [graph for graph in self._graphs if graph.state is State.READY]
@@ -349,10 +315,6 @@ class GraphedStep:
         if option is not None:
             return f"{option[2]} of {type(option[0]).__name__} has changed"
         return graph.what_changed() or "it begins with other gradients"
-
-
-def _nothing() -> None:
-    """What is given up before anything was recorded."""
 
 
 def graph_step(

@@ -2,95 +2,24 @@
 
 from __future__ import annotations
 
-import contextlib
+import operator
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..errors import CaptureError
 from ..graphs.callgraph import CallGraph
-from ..graphs.journal import Copies, Journal, compilers_off
+from ..graphs.journal import Copies
 from ..graphs.memory import MemoryPool, Prediction
-from ..graphs.recorder import Recorder
 from ..graphs.told import Comparison, another_result, rounding_of
 from ..graphs.transfer import Inputs
 from ..signature import Args, Kwargs
-from .optimizers import Rate, Settings
-
-Grads = Sequence[torch.Tensor | None]
-
-
-class Body:
-    """A step as it is captured: from given gradients on, with what it leaves in them returned.
-
-    Args:
-        step: the user's function.
-        parameters: all that it trains.
-        rates: the learning rates of its optimizers.
-        scaler: the GradScaler that it uses, if it does.
-
-    Attributes:
-        start: the gradients that the step begins with.
-        written: parameters that it may write to.
-        function: the same as a plain function.
-    """
-
-    def __init__(
-        self,
-        step: Callable[..., Any],
-        parameters: Sequence[torch.Tensor],
-        rates: Sequence[Rate],
-        scaler: Any,
-    ) -> None:
-        self.step = step
-        self._scaler = scaler
-        self.written = [p for p in parameters if p.requires_grad]
-        self.parameters = parameters
-        self.start: Grads = [None] * len(parameters)
-        self._rates = rates
-
-        def function(*args: Any, **kwargs: Any) -> Any:
-            return self.run(args, kwargs)
-
-        function.__name__ = getattr(step, "__name__", type(step).__name__)
-        function.__wrapped__ = step  # type: ignore[attr-defined]  # what is watched is behind it
-        self.function: Callable[..., Any] = function
-
-    def run(self, args: Args, kwargs: Kwargs) -> tuple[Any, list[torch.Tensor | None]]:
-        """The step's results and the gradients that it leaves."""
-        give(self.parameters, self.start)
-        try:
-            result = self.plainly(args, kwargs)
-            return result, grads_of(self.parameters)
-        except BaseException:
-            if self._scaler is not None:
-                self._scaler._per_optimizer_states.clear()  # What it knows of an unfinished step.
-            raise
-        finally:
-            give(self.parameters, self.start)
-
-    def plainly(self, args: Args, kwargs: Kwargs) -> Any:
-        """The step as it is, with learning rates where a graph reads them."""
-        with contextlib.ExitStack() as stack:
-            for rate in self._rates:
-                stack.enter_context(rate.in_place())
-            with torch.enable_grad():
-                result = self.step(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-
-
-def give(parameters: Sequence[torch.Tensor], grads: Grads) -> None:
-    """Give parameters their gradients."""
-    for parameter, grad in zip(parameters, grads, strict=True):
-        if parameter.grad is not grad:
-            parameter.grad = grad
-
-
-def grads_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-    """The gradients that parameters have."""
-    return [parameter.grad for parameter in parameters]
+from ..watch import ModuleWatch
+from .body import Body, Grads, Look, give
+from .optimizers import Home, Settings
 
 
 class StepComparison(Comparison):
@@ -120,39 +49,8 @@ class StepComparison(Comparison):
 def _lengths(grads: Grads) -> torch.Tensor:
     """The norm of each gradient, in float64 on the host; -1 for none."""
     there = [g.detach() for g in grads if g is not None]
-    norms = iter(torch.stack(torch._foreach_norm(there)).double().tolist() if there else ())
+    norms = iter([float(norm) for norm in torch._foreach_norm(there)] if there else ())
     return torch.tensor([-1.0 if g is None else next(norms) for g in grads], dtype=torch.float64)
-
-
-def begins_anew(body: Body, args: Args, kwargs: Kwargs, recorder: Recorder, copies: Copies) -> bool:
-    """Run a step once: does it do the same whatever gradients there were before?
-
-    It does where it never looks at them. They are stood in for by tensors that cannot be added to,
-    so that a step that does fails. What the run writes to is put back.
-
-    Args:
-        body: the step.
-        args: of the step.
-        kwargs: likewise.
-        recorder: what the step will be recorded by.
-        copies: where that is kept meanwhile.
-    """
-    stand_ins = [
-        torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) if p.requires_grad else None
-        for p in body.parameters
-    ]
-    before, body.start = body.start, stand_ins
-    journal = Journal(copies)
-    try:
-        with recorder.warming(told=False), compilers_off(), journal:
-            body.run(args, kwargs)
-        used = journal.external
-        return not any(s is not None and s.untyped_storage()._cdata in used for s in stand_ins)
-    except Exception:
-        return False  # If it is another failure, it will come again.
-    finally:
-        body.start = before
-        journal.undo()
 
 
 class StepGraph(CallGraph):
@@ -161,9 +59,12 @@ class StepGraph(CallGraph):
     Attributes:
         start: gradients that it goes on from; None where it never looks at them.
         ends: gradients that it leaves, by parameter: memory of its own, or None. Parameters whose
-            gradients it only adds to are left out.
+            gradients it only adds to, or leaves alone, are left out.
         settings: options of the optimizers that are in its kernels.
+        home: where the tensors of optimizers are that it works on.
     """
+
+    home: Home
 
     def __init__(
         self,
@@ -173,53 +74,51 @@ class StepGraph(CallGraph):
         *,
         pool: MemoryPool,
         warmup: int,
-        settings: Settings,
+        look: Look,
         start: Grads | None,
         copies: Copies,
     ) -> None:
         with torch.no_grad():  # The step turns gradients on itself.
             super().__init__(body.function, args, kwargs, pool=pool, warmup=warmup)
+        self._module = body.module
         self._body = body
         self._trained = body.parameters
         self._comparison = StepComparison()
         self._copies: Copies | None = copies
-        self.settings = settings
+        self.settings = Settings(body.optimizers, body.rates, body.scaler)
         self.start = start
         self.ends: list[torch.Tensor | None] = []
         self._ending: list[torch.Tensor] = []
+        self._users: list[int] = []
+        self._untouched = look.untouched
+        self._made: Mapping[int, StorageWeakRef] = look.made
+        self._written: list[torch.Tensor] = []
+        self._alone = _of_their_own(body)
+        self._seen = self._look()
 
     @property
     def nodes(self) -> int:
         """How many operations it repeats."""
         return 0 if self._recording is None else self._recording.nodes
 
+    # Whether it does a step.
+
     def is_current(self) -> bool:
-        """Whether the modules are what they were."""
-        return self._watch is not None and self._watch.unchanged()
+        """Whether modules, parameters and hooks are what they were."""
+        return self._watch is not None and self._watch.unchanged() and self._look() == self._seen
 
     def is_stale(self) -> bool:
         """Whether they never will be again."""
-        return self._watch is None or self._watch.rebound()
+        if self._watch is None or self._watch.rebound():
+            return True
+        return bool([p.data_ptr() for p in self._alone] != self._seen[0])
 
     def what_changed(self) -> str | None:
-        """What has changed about the modules, in words."""
-        return None if self._watch is None else self._watch.changed()
-
-    def warm(self) -> Prediction:
-        """As `CallGraph.warm`; what was kept of the state is given up."""
-        try:
-            return super().warm()
-        finally:
-            self._copies = None
-
-    def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
-        results, ends = tree
-        start = [None] * len(ends) if self.start is None else self.start
-        left = [i for i, g in enumerate(ends) if g is None or g is not start[i]]
-        self._ending = [self._body.parameters[i] for i in left]
-        # Each as an object of our own: from that it can be told whether others hold it too.
-        self.ends = [None if ends[i] is None else ends[i].detach() for i in left]
-        return super()._drains(inputs, results)
+        """What has changed about them, in words."""
+        if self._watch is None:
+            return None
+        another = "a parameter moved or was frozen, or a hook was added or removed"
+        return self._watch.changed() or (another if self._look() != self._seen else None)
 
     def begins_here(self, grads: Callable[[], Grads]) -> bool:
         """Whether it goes on from the gradients that there are."""
@@ -227,33 +126,131 @@ class StepGraph(CallGraph):
             return True
         return all(map(_same_place, self.start, grads()))
 
+    def _look(self) -> tuple[Any, ...]:
+        """What `ModuleWatch` does not see: parameters of optimizers, and hooks."""
+        parameters = self._body.parameters
+        return (
+            [p.data_ptr() for p in self._alone],
+            [p.requires_grad for p in parameters],
+            [len(p._backward_hooks or ()) for p in parameters],
+            [len(getattr(p, "_post_accumulate_grad_hooks", None) or ()) for p in parameters],
+            [
+                (len(o._optimizer_step_pre_hooks), len(o._optimizer_step_post_hooks))
+                for o in self._body.optimizers
+            ],
+        )
+
+    # A step.
+
+    def users(self) -> list[int]:
+        """How many tensors there are in the memory of each gradient that it leaves."""
+        return [0 if grad is None else _users(grad) for grad in self.ends]
+
+    def holds(self) -> bool:
+        """Whether others have views of these gradients, which a replay would overwrite."""
+        return any(map(operator.gt, self.users(), self._users))
+
+    def expect_users(self, before: list[int]) -> None:
+        """Since there were so many, those that came or went were of our own making."""
+        now = self.users()
+        if len(now) == len(before):
+            self._users = [k + n - b for k, n, b in zip(self._users, now, before, strict=True)]
+
     def step(self, args: Args, kwargs: Kwargs) -> Any:
         """Replay; the parameters have the gradients that it leaves."""
         self._let_holders_keep_theirs()
         result = self.run(args, kwargs)
         give(self._ending, self.ends)
         # Written to behind autograd's back: what was saved of them for a backward is stale.
-        torch.autograd.graph.increment_version(self._body.written)
+        torch.autograd.graph.increment_version(self._written)
         return result
 
     def _let_holders_keep_theirs(self) -> None:
         """Whoever holds a gradient of the last step keeps it: the replay writes to another one."""
-        for index in _held(self.ends):
+        for index, count in enumerate(map(sys.getrefcount, self.ends)):
             grad = self.ends[index]
-            if grad is not None:
+            if grad is None:
+                continue
+            if count > _UNHELD - (self._ending[index].grad is not grad):
                 self.ends[index] = grad.detach()
                 grad.data = grad.clone()
 
+    # A capture.
+
+    def warm(self) -> Prediction:
+        """As `CallGraph.warm`; what was kept of the state is given up.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        try:
+            prediction = super().warm()
+        finally:
+            self._copies = None
+        assert self._warmed is not None
+        external = {storage._cdata for storage in self._warmed.external}
+        written = {storage._cdata for storage in self._warmed.written}
+        self.home = Home(self._body.optimizers, self._body.scaler, external)
+        known = {tensor.untyped_storage()._cdata for tensor in self.home.tensors}
+        if any(k in self._made and not self._made[k].expired() for k in written - known):
+            raise CaptureError(
+                "The step makes a tensor in its first run that later runs change; the graph would "
+                "go on from what the runs here have left in it.",
+                remedy="Make it before: give it its first value outside of the step.",
+            )
+        self._made = {}
+        tensors = {id(t): t for t in (*self._body.parameters, *self._module.buffers())}
+        self._written = [t for t in tensors.values() if t.untyped_storage()._cdata in written]
+        return prediction
+
+    def record(self, *, share_inputs: bool = False) -> None:
+        """As `CallGraph.record`."""
+        if not self.pool.graphs:
+            super().record(share_inputs=share_inputs)
+        else:
+            # What others compute must not come to lie where gradients wait.
+            with self.pool.recorder(self._device).apart():
+                super().record()
+        self._watch = ModuleWatch(self._module, values=False, training=True)
+        self._seen = self._look()
+        self._users = self.users()
+
+    def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
+        results, ends = tree
+        start = [None] * len(ends) if self.start is None else self.start
+        left = [
+            i
+            for i, g in enumerate(ends)
+            if i not in self._untouched and (g is None or g is not start[i])
+        ]
+        self._ending = [self._body.parameters[i] for i in left]
+        # Each as an object of our own: from that it can be told whether others hold it too.
+        self.ends = [None if ends[i] is None else ends[i].detach() for i in left]
+        return super()._drains(inputs, results)
+
     def _forget(self) -> None:
         super()._forget()
-        self.ends, self._ending = [], []
+        self.ends, self._ending, self._users = [], [], []
 
 
-def _held(grads: Grads) -> list[int]:
-    """Which gradients somebody holds beside the list and their parameters."""
-    return [
-        i for i, n in enumerate(map(sys.getrefcount, grads)) if n > _UNHELD and grads[i] is not None
-    ]
+def _of_their_own(body: Body) -> list[torch.Tensor]:
+    """Parameters that no module has: a watch of modules does not see them."""
+    theirs = {id(parameter) for parameter in body.module.parameters()}
+    return [p for p in body.parameters if id(p) not in theirs]
+
+
+def _same_place(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a is b or (
+        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+    )
+
+
+def _users(tensor: torch.Tensor) -> int:
+    """How many tensors there are in its memory."""
+    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return users
 
 
 def _unheld() -> int:
@@ -263,13 +260,5 @@ def _unheld() -> int:
     return next(map(sys.getrefcount, grads))
 
 
-# What sys.getrefcount says of a gradient that nobody else holds; that depends on the version.
+# What sys.getrefcount says of a parameter's gradient that nobody else holds.
 _UNHELD = _unheld()
-
-
-def _same_place(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
-    if a is None or b is None:
-        return a is b
-    return a is b or (
-        a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-    )

@@ -1,0 +1,222 @@
+"""A training step as it is captured, and what one run of it shows."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from ..errors import CaptureError
+from ..graphs.journal import Copies, Journal, compilers_off
+from ..graphs.recorder import Recorder
+from ..graphs.transaction import as_captured
+from ..graphs.transfer import Inputs
+from ..graphs.undo import Undo
+from ..signature import Args, Kwargs, flatten, unflatten
+from .discovery import Discovery, OptimizersKept
+from .optimizers import Rate
+
+Grads = Sequence[torch.Tensor | None]
+
+
+class Body:
+    """A step as it is captured: from given gradients on, with what it leaves in them returned.
+
+    Args:
+        step: the user's function.
+        module: what it reaches.
+        parameters: all that it trains.
+        optimizers: that it uses.
+        rates: their learning rates.
+        scaler: the GradScaler that it uses, if it does.
+
+    Attributes:
+        start: the gradients that the step begins with.
+        function: the same as a plain function.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        module: nn.Module,
+        parameters: Sequence[torch.Tensor],
+        optimizers: Sequence[Optimizer],
+        rates: Sequence[Rate],
+        scaler: GradScaler | None,
+    ) -> None:
+        self.step = step
+        self.module = module
+        self.parameters = parameters
+        self.optimizers = optimizers
+        self.rates = rates
+        self.scaler = scaler
+        self.start: Grads = [None] * len(parameters)
+
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return self.run(args, kwargs)
+
+        function.__name__ = name_of_step(step)
+        function.__wrapped__ = step  # type: ignore[attr-defined]  # what is watched is behind it
+        self.function: Callable[..., Any] = function
+
+    def run(self, args: Args, kwargs: Kwargs) -> tuple[Any, list[torch.Tensor | None]]:
+        """The step's results and the gradients that it leaves.
+
+        Raises:
+            CaptureError: it sets an option of an optimizer.
+        """
+        give(self.parameters, self.start)
+        kept = OptimizersKept(self.optimizers)
+        try:
+            with contextlib.ExitStack() as stack:
+                for rate in self.rates:
+                    stack.enter_context(rate.in_place())
+                result = plainly(self.step, args, kwargs)
+            changed = kept.changed_options()
+            if changed:
+                raise CaptureError(
+                    f"The step sets {changed[0]} of an optimizer, which a graph would not.",
+                    remedy="Set it between the steps.",
+                )
+            live = {id(rate.tensor) for rate in self.rates if rate.tensor is not None}
+            result = pytree.tree_map_only(
+                torch.Tensor, lambda t: t.clone() if id(t) in live else t, result
+            )
+            return result, grads_of(self.parameters)
+        except BaseException:
+            kept.put_back()
+            if self.scaler is not None:
+                self.scaler._per_optimizer_states.clear()  # What it knows of an unfinished step.
+            raise
+        finally:
+            give(self.parameters, self.start)
+
+
+def name_of_step(step: Callable[..., Any]) -> str:
+    """What a step is called."""
+    return getattr(step, "__name__", type(step).__name__)
+
+
+def plainly(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """What a step returns, as tensors that do not require grad."""
+    with torch.enable_grad():
+        result = step(*args, **kwargs)
+    return pytree.tree_map_only(
+        torch.Tensor, lambda t: t.detach() if t.requires_grad else t, result
+    )
+
+
+def give(parameters: Sequence[torch.Tensor], grads: Grads) -> None:
+    """Give parameters their gradients."""
+    for parameter, grad in zip(parameters, grads, strict=True):
+        if parameter.grad is not grad:
+            parameter.grad = grad
+
+
+def grads_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
+    """The gradients that parameters have."""
+    return [parameter.grad for parameter in parameters]
+
+
+@dataclass
+class Look:
+    """What first runs of a step have shown.
+
+    Attributes:
+        anew: whether it does the same whatever gradients there were before.
+        untouched: positions of the parameters whose gradients it leaves alone.
+        modules: that ran.
+        optimizers: that did a step.
+        made: memory that the runs have made, by identity.
+    """
+
+    anew: bool = False
+    untouched: frozenset[int] = frozenset()
+    modules: list[nn.Module] = field(default_factory=list)
+    optimizers: list[Optimizer] = field(default_factory=list)
+    made: dict[int, StorageWeakRef] = field(default_factory=dict)
+
+
+def look_at(
+    body: Body, args: Args, kwargs: Kwargs, recorder: Recorder, copies: Copies, grads: Grads
+) -> Look:
+    """Run a step once or twice, to see what it uses; what the runs change is put back.
+
+    Gradients that a step never looks at make no difference to it. In the first run they are stood
+    in for by tensors that cannot be added to, so that a step that does fails.
+
+    Args:
+        body: the step.
+        args: of the step.
+        kwargs: likewise.
+        recorder: what it will be recorded by.
+        copies: where what it writes to is kept meanwhile.
+        grads: the gradients that there are.
+    """
+    stand_ins = [
+        torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) if p.requires_grad else None
+        for p in body.parameters
+    ]
+    look = Look()
+    memory = {s.untyped_storage()._cdata for s in stand_ins if s is not None}
+    ends, used = _run_once(body, args, kwargs, recorder, copies, stand_ins, look)
+    if ends is not None and not any(key in used for key in memory):
+        look.anew = True
+        pairs = zip(ends, stand_ins, strict=True)
+        look.untouched = frozenset(i for i, (a, b) in enumerate(pairs) if b is not None and a is b)
+        return look
+    # An optimizer's first step is behind it before runs are compared.
+    _run_once(body, args, kwargs, recorder, copies, grads, look)
+    return look
+
+
+def _run_once(
+    body: Body,
+    args: Args,
+    kwargs: Kwargs,
+    recorder: Recorder,
+    copies: Copies,
+    start: Grads,
+    look: Look,
+) -> tuple[Grads | None, dict[int, torch.UntypedStorage]]:
+    """The gradients that a run leaves, None if it fails, and memory from outside that it used."""
+    before, body.start = body.start, start
+    leaves, spec = flatten(args, kwargs)
+    undo = Undo(body.module, body.parameters)
+    journal = Journal(copies)
+    seen = Discovery(body.parameters)
+    failed = True
+    try:
+        inputs = Inputs(leaves, _ordinary(recorder.device))
+        args, kwargs = unflatten(inputs.leaves, spec)
+        with as_captured(), recorder.warming(told=False), compilers_off(), journal:
+            with warnings.catch_warnings(), seen:
+                warnings.simplefilter("ignore")  # of gradients with other strides than parameters
+                _, ends = body.run(args, kwargs)
+        failed = False
+        return ends, journal.external
+    except Exception:
+        return None, {}  # If it is a failure of its own, it will come again.
+    finally:
+        body.start = before
+        journal.undo()
+        known = {id(optimizer) for optimizer in body.optimizers}
+        if failed or any(id(optimizer) not in known for optimizer in seen.optimizers):
+            seen.put_back()
+        undo.restore(python=True)
+        look.modules += seen.modules
+        look.optimizers += seen.optimizers
+        look.made |= journal.made_by_it
+
+
+def _ordinary(device: torch.device) -> Callable[[int], torch.Tensor]:
+    return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)

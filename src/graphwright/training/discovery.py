@@ -1,0 +1,118 @@
+"""Which modules and optimizers a run of a step uses, wherever the step has them from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ..watch import values_behind
+
+
+class Discovery:
+    """Notices the modules and optimizers that run inside its block, as they were before.
+
+    Args:
+        known: parameters whose gradients others put back.
+
+    Attributes:
+        modules: in the order in which they were first called.
+        optimizers: likewise.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        self._known = {id(parameter) for parameter in known}
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self._kept = OptimizersKept(())
+        self._grads: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._seen: set[int] = set()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Discovery:
+        self._handles = [
+            register_module_forward_pre_hook(self._called),
+            register_optimizer_step_pre_hook(self._stepped),
+        ]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def put_back(self) -> None:
+        """Give parameters their gradients, and optimizers their states and options, back."""
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+        self._kept.put_back()
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self.modules.append(module)
+            own = module._parameters.values()
+            new = [p for p in own if p is not None and id(p) not in self._known]
+            self._grads += [(p, p.grad) for p in new]
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if all(optimizer is not known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+            self._kept.add(optimizer)
+
+
+class OptimizersKept:
+    """The states and options of optimizers as they were, but for the content of tensors."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._kept: list[tuple[Optimizer, dict[Any, dict[str, Any]], list[dict[str, Any]]]] = []
+        for optimizer in optimizers:
+            self.add(optimizer)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Keep those of another one too."""
+        states = {p: dict(state) for p, state in optimizer.state.items()}
+        self._kept.append((optimizer, states, [dict(group) for group in optimizer.param_groups]))
+
+    def changed_options(self) -> list[str]:
+        """Names of options that are others by now."""
+        return [
+            key
+            for optimizer, _, groups in self._kept
+            for group, before in zip(optimizer.param_groups, groups, strict=False)
+            for key, value in before.items()
+            if group.get(key) is not value
+        ]
+
+    def put_back(self) -> None:
+        """Give all that back."""
+        for optimizer, states, groups in self._kept:
+            for parameter in list(optimizer.state):
+                if parameter not in states:
+                    del optimizer.state[parameter]
+            for parameter, state in states.items():
+                now = optimizer.state[parameter]
+                if now.keys() != state.keys() or any(now[k] is not v for k, v in state.items()):
+                    now.clear()
+                    now.update(state)
+            for group, before in zip(optimizer.param_groups, groups, strict=False):
+                group.update(before)
+
+
+class SchedulersKept:
+    """The state of the schedulers that a function names, as it was."""
+
+    def __init__(self, function: Any) -> None:
+        found = [v for _, v in values_behind(function) if isinstance(v, LRScheduler)]
+        self._kept = [(scheduler, dict(vars(scheduler))) for scheduler in found]
+
+    def put_back(self) -> None:
+        """Give it back."""
+        for scheduler, before in self._kept:
+            vars(scheduler).clear()
+            vars(scheduler).update(before)

@@ -1,0 +1,197 @@
+"""What a training step works with, as it is now, and how a graph is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ..errors import CaptureError
+from ..graphs.journal import Copies
+from ..graphs.memory import MemoryPool
+from ..signature import Args, Kwargs
+from ..watch import FunctionModule, values_behind
+from .body import Body, Look, grads_of, look_at
+from .discovery import OptimizersKept, SchedulersKept
+from .modules import (
+    device_of_training,
+    optimizers_of,
+    parameters_of,
+    refuse_distributed,
+    scaler_of,
+)
+from .optimizers import Rate, check_scaling, make_capturable
+from .stepgraph import StepGraph
+
+# So often may a look at a step find modules or optimizers that were not known.
+_ATTEMPTS = 4
+
+
+class StepModule(FunctionModule):
+    """A step as a module that holds what the step names, and modules that ran in it."""
+
+    def __init__(self, step: Callable[..., Any], ran: Iterable[nn.Module]) -> None:
+        super().__init__(step)
+        known = set(self.modules())
+        for module in ran:
+            if module not in known:
+                self._modules[f"ran {len(self._modules)}"] = module
+                known |= set(module.modules())
+
+
+class Workings:
+    """The optimizers, parameters and modules of a step.
+
+    Args:
+        step: the user's function.
+        optimizers: those that were given; what the step names, or is seen to use, is found.
+        scaler: likewise.
+        follow: whether learning rates are expected to change.
+
+    Attributes:
+        parameters: all that the step trains.
+        rates: the learning rates of its optimizers.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        optimizers: Iterable[Optimizer],
+        scaler: GradScaler | None,
+        *,
+        follow: bool,
+    ) -> None:
+        self._step = step
+        self._given = list(optimizers)
+        self._given_scaler = scaler
+        self._follow = follow
+        self._ran: list[nn.Module] = []
+        self._found: list[Optimizer] = []
+        self._by_group: dict[tuple[int, int], Rate] = {}
+        self._named = self._names()
+        self.parameters: Sequence[torch.Tensor] = ()
+        self.rates: list[Rate] = []
+
+    def are_others(self) -> bool:
+        """Whether the step names another optimizer or GradScaler than at the last capture."""
+        now = self._names()
+        if list(map(id, now)) == list(map(id, self._named)):
+            return False
+        self._ran, self._found, self._named = [], [], now
+        return True
+
+    def refresh(self) -> None:
+        """Copy learning rates that have changed to where graphs read them."""
+        for rate in self.rates:
+            rate.refresh()
+
+    def _names(self) -> list[Any]:
+        kinds = Optimizer, GradScaler
+        return [value for _, value in values_behind(self._step) if isinstance(value, kinds)]
+
+    def capture(self, args: Args, kwargs: Kwargs, pool: MemoryPool, warmup: int) -> StepGraph:
+        """Make a graph of the step as it is now; what its runs change is put back.
+
+        Raises:
+            CaptureError: it cannot be captured.
+            MemoryBudgetExceeded: it does not fit under the pool's limit.
+        """
+        for _ in range(_ATTEMPTS):
+            body, device = self._body((args, kwargs))
+            optimizers = OptimizersKept(body.optimizers)
+            schedulers = SchedulersKept(self._step)
+            copies = Copies(on_host=True)
+            grads = [None if g is None else g.detach() for g in grads_of(body.parameters)]
+            try:
+                look = look_at(body, args, kwargs, pool.recorder(device), copies, grads)
+                if self._is_new(look, body):
+                    continue
+                return self._graph(body, args, kwargs, pool, warmup, look, copies, grads)
+            except BaseException:
+                schedulers.put_back()
+                raise
+            finally:
+                optimizers.put_back()
+        raise CaptureError(
+            "The step uses other modules or optimizers every time.",
+            remedy="Make them once, outside of the step.",
+        )
+
+    def _graph(
+        self,
+        body: Body,
+        args: Args,
+        kwargs: Kwargs,
+        pool: MemoryPool,
+        warmup: int,
+        look: Look,
+        copies: Copies,
+        grads: Sequence[torch.Tensor | None],
+    ) -> StepGraph:
+        self.refresh()
+        # As objects of our own, so that the caller's are not held.
+        body.start = [None] * len(grads) if look.anew else grads
+        try:
+            graph = StepGraph(
+                body,
+                args,
+                kwargs,
+                pool=pool,
+                warmup=warmup,
+                look=look,
+                start=None if look.anew else grads,
+                copies=copies,
+            )
+            del copies
+            try:
+                graph.warm()
+                graph.record(share_inputs=True)
+            except BaseException:
+                graph.close()
+                raise
+        finally:
+            body.start = []
+        return graph
+
+    def _is_new(self, look: Look, body: Body) -> bool:
+        """Whether a look has found what was not known; from now on it is."""
+        optimizers = [o for o in look.optimizers if all(o is not k for k in body.optimizers)]
+        known = set(body.module.modules())
+        modules = [module for module in look.modules if module not in known]
+        self._found += optimizers
+        self._ran += modules
+        return bool(optimizers or modules)
+
+    def _body(self, batch: Any) -> tuple[Body, torch.device]:
+        """The step with what it is made of now."""
+        module = StepModule(self._step, self._ran)
+        refuse_distributed(module)
+        optimizers = optimizers_of(self._step, [*self._given, *self._found])
+        scaler = scaler_of(self._step, self._given_scaler)
+        parameters = parameters_of(module, optimizers)
+        device = device_of_training(parameters, batch)
+        for optimizer in optimizers:
+            make_capturable(optimizer, device)
+        if scaler is not None:
+            check_scaling(optimizers)
+            if scaler._scale is None:
+                scaler._lazy_init_scale_growth_tracker(device)
+        self.parameters, self.rates = parameters, self._rates(optimizers, device)
+        return Body(self._step, module, parameters, optimizers, self.rates, scaler), device
+
+    def _rates(self, optimizers: Sequence[Optimizer], device: torch.device) -> list[Rate]:
+        known, self._by_group = self._by_group, {}
+        for optimizer in optimizers:
+            for index in range(len(optimizer.param_groups)):
+                key = id(optimizer), index
+                rate = known.get(key)
+                if rate is None or not rate.belongs_to(optimizer):
+                    rate = Rate(optimizer, index, device)
+                    if (self._follow or rate.is_scheduled) and rate.can_change:
+                        rate.change()
+                self._by_group[key] = rate
+        return list(self._by_group.values())
