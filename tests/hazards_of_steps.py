@@ -29,8 +29,7 @@ from training_steps import (
 
 import graphwright as gw
 from graphwright.graphs import callgraph
-from graphwright.training import optimizers, stepgraph
-from graphwright.training import step as step_module
+from graphwright.training import discovery, optimizers, stepgraph
 from graphwright.training.step import GraphedStep
 
 Between = Callable[[Training, int], None]
@@ -126,7 +125,7 @@ def setting_a_step_up_changes_nothing(device: torch.device) -> None:
 
 
 def states_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(step_module, "states_put_back", lambda optimizers: contextlib.nullcontext())
+    patch.setattr(discovery.OptimizersKept, "put_back", lambda self: None)
 
 
 @hazard(3, states_stay)

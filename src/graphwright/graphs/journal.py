@@ -224,6 +224,19 @@ class Journal(OperationMode):
         """Memory that the run made, by identity."""
         return self._made
 
+    def goes_on_from(self, made: Mapping[int, StorageWeakRef]) -> bool:
+        """Whether the run has left another content in memory that an earlier run had made.
+
+        Both did the same, from the same state; so it is one that goes on from run to run.
+        """
+        for key, (storage, kept) in self._saved.items():
+            if key in made and not made[key].expired():
+                now = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+                before = torch.empty(0, dtype=torch.uint8, device=kept.device).set_(kept)
+                if not torch.equal(now, before.to(now.device)):
+                    return True
+        return False
+
     def undo(self) -> None:
         """Put back all that the run, and later ones of the same work, wrote to."""
         for storage, kept in self._saved.values():

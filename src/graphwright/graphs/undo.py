@@ -186,6 +186,9 @@ class _Look:
             return id(value)
         if isinstance(value, (nn.Module, *_WITHOUT_STATE)) or _is_machinery(value):
             return id(value)
+        state = _random_state(value)
+        if state is not None:
+            return id(value), state
         parts: list[Any]
         if isinstance(value, dict):
             self.note(value)
@@ -200,6 +203,16 @@ class _Look:
         else:
             return id(value)
         return id(value), len(parts), [self.at(part, depth + 1) for part in parts[:_MAX_VALUES]]
+
+
+def _random_state(value: Any) -> str | None:
+    """Where a random generator of Python's or NumPy's stands; None for other things."""
+    if isinstance(value, random.Random):
+        return str(value.getstate())
+    if type(value).__module__.partition(".")[0] != "numpy":
+        return None
+    bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
+    return None if bits is None else str(bits.state)
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:

@@ -81,13 +81,21 @@ def warm(
     allocate = _ordinary(recorder.device)
     comparison = Comparison() if comparison is None else comparison
     trial = _Trial(work, sample, recorder, undo, comparison, copies)
-    eager, outside = trial.eager()
+    eager, first = trial.eager()
+    outside, made = first.external, first.made_by_it
+    del first
     inputs = Inputs(sample, allocate)
     journal = Journal(copies)
     put_back = False
     try:
         with recorder.warming(), compilers_off(), journal:
             result = run_told(work, inputs)
+        if journal.goes_on_from(made):
+            raise CaptureError(
+                "The call makes a tensor in its first run that later runs change; a graph would "
+                "go on from what the runs here have left in it.",
+                remedy="Make it before the capture, and give it its first value there.",
+            )
         journal.forget_what_stood_still()
         for tensor in tensors(result):
             journal.read(tensor)  # It may be a weight that no operation has touched.
@@ -208,10 +216,8 @@ class _Trial:
         self._comparison = comparison
         self._copies = copies
 
-    def eager(
-        self, under: AbstractContextManager[Any] | None = None
-    ) -> tuple[Any, dict[int, torch.UntypedStorage]]:
-        """What is kept of a call that is not told of a capture, and memory that it has used."""
+    def eager(self, under: AbstractContextManager[Any] | None = None) -> tuple[Any, Journal]:
+        """What is kept of a call that is not told of a capture, and what was seen of it."""
         inputs = Inputs(self._sample, _ordinary(self._recorder.device))
         journal = Journal(self._copies)
         try:
@@ -221,7 +227,7 @@ class _Trial:
             self._undo.check()
         finally:
             journal.undo()
-        return kept, journal.external
+        return kept, journal
 
     def compare_without_dropout(self) -> None:
         """Compare a run that is told of a capture with eager, both without dropout.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.amp.grad_scaler import GradScaler
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
@@ -136,14 +135,12 @@ class Look:
         untouched: positions of the parameters whose gradients it leaves alone.
         modules: that ran.
         optimizers: that did a step.
-        made: memory that the runs have made, by identity.
     """
 
     anew: bool = False
     untouched: frozenset[int] = frozenset()
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
-    made: dict[int, StorageWeakRef] = field(default_factory=dict)
 
 
 def look_at(
@@ -215,7 +212,6 @@ def _run_once(
         undo.restore(python=True)
         look.modules += seen.modules
         look.optimizers += seen.optimizers
-        look.made |= journal.made_by_it
 
 
 def _ordinary(device: torch.device) -> Callable[[int], torch.Tensor]:

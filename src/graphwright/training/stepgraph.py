@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..errors import CaptureError
 from ..graphs.callgraph import CallGraph
 from ..graphs.journal import Copies
 from ..graphs.memory import MemoryPool, Prediction
@@ -91,7 +89,6 @@ class StepGraph(CallGraph):
         self._ending: list[torch.Tensor] = []
         self._users: list[int] = []
         self._untouched = look.untouched
-        self._made: Mapping[int, StorageWeakRef] = look.made
         self._written: list[torch.Tensor] = []
         self._alone = _of_their_own(body)
         self._seen = self._look()
@@ -178,11 +175,7 @@ class StepGraph(CallGraph):
     # A capture.
 
     def warm(self) -> Prediction:
-        """As `CallGraph.warm`; what was kept of the state is given up.
-
-        Raises:
-            CaptureError: it cannot be captured.
-        """
+        """As `CallGraph.warm`; what was kept of the state is given up."""
         try:
             prediction = super().warm()
         finally:
@@ -191,14 +184,6 @@ class StepGraph(CallGraph):
         external = {storage._cdata for storage in self._warmed.external}
         written = {storage._cdata for storage in self._warmed.written}
         self.home = Home(self._body.optimizers, self._body.scaler, external)
-        known = {tensor.untyped_storage()._cdata for tensor in self.home.tensors}
-        if any(k in self._made and not self._made[k].expired() for k in written - known):
-            raise CaptureError(
-                "The step makes a tensor in its first run that later runs change; the graph would "
-                "go on from what the runs here have left in it.",
-                remedy="Make it before: give it its first value outside of the step.",
-            )
-        self._made = {}
         tensors = {id(t): t for t in (*self._body.parameters, *self._module.buffers())}
         self._written = [t for t in tensors.values() if t.untyped_storage()._cdata in written]
         return prediction

@@ -1,0 +1,533 @@
+"""Training steps as graphs, with something done in between that eager training would notice."""
+
+from __future__ import annotations
+
+import copy
+import random
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphwright as gw
+
+Graphed = Callable[..., Any]
+Scenario = Callable[[torch.device, Graphed], list[Any]]
+SCENARIOS: list[Scenario] = []
+
+
+def scenario(fn: Scenario) -> Scenario:
+    SCENARIOS.append(fn)
+    return fn
+
+
+def rows(device: torch.device, index: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(index)
+    return torch.randn(8, 6, generator=generator).to(device)
+
+
+def net(device: torch.device) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 7), nn.Tanh(), nn.Linear(7, 3)).to(device)
+
+
+def loss_of(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = model(x).pow(2).mean()
+    return loss
+
+
+def weights(*models: nn.Module) -> list[torch.Tensor]:
+    return [p.detach().clone() for model in models for p in model.parameters()]
+
+
+def plain(model: nn.Module, optimizer: Any) -> Callable[[torch.Tensor], torch.Tensor]:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def sgd(model: nn.Module, **options: Any) -> torch.optim.SGD:
+    return torch.optim.SGD(model.parameters(), lr=0.1, **options)
+
+
+def adamw(model: nn.Module, **options: Any) -> torch.optim.AdamW:
+    more = {"capturable": True} if next(model.parameters()).is_cuda else {}
+    return torch.optim.AdamW(model.parameters(), lr=0.01, fused=True, **more, **options)
+
+
+@scenario
+def an_optimizer_that_steps_every_third_time(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = sgd(model, momentum=0.9)
+
+    def step(x: torch.Tensor, last: bool) -> torch.Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        if last:
+            optimizer.step()
+            optimizer.zero_grad()
+        return loss
+
+    step_ = graphed(step, (rows(device, 0), False))
+    for i in range(9):
+        step_(rows(device, i), i % 3 == 2)
+    return [*weights(model), len(optimizer.state_dict()["state"])]
+
+
+@scenario
+def a_layer_is_frozen_and_thawed(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    step = graphed(plain(model, adamw(model)), rows(device, 0))
+    for i in range(9):
+        if i % 3 == 0:
+            model[0].requires_grad_(i % 2 == 1)
+        step(rows(device, i))
+    return weights(model)
+
+
+@scenario
+def gradients_are_held_and_zeroed(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+
+    def micro(x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    step, held = graphed(micro, rows(device, 0)), []
+    for i in range(4):
+        step(rows(device, i))
+        held += [p.grad for p in model.parameters()]
+        model.zero_grad()
+    return held
+
+
+@scenario
+def views_of_gradients_are_held(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    step, held = graphed(plain(model, sgd(model)), rows(device, 0)), []
+    for i in range(4):
+        step(rows(device, i))
+        held += [p.grad.view(-1)[:3] for p in model.parameters() if p.grad is not None]
+    return held
+
+
+@scenario
+def other_graphs_of_the_pool_run_between(device: torch.device, graphed: Graphed) -> list[Any]:
+    model, pool, a = net(device), gw.MemoryPool(), rows(device, 1)
+    infer = gw.capture(lambda x: torch.tanh(x @ x.T) @ x, a, pool=pool)
+
+    def micro(x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    step = graphed(micro, rows(device, 0), pool=pool)
+    for i in range(4):
+        step(rows(device, i))
+        infer(a)
+    return [p.grad for p in model.parameters()]
+
+
+@scenario
+def the_optimizer_is_replaced(device: torch.device, graphed: Graphed) -> list[Any]:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = net(device)
+            self.optimizer: Any = sgd(self.model)
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return plain(self.model, self.optimizer)(x)
+
+    trainer = Trainer()
+    step = graphed(trainer.step, rows(device, 0))
+    for i in range(6):
+        if i == 3:
+            trainer.optimizer = torch.optim.SGD(trainer.model.parameters(), lr=0.001)
+        step(rows(device, i))
+    return weights(trainer.model)
+
+
+class Lit(nn.Module):
+    """A model with its optimizer in an attribute."""
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self.net = net(device)
+        self.optimizers = [sgd(self.net, momentum=0.9)]
+
+    def training_step(self, x: torch.Tensor) -> torch.Tensor:
+        return plain(self.net, self.optimizers[0])(x)
+
+
+@scenario
+def an_optimizer_out_of_sight(device: torch.device, graphed: Graphed) -> list[Any]:
+    lit = Lit(device)
+    step = graphed(lit.training_step, rows(device, 0))
+    begun = len(lit.optimizers[0].state)
+    for i in range(6):
+        if i == 3:
+            lit.optimizers[0].param_groups[0]["lr"] = 0.001
+        step(rows(device, i))
+    return [*weights(lit), begun]
+
+
+@scenario
+def a_model_in_a_list_is_switched_and_moved(device: torch.device, graphed: Graphed) -> list[Any]:
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(6, 7), nn.Dropout(0.5), nn.Linear(7, 3)).to(device)]
+    optimizer = sgd(models[0])
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return plain(models[0], optimizer)(x)
+
+    step_ = graphed(step, rows(device, 0))
+    torch.manual_seed(4)
+    for i in range(8):
+        if i == 3:
+            models[0].eval()
+        if i == 5:
+            for parameter in models[0].parameters():
+                parameter.data = parameter.data.clone()
+        step_(rows(device, i))
+    return weights(models[0])
+
+
+def halve_gradient(parameter: torch.Tensor) -> None:
+    assert parameter.grad is not None
+    parameter.grad.mul_(0.5)
+
+
+def halve_gradients(optimizer: Any, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            halve_gradient(parameter)
+
+
+@scenario
+def hooks_come_and_go(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = sgd(model)
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    handles: list[Any] = []
+    for i in range(12):
+        if i == 2:
+            handles.append(model[0].weight.register_hook(lambda grad: grad * 2))
+        if i == 4:
+            handles.append(model[2].weight.register_post_accumulate_grad_hook(halve_gradient))
+        if i == 6:
+            triple = lambda m, given, grads: (given[0] * 3,)  # noqa: E731  # as short as it is
+            handles.append(model[1].register_full_backward_hook(triple))
+        if i == 8:
+            handles.append(optimizer.register_step_pre_hook(halve_gradients))
+        if i == 10:
+            for handle in handles:
+                handle.remove()
+        step(rows(device, i))
+    return weights(model)
+
+
+@scenario
+def gradients_that_a_step_leaves_alone_stay(device: torch.device, graphed: Graphed) -> list[Any]:
+    first, second = net(device), nn.Linear(6, 3).to(device)
+    both = torch.optim.SGD([*first.parameters(), *second.parameters()], lr=0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(first, x)
+        loss.backward()
+        return loss
+
+    step_ = graphed(step, rows(device, 0), optimizer=both)
+    for i in range(4):
+        loss_of(second, rows(device, i)).backward()
+        step_(rows(device, i))
+        if i % 2:
+            both.step()
+            both.zero_grad()
+    return weights(first, second)
+
+
+@scenario
+def parameters_are_assigned(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    state = {k: v.clone() + 0.1 for k, v in model.state_dict().items()}
+
+    def micro(x: torch.Tensor) -> torch.Tensor:
+        loss = loss_of(model, x)
+        loss.backward()
+        return loss
+
+    step = graphed(micro, rows(device, 0))
+    for i in range(6):
+        if i == 3:
+            model.load_state_dict(state, assign=True)
+        step(rows(device, i))
+    return [p.grad for p in model.parameters()]
+
+
+@scenario
+def a_number_becomes_a_tensor(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = adamw(model)
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    for i in range(9):
+        if i == 3:
+            optimizer.param_groups[0]["lr"] = 0.25
+        if i == 6:
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.5, device=device)
+        step(rows(device, i))
+    return weights(model)
+
+
+@scenario
+def one_of_two_groups_gets_a_learning_rate_of_its_own(
+    device: torch.device, graphed: Graphed
+) -> list[Any]:
+    model, lr = net(device), torch.tensor(0.1, device=device)
+    groups: Any = [{"params": model[0].parameters()}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.AdamW(groups, lr=lr, fused=True, capturable=device.type == "cuda")
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    for i in range(6):
+        if i == 3:
+            optimizer.param_groups[0]["lr"] = torch.tensor(0.001, device=device)
+        step(rows(device, i))
+    return weights(model)
+
+
+@scenario
+def parameters_change_groups(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    groups: Any = [
+        {"params": [*model[0].parameters()], "lr": 0.1},
+        {"params": [*model[2].parameters()], "lr": 0.001},
+    ]
+    optimizer = torch.optim.SGD(groups)
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    for i in range(6):
+        if i == 3:
+            one, other = optimizer.param_groups
+            one["params"], other["params"] = other["params"], one["params"]
+        step(rows(device, i))
+    return weights(model)
+
+
+@scenario
+def a_scaler_grows_faster(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = adamw(model)
+    scaler = torch.amp.GradScaler(device.type, init_scale=4.0, growth_interval=100)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        return loss
+
+    step_ = graphed(step, rows(device, 0))
+    for i in range(8):
+        if i == 3:
+            scaler.set_growth_interval(1)
+        step_(rows(device, i))
+    return [*weights(model), scaler.get_scale()]
+
+
+@scenario
+def the_learning_rate_is_returned(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = adamw(model)
+    inner = plain(model, optimizer)
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        return inner(x), optimizer.param_groups[0]["lr"]
+
+    step_, seen = graphed(step, rows(device, 0)), []
+    for i in range(6):
+        optimizer.param_groups[0]["lr"] = 0.5**i
+        seen.append(step_(rows(device, i))[1])
+    return [float(lr) for lr in seen]
+
+
+@scenario
+def two_states_change_places(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).to(device)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(rows(device, 3).flatten()[: parameter.numel()].view_as(parameter))
+    optimizer = adamw(model)
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    for i in range(6):
+        if i == 3:
+            a, b = (optimizer.state[layer.weight] for layer in (model[0], model[1]))
+            a["exp_avg"], b["exp_avg"] = b["exp_avg"], a["exp_avg"]
+        step(rows(device, i))
+    return weights(model)
+
+
+@scenario
+def a_new_group_is_added(device: torch.device, graphed: Graphed) -> list[Any]:
+    model, more = net(device), nn.Linear(3, 3).to(device)
+    nn.init.eye_(more.weight)
+    optimizer = sgd(model, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = more(model(x)).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step_ = graphed(step, rows(device, 0))
+    for i in range(8):
+        if i == 4:
+            optimizer.add_param_group({"params": more.parameters(), "lr": 0.01})
+        step_(rows(device, i))
+    return weights(model, more)
+
+
+@scenario
+def a_scheduler_meets_a_parameter_that_joins_later(
+    device: torch.device, graphed: Graphed
+) -> list[Any]:
+    model = net(device)
+    optimizer = sgd(model, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+    model[0].requires_grad_(False)
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    for i in range(8):
+        if i == 4:
+            model[0].requires_grad_(True)
+        step(rows(device, i))
+        scheduler.step()
+    return weights(model)
+
+
+@scenario
+def moved_in_one_step_only(device: torch.device, graphed: Graphed) -> list[Any]:
+    """zero_grad at the end, and something returned that the optimizer has updated."""
+    model = net(device)
+    optimizer = adamw(model)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss_of(model, x).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        return model[0].bias.norm()
+
+    step_ = graphed(step, rows(device, 0))
+    return [step_(rows(device, i)).detach().clone() for i in range(6)]
+
+
+@pytest.mark.parametrize("fn", SCENARIOS, ids=lambda fn: str(fn.__name__))
+def test_what_eager_training_would_notice(fn: Scenario, device: torch.device) -> None:
+    made: list[gw.GraphedStep] = []
+
+    def graphed(step: Any, sample: Any, **options: Any) -> Any:
+        made.append(gw.graph_step(step, sample, **options))
+        return made[-1]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of backward hooks on inputs that need no gradient
+        expected = fn(device, lambda step, sample, **options: step)
+        actual = fn(device, graphed)
+    assert made[0].statistics.replays > 1
+    for a, b in zip(actual, expected, strict=True):
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+        else:
+            assert a == b
+
+
+def test_an_argument_that_requires_grad(device: torch.device) -> None:
+    model, encoder = net(device), nn.Linear(6, 6).to(device)
+    step, x = plain(model, sgd(model)), rows(device, 0)
+    with pytest.raises(gw.CaptureError, match="requires grad"):
+        gw.graph_step(step, encoder(x))
+    assert encoder.weight.grad is None
+    graphed = gw.graph_step(step, x)
+    graphed(encoder(x))
+    assert encoder.weight.grad is not None
+    assert graphed.statistics.eager == {"an argument requires grad": 1}
+
+
+def test_state_that_a_step_makes_itself_is_refused(device: torch.device) -> None:
+    model, momenta = net(device), {}
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        model.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                assert parameter.grad is not None
+                momentum = momenta.setdefault(name, torch.zeros_like(parameter))
+                momentum.mul_(0.9).add_(parameter.grad)
+                parameter.sub_(momentum, alpha=0.1)
+        return loss
+
+    before = weights(model)
+    with pytest.raises(gw.CaptureError, match="makes a tensor in its first run"):
+        gw.graph_step(step, rows(device, 0))
+    assert not momenta
+    assert all(map(torch.equal, weights(model), before))
+
+
+def test_options_that_a_step_sets_are_refused(device: torch.device) -> None:
+    model = net(device)
+    optimizer = sgd(model, weight_decay=0.1)
+    inner = plain(model, optimizer)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.param_groups[0]["weight_decay"] *= 1.5
+        return inner(x)
+
+    with pytest.raises(gw.CaptureError, match="sets weight_decay"):
+        gw.graph_step(step, rows(device, 0))
+    assert optimizer.param_groups[0]["weight_decay"] == 0.1
+
+
+def test_random_numbers_of_an_object_of_python_s_are_refused(device: torch.device) -> None:
+    model, rng = net(device), random.Random(0)
+    optimizer = sgd(model)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        (loss * rng.random()).backward()
+        optimizer.step()
+        return loss
+
+    with pytest.raises(gw.CaptureError):
+        gw.graph_step(step, rows(device, 0))
+
+
+def test_a_failed_capture_leaves_containers_as_they_were(device: torch.device) -> None:
+    model, seen = net(device), [0]
+    optimizer = sgd(model, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    state = copy.deepcopy(scheduler.state_dict())
+
+    def step(batch: dict[str, torch.Tensor]) -> Any:
+        batch["loss"] = loss_of(model, batch.pop("x"))
+        batch["loss"].backward()
+        seen[0] += 1
+        optimizer.step()
+        scheduler.step()
+        raise ValueError("on purpose")
+
+    batch = {"x": rows(device, 0)}
+    with pytest.raises(gw.CaptureError):
+        gw.graph_step(step, (batch,))
+    assert list(batch) == ["x"]
+    assert seen == [0]
+    assert not optimizer.state
+    assert scheduler.state_dict() == state
