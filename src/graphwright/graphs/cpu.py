@@ -362,6 +362,9 @@ class CpuRecorder:
     def expect_backward(self) -> None:
         """Nothing to do: the backward runs on the thread that asks for it."""
 
+    def tidy(self) -> None:
+        """Nothing to do: the host's allocator sees to it."""
+
     def free_ranges(self) -> list[int]:
         """Sizes of the arena's free ranges."""
         return self._arena.free_ranges()

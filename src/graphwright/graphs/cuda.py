@@ -163,6 +163,10 @@ class CudaRecorder:
         with self._on_stream(), capturing_seems_on() if told else contextlib.nullcontext():
             yield
 
+    def tidy(self) -> None:
+        """Hand back what the allocator keeps."""
+        torch.cuda.empty_cache()
+
     def rehearse(
         self,
         prepare: Callable[[Allocate], Prepared],
@@ -170,7 +174,7 @@ class CudaRecorder:
         generators: Sequence[torch.Generator] = (),
     ) -> tuple[int, ...]:
         """Capture work into a pool that is thrown away."""
-        torch.cuda.empty_cache()  # What earlier runs have left is of no use to a pool.
+        self.tidy()  # What earlier runs have left is of no use to a pool.
         scratch = torch.cuda.MemPool()
         try:
             prepared = prepare(self._allocator(scratch))

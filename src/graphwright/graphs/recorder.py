@@ -93,6 +93,9 @@ class Recorder(Protocol):
     def expect_backward(self) -> None:
         """Be ready for work with a backward, which may run on a thread of autograd's own."""
 
+    def tidy(self) -> None:
+        """Hand back ordinary memory that runs have left over."""
+
     def free_ranges(self) -> list[int]:
         """Bytes of the ranges that another recording could use; those of small blocks as a whole.
 

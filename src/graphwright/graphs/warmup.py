@@ -115,6 +115,8 @@ def warm(
         if journal.generators:
             trial.refuse_seeding(journal.generators)
             undo.check()
+        if copies is not None:
+            recorder.tidy()  # Runs that were seen have needed blocks of other sizes.
         for count in range(runs):
             if not count or copies is None:
                 # Each from the same state, so that each does the same; to put back what a training

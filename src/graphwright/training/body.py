@@ -210,6 +210,7 @@ def _run_once(
         if failed or any(id(optimizer) not in known for optimizer in seen.optimizers):
             seen.put_back()
         undo.restore(python=True)
+        recorder.tidy()
         look.modules += seen.modules
         look.optimizers += seen.optimizers
 
