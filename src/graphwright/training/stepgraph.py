@@ -168,7 +168,7 @@ class StepGraph(CallGraph):
             grad = self.ends[index]
             if grad is None:
                 continue
-            if count > _UNHELD - (self._ending[index].grad is not grad):
+            if count > (_UNHELD if self._ending[index].grad is grad else _ALONE):
                 self.ends[index] = grad.detach()
                 grad.data = grad.clone()
 
@@ -238,12 +238,14 @@ def _users(tensor: torch.Tensor) -> int:
     return users
 
 
-def _unheld() -> int:
+def _unheld(*, with_parameter: bool) -> int:
     parameter = torch.nn.Parameter(torch.empty(1))
     grads: list[torch.Tensor | None] = [torch.empty(1)]
-    parameter.grad = grads[0]
+    if with_parameter:
+        parameter.grad = grads[0]
     return next(map(sys.getrefcount, grads))
 
 
-# What sys.getrefcount says of a parameter's gradient that nobody else holds.
-_UNHELD = _unheld()
+# What sys.getrefcount says of a gradient that nobody holds beside its parameter, and not even that.
+_UNHELD = _unheld(with_parameter=True)
+_ALONE = _unheld(with_parameter=False)
