@@ -268,7 +268,7 @@ def _memories(
         (name, way)
         for name, model in models.items()
         for way, row in model.get("ways", {}).items()
-        if row["status"] == "ok"
+        if row["status"] in ("ok", "wrong")  # Memory is taken whatever the numbers are.
     ]
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{number}.json" for number in range(len(pairs))]

@@ -231,6 +231,8 @@ def to_markdown(result: Result, file: str) -> str:
         "is `graph_step()` of a model under `torch.compile`. *GPU idle in eager* is the share of",
         "an eager step that plain `graph_step()` does without.",
         "",
+        # What turned out later about a run.
+        *(f"**{remark}**\n" for remark in result.get("remarks", ())),
     ]
     for title, table in HEADINGS.items():
         lines += [f"## {title[0].upper()}{title[1:]}", "", *marked(table(result)), ""]

@@ -68,7 +68,9 @@ def torch_make_graphed_callables(task: Task) -> Trainer:
     """torch.cuda's, of the model with its loss; the optimizer stays eager."""
     model = task.copy_of_model()
     # The warm-up of torch's works on the statistics of batch norms: put back by start_again().
-    torch.cuda.make_graphed_callables(model, task.batches[0], allow_unused_input=True)
+    # What it is given becomes its static inputs: later batches are copied over it.
+    sample = tuple(tensor.clone() for tensor in task.batches[0])
+    torch.cuda.make_graphed_callables(model, sample, allow_unused_input=True)
     found = _trainer(task, model, model)
     return Trainer(
         found.step,
