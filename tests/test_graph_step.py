@@ -33,6 +33,7 @@ from training_steps import (
 
 import graphwright as gw
 from graphwright.training.step import GraphedStep
+from graphwright.training.workings import Workings
 
 STEPS = 200
 
@@ -496,6 +497,32 @@ def run_on(training: Training, step: Any, steps: int) -> list[torch.Tensor]:
         torch.stack([step(*b).detach().reshape(())]).cpu()
         for b in itertools.islice(training.batches, steps)
     ]
+
+
+def test_a_kind_of_batch_that_cannot_be_captured_is_tried_once(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = mlp(device)
+    inner = plain(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = inner(x, y)
+        return loss * loss.item() if len(x) == 3 else loss
+
+    x, y = next(rows(device))
+    graphed, capture, tried = gw.graph_step(step, (x, y)), Workings.capture, []
+
+    def counted(*args: Any) -> Any:
+        tried.append(1)
+        return capture(*args)
+
+    monkeypatch.setattr(Workings, "capture", counted)
+    with pytest.warns(RuntimeWarning, match="cannot be captured"):
+        graphed(x[:3], y[:3])
+    for _ in range(4):
+        graphed(x[:3], y[:3])
+    assert len(tried) == 1
+    assert graphed.statistics.eager == {"it cannot be captured": 5}
 
 
 def test_a_graphed_step_is_not_copied(device: torch.device) -> None:

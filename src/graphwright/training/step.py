@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
-import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -24,14 +23,15 @@ from ..errors import (
 from ..graphs.graph import State
 from ..graphs.memory import MemoryPool, in_units
 from ..graphs.transaction import capturing_now
-from ..signature import Args, Kwargs, tensors_of
-from .body import grads_of, name_of_step, plainly
+from ..signature import Args, CallSignature, Kwargs, tensors_of
+from .body import name_of_step, plainly
 from .stepgraph import StepGraph
 from .workings import Workings
 
 OnMiss = Literal["capture", "eager", "error"]
 
 _FIRST = "first step of an optimizer"
+_REFUSED = "it cannot be captured"
 # So often an option of an optimizer that is in the kernels may change.
 _MAX_CHANGES = 8
 
@@ -85,6 +85,7 @@ class GraphedStep:
         self._warned: set[str] = set()
         self._last_miss = ""
         self._changes = 0
+        self._refused: list[tuple[CallSignature, str]] = []  # kinds of batches, with the reason
         self._closed = False
         self._workings = Workings(step, optimizers, scaler, follow=scheduler is not None)
         if any(tensor.requires_grad for tensor in tensors_of(sample)):
@@ -139,6 +140,7 @@ class GraphedStep:
             for graph in self._graphs:
                 graph.close()
             self._graphs = []
+            self._refused = []
             self.pool.trim()
 
     def close(self) -> None:
@@ -212,7 +214,7 @@ class GraphedStep:
                 and graph.signature.fits(args, kwargs)
                 and graph.is_current()
                 and graph.settings.difference() is None
-                and graph.begins_here(self._grads)
+                and graph.begins_here()
             ):
                 if graph.holds():
                     # Somebody has a view of its gradients: the memory is theirs from now on.
@@ -239,9 +241,6 @@ class GraphedStep:
             for graph, users in before:
                 graph.expect_users(users)
 
-    def _grads(self) -> list[torch.Tensor | None]:
-        return grads_of(self._workings.parameters)
-
     def _new(self, args: Args, kwargs: Kwargs) -> tuple[StepGraph | None, str, str]:
         """A graph for a step that none fits; or why there is none."""
         why = self._why(args, kwargs)
@@ -252,10 +251,16 @@ class GraphedStep:
             return None, "what it is made of changes again and again", why
         if len(self._graphs) >= self._max_graphs:
             return None, f"there are {self._max_graphs} graphs already", why
+        for signature, reason in self._refused:
+            if signature.fits(args, kwargs):
+                return None, _REFUSED, reason
         try:
             return self._capture(args, kwargs), "", ""
         except (CaptureError, MemoryBudgetExceeded) as error:
-            return None, "it cannot be captured", in_words(error)[0]
+            reason = in_words(error)[0]
+            with contextlib.suppress(SignatureError):
+                self._refused.append((CallSignature.of(args, kwargs), reason))
+            return None, _REFUSED, reason
 
     def _missed(self, kind: str, why: str, args: Args, kwargs: Kwargs) -> Any:
         self._last_miss = why

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ from ..graphs.told import Comparison, another_result, rounding_of
 from ..graphs.transfer import Inputs
 from ..signature import Args, Kwargs
 from ..watch import ModuleWatch
-from .body import Body, Grads, Look, give
+from .body import Body, Grads, Look, give, grads_of
 from .optimizers import Home, Settings
 
 
@@ -117,11 +117,11 @@ class StepGraph(CallGraph):
         another = "a parameter moved or was frozen, or a hook was added or removed"
         return self._watch.changed() or (another if self._look() != self._seen else None)
 
-    def begins_here(self, grads: Callable[[], Grads]) -> bool:
+    def begins_here(self) -> bool:
         """Whether it goes on from the gradients that there are."""
         if self.start is None:
             return True
-        return all(map(_same_place, self.start, grads()))
+        return all(map(_same_place, self.start, grads_of(self._body.parameters)))
 
     def _look(self) -> tuple[Any, ...]:
         """What `ModuleWatch` does not see: parameters of optimizers, and hooks."""
