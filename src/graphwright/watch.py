@@ -136,9 +136,7 @@ class ModuleWatch:
 
     def _reach(self) -> list[Any]:
         """What a plain function names, by identity."""
-        if self._function is None:
-            return []
-        return [value for _, value in modules_behind(self._function._function)]
+        return [] if self._function is None else self._function.reached()
 
     def _reaches_others(self) -> bool:
         now = self._reach()
@@ -245,6 +243,10 @@ class FunctionModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function."""
         return self._function(*args, **kwargs)
+
+    def reached(self) -> list[Any]:
+        """What it reaches now: for another one in its place it would be another function."""
+        return [value for _, value in modules_behind(self._function)]
 
 
 def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:

@@ -167,16 +167,16 @@ class GraphedStep:
     # A step.
 
     def _answer(self, args: Args, kwargs: Kwargs) -> Any:
-        aside = self._aside(args, kwargs)
-        if aside is not None:
-            return self._eagerly(aside, args, kwargs)
+        if self._closed:
+            return self._eagerly("closed", args, kwargs)
+        if capturing_now():
+            return self._eagerly("inside another capture", args, kwargs)
         if self._graphs:
             self.pool.order()  # What graphs read may be written to here.
-        if self._workings.are_others():
-            # The step names another optimizer by now.
-            self.release()
         graph = self._find(args, kwargs)
         if graph is None:
+            if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
+                return self._eagerly("an argument requires grad", args, kwargs)
             graph, kind, why = self._new(args, kwargs)
             if graph is None:
                 return self._missed(kind, why, args, kwargs)
@@ -195,16 +195,6 @@ class GraphedStep:
             return self._missed("an argument is one that no graph takes", error.what, args, kwargs)
         self._statistics.replays += 1
         return result
-
-    def _aside(self, args: Args, kwargs: Kwargs) -> str | None:
-        """Why a step has to be eager, whatever graphs there are."""
-        if self._closed:
-            return "closed"
-        if capturing_now():
-            return "inside another capture"
-        if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
-            return "an argument requires grad"
-        return None
 
     def _find(self, args: Args, kwargs: Kwargs) -> StepGraph | None:
         """The graph that does just this step."""

@@ -42,6 +42,11 @@ class StepModule(FunctionModule):
                 self._modules[f"ran {len(self._modules)}"] = module
                 known |= set(module.modules())
 
+    def reached(self) -> list[Any]:
+        """Optimizers and GradScalers too."""
+        kinds = nn.Module, torch.Tensor, Optimizer, GradScaler
+        return [value for _, value in values_behind(self._function) if isinstance(value, kinds)]
+
 
 class Workings:
     """The optimizers, parameters and modules of a step.
@@ -76,14 +81,6 @@ class Workings:
         self.parameters: Sequence[torch.Tensor] = ()
         self.rates: list[Rate] = []
 
-    def are_others(self) -> bool:
-        """Whether the step names another optimizer or GradScaler than at the last capture."""
-        now = self._names()
-        if list(map(id, now)) == list(map(id, self._named)):
-            return False
-        self._ran, self._found, self._named = [], [], now
-        return True
-
     def refresh(self) -> None:
         """Copy learning rates that have changed to where graphs read them."""
         for rate in self.rates:
@@ -100,6 +97,10 @@ class Workings:
             CaptureError: it cannot be captured.
             MemoryBudgetExceeded: it does not fit under the pool's limit.
         """
+        named = self._names()
+        if list(map(id, named)) != list(map(id, self._named)):
+            # What was found beside the optimizer of then may be of no use any more.
+            self._ran, self._found, self._named = [], [], named
         for _ in range(_ATTEMPTS):
             body, device = self._body((args, kwargs))
             optimizers = OptimizersKept(body.optimizers)
