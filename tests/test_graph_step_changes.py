@@ -427,6 +427,191 @@ def moved_in_one_step_only(device: torch.device, graphed: Graphed) -> list[Any]:
     return [step_(rows(device, i)).detach().clone() for i in range(6)]
 
 
+@scenario
+def frozen_gradients_are_left_alone(device: torch.device, graphed: Graphed) -> list[Any]:
+    first, second = net(device), nn.Linear(3, 2).to(device)
+    one, other = sgd(first), sgd(second)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        one.zero_grad()
+        loss = second(first(x)).pow(2).mean()
+        loss.backward()
+        one.step()
+        return loss
+
+    second.requires_grad_(False)
+    step_ = graphed(step, rows(device, 0))
+    for i in range(4):
+        second.requires_grad_(True)
+        loss_of(second, first(rows(device, i)).detach()).backward()
+        second.requires_grad_(False)
+        step_(rows(device, i))
+    other.step()
+    return weights(first, second)
+
+
+@scenario
+def a_state_that_was_saved_is_loaded_again(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = adamw(model)
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    early: Any = None
+    for i in range(9):
+        if i == 2:
+            early = copy.deepcopy(optimizer.state_dict())
+        if i == 5:
+            saved = optimizer.state_dict()
+            optimizer.load_state_dict(copy.deepcopy(early))
+        if i == 6:
+            optimizer.load_state_dict(saved)
+        if i == 7:
+            saved = optimizer.state_dict()
+            optimizer.state.clear()
+        if i == 8:
+            optimizer.load_state_dict(saved)
+        step(rows(device, i))
+    return weights(model)
+
+
+@scenario
+def autograd_and_others_hold_gradients(device: torch.device, graphed: Graphed) -> list[Any]:
+    model, shared = net(device), net(device)
+    step = graphed(plain(model, sgd(model)), rows(device, 0))
+    step(rows(device, 0))
+    factors = [torch.ones_like(p, requires_grad=True) for p in model.parameters()]
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    later = sum((a * g).sum() for a, g in zip(factors, gradients, strict=True))
+    del gradients
+    step(rows(device, 1))
+    assert isinstance(later, torch.Tensor)
+    later.backward()
+    for mine, its in zip(shared.parameters(), model.parameters(), strict=True):
+        mine.grad = its.grad
+    step(rows(device, 2))
+    return [*(a.grad for a in factors), *(p.grad for p in shared.parameters())]
+
+
+@scenario
+def two_networks_against_each_other(device: torch.device, graphed: Graphed) -> list[Any]:
+    maker, judge = nn.Linear(6, 6).to(device), net(device)
+    with torch.no_grad():
+        maker.weight.copy_(torch.eye(6))
+        maker.bias.zero_()
+    one, other = adamw(maker), adamw(judge)
+
+    def make(x: torch.Tensor) -> torch.Tensor:
+        one.zero_grad()
+        loss = judge(maker(x)).pow(2).mean()
+        loss.backward()
+        one.step()
+        return loss
+
+    def tell(x: torch.Tensor) -> torch.Tensor:
+        other.zero_grad()
+        loss = (judge(maker(x).detach()) - judge(x) + 1).pow(2).mean()
+        loss.backward()
+        other.step()
+        return loss
+
+    steps = [graphed(fn, rows(device, 0)) for fn in (tell, make)]
+    for i in range(12):
+        for step in steps:
+            step(rows(device, i))
+    for step in steps:
+        if isinstance(step, gw.GraphedStep):
+            assert step.statistics.captures <= 3
+            assert not step.statistics.eager
+    return weights(maker, judge)
+
+
+@scenario
+def some_gradients_are_zeroed_others_pile_up(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = torch.optim.SGD(model[2].parameters(), lr=0.1)
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    for i in range(12):
+        step(rows(device, i))
+    if isinstance(step, gw.GraphedStep):
+        assert step.statistics.captures <= 3
+        assert not step.statistics.eager
+    return [*weights(model), model[0].weight.grad]
+
+
+@scenario
+def a_view_is_left_in_a_variable(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    step, seen = graphed(plain(model, sgd(model)), rows(device, 0)), []
+    for i in range(12):
+        step(rows(device, i))
+        for parameter in model.parameters():
+            assert parameter.grad is not None
+            grad = parameter.grad.detach()
+            seen.append(grad.norm())
+    if isinstance(step, gw.GraphedStep):
+        assert step.statistics.captures <= 2
+        assert not step.statistics.eager
+    return [*weights(model), *seen, grad]
+
+
+@scenario
+def an_attribute_of_the_trainer_changes(device: torch.device, graphed: Graphed) -> list[Any]:
+    class Trainer:
+        def __init__(self) -> None:
+            self.model = net(device)
+            self.optimizer = sgd(self.model)
+            self.total = torch.zeros((), device=device)
+
+        def step(self, x: torch.Tensor) -> torch.Tensor:
+            return plain(self.model, self.optimizer)(x)
+
+    trainer = Trainer()
+    step = graphed(trainer.step, rows(device, 0))
+    for i in range(8):
+        trainer.total = trainer.total + step(rows(device, i)).detach()
+    if isinstance(step, gw.GraphedStep):
+        assert step.statistics.captures == 1
+    return [*weights(trainer.model), trainer.total]
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of the user's own."""
+
+
+@scenario
+def modules_and_classes_of_the_user_s(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = Own(model.parameters(), lr=0.1, momentum=0.9)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss: torch.Tensor = nn.MSELoss()(nn.Softmax(1)(model(x)), torch.zeros(8, 3, device=device))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step_ = graphed(step, rows(device, 0))
+    for i in range(5):
+        step_(rows(device, i))
+    return weights(model)
+
+
+@scenario
+def many_groups_get_other_learning_rates(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    groups: Any = [{"params": [p], "lr": 0.01 * i} for i, p in enumerate(model.parameters(), 1)]
+    optimizer = torch.optim.AdamW(groups, fused=True, capturable=device.type == "cuda")
+    step = graphed(plain(model, optimizer), rows(device, 0), on_miss="eager")
+    for i in range(9):
+        if i % 3 == 2:
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+        step(rows(device, i))
+    if isinstance(step, gw.GraphedStep):
+        assert step.statistics.captures == 2
+        assert not step.statistics.eager
+    return weights(model)
+
+
 @pytest.mark.parametrize("fn", SCENARIOS, ids=lambda fn: str(fn.__name__))
 def test_what_eager_training_would_notice(fn: Scenario, device: torch.device) -> None:
     made: list[gw.GraphedStep] = []

@@ -151,6 +151,11 @@ class MemoryPool:
         return self._recorder
 
     @property
+    def closed(self) -> bool:
+        """Whether it was closed for good."""
+        return self._closed
+
+    @property
     def in_use(self) -> int:
         """Bytes in which static inputs, outputs or anything else lives now."""
         return 0 if self._recorder is None else self._recorder.in_use

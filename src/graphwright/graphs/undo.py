@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from ..errors import CaptureError
 from ..signature import SCALARS, describe
@@ -208,7 +211,9 @@ class _Look:
 def _random_state(value: Any) -> str | None:
     """Where a random generator of Python's or NumPy's stands; None for other things."""
     if isinstance(value, random.Random):
-        return str(value.getstate())
+        with contextlib.suppress(NotImplementedError):  # Of the system's, which has no state.
+            return str(value.getstate())
+        return None
     if type(value).__module__.partition(".")[0] != "numpy":
         return None
     bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
@@ -221,6 +226,8 @@ def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 def _is_machinery(value: Any) -> bool:
     """Whether an object is PyTorch's or ours: what it keeps for itself is no state of the call."""
+    if isinstance(value, Optimizer | LRScheduler | GradScaler):
+        return True
     return type(value).__module__.partition(".")[0] in ("torch", "graphwright")
 
 

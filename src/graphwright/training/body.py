@@ -131,25 +131,23 @@ class Look:
     """What first runs of a step have shown.
 
     Attributes:
-        anew: whether it does the same whatever gradients there were before.
-        untouched: positions of the parameters whose gradients it leaves alone.
+        goes_on: positions of the parameters whose gradients it goes on from.
+        untouched: of those whose gradients it leaves alone.
         modules: that ran.
         optimizers: that did a step.
     """
 
-    anew: bool = False
+    goes_on: frozenset[int] = frozenset()
     untouched: frozenset[int] = frozenset()
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
 
 
-def look_at(
-    body: Body, args: Args, kwargs: Kwargs, recorder: Recorder, copies: Copies, grads: Grads
-) -> Look:
+def look_at(body: Body, args: Args, kwargs: Kwargs, recorder: Recorder, copies: Copies) -> Look:
     """Run a step once or twice, to see what it uses; what the runs change is put back.
 
-    Gradients that a step never looks at make no difference to it. In the first run they are stood
-    in for by tensors that cannot be added to, so that a step that does fails.
+    Gradients that a step never looks at make no difference to it. In the first run all are stood
+    in for by tensors of one element, which cannot be added to, so that a step that does fails.
 
     Args:
         body: the step.
@@ -157,23 +155,32 @@ def look_at(
         kwargs: likewise.
         recorder: what it will be recorded by.
         copies: where what it writes to is kept meanwhile.
-        grads: the gradients that there are.
     """
-    stand_ins = [
-        torch.zeros((), dtype=p.dtype, device=p.device).expand(p.shape) if p.requires_grad else None
-        for p in body.parameters
-    ]
     look = Look()
-    memory = {s.untyped_storage()._cdata for s in stand_ins if s is not None}
-    ends, used = _run_once(body, args, kwargs, recorder, copies, stand_ins, look)
-    if ends is not None and not any(key in used for key in memory):
-        look.anew = True
-        pairs = zip(ends, stand_ins, strict=True)
-        look.untouched = frozenset(i for i, (a, b) in enumerate(pairs) if b is not None and a is b)
-        return look
-    # An optimizer's first step is behind it before runs are compared.
-    _run_once(body, args, kwargs, recorder, copies, grads, look)
+    for small in (True, False):
+        stand_ins = [_stand_in(p, small=small) for p in body.parameters]
+        ends, used = _run_once(body, args, kwargs, recorder, copies, stand_ins, look)
+        if ends is None:
+            continue
+        look.goes_on = frozenset(
+            i
+            for i, s in enumerate(stand_ins)
+            if s is not None and s.untyped_storage()._cdata in used
+        )
+        same = {i for i, (a, b) in enumerate(zip(ends, stand_ins, strict=True)) if a is b}
+        look.untouched = frozenset(same) - look.goes_on
+        if not (small and look.goes_on):
+            break
     return look
+
+
+def _stand_in(parameter: torch.Tensor, *, small: bool) -> torch.Tensor | None:
+    if not parameter.requires_grad:
+        return None
+    if not small:
+        return torch.zeros_like(parameter)
+    one = torch.zeros((), dtype=parameter.dtype, device=parameter.device)
+    return one.expand(parameter.shape)
 
 
 def _run_once(
@@ -207,8 +214,9 @@ def _run_once(
         body.start = before
         journal.undo()
         known = {id(optimizer) for optimizer in body.optimizers}
+        seen.put_gradients_back()
         if failed or any(id(optimizer) not in known for optimizer in seen.optimizers):
-            seen.put_back()
+            seen.put_optimizers_back()
         undo.restore(python=True)
         recorder.tidy()
         look.modules += seen.modules

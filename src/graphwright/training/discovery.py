@@ -46,10 +46,13 @@ class Discovery:
         for handle in self._handles:
             handle.remove()
 
-    def put_back(self) -> None:
-        """Give parameters their gradients, and optimizers their states and options, back."""
+    def put_gradients_back(self) -> None:
+        """Give parameters that were not known their gradients back."""
         for parameter, grad in self._grads:
             parameter.grad = grad
+
+    def put_optimizers_back(self) -> None:
+        """Give optimizers their states and options back."""
         self._kept.put_back()
 
     def _called(self, module: nn.Module, args: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from ..errors import CaptureError
 from ..signature import tensors_of
-from ..watch import values_behind
+from ..watch import FunctionModule, values_behind
 
 # What talks to other GPUs around forward and backward, by name, so that none has to be imported.
 _DISTRIBUTED = frozenset(
@@ -92,3 +92,26 @@ def device_of_training(parameters: Sequence[torch.Tensor], batch: Any) -> torch.
 
 def _names(devices: Iterable[torch.device]) -> str:
     return " and ".join(sorted(map(str, devices))) or "none"
+
+
+class StepModule(FunctionModule):
+    """A step as a module that holds what the step names, and modules that ran in it."""
+
+    def __init__(self, step: Callable[..., Any], ran: Iterable[nn.Module]) -> None:
+        super().__init__(step)
+        # Memory that a graph uses, by identity: other tensors may come and go.
+        self.used: Container[int] | None = None
+        known = set(self.modules())
+        for module in ran:
+            if module not in known:
+                self._modules[f"ran {len(self._modules)}"] = module
+                known |= set(module.modules())
+
+    def reached(self) -> list[Any]:
+        """Optimizers and GradScalers too."""
+        return [value for _, value in values_behind(self._function) if self._matters(value)]
+
+    def _matters(self, value: Any) -> bool:
+        if isinstance(value, torch.Tensor):
+            return self.used is None or value.untyped_storage()._cdata in self.used
+        return isinstance(value, nn.Module | Optimizer | GradScaler)

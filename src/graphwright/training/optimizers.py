@@ -208,7 +208,8 @@ def _factors(scaler: GradScaler | None) -> tuple[float, ...]:
 class Home:
     """Where the tensors of optimizers and of a GradScaler are that a graph works on.
 
-    Loading a state puts other tensors in their place; their values are brought home.
+    Loading a state puts other tensors in their place; their values are brought home. Whoever keeps
+    a tensor that was at home, as `state_dict()` does, keeps its values.
 
     Args:
         optimizers: that the step uses.
@@ -219,18 +220,14 @@ class Home:
     def __init__(
         self, optimizers: Sequence[Optimizer], scaler: GradScaler | None, used: Container[int]
     ) -> None:
+        self._optimizers = optimizers
+        self._scaler = scaler
         self._states = [
             (optimizer, parameter, dict(state))
             for optimizer in optimizers
             for parameter, state in optimizer.state.items()
             if any(t.untyped_storage()._cdata in used for t in _tensors(state))
         ]
-        # The same by optimizer, for a quick look.
-        self._expected: list[tuple[Optimizer, list[Any], list[Any]]] = []
-        for optimizer in optimizers:
-            theirs = [(p, state) for o, p, state in self._states if o is optimizer]
-            values = [value for _, state in theirs for value in state.values()]
-            self._expected.append((optimizer, [p for p, _ in theirs], values))
         self._groups = [
             (optimizer, index, key, value)
             for optimizer in optimizers
@@ -239,17 +236,29 @@ class Home:
             if isinstance(value, torch.Tensor)
         ]
         attributes = {} if scaler is None else vars(scaler)
-        self._scaler = scaler
         self._scale = {k: v for k, v in attributes.items() if isinstance(v, torch.Tensor)}
+        shown = [t for _, _, state in self._states for t in _tensors(state)]
+        shown += [*(value for *_, value in self._groups), *self._scale.values()]
+        # The memory itself, whatever becomes of the tensors that others see of it.
+        self._memory = {id(tensor): (tensor, tensor.detach()) for tensor in shown}
+        self._unseen = True
+        self._index()
 
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        """All of them."""
-        states = [t for _, _, state in self._states for t in _tensors(state)]
-        return [*states, *(t for _, _, _, t in self._groups), *self._scale.values()]
+    def _index(self) -> None:
+        """What states hold, by optimizer, for a quick look."""
+        self._expected: list[tuple[Optimizer, list[Any], list[Any]]] = []
+        for optimizer in self._optimizers:
+            theirs = [(p, state) for o, p, state in self._states if o is optimizer]
+            values = [value for _, state in theirs for value in state.values()]
+            self._expected.append((optimizer, [p for p, _ in theirs], values))
 
     def intact(self) -> bool:
         """Whether all of them are where they were."""
+        here = self._intact()
+        self._unseen = self._unseen and not here
+        return here
+
+    def _intact(self) -> bool:
         for optimizer, parameters, expected in self._expected:
             states: list[Any] = list(map(optimizer.state.get, parameters))
             if None in states:
@@ -276,13 +285,19 @@ class Home:
             return False
         with torch.no_grad():
             for optimizer, parameter, kept in new:
-                for value in _tensors(kept):
-                    value.zero_()
-                optimizer.state[parameter].update(kept)
+                first = dict(kept)
+                for key, value in kept.items():
+                    if isinstance(value, torch.Tensor):
+                        # Once somebody has seen it, it may be in a state that was saved.
+                        first[key] = value.zero_() if self._unseen else torch.zeros_like(value)
+                optimizer.state[parameter].update(first)
         return self.intact() or self.bring()
 
     def bring(self) -> bool:
         """Copy what is elsewhere home; False if there is something else than there was."""
+        if self.lacks():
+            return False
+        self._unseen = False
         pairs: list[tuple[Any, Any, Any]] = []
         for optimizer, parameter, kept in self._states:
             state = optimizer.state.get(parameter)
@@ -296,26 +311,46 @@ class Home:
         pairs += [(vars(self._scaler), key, value) for key, value in self._scale.items()]
         if not all(_alike(holder.get(key), value) for holder, key, value in pairs):
             return False
-        moves: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        moves: dict[int, torch.Tensor] = {}
         for holder, key, value in pairs:
             if isinstance(value, torch.Tensor):
                 now = holder[key]
-                if moves.setdefault(id(value), (value, now))[1] is not now:
+                if moves.setdefault(id(value), now) is not now:
                     return False  # Groups that shared one learning rate have two by now.
-        moved = [(value, now) for value, now in moves.values() if now is not value]
-        homes = {id(value) for value, _ in moves.values()}
-        with torch.no_grad():
-            # Two may have changed places.
-            sources = [now.clone() if id(now) in homes else now for _, now in moved]
-            for (value, _), source in zip(moved, sources, strict=True):
-                value.copy_(source)
+        shown = self._move(moves)
         for holder, key, value in pairs:
-            holder[key] = value
+            holder[key] = shown.get(id(value), value)
+        self._states = [
+            (o, p, {k: shown.get(id(v), v) for k, v in kept.items()}) for o, p, kept in self._states
+        ]
+        self._groups = [(o, i, k, shown.get(id(v), v)) for o, i, k, v in self._groups]
+        self._scale = {k: shown.get(id(v), v) for k, v in self._scale.items()}
+        self._memory = {id(new): (new, self._memory[old][1]) for old, new in shown.items()}
         for optimizer, parameter, kept in self._states:
             state = optimizer.state[parameter]
             state.clear()  # In the order that they had.
             state.update(kept)
+        self._index()
         return True
+
+    def _move(self, moves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Have the memory hold what these tensors hold; what is seen of it from now on."""
+        shown: dict[int, torch.Tensor] = {}
+        copied: list[tuple[torch.Tensor, torch.Tensor]] = []
+        with torch.no_grad():
+            for key, now in moves.items():
+                before, memory = self._memory[key]
+                if now is before or now.data_ptr() == memory.data_ptr():
+                    shown[key] = now  # Another graph has brought it here.
+                    continue
+                # Clones: two may have changed places.
+                copied.append((memory, now.clone()))
+                if before.data_ptr() == memory.data_ptr():
+                    before.data = before.clone()
+                shown[key] = memory.detach()
+            for memory, values in copied:
+                memory.copy_(values)
+        return shown
 
 
 def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:

@@ -25,7 +25,7 @@ from ..graphs.memory import MemoryPool, in_units
 from ..graphs.transaction import capturing_now
 from ..signature import Args, CallSignature, Kwargs, tensors_of
 from .body import name_of_step, plainly
-from .stepgraph import StepGraph
+from .stepgraph import GRAPHS, StepGraph
 from .workings import Workings
 
 OnMiss = Literal["capture", "eager", "error"]
@@ -34,6 +34,8 @@ _FIRST = "first step of an optimizer"
 _REFUSED = "it cannot be captured"
 # So often an option of an optimizer that is in the kernels may change.
 _MAX_CHANGES = 8
+# After so many replays in a row, what has changed before counts no longer.
+_SETTLED = 100
 
 
 @dataclass
@@ -85,6 +87,8 @@ class GraphedStep:
         self._warned: set[str] = set()
         self._last_miss = ""
         self._changes = 0
+        self._in_a_row = 0
+        self._kinds: list[CallSignature] = []  # of batches that had a graph
         self._refused: list[tuple[CallSignature, str]] = []  # kinds of batches, with the reason
         self._closed = False
         self._workings = Workings(step, optimizers, scaler, follow=scheduler is not None)
@@ -166,8 +170,8 @@ class GraphedStep:
 
     # A step.
 
-    def _answer(self, args: Args, kwargs: Kwargs) -> Any:
-        if self._closed:
+    def _answer(self, args: Args, kwargs: Kwargs, *, again: bool = False) -> Any:
+        if self._closed or self.pool.closed:
             return self._eagerly("closed", args, kwargs)
         if capturing_now():
             return self._eagerly("inside another capture", args, kwargs)
@@ -184,7 +188,10 @@ class GraphedStep:
         if not home.intact() and not home.bring():
             if not home.lacks():
                 self._drop(graph)
-                return self._answer(args, kwargs)
+                if again:
+                    why = "the state of an optimizer is of another kind every time"
+                    return self._missed(_REFUSED, why, args, kwargs)
+                return self._answer(args, kwargs, again=True)
             if not home.begin():
                 # The first step of an optimizer makes its state, which no graph does.
                 return self._eagerly(_FIRST, args, kwargs)
@@ -194,6 +201,9 @@ class GraphedStep:
         except SignatureError as error:  # It shares memory with the weights, say.
             return self._missed("an argument is one that no graph takes", error.what, args, kwargs)
         self._statistics.replays += 1
+        self._in_a_row += 1
+        if self._in_a_row >= _SETTLED:
+            self._changes = 0
         return result
 
     def _find(self, args: Args, kwargs: Kwargs) -> StepGraph | None:
@@ -207,9 +217,10 @@ class GraphedStep:
                 and graph.begins_here()
             ):
                 if graph.holds():
-                    # Somebody has a view of its gradients: the memory is theirs from now on.
+                    # Somebody has a view of its gradients: the memory is theirs, and from now on
+                    # gradients are handed out as copies.
                     self._drop(graph)
-                    self._changes += 1
+                    self._workings.lends = False
                     return None
                 if index:
                     self._graphs.insert(0, self._graphs.pop(index))
@@ -224,18 +235,16 @@ class GraphedStep:
     @contextlib.contextmanager
     def _counted(self) -> Iterator[None]:
         """A graph may go on from gradients that another one leaves: that is no view of others."""
-        before = [(graph, graph.users()) for graph in self._graphs]
-        try:
-            yield
-        finally:
-            for graph, users in before:
-                graph.expect_users(users)
+        before = [(graph, graph.users()) for graph in list(GRAPHS)]
+        yield  # What fails leaves nothing of its own.
+        for graph, users in before:
+            graph.expect_users(users)
 
     def _new(self, args: Args, kwargs: Kwargs) -> tuple[StepGraph | None, str, str]:
         """A graph for a step that none fits; or why there is none."""
         why = self._why(args, kwargs)
         self._drop_stale()
-        if self._on_miss != "capture":
+        if self._on_miss != "capture" and not any(k.fits(args, kwargs) for k in self._kinds):
             return None, "no graph fits", why
         if self._changes > _MAX_CHANGES:
             return None, "what it is made of changes again and again", why
@@ -280,20 +289,25 @@ class GraphedStep:
         with self.pool.lock, self._counted():
             graph = self._workings.capture(args, kwargs, self.pool, self._warmup)
         self._graphs.insert(0, graph)
+        if all(graph.signature != kind for kind in self._kinds):
+            self._kinds.append(graph.signature)
         self._statistics.captures += 1
+        self._in_a_row = 0
         return graph
 
     def _drop_stale(self) -> None:
         """Close graphs that no step will fit again; have changing learning rates in tensors."""
-        for graph in list(self._graphs):
-            changed = graph.settings.difference()
-            if changed is not None and graph is self._graphs[0]:
-                rate = next((r for r in self._workings.rates if r.option == changed), None)
-                if rate is not None and rate.tensor is None and rate.can_change:
+        changed = self._graphs[0].settings.difference() if self._graphs else None
+        if changed is not None:
+            rates = [r for r in self._workings.rates if r.tensor is None and r.can_change]
+            if any(rate.option == changed for rate in rates):
+                for rate in rates:
                     rate.change()
-                else:
-                    self._changes += 1
-            if changed is not None or graph.state is not State.READY or graph.is_stale():
+            else:
+                self._changes += 1
+        for graph in list(self._graphs):
+            other = graph.settings.difference() is not None
+            if other or graph.state is not State.READY or graph.is_stale():
                 self._drop(graph)
 
     def _ready(self) -> list[StepGraph]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,7 +17,8 @@ from ..graphs.told import Comparison, another_result, rounding_of
 from ..graphs.transfer import Inputs
 from ..signature import Args, Kwargs
 from ..watch import ModuleWatch
-from .body import Body, Grads, Look, give, grads_of
+from .body import Body, Grads, Look, give
+from .modules import StepModule
 from .optimizers import Home, Settings
 
 
@@ -55,7 +57,7 @@ class StepGraph(CallGraph):
     """A graph of a step.
 
     Attributes:
-        start: gradients that it goes on from; None where it never looks at them.
+        start: gradients that it goes on from, by position of the parameter.
         ends: gradients that it leaves, by parameter: memory of its own, or None. Parameters whose
             gradients it only adds to, or leaves alone, are left out.
         settings: options of the optimizers that are in its kernels.
@@ -73,8 +75,8 @@ class StepGraph(CallGraph):
         pool: MemoryPool,
         warmup: int,
         look: Look,
-        start: Grads | None,
         copies: Copies,
+        lends: bool,
     ) -> None:
         with torch.no_grad():  # The step turns gradients on itself.
             super().__init__(body.function, args, kwargs, pool=pool, warmup=warmup)
@@ -84,7 +86,8 @@ class StepGraph(CallGraph):
         self._comparison = StepComparison()
         self._copies: Copies | None = copies
         self.settings = Settings(body.optimizers, body.rates, body.scaler)
-        self.start = start
+        self.start = {i: body.start[i] for i in look.goes_on}
+        self._lends = lends
         self.ends: list[torch.Tensor | None] = []
         self._ending: list[torch.Tensor] = []
         self._users: list[int] = []
@@ -119,9 +122,8 @@ class StepGraph(CallGraph):
 
     def begins_here(self) -> bool:
         """Whether it goes on from the gradients that there are."""
-        if self.start is None:
-            return True
-        return all(map(_same_place, self.start, grads_of(self._body.parameters)))
+        parameters = self._body.parameters
+        return all(_same_place(grad, parameters[i].grad) for i, grad in self.start.items())
 
     def _look(self) -> tuple[Any, ...]:
         """What `ModuleWatch` does not see: parameters of optimizers, and hooks."""
@@ -157,7 +159,10 @@ class StepGraph(CallGraph):
         """Replay; the parameters have the gradients that it leaves."""
         self._let_holders_keep_theirs()
         result = self.run(args, kwargs)
-        give(self._ending, self.ends)
+        ends: Grads = self.ends
+        if not self._lends:
+            ends = [None if grad is None else grad.clone() for grad in ends]
+        give(self._ending, ends)
         # Written to behind autograd's back: what was saved of them for a backward is stale.
         torch.autograd.graph.increment_version(self._written)
         return result
@@ -168,7 +173,8 @@ class StepGraph(CallGraph):
             grad = self.ends[index]
             if grad is None:
                 continue
-            if count > (_UNHELD if self._ending[index].grad is grad else _ALONE):
+            python, native = _UNHELD if self._ending[index].grad is grad else _ALONE
+            if count > python or _native_count(grad) > native:
                 self.ends[index] = grad.detach()
                 grad.data = grad.clone()
 
@@ -183,6 +189,8 @@ class StepGraph(CallGraph):
         assert self._warmed is not None
         external = {storage._cdata for storage in self._warmed.external}
         written = {storage._cdata for storage in self._warmed.written}
+        if isinstance(self._module, StepModule):
+            self._module.used = external
         self.home = Home(self._body.optimizers, self._body.scaler, external)
         tensors = {id(t): t for t in (*self._body.parameters, *self._module.buffers())}
         self._written = [t for t in tensors.values() if t.untyped_storage()._cdata in written]
@@ -199,14 +207,14 @@ class StepGraph(CallGraph):
         self._watch = ModuleWatch(self._module, values=False, training=True)
         self._seen = self._look()
         self._users = self.users()
+        GRAPHS.add(self)
 
     def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
         results, ends = tree
-        start = [None] * len(ends) if self.start is None else self.start
         left = [
             i
             for i, g in enumerate(ends)
-            if i not in self._untouched and (g is None or g is not start[i])
+            if i not in self._untouched and (g is None or g is not self.start.get(i))
         ]
         self._ending = [self._body.parameters[i] for i in left]
         # Each as an object of our own: from that it can be told whether others hold it too.
@@ -238,14 +246,24 @@ def _users(tensor: torch.Tensor) -> int:
     return users
 
 
-def _unheld(*, with_parameter: bool) -> int:
+def _native_count(tensor: torch.Tensor) -> int:
+    """How many hold it beside Python, autograd among them; 0 where PyTorch does not tell."""
+    count = getattr(tensor, "_use_count", None)
+    return 0 if count is None else int(count())
+
+
+def _unheld(*, with_parameter: bool) -> tuple[int, int]:
     parameter = torch.nn.Parameter(torch.empty(1))
     grads: list[torch.Tensor | None] = [torch.empty(1)]
     if with_parameter:
         parameter.grad = grads[0]
-    return next(map(sys.getrefcount, grads))
+    assert grads[0] is not None
+    return next(map(sys.getrefcount, grads)), _native_count(grads[0])
 
 
-# What sys.getrefcount says of a gradient that nobody holds beside its parameter, and not even that.
+# What both say of a gradient that nobody holds beside its parameter, and not even that.
 _UNHELD = _unheld(with_parameter=True)
 _ALONE = _unheld(with_parameter=False)
+
+# All that there are: one may go on from what another one leaves.
+GRAPHS: weakref.WeakSet[StepGraph] = weakref.WeakSet()

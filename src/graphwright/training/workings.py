@@ -14,10 +14,11 @@ from ..errors import CaptureError
 from ..graphs.journal import Copies
 from ..graphs.memory import MemoryPool
 from ..signature import Args, Kwargs
-from ..watch import FunctionModule, values_behind
+from ..watch import values_behind
 from .body import Body, Look, grads_of, look_at
 from .discovery import OptimizersKept, SchedulersKept
 from .modules import (
+    StepModule,
     device_of_training,
     optimizers_of,
     parameters_of,
@@ -31,21 +32,9 @@ from .stepgraph import StepGraph
 _ATTEMPTS = 4
 
 
-class StepModule(FunctionModule):
-    """A step as a module that holds what the step names, and modules that ran in it."""
-
-    def __init__(self, step: Callable[..., Any], ran: Iterable[nn.Module]) -> None:
-        super().__init__(step)
-        known = set(self.modules())
-        for module in ran:
-            if module not in known:
-                self._modules[f"ran {len(self._modules)}"] = module
-                known |= set(module.modules())
-
-    def reached(self) -> list[Any]:
-        """Optimizers and GradScalers too."""
-        kinds = nn.Module, torch.Tensor, Optimizer, GradScaler
-        return [value for _, value in values_behind(self._function) if isinstance(value, kinds)]
+def _has_state(module: nn.Module) -> bool:
+    """Whether it makes a difference which module it is: others may be made in every run."""
+    return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
 class Workings:
@@ -60,6 +49,7 @@ class Workings:
     Attributes:
         parameters: all that the step trains.
         rates: the learning rates of its optimizers.
+        lends: whether gradients are handed out where graphs leave them.
     """
 
     def __init__(
@@ -78,6 +68,7 @@ class Workings:
         self._found: list[Optimizer] = []
         self._by_group: dict[tuple[int, int], Rate] = {}
         self._named = self._names()
+        self.lends = True
         self.parameters: Sequence[torch.Tensor] = ()
         self.rates: list[Rate] = []
 
@@ -108,7 +99,7 @@ class Workings:
             copies = Copies(on_host=True)
             grads = [None if g is None else g.detach() for g in grads_of(body.parameters)]
             try:
-                look = look_at(body, args, kwargs, pool.recorder(device), copies, grads)
+                look = look_at(body, args, kwargs, pool.recorder(device), copies)
                 if self._is_new(look, body):
                     continue
                 return self._graph(body, args, kwargs, pool, warmup, look, copies, grads)
@@ -135,7 +126,7 @@ class Workings:
     ) -> StepGraph:
         self.refresh()
         # As objects of our own, so that the caller's are not held.
-        body.start = [None] * len(grads) if look.anew else grads
+        body.start = [g if i in look.goes_on else None for i, g in enumerate(grads)]
         try:
             graph = StepGraph(
                 body,
@@ -144,8 +135,8 @@ class Workings:
                 pool=pool,
                 warmup=warmup,
                 look=look,
-                start=None if look.anew else grads,
                 copies=copies,
+                lends=self.lends,
             )
             del copies
             try:
@@ -162,7 +153,7 @@ class Workings:
         """Whether a look has found what was not known; from now on it is."""
         optimizers = [o for o in look.optimizers if all(o is not k for k in body.optimizers)]
         known = set(body.module.modules())
-        modules = [module for module in look.modules if module not in known]
+        modules = [m for m in look.modules if m not in known and _has_state(m)]
         self._found += optimizers
         self._ran += modules
         return bool(optimizers or modules)
