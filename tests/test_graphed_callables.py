@@ -1406,3 +1406,30 @@ def test_torch_s_ignores_surplus_samples() -> None:
     torch_s(layers, ((x,), (x,)))
     with pytest.raises(gw.OptionError):
         gw.make_graphed_callables(layers, ((x,), (x,)))
+
+
+def test_what_is_frozen_and_thawed_out_of_sight_gets_its_gradient(device: torch.device) -> None:
+    nets = {"judge": nn.Linear(4, 1).to(device), "maker": nn.Linear(4, 4).to(device)}
+
+    def chained(z: torch.Tensor) -> torch.Tensor:
+        return nets["judge"](nets["maker"](z))
+
+    graphed = gw.make_graphed_callables(chained, (rand(device, 6, 4),))
+    for frozen in (True, False, True, False):
+        nets["judge"].requires_grad_(not frozen)
+        nets["judge"].zero_grad()
+        graphed(rand(device, 6, 4)).sum().backward()
+        assert (nets["judge"].weight.grad is None) is frozen
+
+
+def test_forward_mode_and_hooks_for_saved_tensors_see_the_original(device: torch.device) -> None:
+    layer = nn.Linear(4, 4).to(device)
+    x = rand(device, 6, 4)
+    gw.make_graphed_callables(layer, (x,))
+    with torch.autograd.forward_ad.dual_level():
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        assert torch.autograd.forward_ad.unpack_dual(layer(dual)).tangent is not None
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):
+        layer(x.clone().requires_grad_()).sum().backward()
+    assert saved

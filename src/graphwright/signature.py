@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 
 from .errors import SignatureError
@@ -383,6 +384,7 @@ def inside_transform() -> bool:
     """Whether vmap, tracing, a dispatch mode or the like wants to see the operations themselves."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()
     )

@@ -84,6 +84,7 @@ class ModuleWatch:
         self._addresses = list(map(_ADDRESS, self._tensors))
         self._unique = list({id(tensor): tensor for tensor in self._tensors}.values())
         self._geometries = list(map(_geometry, self._unique))
+        self._trained = [t.requires_grad for t in self._unique] if training else None
         self._guard = guard_of(self._unique)
         self._versions = _versions(self._tensors) if values else []
         self.unchanged = self._compiled(module)
@@ -120,6 +121,8 @@ class ModuleWatch:
             if self.values and not tensor.is_inference():
                 terms.append(f"{name(tensor)}._version == {tensor._version}")
         terms.append(f"not {name(self._reshaped)}()")
+        if self._trained is not None:
+            terms.append(f"not {name(self._thawed)}()")
         source = (
             f"def make({', '.join(names)}):\n"
             " def unchanged():\n"
@@ -166,11 +169,18 @@ class ModuleWatch:
             return "the shape or strides of a parameter or buffer changed"
         if self.values and _versions(self._tensors) != self._versions:
             return "a parameter or buffer changed in place, and the chosen strategy holds a copy"
+        if self._thawed():
+            return "a parameter or buffer was frozen, or is trained by now"
         if self._hooked and self._hooks != self._hooked:
             return "a forward hook was added or removed"
         if self._function is not None and self._reaches_others():
             return "the function now names another module or tensor"
         return None
+
+    def _thawed(self) -> bool:
+        if self._trained is None:
+            return False
+        return [tensor.requires_grad for tensor in self._unique] != self._trained
 
     def _reshaped(self) -> bool:
         if self._guard is not None and self._guard(*self._unique):

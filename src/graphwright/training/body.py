@@ -156,7 +156,7 @@ def look_at(body: Body, args: Args, kwargs: Kwargs, recorder: Recorder, copies: 
         recorder: what it will be recorded by.
         copies: where what it writes to is kept meanwhile.
     """
-    look = Look()
+    look = Look(goes_on=frozenset(range(len(body.parameters))))  # If no run comes to its end.
     for small in (True, False):
         stand_ins = [_stand_in(p, small=small) for p in body.parameters]
         ends, used = _run_once(body, args, kwargs, recorder, copies, stand_ins, look)
@@ -175,7 +175,8 @@ def look_at(body: Body, args: Args, kwargs: Kwargs, recorder: Recorder, copies: 
 
 
 def _stand_in(parameter: torch.Tensor, *, small: bool) -> torch.Tensor | None:
-    if not parameter.requires_grad:
+    """Frozen parameters too: a step may zero the gradients that they have."""
+    if not parameter.is_leaf:
         return None
     if not small:
         return torch.zeros_like(parameter)

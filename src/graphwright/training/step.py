@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NoReturn
 
+import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
@@ -97,7 +98,8 @@ class GraphedStep:
                 "An argument of the step requires grad; a captured step gives it no gradient.",
                 remedy="Make what it comes from part of the step.",
             )
-        self._capture(sample, {})
+        with torch.inference_mode(False):
+            self._capture(sample, {})
 
     @property
     def statistics(self) -> StepStatistics:
@@ -115,7 +117,8 @@ class GraphedStep:
         Raises:
             SignatureError: with on_miss="error", where no graph fits the batch.
         """
-        with self.pool.lock:
+        # Nothing could be trained in inference mode.
+        with self.pool.lock, torch.inference_mode(False):
             result = self._answer(batch, kwargs)
         if self._scheduler is not None:
             self._scheduler.step()

@@ -75,6 +75,7 @@ class GraphedForward:
         self._on_miss = on_miss
         self._pairs: list[Pair] = []  # most recently used first
         self._refused: list[tuple[CallSignature, bool]] = []
+        self._ever_trained: list[torch.Tensor] = []
         functools.update_wrapper(self, self.original, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -127,6 +128,13 @@ class GraphedForward:
     def begin(self, pair: Pair) -> None:
         """Use graphs that were captured from now on."""
         pair.watch()
+        # What one kind of call trains may be frozen in another.
+        for other in (*self._pairs, pair):
+            for tensor in other.trained:
+                if all(tensor is not known for known in self._ever_trained):
+                    self._ever_trained.append(tensor)
+        for other in (*self._pairs, pair):
+            other.look_at(self._ever_trained)
         self.statistics.captures += 1
         self._pairs.insert(0, pair)
 
@@ -159,6 +167,8 @@ class GraphedForward:
             return "another thread captures in the same pool"
         if torch.compiler.is_compiling() or inside_transform():
             return "inside of torch.compile, a transform or a dispatch mode"
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return "under hooks for saved tensors"
         return None
 
     def _on_cuda(self) -> bool:

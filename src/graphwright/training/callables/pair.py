@@ -117,6 +117,18 @@ class Pair(Graph):
         self._parameters = list(known.values())
         self._trained = [p.requires_grad for p in self._parameters]
 
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """What it gives gradients to, beside arguments."""
+        return list(self._passes.trained)
+
+    def look_at(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Have it fit only as long as these are trained, or not, as they are now."""
+        known = {id(parameter) for parameter in self._parameters}
+        new = [tensor for tensor in tensors if id(tensor) not in known]
+        self._parameters += new
+        self._trained += [tensor.requires_grad for tensor in new]
+
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether it can answer a call, as the module is now."""
         grad = torch.is_grad_enabled()
