@@ -1433,3 +1433,40 @@ def test_forward_mode_and_hooks_for_saved_tensors_see_the_original(device: torch
     with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(1) or t, lambda t: t):
         layer(x.clone().requires_grad_()).sum().backward()
     assert saved
+
+
+class Decaying(nn.Module):
+    """A factor that decays with every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.register_buffer("factor", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.factor.mul_(0.9)
+        made: torch.Tensor = self.layer(x) * self.factor
+        return made
+
+
+def test_a_buffer_that_a_later_forward_has_written_is_missed(device: torch.device) -> None:
+    for graphs in (False, True):
+        module = Decaying().to(device)
+        if graphs:
+            gw.make_graphed_callables(module, (rand(device, 6, 4),), activation_sets=2)
+        first, second = module(rand(device, 6, 4)), module(rand(device, 6, 4))
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            (first.sum() + second.sum()).backward()
+
+
+def test_statistics_of_batch_norms_are_no_such_buffers(device: torch.device) -> None:
+    layer = nn.BatchNorm1d(4).to(device)
+    reference = copy.deepcopy(layer)
+    graphed = gw.make_graphed_callables(layer, (rand(device, 6, 4),))
+    for module in (reference, graphed):
+        x = torch.ones(6, 4, device=device, requires_grad=True)
+        module.eval()
+        before = module(x)
+        module.train()
+        module(torch.ones(6, 4, device=device))
+        before.sum().backward()

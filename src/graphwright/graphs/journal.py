@@ -60,6 +60,7 @@ class Journal(OperationMode):
         external: storages that the run used and did not make, by their identity.
         operation: the operation under way, or the last one.
         dtypes: of the tensors that operations made.
+        announced: storages that operations have said to write to, by identity: autograd notices.
     """
 
     def __init__(self, copies: Copies | None = None) -> None:
@@ -67,6 +68,7 @@ class Journal(OperationMode):
         self.external: dict[int, torch.UntypedStorage] = {}
         self.operation: Any = None
         self.dtypes: set[torch.dtype] = set()
+        self.announced: set[int] = set()
         self._copies = copies
         self._made: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -149,6 +151,7 @@ class Journal(OperationMode):
             self._stand[key] = state
             if self._strict and not state.equal(expected):
                 self.refuse(_seeded())
+        self.announced |= {t.untyped_storage()._cdata for t in announced(func, args, kwargs)}
         for tensor in written(func, args, kwargs):
             if tensor.layout is not torch.strided or tensor.is_nested:
                 continue
@@ -321,6 +324,14 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
     if in_training and not any(value(argument) is False for argument in mode):
         always = always + in_training
     return [tensor for argument in always for tensor in tensors(value(argument))]
+
+
+def announced(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """Those of them that its schema says, so that autograd counts a new version."""
+    always, _, _ = _written_arguments(func)
+    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in always]
+    found = [tensor for value in given for tensor in tensors(value)]
+    return [t for t in found if t.layout is torch.strided and not t.is_nested]
 
 
 class Shared:

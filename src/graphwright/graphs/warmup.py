@@ -37,7 +37,7 @@ class Warmed:
         mutates: whether it writes to these or to anything else from outside.
         generators: random generators that it draws from.
         external: memory from outside that it uses, weights above all.
-        written: memory from outside that it writes to.
+        announced: storages of these, by identity, whose tensors autograd counts a new version of.
         segments: bytes of the memory ranges that it would take in an empty pool.
         contributors: its largest tensors, as (what, bytes).
     """
@@ -46,7 +46,7 @@ class Warmed:
     mutates: bool
     generators: tuple[torch.Generator, ...]
     external: tuple[torch.UntypedStorage, ...]
-    written: tuple[torch.UntypedStorage, ...]
+    announced: frozenset[int]
     segments: tuple[int, ...]
     contributors: tuple[tuple[str, int], ...]
 
@@ -141,7 +141,7 @@ def warm(
         mutates=journal.wrote,
         generators=tuple(journal.generators),
         external=tuple(journal.external.values()),
-        written=tuple(journal.written),
+        announced=frozenset(journal.announced),
         segments=segments,
         contributors=journal.largest(),
     )

@@ -188,12 +188,12 @@ class StepGraph(CallGraph):
             self._copies = None
         assert self._warmed is not None
         external = {storage._cdata for storage in self._warmed.external}
-        written = {storage._cdata for storage in self._warmed.written}
+        announced = self._warmed.announced
         if isinstance(self._module, StepModule):
             self._module.used = external
         self.home = Home(self._body.optimizers, self._body.scaler, external)
         tensors = {id(t): t for t in (*self._body.parameters, *self._module.buffers())}
-        self._written = [t for t in tensors.values() if t.untyped_storage()._cdata in written]
+        self._written = [t for t in tensors.values() if t.untyped_storage()._cdata in announced]
         return prediction
 
     def record(self, *, share_inputs: bool = False) -> None:

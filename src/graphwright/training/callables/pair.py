@@ -92,6 +92,7 @@ class Pair(Graph):
         self._warmed: Warmed | None = None
         self._watch: ModuleWatch | None = None
         self._outside: set[int] = set()
+        self._written: list[torch.Tensor] = []
 
     @property
     def no_backward(self) -> str | None:
@@ -116,6 +117,10 @@ class Pair(Graph):
         known = {id(p): p for p in (*self._owner.parameters(), *self._passes.trained)}
         self._parameters = list(known.values())
         self._trained = [p.requires_grad for p in self._parameters]
+        assert self._warmed is not None
+        announced = self._warmed.announced
+        tensors = (*self._parameters, *self._owner.buffers())
+        self._written = [t for t in tensors if t.untyped_storage()._cdata in announced]
 
     @property
     def trained(self) -> list[torch.Tensor]:
@@ -265,6 +270,8 @@ class Pair(Graph):
             lease = Lease(self, chosen) if lend else None
             chosen.begin(lease)
             made = chosen.run(leaves)
+            # Written to behind autograd's back: what was saved of them is stale.
+            torch.autograd.graph.increment_version(self._written)
             answer.append((chosen.outputs, made))
             return [made[p] for p in chosen.outputs.differentiable], lease, chosen.saved
 
