@@ -525,6 +525,29 @@ def test_a_kind_of_batch_that_cannot_be_captured_is_tried_once(
     assert graphed.statistics.eager == {"it cannot be captured": 5}
 
 
+def test_a_refused_capture_keeps_nothing_of_its_runs(device: torch.device) -> None:
+    model = mlp(device)
+    inner = plain(model, torch.optim.SGD(model.parameters(), lr=0.05))
+
+    def step(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = inner(x, y)
+        return loss * loss.item()
+
+    def derived() -> set[int]:
+        tensors = [o for o in gc.get_objects() if type(o) is torch.Tensor]
+        return {id(t) for t in tensors if t.grad_fn is not None}
+
+    gc.collect()
+    gc.disable()
+    try:
+        before = derived()
+        with pytest.raises(gw.CaptureError):
+            gw.graph_step(step, next(rows(device)))
+        assert derived() <= before
+    finally:
+        gc.enable()
+
+
 def test_a_graphed_step_is_not_copied(device: torch.device) -> None:
     graphed = graph_of(mlp_with_adamw(device))
     with pytest.raises(gw.CaptureError, match="neither copied"):

@@ -295,9 +295,11 @@ def _named(
     except Exception as again:
         error = again  # Nothing to put back: a rehearsal does that, and what was kept is no copy.
     what = f"{first_line(error)} (in or after {journal.operation})"
+    where = user_frame(error)
+    let_go(error)  # It refers to itself by way of this frame.
     return CaptureError(
         what,
-        where=user_frame(error),
+        where=where,
         remedy="A graph repeats device work only: what waits for the GPU, copies from ordinary "
         "host memory or reads a tensor's value has to be done outside the captured call.",
     )
