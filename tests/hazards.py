@@ -29,7 +29,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 import graphwright as gw
 from graphwright import dispatch, signature, watch
 from graphwright.dispatch import GraphedCallable
-from graphwright.graphs import callgraph, cpu, cuda, transaction, transfer, undo
+from graphwright.graphs import callgraph, cpu, cuda, transaction, transfer, undo, workspaces
 from graphwright.graphs import capture as capture_module
 from graphwright.graphs import graph as graph_module
 from graphwright.graphs.callgraph import CallGraph
@@ -235,7 +235,13 @@ def nothing_is_swept(patch: pytest.MonkeyPatch) -> None:
 
 
 def workspaces_lie_anywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda._Bench, "prepare", lambda self: None)
+    patch.setattr(workspaces.Bench, "prepare", lambda self: None)
+
+
+def backwards_threads_have_theirs_anywhere(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        workspaces.PreparedThreads, "run", lambda self, func, args, kwargs: func(*args, **kwargs)
+    )
 
 
 def graphs_are_not_closed(patch: pytest.MonkeyPatch) -> None:
@@ -895,14 +901,35 @@ def cleared_workspaces_are_nobody_else_s(device: torch.device) -> None:
     other = gw.capture(torch.mm, a, b, pool=graph.pool)
     expected = graph(a, b)
     other.close()
+    check_without_workspaces(lambda: graph(a, b), lambda: expected)
+
+
+def check_without_workspaces(replay: Callable[[], Any], expected: Callable[[], Any]) -> None:
+    """Replay after the libraries' workspaces were freed and their memory was taken by others."""
     torch._C._cuda_clearCublasWorkspaces()
     torch.cuda.empty_cache()
-    mine = [torch.full((1 << 20,), 7.0, device=device) for _ in range(64)]
+    mine = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(64)]
     for _ in range(5):
-        result = graph(a, b)
+        result = replay()
     torch.cuda.synchronize()
     assert all(bool((tensor == 7).all()) for tensor in mine), "a replay wrote to others' memory"
-    torch.testing.assert_close(result, expected)
+    torch.testing.assert_close(result, expected())
+
+
+@hazard(12, backwards_threads_have_theirs_anywhere, only="cuda", isolated=True)
+def cleared_workspaces_of_a_backward_are_nobody_else_s(device: torch.device) -> None:
+    weight = rand(device, 64, 64).half().requires_grad_()
+
+    def slope(x: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            loss = (x @ weight).float().square().mean()
+        return torch.autograd.grad(loss, weight)[0]
+
+    # The sum over all rows is one that cuBLAS splits.
+    x = rand(device, 65536, 64).half()
+    with torch.no_grad():
+        graph = gw.capture(slope, x)
+    check_without_workspaces(lambda: graph(x), lambda: slope(x))
 
 
 # 13. Eviction, release, capture again.

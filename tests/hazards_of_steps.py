@@ -10,9 +10,12 @@ from typing import Any
 import pytest
 import torch
 from hazards import (
+    backwards_threads_have_theirs_anywhere,
+    check_without_workspaces,
     hazard,
     module_is_not_watched,
     nothing_is_undone,
+    rand,
     random_numbers_stand_still,
     same,
 )
@@ -212,6 +215,25 @@ def a_step_that_cannot_be_captured_changes_nothing(device: torch.device) -> None
 
 def casts_are_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(callgraph, "autocast_cache_apart", contextlib.nullcontext)
+
+
+@hazard(12, backwards_threads_have_theirs_anywhere, only="cuda", isolated=True)
+def cleared_workspaces_of_a_step_are_nobody_else_s(device: torch.device) -> None:
+    weight = torch.nn.Parameter(rand(device, 64, 64).half())
+    optimizer = torch.optim.SGD([weight], lr=0.0)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (x @ weight).float().square().mean()
+        loss.backward()
+        optimizer.step()
+        assert weight.grad is not None
+        return weight.grad
+
+    # The sum over all rows is one that cuBLAS splits.
+    x = rand(device, 65536, 64).half()
+    graphed = gw.graph_step(step, (x,))
+    check_without_workspaces(lambda: graphed(x).clone(), lambda: step(x).clone())
 
 
 @hazard(14, casts_are_kept)

@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphwright as gw
+from graphwright.graphs import warmup
 from graphwright.graphs.arena import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Arena
 from graphwright.graphs.memory import in_units, parse_bytes
 
@@ -97,6 +99,23 @@ def test_a_limit_below_the_need_is_refused_before_anything_is_captured(
     gc.collect()
     if device.type == "cuda":
         assert torch.cuda.memory_allocated() == before
+
+
+def test_a_graph_keeps_none_of_the_copies_that_warm_up_ran_on(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies: list[StorageWeakRef] = []
+
+    def noted(nbytes: int) -> torch.Tensor:
+        memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        copies.append(StorageWeakRef(memory.untyped_storage()))
+        return memory
+
+    monkeypatch.setattr(warmup, "_ordinary", lambda device: noted)
+    graph = gw.capture(model(device), rows(device, 8))
+    assert len(copies) >= 2
+    assert all(copy.expired() for copy in copies)
+    graph.close()
 
 
 def test_the_least_recently_used_graph_gives_way(device: torch.device) -> None:

@@ -359,9 +359,6 @@ class CpuRecorder:
         with capturing_seems_on() if told else contextlib.nullcontext():
             yield
 
-    def expect_backward(self) -> None:
-        """Nothing to do: the backward runs on the thread that asks for it."""
-
     def tidy(self) -> None:
         """Nothing to do: the host's allocator sees to it."""
 

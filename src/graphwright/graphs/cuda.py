@@ -24,6 +24,7 @@ from .cuda_recording import CudaRecording, find_copies
 from .driver import CopyNode
 from .journal import Journal, capturing_seems_on, collection_off
 from .recorder import Allocate, Interrupted, Prepared, Work
+from .workspaces import Bench, PreparedThreads
 
 Made = TypeVar("Made")
 Drains = Callable[[Any], Sequence[torch.Tensor]]
@@ -36,54 +37,8 @@ _ATTEMPTS = 5
 _BROKEN_BY_OTHERS = "previous error during capture"
 
 
-class _Bench:
-    """A stream of our own and the memory of the libraries' workspaces on it.
-
-    cuBLAS keeps a workspace for each stream, and a graph its address. It lies in a memory pool from
-    which nothing else is ever allocated: when somebody clears the workspaces, as Inductor's graph
-    trees do, nothing else comes to lie where our graphs write.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.stream = driver.new_stream(device)
-        self.memory = torch.cuda.MemPool()
-        self.backward = False
-
-    def prepare(self) -> None:
-        """Let cuBLAS and cuBLASLt have their workspace for this stream here.
-
-        It is one for each thread, too: autograd runs a backward on a thread of its own.
-        """
-        self.multiply()
-        if self.backward:
-            with torch.inference_mode(False), torch.enable_grad(), torch.cuda.stream(self.stream):
-                x = torch.zeros((), device=self.stream.device, requires_grad=True)
-                torch.autograd.grad(_InBackward.apply(x, self), x)  # type: ignore[no-untyped-call]
-
-    def multiply(self) -> None:
-        """Run what needs the workspaces, on this thread."""
-        device = self.stream.device
-        with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.memory, device):
-            x = torch.ones(16, 16, device=device)
-            torch.mm(x, x)
-            torch.addmm(x[0], x, x)
-
-
-class _InBackward(torch.autograd.Function):
-    """Multiplies in its backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, bench: _Bench) -> torch.Tensor:
-        ctx.bench = bench
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        ctx.bench.multiply()
-        return grads[0], None
-
-
-_FREE: dict[int, list[_Bench]] = {}
+# Streams and workspaces that no recorder uses, by device.
+_FREE: dict[int, list[Bench]] = {}
 
 
 class _CudaSegment:
@@ -122,7 +77,7 @@ class CudaRecorder:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         free = _FREE.setdefault(index, [])
-        self._bench = free.pop() if free else _Bench(self.device)
+        self._bench = free.pop() if free else Bench(self.device)
         self._stream = self._bench.stream
         self._pool: Any = None
         self._anchor: Any = None
@@ -143,10 +98,6 @@ class CudaRecorder:
         """Bytes allocated in them."""
         return sum(segment["allocated_size"] for segment in self._segments())
 
-    def expect_backward(self) -> None:
-        """Have the libraries' workspaces of autograd's thread lie where ours do."""
-        self._bench.backward = True
-
     def free_ranges(self) -> list[int]:
         """Bytes of the unused blocks; segments of small blocks as a whole."""
         found = []
@@ -160,7 +111,7 @@ class CudaRecorder:
     @contextlib.contextmanager
     def warming(self, *, told: bool = True) -> Iterator[None]:
         """Run on the capture stream, in ordinary memory."""
-        with self._on_stream(), capturing_seems_on() if told else contextlib.nullcontext():
+        with self._on_stream(), capturing_seems_on() if told else PreparedThreads(self._bench):
             yield
 
     def tidy(self) -> None:

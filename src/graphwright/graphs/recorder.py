@@ -87,11 +87,9 @@ class Recorder(Protocol):
         """Where warm-up runs: as recording does, but in ordinary memory.
 
         Args:
-            told: whether code that asks is told that a capture is under way.
+            told: whether code that asks is told that a capture is under way. The first run of a
+                call is not: it may be seen by dispatch modes, and prepares every thread.
         """
-
-    def expect_backward(self) -> None:
-        """Be ready for work with a backward, which may run on a thread of autograd's own."""
 
     def tidy(self) -> None:
         """Hand back ordinary memory that runs have left over."""

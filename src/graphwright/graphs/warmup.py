@@ -82,7 +82,9 @@ def warm(
     comparison = Comparison() if comparison is None else comparison
     trial = _Trial(work, sample, recorder, undo, comparison, copies)
     eager, first = trial.eager()
-    outside, made = first.external, first.made_by_it
+    # Not its inputs, which need not be there any longer.
+    hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
+    made = first.made_by_it
     del first
     inputs = Inputs(sample, allocate)
     journal = Journal(copies)
@@ -128,9 +130,11 @@ def warm(
             undo.check()
         journal.undo()
         mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
+        for slot in inputs.slots:
+            journal.external.pop(inputs.tensor(slot).untyped_storage()._cdata, None)
         del inputs
 
-        segments = _taken(work, sample, recorder, journal, rescue, outside)
+        segments = _taken(work, sample, recorder, journal, rescue, hosts)
         undo.check()
         put_back = True
     finally:
@@ -163,7 +167,7 @@ def _taken(
         recorder: what it is to be recorded by.
         journal: of its run.
         rescue: as for `warm`.
-        outside: memory that it has used in another run too.
+        outside: memory elsewhere that it has used in another run too.
     """
     generators = journal.generators
     if rescue is not None and recorder.device.type != "cpu":

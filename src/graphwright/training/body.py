@@ -198,7 +198,8 @@ def _run_once(
     leaves, spec = flatten(args, kwargs)
     undo = Undo(body.module, body.parameters)
     journal = Journal(copies)
-    seen = Discovery(body.parameters)
+    # The state that optimizers make stays: not in between what the backward has left over.
+    seen = Discovery(body.parameters, before_steps=recorder.tidy)
     failed = True
     try:
         inputs = Inputs(leaves, _ordinary(recorder.device))

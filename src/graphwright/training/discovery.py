@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -20,13 +20,15 @@ class Discovery:
 
     Args:
         known: parameters whose gradients others put back.
+        before_steps: called before each step of an optimizer.
 
     Attributes:
         modules: in the order in which they were first called.
         optimizers: likewise.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+    def __init__(self, known: Iterable[torch.Tensor], before_steps: Callable[[], object]) -> None:
+        self._before_steps = before_steps
         self._known = {id(parameter) for parameter in known}
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -67,6 +69,7 @@ class Discovery:
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
             self._kept.add(optimizer)
+        self._before_steps()
 
 
 class OptimizersKept:

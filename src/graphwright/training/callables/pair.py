@@ -166,7 +166,6 @@ class Pair(Graph):
         """
         with self.pool.lock:
             recorder = self.pool.recorder(self._device)
-            recorder.expect_backward()
             with self._transaction(State.WARMING) as undo:
                 self._warmed = warm(self._passes.both, self._sample, recorder, undo, self._runs)
                 self._passes.check_writes(self._warmed.mutated)
