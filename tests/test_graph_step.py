@@ -525,6 +525,20 @@ def test_a_kind_of_batch_that_cannot_be_captured_is_tried_once(
     assert graphed.statistics.eager == {"it cannot be captured": 5}
 
 
+def test_an_optimizer_that_asks_about_a_gpu_is_captured_on_the_host(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def check(self: Any) -> None:  # as PyTorch 2.11's does on a machine with a GPU
+        assert not torch.cuda.is_current_stream_capturing(), "capturable is False"
+
+    for name in ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check"):
+        monkeypatch.setattr(torch.optim.Optimizer, name, check, raising=False)
+    training = mlp_with_adamw(torch.device("cpu"))
+    graphed = graph_of(training)
+    assert graphed(*next(training.batches)).isfinite()
+    assert not [k for k in vars(training.optimizer) if "health" in k]
+
+
 def test_a_refused_capture_keeps_nothing_of_its_runs(device: torch.device) -> None:
     model = mlp(device)
     inner = plain(model, torch.optim.SGD(model.parameters(), lr=0.05))

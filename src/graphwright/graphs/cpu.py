@@ -362,6 +362,9 @@ class CpuRecorder:
     def tidy(self) -> None:
         """Nothing to do: the host's allocator sees to it."""
 
+    def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing to do: likewise."""
+
     def free_ranges(self) -> list[int]:
         """Sizes of the arena's free ranges."""
         return self._arena.free_ranges()

@@ -33,6 +33,8 @@ Drains = Callable[[Any], Sequence[torch.Tensor]]
 _GATE = threading.RLock()
 _PATIENCE_S = 10.0
 _ATTEMPTS = 5
+# Bytes up to which PyTorch's allocator packs tensors closely.
+_SMALL = 1 << 20
 # cudaErrorStreamCaptureInvalidated: what an operation reports that finds the capture broken.
 _BROKEN_BY_OTHERS = "previous error during capture"
 
@@ -117,6 +119,22 @@ class CudaRecorder:
     def tidy(self) -> None:
         """Hand back what the allocator keeps."""
         torch.cuda.empty_cache()
+
+    def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move tensors to segments that hold nothing else, and hand back those that they were in.
+
+        A block in use keeps its whole segment from being handed back.
+        """
+        moving = [t for t in tensors if t.nbytes > _SMALL and _is_alone(t)]
+        if not moving:
+            return
+        pool = torch.cuda.MemPool()
+        with self._on_stream(), torch.no_grad(), torch.cuda.use_mem_pool(pool, self.device):
+            moved = [tensor.clone() for tensor in moving]
+        for tensor, copy in zip(moving, moved, strict=True):
+            tensor.data = copy
+        del moved, copy, pool  # Their memory outlives the pool, as that of graphs does.
+        self.tidy()
 
     def rehearse(
         self,
@@ -474,3 +492,13 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph.capture_end()
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor sees its memory."""
+    return _users(tensor) == _users(torch.empty(1))
+
+
+def _users(tensor: torch.Tensor) -> int:
+    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return users

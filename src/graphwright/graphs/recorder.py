@@ -94,6 +94,9 @@ class Recorder(Protocol):
     def tidy(self) -> None:
         """Hand back ordinary memory that runs have left over."""
 
+    def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move tensors that have their memory to themselves away from what runs have left over."""
+
     def free_ranges(self) -> list[int]:
         """Bytes of the ranges that another recording could use; those of small blocks as a whole.
 

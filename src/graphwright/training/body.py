@@ -22,7 +22,7 @@ from ..graphs.transfer import Inputs
 from ..graphs.undo import Undo
 from ..signature import Args, Kwargs, flatten, unflatten
 from .discovery import Discovery, OptimizersKept
-from .optimizers import Rate
+from .optimizers import Rate, unasked
 
 Grads = Sequence[torch.Tensor | None]
 
@@ -79,6 +79,7 @@ class Body:
             with contextlib.ExitStack() as stack:
                 for rate in self.rates:
                     stack.enter_context(rate.in_place())
+                stack.enter_context(unasked(self.optimizers))
                 result = plainly(self.step, args, kwargs)
             changed = kept.changed_options()
             if changed:
@@ -198,8 +199,7 @@ def _run_once(
     leaves, spec = flatten(args, kwargs)
     undo = Undo(body.module, body.parameters)
     journal = Journal(copies)
-    # The state that optimizers make stays: not in between what the backward has left over.
-    seen = Discovery(body.parameters, before_steps=recorder.tidy)
+    seen = Discovery(body.parameters)
     failed = True
     try:
         inputs = Inputs(leaves, _ordinary(recorder.device))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -20,15 +20,13 @@ class Discovery:
 
     Args:
         known: parameters whose gradients others put back.
-        before_steps: called before each step of an optimizer.
 
     Attributes:
         modules: in the order in which they were first called.
         optimizers: likewise.
     """
 
-    def __init__(self, known: Iterable[torch.Tensor], before_steps: Callable[[], object]) -> None:
-        self._before_steps = before_steps
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
         self._known = {id(parameter) for parameter in known}
         self.modules: list[nn.Module] = []
         self.optimizers: list[Optimizer] = []
@@ -69,7 +67,6 @@ class Discovery:
         if all(optimizer is not known for known in self.optimizers):
             self.optimizers.append(optimizer)
             self._kept.add(optimizer)
-        self._before_steps()
 
 
 class OptimizersKept:
@@ -93,6 +90,17 @@ class OptimizersKept:
             for group, before in zip(optimizer.param_groups, groups, strict=False)
             for key, value in before.items()
             if group.get(key) is not value
+        ]
+
+    def made_since(self) -> list[torch.Tensor]:
+        """Tensors of states that were not there."""
+        return [
+            value
+            for optimizer, states, _ in self._kept
+            for parameter, state in optimizer.state.items()
+            if parameter not in states
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
         ]
 
     def put_back(self) -> None:

@@ -53,6 +53,30 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
             state["step"] = step.to(device, torch.float32)
 
 
+# What an optimizer asks before a step, by PyTorch's version.
+_HEALTH = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
+
+
+@contextlib.contextmanager
+def unasked(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Keep optimizers from asking for a capture: `make_capturable` has seen to it.
+
+    PyTorch 2.11 asks about the GPU where the parameters are on the host.
+    """
+    for optimizer in optimizers:
+        vars(optimizer).update(dict.fromkeys(_HEALTH, _nothing))
+    try:
+        yield
+    finally:
+        for optimizer in optimizers:
+            for name in _HEALTH:
+                del vars(optimizer)[name]
+
+
+def _nothing() -> None:
+    pass
+
+
 def check_scaling(optimizers: Sequence[Optimizer]) -> None:
     """Refuse optimizers for which a GradScaler asks the device whether to skip a step.
 

@@ -96,12 +96,14 @@ class Workings:
             body, device = self._body((args, kwargs))
             optimizers = OptimizersKept(body.optimizers)
             schedulers = SchedulersKept(self._step)
-            copies = Copies(on_host=True)
+            copies, recorder = Copies(on_host=True), pool.recorder(device)
             grads = [None if g is None else g.detach() for g in grads_of(body.parameters)]
             try:
-                look = look_at(body, args, kwargs, pool.recorder(device), copies)
+                look = look_at(body, args, kwargs, recorder, copies)
                 if self._is_new(look, body):
                     continue
+                # The state that a first step makes stays, and lies where its activations were.
+                recorder.resettle(optimizers.made_since())
                 return self._graph(body, args, kwargs, pool, warmup, look, copies, grads)
             except BaseException:
                 schedulers.put_back()
