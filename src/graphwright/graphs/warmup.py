@@ -233,6 +233,8 @@ class _Trial:
             self._undo.check()
         finally:
             journal.undo()
+        if self._copies is not None:
+            self._recorder.tidy()  # The next run needs blocks of other sizes.
         return kept, journal
 
     def compare_without_dropout(self) -> None:
