@@ -823,12 +823,20 @@ def streams_take_turns(device: torch.device) -> None:
 def a_capture_bears_other_threads(device: torch.device) -> None:
     model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(50)]).to(device).eval()
     stop, started, errors = threading.Event(), threading.Event(), []
+    allocated = threading.Event()
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        if torch.cuda.is_current_stream_capturing():
+            allocated.clear()
+            allocated.wait(0.05)  # Long enough for the other thread to come to it.
+        return model(x)
 
     def busy() -> None:
         try:
             while not stop.is_set():
                 host = torch.randn(1 << 16).pin_memory()
                 x = host.to(device, non_blocking=True)
+                allocated.set()
                 (x * 2).sum().item()
                 del x
                 torch.cuda.synchronize()
@@ -844,7 +852,7 @@ def a_capture_bears_other_threads(device: torch.device) -> None:
         started.wait()
         for n in range(1, 20):
             x = rand(device, n, 64)
-            with gw.capture(model, x) as graph:
+            with gw.capture(work, x) as graph:
                 same(graph(x), model(x).detach())
     finally:
         stop.set()
