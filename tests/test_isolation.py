@@ -221,6 +221,45 @@ def test_odd_callers_are_as_safe(before: str) -> None:
     assert statuses[:2] == ["ok", "crashed"]
 
 
+GLOBALS = """
+import torch
+import graphwright as gw
+
+class Doubling:
+    def __call__(self, x):
+        return x * 2
+
+double = Doubling()
+
+def helper(x):
+    return double(x) + 1
+
+class Net(torch.nn.Module):
+    def forward(self, x):
+        return helper(x).relu()
+
+if __name__ == "__main__":
+    report = gw.tune(Net().eval(), (torch.randn(4),), strategies=["aot_autograd"]).report
+    print([row.reason for row in report.rows if row.status == "failed"], len(report.rows))
+"""
+
+
+@pytest.mark.parametrize("how", ["script", "module that nobody else finds"])
+def test_dynamo_finds_the_globals_of_a_script(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    text = GLOBALS
+    if how != "script":
+        text = "import sys, types\nnet = sys.modules['net'] = types.ModuleType('net')\n"
+        text += f"net.__file__ = 'net.py'\nexec({GLOBALS!r}, vars(net))\n"
+        text += "globals().update(vars(net)); __name__ = '__main__'\n"
+        text += GLOBALS[GLOBALS.index("if __name__") :]
+    script.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(Path(gw.__file__).parent.parent)}
+    command = [sys.executable, str(script)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout.strip() == "[] 2", done.stdout + done.stderr
+
+
 def test_tuning_where_a_module_is_imported_does_not_start_processes_without_end(
     tmp_path: Path,
 ) -> None:

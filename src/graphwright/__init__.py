@@ -9,6 +9,7 @@ from .checker import Severity as Severity
 from .checker import check as check
 from .dispatch import GraphedCallable as GraphedCallable
 from .errors import CaptureError as CaptureError
+from .errors import ExtensionError as ExtensionError
 from .errors import GraphwrightError as GraphwrightError
 from .errors import MemoryBudgetExceeded as MemoryBudgetExceeded
 from .errors import ModelFailed as ModelFailed
@@ -26,6 +27,9 @@ from .graphs.graph import Graph as Graph
 from .graphs.memory import GraphMemory as GraphMemory
 from .graphs.memory import MemoryPool as MemoryPool
 from .graphs.memory import Prediction as Prediction
+from .ops import Extension as Extension
+from .ops import extension as extension
+from .ops import triton_op as triton_op
 from .report import Report as Report
 from .shapes.buckets import Buckets as Buckets
 from .shapes.buckets import SizesSeen as SizesSeen
@@ -42,6 +46,8 @@ __all__ = [
     "BucketStatistics",
     "Buckets",
     "CaptureError",
+    "Extension",
+    "ExtensionError",
     "Finding",
     "Graph",
     "GraphMemory",
@@ -69,8 +75,10 @@ __all__ = [
     "capture",
     "capturing",
     "check",
+    "extension",
     "graph",
     "graph_step",
     "make_graphed_callables",
+    "triton_op",
     "tune",
 ]

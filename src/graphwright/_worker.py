@@ -26,7 +26,7 @@ import torch
 
 from .errors import first_line
 from .nursery import MESSAGE
-from .payload import Task
+from .payload import Task, lend_globals
 
 # Options of prctl(2).
 _PDEATHSIG = 1
@@ -156,6 +156,7 @@ def serve(channel: socket.socket, payload: int, paper: int) -> None:
             warnings.simplefilter("ignore")  # A warning would stand in the log as the last word.
             readable: Any = file
             task: Task = torch.load(readable, weights_only=False)
+            lend_globals()
         task.settings.apply()
         mode = torch.inference_mode if task.settings.inference else contextlib.nullcontext
         with mode():

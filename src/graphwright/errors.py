@@ -80,6 +80,10 @@ class StrategyFailed(GraphwrightError):
     """A strategy is available but could not build or run this model."""
 
 
+class ExtensionError(GraphwrightError):
+    """An operator of the user's could not be built, or is not what was said of it."""
+
+
 class VerificationError(GraphwrightError):
     """A model does not agree with itself, or a graph's result with it."""
 

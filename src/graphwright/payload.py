@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 import tempfile
+import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import IO, Any
@@ -107,6 +109,26 @@ def _found(name: str) -> bool:
             if finder.find_spec(name, None) is not None:
                 return True
     return False
+
+
+def lend_globals() -> None:
+    """Have modules show what functions see as globals that were pickled by value from them.
+
+    Dynamo looks there for what such a function calls. What is there already stays.
+    """
+    for function in gc.get_objects():
+        if type(function) is not types.FunctionType:
+            continue
+        seen = function.__globals__
+        name = seen.get("__name__")
+        if not isinstance(name, str):
+            continue
+        # A module that is not there could not be imported either: `by_value` has looked.
+        module = sys.modules.setdefault(name, types.ModuleType(name))
+        if vars(module) is seen:
+            continue
+        for key, value in seen.items():
+            vars(module).setdefault(key, value)
 
 
 def modules_of(module: nn.Module) -> list[str]:
