@@ -87,3 +87,16 @@ def test_digits_are_learnt_by_a_graphed_step(capsys: pytest.CaptureFixture[str])
     printed = capsys.readouterr().out
     assert "largest difference of a loss" in printed
     assert printed.count("\n") > 10
+
+
+@pytest.mark.long
+def test_an_operator_of_one_s_own_is_measured_beside_pytorch_s(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path))
+    module = importlib.import_module("extension")
+    assert module.main((64, 33), 60.0) is not None
+    (row,) = [s for s in capsys.readouterr().out.splitlines() if " extension " in s]
+    assert any(f" {status} " in row for status in ("ok", "chosen", "slower")), row
+    x, gate = torch.randn(6, 5).t(), torch.randn(5, 6)[:, ::1]
+    torch.testing.assert_close(module.operators().gated_add(x, gate, 0.5), module.Plain()(x, gate))
