@@ -43,9 +43,9 @@ at::Tensor gated_add(const at::Tensor& x, const at::Tensor& gate, double scale) 
 
 CUDA = """
 #include <ATen/ATen.h>
-#include <ATen/cuda/CUDAContext.h>
 #include <c10/cuda/CUDAException.h>
 #include <c10/cuda/CUDAGuard.h>
+#include <c10/cuda/CUDAStream.h>
 
 __device__ float gated(float x, float g, float s) {
   g = g < 0 ? 0.0f : g;
@@ -78,7 +78,7 @@ at::Tensor gated_add(const at::Tensor& x, const at::Tensor& gate, double scale) 
   const int64_t count = a.numel();
   if (count == 0) return out;
   const int64_t blocks = std::min<int64_t>((count + 1023) / 1024, 132 * 16);
-  kernel<<<blocks, 256, 0, at::cuda::getCurrentCUDAStream()>>>(
+  kernel<<<blocks, 256, 0, c10::cuda::getCurrentCUDAStream()>>>(
       a.const_data_ptr<float>(), b.const_data_ptr<float>(), out.data_ptr<float>(),
       static_cast<float>(scale), count);
   C10_CUDA_KERNEL_LAUNCH_CHECK();

@@ -19,6 +19,8 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.ops import Function, building
+from graphwright.ops.diagnosis import diagnosed
+from graphwright.ops.sources import unit
 
 ADD = """
 #include <ATen/ATen.h>
@@ -460,3 +462,101 @@ def test_triton_operators_that_make_no_sense() -> None:
     made = gw.triton_op("tritons::gpu_only", add_one)
     with pytest.raises(gw.ExtensionError, match="Triton has no kernels"):
         made(X)
+
+
+# On a GPU.
+
+NVCC = """[1/2] /usr/local/cuda/bin/nvcc ... -c source.cu
+CUDA of mine(2): error: identifier "gatedd" is undefined
+    out[i] = gatedd(x[i]);
+             ^
+
+1 error detected in the compilation of "source.cu".
+"""
+
+
+def test_errors_of_nvcc_are_read() -> None:
+    source = unit("CUDA", "#include <a.h>\n  out[i] = gatedd(x[i]);\n", "mine", {}, ())
+    error = diagnosed(RuntimeError(NVCC), source, "mine")
+    assert (
+        error.what == 'The CUDA source of mine does not compile: identifier "gatedd" is undefined'
+    )
+    assert error.where == "CUDA of mine:2"
+    assert error.remedy is not None
+    assert "2 | out[i] = gatedd(x[i]);" in error.remedy
+
+
+@pytest.mark.gpu
+def test_a_cuda_twin_does_the_same() -> None:
+    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
+    import extension as example
+
+    made, plain = example.operators("cuda"), example.Plain()
+    for count in (0, 1, 5, 1024, 4099, 1 << 20):
+        x, gate = torch.randn(2, count + 1, device="cuda")
+        # The second begins where sixteen bytes do not divide the address.
+        for a, b in ((x, gate), (x[1:], gate[1:])):
+            torch.testing.assert_close(made.gated_add(a, b, 0.5), plain(a, b))
+    own = example.Own(made)
+    x, gate = torch.randn(2, 33, 65, device="cuda")
+    graph = gw.capture(own, x, gate)
+    compiled = torch.compile(own, fullgraph=True)
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        x, gate = torch.randn(2, 33, 65, device="cuda")
+        torch.testing.assert_close(graph(x, gate), plain(x, gate))
+        torch.testing.assert_close(compiled(x, gate), plain(x, gate))
+    with pytest.raises(gw.ExtensionError, match="does not compile") as raised:
+        gw.extension(
+            "bad_cuda",
+            cuda=example.CUDA.replace("gated(x[i]", "gatedd(x[i]"),
+            functions={"gated_add": Function("(Tensor x) -> Tensor", fake=like_first)},
+        )
+    assert "gatedd(x[i]" in str(raised.value)
+
+
+TRITON = """
+import sys
+import torch
+import triton
+import triton.language as tl
+import graphwright as gw
+
+@triton.jit
+def kernel(x, out, n, BLOCK: tl.constexpr):
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    tl.store(out + at, tl.load(x + at, at < n) + 1, at < n)
+
+def add_one(x: torch.Tensor) -> torch.Tensor:
+    out = torch.empty_like(x)
+    grid = (triton.cdiv(x.numel(), 256),)
+    torch.library.wrap_triton(kernel)[grid](x, out, x.numel(), BLOCK=256)
+    return out
+
+if __name__ == "__main__":
+    x = torch.randn(1000, device="cuda")
+    made = gw.triton_op("mine::add_one", add_one, reference=lambda x: x + 1, samples=[(x,)])
+    class Net(torch.nn.Module):
+        def forward(self, x):
+            return made(x) * 2
+    net = Net().eval()
+    graph = gw.capture(net, x)
+    compiled = torch.compile(net, fullgraph=True)
+    for y in (x + 1, x - 3):
+        for call in (net, graph, compiled):
+            torch.testing.assert_close(call(y), 2 * y + 2)
+    torch.testing.assert_close(made(x.cpu()), x.cpu() + 1)
+    report = gw.tune(net, (x,), strategies=["eager+graph", "inductor"]).report
+    print([row.reason for row in report.rows if row.status in ("failed", "crashed", "wrong")])
+"""
+
+
+@pytest.mark.gpu
+def test_a_triton_kernel_becomes_an_operator(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(TRITON)
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.stdout.strip() == "[]", done.stdout + done.stderr

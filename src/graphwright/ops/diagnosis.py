@@ -65,7 +65,7 @@ def diagnosed(error: BaseException, unit: Unit, name: str) -> ExtensionError:
     link = re.search(r"(undefined reference to .+|cannot find -l\S+)", said)
     if link is not None:
         return ExtensionError(
-            f"{name} cannot be linked: {link[1]}",
+            f"{name} cannot be linked: {link[1].rstrip(':')}.",
             remedy="Name the library that holds it in ldflags.",
         )
     return ExtensionError(
@@ -98,7 +98,8 @@ def not_registered(said: str, unit: Unit, name: str) -> ExtensionError:
             f"PyTorch does not register {name}: {' '.join(said.split())[:400]}",
             remedy="Compare the functions of the source with their schemas.",
         )
-    takes = re.sub(r"\b_(\d+)\b", r"arg\1", inferred[1].strip())
+    given, arrow, returned = re.sub(r"\b_(\d+)\b", r"arg\1", inferred[1].strip()).partition("->")
+    takes = given + arrow + re.sub(r" arg\d+", "", returned)
     why = f" ({reason[1].strip()})" if reason else ""
     return ExtensionError(
         f"{function[1]} in the {unit.language} source of {name} is not what its schema says{why}: "
