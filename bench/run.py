@@ -5,6 +5,7 @@ scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a pr
 scripts/bench buckets [--out DIR]                     a model over batch × length, by buckets
 scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
 scripts/bench check [--out DIR]                       which models can be captured
+scripts/bench operators [--out DIR]                   our operators: bandwidth, and beside Inductor
 scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/
@@ -402,6 +403,9 @@ def main() -> None:
     taking.add_argument("--out", type=Path, default=RESULTS)
     checking = commands.add_parser("check", help="which models can be captured, and whether so")
     checking.add_argument("--out", type=Path, default=RESULTS)
+    operating = commands.add_parser("operators", help="our operators beside a copy and Inductor")
+    operating.add_argument("--out", type=Path, default=RESULTS)
+    operating.add_argument("--quick", action="store_true", help="try the script: no result")
     breaking = commands.add_parser("breaks", help="calls that a plain capture does not take")
     breaking.add_argument("--out", type=Path, default=RESULTS)
     breaking.add_argument("--quick", action="store_true", help="try the script: no result")
@@ -437,6 +441,10 @@ def main() -> None:
         sys.exit(architectures(given.out))
     elif given.command == "check":
         sys.exit(check(given.out))
+    elif given.command == "operators":
+        from operators import benchmark as operators
+
+        sys.exit(operators(given.out, quick=given.quick))
     elif given.command == "breaks":
         sys.exit(breaks(given.out, quick=given.quick))
     elif given.command == "training":

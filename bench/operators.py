@@ -1,0 +1,332 @@
+"""Our own operators: their bandwidth beside a copy's, and their time beside Inductor's.
+
+    scripts/bench operators [--out DIR] [--quick]
+
+Bandwidth is that of inputs of at least 64 MiB each, as a share of what Tensor.copy_ reaches with as
+many bytes. At the sizes of models each operator runs beside torch.compile of its reference. Both
+ways of a pair repeat the call on inputs of their own inside a CUDA graph, so that no launch counts,
+and are replayed in turns; every sample is kept. Without a GPU the sizes are tiny, eager stands for
+Inductor, and the figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from run import SCHEMA, commit
+from torch.utils import _pytree as pytree
+
+from graphwright.measurement import DIGITS, Samples
+from graphwright.ops import fused, reference
+from graphwright.ops.defining import triton_works
+from graphwright.report.environment import environment
+
+Row = dict[str, Any]
+Args = tuple[Any, ...]
+Call = Callable[[], object]
+
+COPY_SHARE, INDUCTOR_RATIO = 0.85, 1.03
+REPEATS, ROUNDS, WARMUPS = 20, 60, 5
+# Bytes of an input whose bandwidth is taken, and at most of all inputs that a graph goes through.
+LARGE, ALTOGETHER = 128 * 2**20, 2**31
+
+
+@dataclass(frozen=True)
+class Case:
+    """An operator at a size: `make` gives its arguments."""
+
+    name: str
+    operator: str
+    make: Callable[[], Args]
+
+
+def _new(*sizes: int, dtype: torch.dtype) -> torch.Tensor:
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.randn(sizes, dtype=torch.float32, device=device).to(dtype)
+
+
+def _norm(rows: int, width: int, dtype: torch.dtype, *, bias: bool) -> Args:
+    x, residual = _new(rows, width, dtype=dtype), _new(rows, width, dtype=dtype)
+    weight = _new(width, dtype=dtype)
+    if bias:
+        return x, residual, weight, _new(width, dtype=dtype), 1e-5
+    return x, residual, weight, 1e-6
+
+
+def _biased(rows: int, width: int, dtype: torch.dtype, *more: str) -> Args:
+    return _new(rows, width, dtype=dtype), _new(width, dtype=dtype), *more
+
+
+def _halves(rows: int, width: int, dtype: torch.dtype) -> Args:
+    return _new(rows, 2 * width, dtype=dtype).chunk(2, -1)
+
+
+def _attention(
+    batch: int, heads: int, length: int, dtype: torch.dtype, *, causal: bool = False
+) -> Args:
+    """Scores under a causal mask, or one that leaves a fourth of each sequence out."""
+    scores = _new(batch, heads, length, length, dtype=dtype)
+    mask = torch.ones(length, length, dtype=torch.bool, device=scores.device)
+    if causal:
+        return scores, mask.tril(), 0.125
+    mask = mask[:1].expand(batch, 1, 1, length).contiguous()
+    mask[..., length * 3 // 4 :] = False
+    return scores, mask, 0.125
+
+
+def _images(count: int, size: int, dtype: torch.dtype, *, last: bool) -> Args:
+    form = torch.channels_last if last else torch.contiguous_format
+    return _new(count, 64, size, size, dtype=dtype).to(memory_format=form), 3, 2, 1
+
+
+def large_cases(nbytes: int) -> Iterator[Case]:
+    """Each operator in each dtype, its inputs of so many bytes."""
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        count = nbytes // dtype.itemsize
+        kind = str(dtype).removeprefix("torch.")
+        wide, narrow = min(4096, count), min(768, count)
+
+        def case(name: str, make: Callable[..., Args], *args: Any, kind: str = kind, **named: Any):
+            operator = name.split()[0]
+            return Case(f"{name} {kind}", operator, lambda: make(*args, **named))
+
+        rows, more = count // wide, math.ceil(count / narrow)
+        yield case("add_layer_norm 4096", _norm, rows, wide, dtype, bias=True)
+        yield case("add_layer_norm 768", _norm, more, narrow, dtype, bias=True)
+        yield case("add_rms_norm 4096", _norm, rows, wide, dtype, bias=False)
+        yield case("bias_gelu 4096", _biased, rows, wide, dtype, "none")
+        yield case("bias_gelu tanh 3072", _biased, more // 4, narrow * 4, dtype, "tanh")
+        yield case("bias_silu 4096", _biased, rows, wide, dtype)
+        yield case("swiglu 4096 halves", _halves, rows, wide, dtype)
+        length = 1024 if nbytes >= LARGE else 32
+        batch = max(1, count // length**2)
+        yield case("masked_softmax 1024", _attention, batch, 1, length, dtype, causal=True)
+        size = 112 if nbytes >= LARGE else 8
+        images = math.ceil(count / (64 * size**2))
+        yield case("relu_max_pool2d contiguous", _images, images, size, dtype, last=False)
+        yield case("relu_max_pool2d channels_last", _images, images, size, dtype, last=True)
+
+
+def model_cases(*, quick: bool) -> Iterator[Case]:
+    """The calls of BERT base, GPT-2 small, a block like Llama's and the stem of ResNet."""
+    half, brain = torch.float16, torch.bfloat16
+
+    def case(model: str, operator: str, make: Callable[..., Args], *args: Any, **named: Any):
+        sizes = "×".join(str(a) for a in args if isinstance(a, int))
+        layout = " channels_last" if named.get("last") else ""
+        return Case(f"{model} {operator} {sizes}{layout}", operator, lambda: make(*args, **named))
+
+    for batch in (1,) if quick else (1, 8):
+        rows, length = (4, 8) if quick else (batch * 128, 128)
+        wide, hidden, inner = (64, 64, 96) if quick else (768, 4096, 14336)
+        yield case("bert", "add_layer_norm", _norm, rows, wide, half, bias=True)
+        yield case("bert", "bias_gelu", _biased, rows, 4 * wide, half, "none")
+        yield case("bert", "masked_softmax", _attention, batch, 12, length, half)
+        yield case("gpt2", "add_layer_norm", _norm, max(4, rows // 2), wide, half, bias=True)
+        yield case("gpt2", "bias_gelu", _biased, max(4, rows // 2), 4 * wide, half, "tanh")
+        yield case("gpt2", "masked_softmax", _attention, batch, 12, length // 2, half, causal=True)
+        yield case("llama", "add_rms_norm", _norm, rows, hidden, brain, bias=False)
+        yield case("llama", "swiglu", _halves, rows, inner, brain)
+        yield case("llama", "bias_silu", _biased, rows, inner, brain)
+        for last in (False, True):
+            yield case(
+                "resnet", "relu_max_pool2d", _images, batch, 8 if quick else 112, half, last=last
+            )
+
+
+def bytes_of(*values: Any) -> int:
+    """Of all tensors, each element once."""
+    leaves = pytree.tree_leaves(values)
+    return sum(v.numel() * v.element_size() for v in leaves if isinstance(v, torch.Tensor))
+
+
+def repeated(function: Callable[..., Any], sets: list[Args]) -> Call:
+    """A call of the function on each set of arguments; on CUDA the replay of a graph of these."""
+
+    def run() -> None:
+        for args in sets:
+            function(*args)
+
+    if not torch.cuda.is_available():
+        run()
+        return run
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            function(*sets[0])
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return graph.replay
+
+
+def in_turns(ways: Mapping[str, Call], rounds: int) -> dict[str, list[float]]:
+    """Seconds of each way, round by round, the first of a round another each time."""
+    names = list(ways)
+    for _ in range(WARMUPS):
+        for name in names:
+            ways[name]()
+    if not torch.cuda.is_available():
+        found: dict[str, list[float]] = {name: [] for name in names}
+        for number in range(rounds):
+            for name in _turned(names, number):
+                began = time.perf_counter()
+                ways[name]()
+                found[name].append(time.perf_counter() - began)
+        return found
+    events: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {n: [] for n in names}
+    for number in range(rounds):
+        for name in _turned(names, number):
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            ways[name]()
+            end.record()
+            events[name].append((begin, end))
+    torch.cuda.synchronize()
+    return {n: [a.elapsed_time(b) / 1e3 for a, b in pairs] for n, pairs in events.items()}
+
+
+def _turned(names: list[str], number: int) -> list[str]:
+    first = number % len(names)
+    return names[first:] + names[:first]
+
+
+def times(samples: Mapping[str, list[float]], repeats: int) -> Row:
+    """Seconds of a call, of each way: every sample, the median and half of the middle range."""
+    found = {}
+    for name, seconds in samples.items():
+        each = [round(value / repeats, DIGITS + 2) for value in seconds]
+        kept = Samples(tuple(each))
+        found[name] = {"median": kept.median, "spread": kept.spread, "samples": each}
+    return found
+
+
+def kernel_used(case: Case, args: Args) -> bool:
+    """Whether our kernel computes the call, rather than the reference."""
+    operator = fused.OPERATORS[case.operator]
+    return torch.cuda.is_available() and triton_works() and operator.applies(*args)
+
+
+def bandwidth(case: Case, *, quick: bool) -> Row:
+    """The operator beside a copy of as many bytes, read and written together."""
+    args = case.make()
+    operator = getattr(fused, case.operator)
+    moved = bytes_of(args, operator(*args))
+    source = torch.empty(moved // 2, dtype=torch.uint8, device=args[0].device)
+    target = torch.empty_like(source)
+    repeats = 2 if quick else 4
+    ways = {
+        "ours": repeated(operator, [args] * repeats),
+        "copy": repeated(lambda: target.copy_(source), [()] * repeats),
+    }
+    found = in_turns(ways, 3 if quick else ROUNDS // 2)
+    row = {"case": case.name, "kernel": kernel_used(case, args), "bytes": moved}
+    row |= times(found, repeats)
+    row["gb_per_s"] = moved / row["ours"]["median"] / 1e9
+    row["copy_share"] = statistics.median(
+        copy / ours for ours, copy in zip(found["ours"], found["copy"], strict=True)
+    )
+    return row
+
+
+def beside_inductor(case: Case, *, quick: bool) -> Row:
+    """The operator beside its reference as Inductor compiles it."""
+    torch._dynamo.reset()
+    ours, plain = getattr(fused, case.operator), getattr(reference, case.operator)
+    on_gpu = torch.cuda.is_available()
+    other = torch.compile(plain, dynamic=False) if on_gpu else plain
+    one = case.make()
+    repeats = 2 if quick else REPEATS
+    count = max(2, min(repeats, ALTOGETHER // bytes_of(one)))
+    sets = [one, *(case.make() for _ in range(count - 1))]
+    sets = [sets[n % count] for n in range(repeats)]
+    row: Row = {"case": case.name, "kernel": kernel_used(case, one), "bytes": bytes_of(one)}
+    row["difference"] = difference(ours(*one), plain(*one))
+    peer = "inductor" if on_gpu else "eager"
+    ways = {"ours": repeated(ours, sets), peer: repeated(other, sets)}
+    found = in_turns(ways, 3 if quick else ROUNDS)
+    row |= times(found, repeats)
+    row["ratio"] = statistics.median(a / b for a, b in zip(found["ours"], found[peer], strict=True))
+    return row
+
+
+def difference(ours: Any, plain: Any) -> float:
+    """The largest one from eager's result, over its largest value."""
+    pairs = zip(pytree.tree_leaves(ours), pytree.tree_leaves(plain), strict=True)
+    return max(float((a.double() - b.double()).abs().max() / b.abs().max()) for a, b in pairs)
+
+
+def measure(*, quick: bool) -> Row:
+    """All rows; each is printed when it is there."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    large, models = [], []
+    with torch.no_grad():
+        for case in large_cases(2**14 if quick else LARGE):
+            large.append(bandwidth(case, quick=quick))
+            row = large[-1]
+            print(f"{row['case']}: {row['gb_per_s']:.0f} GB/s, {row['copy_share']:.2f} of a copy's")
+            sys.stdout.flush()
+        for case in model_cases(quick=quick):
+            models.append(beside_inductor(case, quick=quick))
+            row = models[-1]
+            print(
+                f"{row['case']}: {row['ours']['median'] * 1e6:.2f} µs, "
+                f"{row['ratio']:.3f} of its peer's",
+                flush=True,
+            )
+    return {"environment": environment(device), "bandwidth": large, "models": models}
+
+
+def targets(result: Row) -> list[Row]:
+    """What is asked of the figures, and whether it holds."""
+    found = []
+    for row in result["bandwidth"]:
+        asked = f"{row['case']}: {COPY_SHARE:.0%} of a copy's bandwidth"
+        met = row["kernel"] and row["copy_share"] >= COPY_SHARE
+        found.append({"target": asked, "figure": row["copy_share"], "met": met})
+    for row in result["models"]:
+        asked = f"{row['case']}: at most {INDUCTOR_RATIO:g} times Inductor's time"
+        met = row["kernel"] and row["ratio"] <= INDUCTOR_RATIO
+        found.append({"target": asked, "figure": row["ratio"], "met": met})
+    return found
+
+
+def to_text(result: Row) -> str:
+    """The targets as a table."""
+    rows = [
+        (t["target"], f"{t['figure']:.3f}", "yes" if t["met"] else "NO") for t in result["targets"]
+    ]
+    width = max(len(row[0]) for row in rows)
+    return "\n".join(f"{asked:{width}}  {figure:>7}  {met}" for asked, figure, met in rows)
+
+
+def benchmark(out: Path, *, quick: bool) -> int:
+    """Measure and write; the number of targets that are missed."""
+    quick = quick or not torch.cuda.is_available()
+    result = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "operators",
+        "commit": commit(),
+        "quick": quick,
+        **measure(quick=quick),
+    }
+    result["targets"] = targets(result)
+    out.mkdir(parents=True, exist_ok=True)
+    where = out / "operators.json"
+    where.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
+    print(f"{to_text(result)}\nwrote {where}")
+    return sum(not target["met"] for target in result["targets"])

@@ -1,0 +1,117 @@
+"""Activations with what is added to or multiplied with them, in one pass over memory."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+
+from . import reference
+from .defining import define
+from .layout import has_rows, is_row, like, takes
+
+
+def _bias_applies(x: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> bool:
+    known = approximate in ("none", "tanh")
+    return known and takes(x) and is_row(bias, x) and has_rows(x)
+
+
+def _swiglu_applies(gate: torch.Tensor, up: torch.Tensor) -> bool:
+    return takes(gate) and like(gate, up) and has_rows(gate) and has_rows(up)
+
+
+def _launch_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    from .kernels.activations import bias_activation
+
+    return bias_activation(x, bias, "gelu" if approximate == "none" else "gelu_tanh")
+
+
+def _launch_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    from .kernels.activations import bias_activation
+
+    return bias_activation(x, bias, "silu")
+
+
+def _launch_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    from .kernels.activations import swiglu
+
+    return swiglu(gate, up)
+
+
+BIAS_GELU = define(
+    'bias_gelu(Tensor x, Tensor bias, str approximate="none") -> Tensor',
+    reference.bias_gelu,
+    applies=_bias_applies,
+    launch=_launch_gelu,
+)
+BIAS_SILU = define(
+    "bias_silu(Tensor x, Tensor bias) -> Tensor",
+    reference.bias_silu,
+    applies=_bias_applies,
+    launch=_launch_silu,
+)
+SWIGLU = define(
+    "swiglu(Tensor gate, Tensor up) -> Tensor",
+    reference.swiglu,
+    applies=_swiglu_applies,
+    launch=_launch_swiglu,
+)
+
+
+def bias_gelu(
+    x: torch.Tensor, bias: torch.Tensor, approximate: Literal["none", "tanh"] = "none"
+) -> torch.Tensor:
+    """GELU of x + bias.
+
+    The kernel takes float32, float16 and bfloat16 with a contiguous last dimension, and computes
+    in float32 throughout; all else is computed by PyTorch's own operations.
+
+    Args:
+        x: (..., N).
+        bias: (N,), or anything that x + bias takes.
+        approximate: "none" for the error function, "tanh" for its approximation.
+
+    Returns:
+        As x in shape and dtype.
+
+    Raises:
+        RuntimeError: where torch.nn.functional.gelu(x + bias, ...) raises it.
+    """
+    result: torch.Tensor = torch.ops.graphwright.bias_gelu.default(x, bias, approximate)
+    return result
+
+
+def bias_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """SiLU of x + bias.
+
+    Args:
+        x: (..., N); dtypes and layouts as `bias_gelu`.
+        bias: (N,), or anything that x + bias takes.
+
+    Returns:
+        As x in shape and dtype.
+
+    Raises:
+        RuntimeError: where torch.nn.functional.silu(x + bias) raises it.
+    """
+    result: torch.Tensor = torch.ops.graphwright.bias_silu.default(x, bias)
+    return result
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up (Shazeer, 2020).
+
+    The two may be the halves of one tensor, `both.chunk(2, -1)`: no copy is made of them.
+
+    Args:
+        gate: (..., N); dtypes and layouts as `bias_gelu`.
+        up: as gate, or anything that silu(gate) * up takes.
+
+    Returns:
+        As gate in shape and dtype, contiguous where the kernel applies.
+
+    Raises:
+        RuntimeError: where torch.nn.functional.silu(gate) * up raises it.
+    """
+    result: torch.Tensor = torch.ops.graphwright.swiglu.default(gate, up)
+    return result

@@ -1,0 +1,125 @@
+"""bias_gelu, bias_silu and swiglu: tiles of rows and columns, so that no index is divided."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..layout import LIMIT, row_stride
+from .sizes import tile
+
+
+@triton.jit
+def silu(value):
+    """Value times its logistic function, in float32."""
+    return value / (1.0 + tl.exp(-value))
+
+
+@triton.jit
+def gelu(value):
+    """GELU by the error function."""
+    return 0.5 * value * (1.0 + tl.erf(value * 0.7071067811865476))
+
+
+@triton.jit
+def gelu_tanh(value):
+    """GELU by its approximation: (1 + tanh(u)) / 2 is the logistic function of 2u."""
+    twice = 1.5957691216057308 * (value + 0.044715 * value * value * value)
+    return value / (1.0 + tl.exp(-twice))
+
+
+@triton.jit
+def bias_activation_kernel(
+    x,
+    bias,
+    result,
+    rows,
+    columns,
+    x_stride,
+    ACTIVATION: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """An activation of x + bias, of a tile."""
+    across = tl.cdiv(columns, COLUMNS)
+    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    column = ((tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows)[:, None] & (column < columns)
+    row = row.to(tl.int64)[:, None]
+    value = tl.load(x + row * x_stride + column, mask=inside, eviction_policy="evict_first")
+    shift = tl.load(bias + column, mask=column < columns, eviction_policy="evict_last")
+    value = value.to(tl.float32) + shift.to(tl.float32)
+    if ACTIVATION == "silu":
+        value = silu(value)
+    elif ACTIVATION == "gelu":
+        value = gelu(value)
+    else:
+        value = gelu_tanh(value)
+    tl.store(result + row * columns + column, value.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def swiglu_kernel(
+    gate,
+    up,
+    result,
+    rows,
+    columns,
+    gate_stride,
+    up_stride,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """silu(gate) * up, of a tile."""
+    across = tl.cdiv(columns, COLUMNS)
+    row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
+    column = ((tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
+    inside = (row < rows)[:, None] & (column < columns)
+    row = row.to(tl.int64)[:, None]
+    a = tl.load(gate + row * gate_stride + column, mask=inside, eviction_policy="evict_first")
+    b = tl.load(up + row * up_stride + column, mask=inside, eviction_policy="evict_first")
+    value = silu(a.to(tl.float32)) * b.to(tl.float32)
+    tl.store(result + row * columns + column, value.to(result.dtype.element_ty), mask=inside)
+
+
+def bias_activation(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
+    """The activation "gelu", "gelu_tanh" or "silu" of x + bias, contiguous."""
+    columns = x.shape[-1]
+    rows = x.numel() // columns
+    result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    height, width = tile(rows, columns)
+    grid = (triton.cdiv(rows, height) * triton.cdiv(columns, width),)
+    bias_activation_kernel[grid](
+        x,
+        bias,
+        result,
+        rows,
+        columns,
+        row_stride(x),
+        ACTIVATION=activation,
+        ROWS=height,
+        COLUMNS=width,
+        num_warps=4,
+    )
+    return result
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(gate) * up, contiguous."""
+    columns = gate.shape[-1]
+    rows = gate.numel() // columns
+    strides = row_stride(gate), row_stride(up)
+    result = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    if strides == (columns, columns) and gate.numel() < LIMIT:
+        # Nothing tells the rows apart: one long row fills every tile.
+        rows, columns = 1, gate.numel()
+        strides = columns, columns
+    height, width = tile(rows, columns)
+    grid = (triton.cdiv(rows, height) * triton.cdiv(columns, width),)
+    swiglu_kernel[grid](
+        gate, up, result, rows, columns, *strides, ROWS=height, COLUMNS=width, num_warps=4
+    )
+    return result

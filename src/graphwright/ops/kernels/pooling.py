@@ -1,0 +1,170 @@
+"""relu_max_pool2d: a tile of outputs a program, each with its window.
+
+An index beyond the input's edge is moved to the edge: that element lies in the same window, as
+padding is at most half of it, so it changes no maximum, and no load needs a mask. ReLU is the
+maximum with 0, from which each window begins.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ..pooling import pooled_size
+from .sizes import PROGRAMS, power_of_two
+
+
+@triton.jit
+def larger(a, b):
+    """The larger one, NaN if either is."""
+    return tl.maximum(a, b, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def planes_kernel(
+    x,
+    result,
+    height,
+    width,
+    out_height,
+    out_width,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A tile of one plane, where planes are contiguous."""
+    across = tl.cdiv(out_width, COLUMNS)
+    tiles = tl.cdiv(out_height, ROWS) * across
+    plane = tl.program_id(0) // tiles
+    number = tl.program_id(0) % tiles
+    # In one dimension, as Triton would lay the threads of two along the rows.
+    pixel = tl.arange(0, ROWS * COLUMNS)
+    row = (number // across) * ROWS + pixel // COLUMNS
+    column = (number % across) * COLUMNS + pixel % COLUMNS
+    x += plane.to(tl.int64) * height * width
+    largest = tl.zeros((ROWS * COLUMNS,), tl.float32)
+    for i in tl.static_range(KERNEL_H):
+        y = row * STRIDE_H + (i - PADDING_H)
+        y = tl.minimum(tl.maximum(y, 0), height - 1) * width
+        for j in tl.static_range(KERNEL_W):
+            z = column * STRIDE_W + (j - PADDING_W)
+            z = tl.minimum(tl.maximum(z, 0), width - 1)
+            largest = larger(largest, tl.load(x + y + z).to(tl.float32))
+    result += plane.to(tl.int64) * out_height * out_width
+    inside = (row < out_height) & (column < out_width)
+    tl.store(result + row * out_width + column, largest.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def channels_last_kernel(
+    x,
+    result,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """A tile of one image and some of its channels, where channels are contiguous."""
+    groups = tl.cdiv(channels, CHANNELS)
+    across = tl.cdiv(out_width, COLUMNS)
+    tiles = tl.cdiv(out_height, ROWS) * across
+    channel = ((tl.program_id(0) % groups) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    number = tl.program_id(0) // groups % tiles
+    image = (tl.program_id(0) // groups // tiles).to(tl.int64)
+    pixel = tl.arange(0, ROWS * COLUMNS)
+    row = ((number // across) * ROWS + pixel // COLUMNS)[:, None]
+    column = ((number % across) * COLUMNS + pixel % COLUMNS)[:, None]
+    known = channel < channels
+    x += image * height * width * channels
+    largest = tl.zeros((ROWS * COLUMNS, CHANNELS), tl.float32)
+    for i in tl.static_range(KERNEL_H):
+        y = row * STRIDE_H + (i - PADDING_H)
+        y = tl.minimum(tl.maximum(y, 0), height - 1) * width
+        for j in tl.static_range(KERNEL_W):
+            z = column * STRIDE_W + (j - PADDING_W)
+            z = tl.minimum(tl.maximum(z, 0), width - 1)
+            value = tl.load(x + (y + z) * channels + channel, mask=known, other=0.0)
+            largest = larger(largest, value.to(tl.float32))
+    result += image * out_height * out_width * channels
+    inside = (row < out_height) & (column < out_width) & known
+    place = (row * out_width + column) * channels + channel
+    tl.store(result + place, largest.to(result.dtype.element_ty), mask=inside)
+
+
+def relu_max_pool2d(
+    x: torch.Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
+) -> torch.Tensor:
+    """The pool of relu(x), in the memory format of x."""
+    images, channels, height, width = x.shape
+    out_height = pooled_size(height, kernel[0], stride[0], padding[0])
+    out_width = pooled_size(width, kernel[1], stride[1], padding[1])
+    planes = x.is_contiguous()
+    result = torch.empty(
+        (images, channels, out_height, out_width),
+        dtype=x.dtype,
+        device=x.device,
+        memory_format=torch.contiguous_format if planes else torch.channels_last,
+    )
+    sizes = height, width, out_height, out_width
+    window = {
+        "KERNEL_H": kernel[0],
+        "KERNEL_W": kernel[1],
+        "STRIDE_H": stride[0],
+        "STRIDE_W": stride[1],
+        "PADDING_H": padding[0],
+        "PADDING_W": padding[1],
+    }
+    if planes:
+        columns = min(power_of_two(out_width), 64)
+        rows = min(power_of_two(out_height), 256 // columns)
+        tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
+        # One output a thread: with more, Triton gives a thread neighbours, whose windows lie a
+        # stride apart, and the loads of a warp are scattered.
+        planes_kernel[(images * channels * tiles,)](
+            x,
+            result,
+            *sizes,
+            **window,
+            ROWS=rows,
+            COLUMNS=columns,
+            num_warps=max(1, rows * columns // 32),
+        )
+        return result
+    block = min(power_of_two(channels), 64)
+    groups = triton.cdiv(channels, block)
+    rows = min(4, power_of_two(out_height))
+    columns = min(max(4, 512 // block), power_of_two(out_width))
+    tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
+    while columns > 4 and images * groups * tiles < PROGRAMS:
+        columns //= 2
+        tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
+    channels_last_kernel[(images * groups * tiles,)](
+        x,
+        result,
+        channels,
+        *sizes,
+        **window,
+        ROWS=rows,
+        COLUMNS=columns,
+        CHANNELS=block,
+        num_warps=4,
+    )
+    return result

@@ -1,0 +1,36 @@
+"""How a kernel's work is cut up: formulas rather than trials at run time."""
+
+from __future__ import annotations
+
+# Two for each multiprocessor of an H100 or H200, so that a small call uses the whole device.
+PROGRAMS = 2 * 132
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two that is not smaller."""
+    return 1 << max(0, number - 1).bit_length()
+
+
+def row_block(rows: int, columns: int, size: int = 1024) -> tuple[int, int, int]:
+    """Rows a program, its block of columns and its warps, where a row lies in one program."""
+    block = power_of_two(columns)
+    together = max(1, size // block)
+    while together > 1 and rows < together * PROGRAMS:
+        together //= 2
+    elements = together * block
+    warps = 4 if elements <= 2048 else 8 if elements <= 8192 else 16 if elements <= 16384 else 32
+    return together, block, warps
+
+
+def tile(rows: int, columns: int, largest: int = 2048, least: int = 512) -> tuple[int, int]:
+    """Rows and columns of a program's tile, where all elements are independent.
+
+    A width that divides the columns is preferred, as it leaves no thread idle.
+    """
+    size = largest
+    while size > least and rows * columns < size * PROGRAMS:
+        size //= 2
+    dividing = columns & -columns
+    width = dividing if dividing >= 256 else power_of_two(columns)
+    width = min(width, size)
+    return min(size // width, power_of_two(rows)), width

@@ -1,0 +1,72 @@
+"""What our operators compute, in PyTorch's own operations: the definition of each of them."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional as F  # noqa: N812  # the field's name for it
+
+Pair = int | list[int] | tuple[int, ...]
+
+
+def add_layer_norm(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum's layer norm over the last dimension, and the sum."""
+    total = x + residual
+    return F.layer_norm(total, total.shape[-1:], weight, bias, eps), total
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The sum's root-mean-square norm over the last dimension, and the sum."""
+    total = x + residual
+    return F.rms_norm(total, total.shape[-1:], weight, eps), total
+
+
+def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    """GELU of x + bias."""
+    return F.gelu(x + bias, approximate=approximate)
+
+
+def bias_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+    """SiLU of x + bias."""
+    return F.silu(x + bias)
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """SiLU of the gate, times the other."""
+    return F.silu(gate) * up
+
+
+def relu_max_pool2d(
+    x: torch.Tensor, kernel_size: Pair, stride: Pair = (), padding: Pair = 0
+) -> torch.Tensor:
+    """The pool of ReLU."""
+    return torch.max_pool2d(F.relu(x), kernel_size, stride, padding)
+
+
+def max_pool2d_relu(
+    x: torch.Tensor, kernel_size: Pair, stride: Pair = (), padding: Pair = 0
+) -> torch.Tensor:
+    """The same values with less work: ReLU is monotonic, and both hand on NaN.
+
+    The gradients are the same too: they go to the first of the largest elements, if it is over 0.
+    """
+    if not x.is_floating_point():
+        return relu_max_pool2d(x, kernel_size, stride, padding)  # It says what is wrong.
+    return F.relu(torch.max_pool2d(x, kernel_size, stride, padding))
+
+
+def masked_softmax(
+    scores: torch.Tensor, mask: torch.Tensor | None = None, scale: float = 1.0
+) -> torch.Tensor:
+    """Softmax over the last dimension of scores * scale, where the mask is true."""
+    scaled = scores * scale
+    if mask is not None:
+        scaled = scaled.masked_fill(~mask, -torch.inf)
+    return scaled.softmax(-1)
