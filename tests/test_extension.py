@@ -16,6 +16,7 @@ import cloudpickle
 import pytest
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 import graphwright as gw
 from graphwright.ops import Function, building
@@ -94,7 +95,7 @@ def test_a_gradient_that_nobody_gave_is_an_error() -> None:
     loss = made.scaled_add(x, x).sum()
     with pytest.raises(gw.ExtensionError, match="has no backward"):
         loss.backward()
-    with pytest.raises(gw.ExtensionError, match="autograd cannot follow"):
+    with pytest.raises(gw.ExtensionError, match="cannot be followed by autograd"):
         made.scale_(x, 2.0)
     with torch.no_grad():
         made.scale_(x, 2.0)
@@ -143,41 +144,172 @@ def test_what_was_pickled_or_copied_is_the_same() -> None:
     assert copy.deepcopy(made.scaled_add) is made.scaled_add
 
 
-def test_under_the_same_name_another_takes_its_place() -> None:
-    first = demo("again")
-    assert demo("again") is not None
+def plus_one(**options: Any) -> gw.Extension:
+    """Another source under the name of demo(), unless it is told otherwise."""
     source = ADD.replace("y * scale", "y * scale + 1")
-    function = Function(SCHEMA, fake=like_first)
-    other = gw.extension("again", cpp=source, functions={"scaled_add": function}, cflags=["-O0"])
-    assert torch.equal(torch.ops.again.scaled_add(X, X), 2 * X + 1)
-    assert not hasattr(torch.ops.again, "scale_")
-    first.close()
+    function = Function(SCHEMA, **({"fake": like_first} | options))
+    return gw.extension("demo", cpp=source, functions={"scaled_add": function}, cflags=["-O0"])
+
+
+def test_under_a_name_that_was_used_another_lies_beside_it() -> None:
+    first = demo()
+    graph = gw.capture(lambda x: first.scaled_add(x, x), X)
+    packed = cloudpickle.dumps(first)
+    other = plus_one()
+    assert demo() is first
+    assert other.scaled_add.name != first.scaled_add.name
     assert torch.equal(other.scaled_add(X, X), 2 * X + 1)
-    other.close()
-    assert not hasattr(torch.ops.again, "scaled_add")
+    for still in (first.scaled_add, pickle.loads(packed).scaled_add, torch.ops.demo.scaled_add):
+        assert torch.equal(still(X, X), 2 * X)
+    assert torch.equal(graph(X + 1), 2 * X + 2)
 
 
-def test_files_headers_and_names_of_their_own(tmp_path: Path) -> None:
-    (tmp_path / "factor.h").write_text("inline double factor() { return 2; }\n")
-    source = tmp_path / "twice.cpp"
-    source.write_text(
-        '#include "factor.h"\n#include <ATen/core/Tensor.h>\n#include <ATen/ops/mul.h>\n'
-        "namespace mine {\n"
-        "at::Tensor twice(const at::Tensor& x) { return at::mul(x, factor()); }\n"
-        "}\n"
+def test_what_fails_takes_nothing_away() -> None:
+    first = demo()
+    known = len([name for name in dir(torch.ops.demo) if "scaled_add" in name])
+    with pytest.raises(gw.ExtensionError, match="has a fake that returns something else"):
+        plus_one(fake=lambda x, y, scale: x.new_empty(7), samples=[(X, X)])
+    assert torch.equal(first.scaled_add(X, X), 2 * X)
+    assert len([name for name in dir(torch.ops.demo) if "scaled_add" in name]) == known
+    assert torch.equal(plus_one(samples=[(X, X)]).scaled_add(X, X), 2 * X + 1)
+
+
+def times(factor: float) -> Callable[..., Any]:
+    return lambda ctx, gradient: (gradient * factor, None, None)
+
+
+def test_compiled_code_has_the_backward_of_its_own_extension(tmp_path: Path) -> None:
+    # PyTorch's cache on disk knows an operator by its name.
+    for factor in (2.0, 7.0):
+        text = CACHED.format(source=ADD, schema=SCHEMA, factor=factor)
+        environment = {
+            **os.environ,
+            "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+            "PYTHONPATH": str(Path(gw.__file__).parent.parent),
+        }
+        done = subprocess.run(
+            [sys.executable, "-c", text], env=environment, capture_output=True, text=True
+        )
+        assert done.stdout.split() == [str(factor)], done.stdout + done.stderr
+
+
+CACHED = """
+import torch
+import graphwright as gw
+from graphwright.ops import Function
+function = Function(
+    {schema!r},
+    fake=lambda x, y, scale: torch.empty_like(x),
+    backward=lambda ctx, g: (g * {factor}, None, None),
+)
+made = gw.extension("demo", cpp={source!r}, functions={{"scaled_add": function}}, cflags=["-O0"])
+x = torch.ones(3, requires_grad=True)
+torch.compile(lambda x: made.scaled_add(x, x.detach()).sum(), fullgraph=True)(x).backward()
+print(float(x.grad[0]))
+"""
+
+
+def test_defaults_reach_the_fake() -> None:
+    made = demo()
+    compiled = torch.compile(lambda x: made.scaled_add(x, x), fullgraph=True, backend="aot_eager")
+    assert torch.equal(compiled(X), 2 * X)
+    made.scaled_add.check(X, X)
+
+
+def test_without_a_backward_it_is_compiled_and_the_gradient_is_an_error() -> None:
+    made = demo("no_gradient", backward=None, setup_context=None, samples=[(X, X, 2.0)])
+    compiled = torch.compile(made.scaled_add, fullgraph=True, backend="aot_eager")
+    x = X.clone().requires_grad_()
+    result = compiled(x, x, 2.0)
+    assert torch.equal(result, 3 * X)
+    with pytest.raises(gw.ExtensionError, match="has no backward"):
+        result.sum().backward()
+
+
+def test_forward_mode_is_refused() -> None:
+    made = demo()
+    with pytest.raises(gw.ExtensionError, match="no derivative in forward mode"):
+        torch.func.jvp(lambda x: made.scaled_add(x, x), (X,), (torch.ones_like(X),))
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(X.clone(), torch.ones_like(X))
+        with pytest.raises(gw.ExtensionError, match="no derivative in forward mode"):
+            made.scale_(dual, 2.0)
+
+
+def test_what_is_written_to_has_a_new_version() -> None:
+    made = demo()
+    weight, buffer = torch.ones(3, requires_grad=True), torch.full((3,), 3.0)
+    loss = (weight * buffer).sum()
+    made.scale_(buffer, 2.0)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_a_result_that_is_an_argument_is_seen_when_it_happens() -> None:
+    cpp = "#include <ATen/core/Tensor.h>\n"
+    cpp += "at::Tensor whole(const at::Tensor& x) { return x.contiguous(); }\n"
+    function = Function("(Tensor x) -> Tensor", fake=like_first)
+    made = gw.extension("whole", cpp=cpp, functions={"whole": function}, cflags=["-O0"])
+    assert torch.equal(made.whole(X.t()), X.t())
+    with pytest.raises(gw.ExtensionError, match="returned one of its arguments"):
+        made.whole(X)
+
+
+def test_two_calls_of_a_random_operator_are_not_one() -> None:
+    cpp = "#include <ATen/core/Tensor.h>\n#include <ATen/ops/rand_like.h>\n"
+    cpp += "at::Tensor noise(const at::Tensor& x) { return at::rand_like(x); }\n"
+    function = Function("(Tensor x) -> Tensor", fake=like_first, random=True)
+    made = gw.extension("noise", cpp=cpp, functions={"noise": function}, cflags=["-O0"])
+    compiled = torch.compile(
+        lambda x: (made.noise(x) - made.noise(x)) * x, fullgraph=True, backend="aot_eager"
     )
-    function = Function("(Tensor x) -> Tensor", fake=like_first, symbol="mine::twice")
+    assert compiled(torch.ones(9, requires_grad=True)).detach().abs().sum() > 0
 
-    def made() -> gw.Extension:
-        return gw.extension("files", cpp=source, functions={"double": function}, cflags=["-O0"])
 
-    before = made()
-    assert torch.equal(before.double(X), 2 * X)
-    (tmp_path / "factor.h").write_text("inline double factor() { return 3; }\n")
-    after = made()
-    assert torch.equal(after.double(X), 3 * X)
-    assert before.libraries != after.libraries
-    after.close()
+@pytest.mark.long
+def test_headers_are_those_that_the_compiler_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for folder in ("a", "b", "shared", "path"):
+        (tmp_path / folder).mkdir()
+
+    def write(a: int, b: int, shared: int, path: int) -> None:
+        for folder, number in {"a": a, "b": b, "shared": shared, "path": path}.items():
+            text = f"#define OWN_{folder.upper()} {number}\n"
+            name = "own.h" if folder in "ab" else f"{folder}.h"
+            (tmp_path / folder / name).write_text(text)
+
+    one = '#include "own.h"\n#include <shared.h>\n#include <ATen/core/Tensor.h>\n'
+    one += "#define NAME <path.h>\n#include NAME\n"
+    one += "inline int one() { return OWN_A + OWN_SHARED + OWN_PATH; }\n"
+    two = '#include "own.h"\n#include <ATen/ops/mul.h>\nnamespace mine {\n'
+    two += (
+        "at::Tensor scaled(const at::Tensor& x) { return at::mul(x, one() + 1000 * OWN_B); }\n}\n"
+    )
+    (tmp_path / "a" / "one.cpp").write_text(one)
+    (tmp_path / "b" / "two.cpp").write_text(two)
+    monkeypatch.setenv("CPATH", str(tmp_path / "path"))
+    function = Function("(Tensor x) -> Tensor", fake=like_first, symbol="mine::scaled")
+    for numbers in ((1, 2, 10, 100), (1, 2, 20, 100), (1, 2, 20, 300), (5, 6, 20, 300)):
+        write(*numbers)
+        made = gw.extension(
+            f"files_{sum(numbers)}",
+            cpp=[tmp_path / "a" / "one.cpp", str(tmp_path / "b" / "two.cpp")],
+            functions={"scaled": function},
+            cflags=["-O0"],
+            include_dirs=[tmp_path / "shared"],
+        )
+        a, b, shared, path = numbers
+        assert made.scaled(torch.ones(1)).item() == a + shared + path + 1000 * b
+
+
+def test_a_folder_that_cannot_be_written_to_is_read(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    demo()
+    monkeypatch.setattr(building, "_build", None)
+    monkeypatch.setattr(Path, "mkdir", None)
+    demo("demo", backward=times(3.0))
 
 
 BUILDER = """
@@ -277,6 +409,25 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"functions": {"f": Function("(Tensor(a!) x) -> ()", backward=of_both)}},
         "writes to an argument, and has a backward",
     ),
+    "a function that is an attribute": ({"functions": {"name": SCHEMA}}, "an attribute of every"),
+    "functions in a list": ({"functions": ["f"]}, "functions is no dictionary but list"),
+    "flags in a text": ({"cflags": "-O0 -g"}, "cflags is one text"),
+    "a sample that is no tuple": (
+        {"functions": {"f": Function("(Tensor x) -> Tensor", like_first, samples=(X,))}},
+        "sample of f is no tuple",
+    ),
+    "no tensor": (
+        {"functions": {"f": Function("(int n) -> Tensor", fake=lambda n: torch.empty(n))}},
+        "takes no tensor",
+    ),
+    "a tensor by keyword with a backward": (
+        {"functions": {"f": Function("(*, Tensor x) -> Tensor", lambda *, x: x, of_both)}},
+        "by keyword alone, and has a backward",
+    ),
+    "a source that registers itself": (
+        {"cpp": ADD + 'TORCH_LIBRARY(wrong, m) { m.def("f", &f); }'},
+        "registers operators itself, by TORCH_LIBRARY. \\(at C\\+\\+ of wrong:7\\)",
+    ),
     "CUDA without a GPU": ({"cpp": None, "cuda": "\nvoid f() {}"}, "a source for CUDA alone"),
 }
 
@@ -296,6 +447,7 @@ def test_what_makes_no_sense_is_told_before_it_is_built(
     with pytest.raises((gw.ExtensionError, gw.OptionError), match=said):
         gw.extension(options.pop("name"), **options)
     assert not hasattr(torch.ops.wrong, "f")
+    assert not hasattr(torch.ops.wrong, "scaled_add")
 
 
 def one(body: str, schema: str = "(Tensor x) -> Tensor", **options: Any) -> dict[str, Any]:
@@ -354,6 +506,14 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
     "an option that no compiler knows": (
         one(PLAIN) | {"cflags": ["-fno-such-option"]},
         ["does not know an option", "fno-such-option"],
+    ),
+    "a brace that is not closed": (
+        one(PLAIN.replace("}", "")),
+        ["ends before it is complete", "a brace that is not closed"],
+    ),
+    "a sample of other arguments": (
+        one(PLAIN, samples=[(X, X)]),
+        ["A sample is no call of bad::f"],
     ),
     "a library that is not there": (
         one(PLAIN) | {"ldflags": ["-lnowhere"]},
@@ -425,10 +585,9 @@ def test_a_tool_that_is_missing_is_named(tool: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_tensors_on_a_device_without_a_source_are_told() -> None:
-    made = demo("devices")
+    demo("devices")
     with pytest.raises(gw.ExtensionError, match="has no source in CUDA"):
         torch.ops.devices.scaled_add.default._op_dk(torch._C.DispatchKey.CUDA, X, X, 1.0)
-    made.close()
 
 
 # triton_op().
@@ -452,6 +611,38 @@ def test_a_triton_operator_has_its_reference_on_the_cpu() -> None:
     x = X.clone().requires_grad_()
     with pytest.raises(gw.ExtensionError, match="has no backward"):
         made(x).sum().backward()
+
+
+def double_(x: torch.Tensor) -> None:
+    raise AssertionError("this is for GPUs")
+
+
+def double_plainly(x: torch.Tensor) -> None:
+    x.data.mul_(2)
+
+
+def test_a_triton_operator_that_writes_loses_no_gradient() -> None:
+    made = gw.triton_op("tritons::double_", double_, mutates_args=["x"], reference=double_plainly)
+    mine = X.clone()
+    made(mine)
+    assert torch.equal(mine, 2 * X)
+    weight = X.clone().requires_grad_()
+    with pytest.raises(gw.ExtensionError, match="cannot be followed by autograd"):
+        made(weight * 1)
+    loss = (weight * mine).sum()
+    made(mine)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_another_triton_operator_of_the_same_name_lies_beside_it() -> None:
+    made = gw.triton_op("tritons::again", add_one, reference=add_one_plainly)
+    packed = cloudpickle.dumps(made)
+    other = gw.triton_op("tritons::again", add_one, reference=lambda x: x + 2)
+    assert gw.triton_op("tritons::again", add_one, reference=add_one_plainly) is made
+    assert torch.equal(other(X), X + 2)
+    assert torch.equal(made(X), X + 1)
+    assert torch.equal(pickle.loads(packed)(X), X + 1)
 
 
 def test_triton_operators_that_make_no_sense() -> None:

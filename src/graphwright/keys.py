@@ -96,6 +96,11 @@ def digest_of(data: Any) -> str:
     return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
 
 
+def described(value: Any) -> str:
+    """A value in words: a function by its code, what it closes over and the helpers it names."""
+    return _Words(nn.Module(), torch.device("cpu")).value(value)
+
+
 class _Words:
     """Puts a model and its calls into words; what cannot be described gives its type alone."""
 

@@ -32,7 +32,12 @@ from .sources import Unit
 
 # Bumped when what is made of the same source changes.
 _FORMAT = 1
-_LIBRARY, _DIGEST = "library.so", "library.sha256"
+_LIBRARY, _DIGESTS = "library.so", "digests.json"
+# What else may change what compilers and linkers make.
+_VARIABLES = (
+    *("CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"),
+    *("LIBRARY_PATH", "NVCC_APPEND_FLAGS", "NVCC_PREPEND_FLAGS"),
+)
 
 
 @dataclass(frozen=True)
@@ -75,6 +80,8 @@ def library(unit: Unit, name: str, flags: Flags, *, verbose: bool = False) -> Pa
 
     key = _key(unit, name, flags)
     place = folder() / key
+    if _is_whole(place):  # Nothing has to be written: the folder may be read-only.
+        return place / _LIBRARY
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place.with_suffix(".lock"))
@@ -87,7 +94,8 @@ def library(unit: Unit, name: str, flags: Flags, *, verbose: bool = False) -> Pa
     except OSError as error:
         raise ExtensionError(
             f"The library of {name} cannot be kept in {folder()}: {error.strerror or error}.",
-            remedy="Make room there, or name another folder in GRAPHWRIGHT_CACHE_DIR.",
+            remedy="Let it be written to and have room, or name another one in "
+            "GRAPHWRIGHT_CACHE_DIR.",
         ) from error
     return place / _LIBRARY
 
@@ -98,12 +106,19 @@ def forget(path: Path) -> None:
 
 
 def _is_whole(place: Path) -> bool:
-    """Whether a library is there, as it was written: loading half of one may end the process."""
+    """Whether a library is there as it was built, of what it was built of.
+
+    Loading half of one may end the process.
+    """
     try:
-        digest = hashlib.sha256((place / _LIBRARY).read_bytes()).hexdigest()
-        return (place / _DIGEST).read_text() == digest
-    except OSError:
+        known = json.loads((place / _DIGESTS).read_text(encoding="utf-8"))
+        return all(_digest(place / file) == digest for file, digest in known.items())
+    except (OSError, ValueError):
         return False
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _build(unit: Unit, name: str, flags: Flags, place: Path, *, verbose: bool) -> None:
@@ -116,15 +131,40 @@ def _build(unit: Unit, name: str, flags: Flags, place: Path, *, verbose: bool) -
         _compile(unit, name, flags, source, verbose=verbose)
         (made,) = new.glob(f"{_module(place.name)}*.so")
         made.rename(new / _LIBRARY)
-        digest = hashlib.sha256((new / _LIBRARY).read_bytes()).hexdigest()
-        (new / _DIGEST).write_text(digest)
+        used = {str(path): _digest(path) for path in (*_headers(source), *_linked(flags))}
+        used[_LIBRARY] = _digest(new / _LIBRARY)
+        (new / _DIGESTS).write_text(json.dumps(used), encoding="utf-8")
         for rest in new.iterdir():
-            if rest.name not in (_LIBRARY, _DIGEST, source.name):
+            if rest.name not in (_LIBRARY, _DIGESTS, source.name):
                 rest.unlink()
+        new.chmod(0o755)  # for others, where the folder is shared
         new.rename(place)
     except BaseException:
         shutil.rmtree(new, ignore_errors=True)
         raise
+
+
+def _headers(source: Path) -> list[Path]:
+    """What the compiler has read, but for system headers: those of the user's own."""
+    with _ninja_on_path():
+        said = subprocess.run(
+            ["ninja", "-t", "deps"], cwd=source.parent, capture_output=True, text=True, check=True
+        )
+    named = [line.strip() for line in said.stdout.splitlines() if line.startswith("    ")]
+    # nvcc names these too; versions stand for them.
+    others = (str(Path(torch.__file__).parent), "/usr/include", "/usr/lib", "/usr/local/cuda")
+    paths = [Path(file) for file in named if not file.startswith(others)]
+    return [path for path in paths if path.is_absolute() and path != source and path.is_file()]
+
+
+def _linked(flags: Flags) -> list[Path]:
+    """Libraries that the linker is given by name."""
+    folders = [flag[2:] for flag in flags.link if flag.startswith("-L")]
+    found = [Path(flag) for flag in flags.link]
+    for flag in flags.link:
+        if flag.startswith("-l"):
+            found += [Path(f, f"lib{flag[2:]}{end}") for f in folders for end in (".so", ".a")]
+    return [path.absolute() for path in found if path.is_file()]
 
 
 def _module(key: str) -> str:
@@ -161,6 +201,11 @@ def _require_compiler(unit: Unit, name: str) -> None:
     Raises:
         ExtensionError: a compiler, ninja or setuptools is missing.
     """
+    if len(shlex.split(_cxx())) > 1:
+        raise ExtensionError(
+            f"CXX is {_cxx()!r}, of several words, which PyTorch takes for one.",
+            remedy="Name the compiler alone, and pass its options in cflags.",
+        )
     if shutil.which(_cxx()) is None:
         raise ExtensionError(
             f"There is no C++ compiler to build {name} with: {_cxx()} is not found.",
@@ -186,7 +231,7 @@ def _require_compiler(unit: Unit, name: str) -> None:
 
 
 def _cxx() -> str:
-    return shlex.split(os.environ.get("CXX") or "c++")[0]
+    return os.environ.get("CXX") or "c++"
 
 
 def _nvcc() -> str | None:
@@ -214,7 +259,7 @@ def _key(unit: Unit, name: str, flags: Flags) -> str:
         _FORMAT,
         name,
         unit.text,
-        unit.headers,
+        unit.digests,
         unit.folders,
         [list(flags.cpp), list(flags.cuda), list(flags.link)],
         torch.__version__,
@@ -222,15 +267,24 @@ def _key(unit: Unit, name: str, flags: Flags) -> str:
         torch.compiled_with_cxx11_abi(),
         sys.version_info[:2],
         platform.machine(),
-        os.environ.get("CFLAGS"),
-        os.environ.get("CXXFLAGS"),
+        [os.environ.get(variable) for variable in _VARIABLES],
         _version(_cxx()),
+        _processor() if any("native" in flag for flag in (*flags.cpp, *flags.cuda)) else None,
     ]
     if unit.language == "CUDA":
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         architectures = os.environ.get("TORCH_CUDA_ARCH_LIST")
         parts += [_version(_nvcc()), architectures or capability]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:40]
+
+
+def _processor() -> list[str]:
+    """What this machine's processor can do: folders are shared by several machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return [platform.processor()]
+    return sorted({line for line in lines if line.startswith(("model name", "flags", "Features"))})
 
 
 def _version(compiler: str | None) -> list[str]:

@@ -55,7 +55,8 @@ def compile_for_cpu(*, verbose: bool = False) -> Path:
         if not _LOADED:
             loaded = ctypes.CDLL(str(path))
             loaded.graphwright_register.restype = ctypes.c_char_p
-            said = loaded.graphwright_register(_NAME.encode())
+            loaded.graphwright_register.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+            said = loaded.graphwright_register(_NAME.encode(), b"")
             if said is not None:
                 raise not_registered(said.decode(errors="replace"), there, _NAME)
             _LOADED.append(loaded)

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 from ..errors import ExtensionError, first_line
-from .sources import REGISTRATION, Unit
+from .sources import OURS, REGISTRATION, Unit
 
 # gcc and clang; then nvcc.
 _ERRORS = (
@@ -25,6 +25,8 @@ _TYPE = re.compile(
     r"You tried to register a kernel with an unsupported (?P<what>[^.]+)\. "
     r"(?P<remedy>Please [^\n]+)"
 )
+# At our own part the compiler is still inside of the user's.
+_OPEN = re.compile(r"expected unqualified-id before string constant|linkage specification", re.M)
 _COMPILER_OPTION = re.compile(
     r"(unrecognized command[- ]line option|Unknown option|unknown argument|unsupported option)"
     r":? ?(?P<what>.*)"
@@ -47,6 +49,17 @@ def diagnosed(error: BaseException, unit: Unit, name: str) -> ExtensionError:
     function = next(iter(_REGISTERED.findall(said)), None)
     if own:
         return _in_source(own, unit, name)
+    if any(file == OURS and line == 1 for file, line, _ in found) or _OPEN.search(said):
+        return ExtensionError(
+            f"The {unit.language} source of {name} ends before it is complete.",
+            where=unit.labels[-1],
+            remedy="Look for a brace that is not closed, or a semicolon that is missing.",
+        )
+    if "No space left on device" in said:
+        return ExtensionError(
+            f"{name} cannot be built: no space is left on the device.",
+            remedy="Make room, or name another folder in GRAPHWRIGHT_CACHE_DIR.",
+        )
     if function is not None:
         return _of_function(function, said, unit, name)
     option = _COMPILER_OPTION.search(said)
@@ -137,15 +150,9 @@ def _in_source(own: list[tuple[str, int, str]], unit: Unit, name: str) -> Extens
 
 def _shown(unit: Unit, label: str, line: int, text: str) -> str:
     """An error with the line that it is about."""
-    lines = _part(unit, label)
+    lines = unit.lines(label)
     code = lines[line - 1].strip() if 0 < line <= len(lines) else ""
     return f"  {line:>4} | {code}\n       {text}"
-
-
-def _part(unit: Unit, label: str) -> list[str]:
-    """The lines of one of the sources."""
-    _, _, rest = unit.text.partition(f'#line 1 "{label}"\n')
-    return re.split(r'^#line 1 "', rest, maxsplit=1, flags=re.M)[0].splitlines()
 
 
 def _of_function(function: str, said: str, unit: Unit, name: str) -> ExtensionError:
@@ -170,8 +177,9 @@ def _of_function(function: str, said: str, unit: Unit, name: str) -> ExtensionEr
     return ExtensionError(
         f"{function} in the {unit.language} source of {name} cannot be registered: "
         f"{line or 'see the original error, which is the cause of this one'}",
-        remedy="It has to be one plain function, neither a template nor overloaded, whose types "
-        "are those of its schema.",
+        remedy="It has to be one plain function, neither a template nor overloaded, also by the C "
+        "library's (put it in a namespace then, and pass symbol='space::name'), whose types are "
+        "those of its schema.",
     )
 
 

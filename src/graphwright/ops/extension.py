@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import hashlib
 import os
 import threading
 import uuid
@@ -15,12 +16,13 @@ from typing import Any
 import torch
 
 from ..errors import ExtensionError, OptionError
+from ..keys import described
 from .building import Flags, forget, library
 from .diagnosis import not_loaded, not_registered
-from .operator import Function, Operator, check_name, register
+from .operator import Function, Operator, check_name
+from .registration import known_to_caches, register, suffix_of, validate
 from .sources import Source, Unit, unit
 
-_LOCK = threading.RLock()
 _KEYS = {"C++": "CPU", "CUDA": "CUDA"}
 
 
@@ -36,9 +38,17 @@ class _Recipe:
     # Functions that come back from a pickle are others, and stand for the same.
     token: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
 
+    @property
+    def digest(self) -> str:
+        """Of the sources and of the code of all functions: for caches that outlive the process."""
+        texts = [(unit.text, unit.digests) for unit in self.units]
+        return hashlib.sha256(f"{texts} {described(dict(self.functions))}".encode()).hexdigest()
+
 
 class Extension:
-    """Operators that were made of a source. Each is an attribute, and `torch.ops.<name>.<it>`.
+    """Operators that were made of a source. Each is an attribute, and one of `torch.ops`.
+
+    They stay for as long as the process does, since models, graphs and compiled code may hold them.
 
     Attributes:
         name: the namespace of its operators.
@@ -46,37 +56,47 @@ class Extension:
             without a GPU.
     """
 
-    def __init__(self, recipe: _Recipe) -> None:
+    def __init__(self, recipe: _Recipe, suffix: str) -> None:
+        """`suffix` is what operators of this name have in addition, if there were others before."""
         self.name = recipe.name
         self.libraries: dict[str, Path] = {}
         self._recipe = recipe
+        self._suffix = suffix
         self._loaded: list[ctypes.CDLL] = []
+        self._operators: dict[str, Operator] = {}
+        # Built before anything is registered: what fails leaves nothing.
+        paths = [
+            library(u, recipe.name, recipe.flags, verbose=recipe.verbose) for u in recipe.units
+        ]
         self._definitions = torch.library.Library(recipe.name, "FRAGMENT")
         try:
             for name, function in recipe.functions.items():
-                register(self._definitions, recipe.name, name, function)
-            for one in recipe.units:
-                self._add(one)
+                register(self._definitions, recipe.name, name + suffix, function)
+            for one, path in zip(recipe.units, paths, strict=True):
+                self._add(one, path)
             self._say_what_is_missing()
+            for name in recipe.functions:
+                again = functools.partial(_operator, _unchecked(recipe), name)
+                self._operators[name] = Operator(f"{recipe.name}::{name}{suffix}", again)
+            for name, function in recipe.functions.items():
+                for sample in function.samples:
+                    self._operators[name].check(*sample)
         except BaseException:
-            self.close()
+            for loaded in self._loaded:
+                loaded.graphwright_take_back()
+            self._definitions._destroy()
             raise
-        self._operators = {
-            name: Operator(f"{recipe.name}::{name}", functools.partial(_operator, recipe, name))
-            for name in recipe.functions
-        }
 
-    def _add(self, one: Unit) -> None:
-        """Build and load a unit, and register its functions."""
-        path = library(one, self.name, self._recipe.flags, verbose=self._recipe.verbose)
+    def _add(self, one: Unit, path: Path) -> None:
+        """Load a library, and register its functions."""
         try:
             loaded = ctypes.CDLL(str(path))
         except OSError as error:
             forget(path)
             raise not_loaded(error, one, self.name) from error
         loaded.graphwright_register.restype = ctypes.c_char_p
-        loaded.graphwright_register.argtypes = [ctypes.c_char_p]
-        said = loaded.graphwright_register(self.name.encode())
+        loaded.graphwright_register.argtypes = [ctypes.c_char_p, ctypes.c_char_p]
+        said = loaded.graphwright_register(self.name.encode(), self._suffix.encode())
         if said is not None:
             raise not_registered(said.decode(errors="replace"), one, self.name)
         self._loaded.append(loaded)
@@ -86,11 +106,8 @@ class Extension:
         """Have calls on a device that there is no source for say so."""
         for language in _KEYS.keys() - self.libraries.keys():
             for name in self._recipe.functions:
-                self._definitions.impl(
-                    name,
-                    functools.partial(_missing, f"{self.name}::{name}", language),
-                    _KEYS[language],
-                )
+                say = functools.partial(_missing, f"{self.name}::{name}", language)
+                self._definitions.impl(name + self._suffix, say, _KEYS[language])
 
     def __getattr__(self, name: str) -> Operator:
         operators: dict[str, Operator] = self.__dict__.get("_operators", {})
@@ -106,6 +123,9 @@ class Extension:
     def __reduce__(self) -> tuple[Any, ...]:
         return _made, (_unchecked(self._recipe),)
 
+    def __copy__(self) -> Extension:
+        return self
+
     def __deepcopy__(self, memo: Any) -> Extension:
         return self
 
@@ -113,18 +133,26 @@ class Extension:
         built = " and ".join(self.libraries) or "nothing"
         return f"<Extension {self.name}: {', '.join(self._recipe.functions)}; {built} built>"
 
-    def close(self) -> None:
-        """Take its operators away. Graphs that were captured with them go on."""
-        with _LOCK:
-            for loaded in self._loaded:
-                loaded.graphwright_unregister()
-            self._loaded = []
-            self._definitions._destroy()
-            if _ALL.get(self.name) is self:
-                del _ALL[self.name]
+
+class _All:
+    """The extensions of this process, by name, with a lock for each."""
+
+    def __init__(self) -> None:
+        self.guard = threading.Lock()
+        self.locks: dict[str, threading.RLock] = {}
+        self.made: dict[str, list[Extension]] = {}
+
+    def lock(self, name: str) -> threading.RLock:
+        with self.guard:
+            return self.locks.setdefault(name, threading.RLock())
+
+    def after_fork(self) -> None:
+        """A thread that held a lock is none of the child's."""
+        self.guard, self.locks = threading.Lock(), {}
 
 
-_ALL: dict[str, Extension] = {}
+_ALL = _All()
+os.register_at_fork(after_in_child=_ALL.after_fork)
 
 
 def extension(
@@ -145,7 +173,11 @@ def extension(
     function is for the CPU and for the GPU, both sources have one of that name. They are compiled
     once (torch.utils.cpp_extension) and kept, by their content, the flags, the compiler and
     PyTorch's version. The operators can be captured, compiled by torch.compile, exported, tuned
-    and pickled. Under a name that was used before they take the place of the earlier ones.
+    and pickled.
+
+    The same once more is the same extension. Other sources or functions under a name that this
+    process has used are others beside it: the second `f` is `torch.ops.<name>.f__2`, and what was
+    made with the first one goes on with that.
 
     Args:
         name: the namespace of the operators.
@@ -166,6 +198,16 @@ def extension(
         OptionError: a name or an option makes no sense.
     """
     check_name(name, "an extension")
+    for option, given in {"cflags": cflags, "cuda_cflags": cuda_cflags, "ldflags": ldflags}.items():
+        if isinstance(given, str):
+            raise OptionError(f"{option} is one text.", remedy=f"Write {option}={given.split()!r}.")
+    if isinstance(include_dirs, str | os.PathLike):
+        include_dirs = [include_dirs]
+    if not isinstance(functions, Mapping):
+        raise OptionError(
+            f"functions is no dictionary but {type(functions).__name__}.",
+            remedy="Write functions={'f': Function('(Tensor x) -> Tensor', fake=…)}.",
+        )
     if not functions:
         raise OptionError(
             f"{name} has no functions.",
@@ -177,6 +219,7 @@ def extension(
         known[own] = Function(function) if isinstance(function, str) else function
         if not isinstance(known[own], Function):
             raise OptionError(f"functions[{own!r}] is neither a schema nor a Function.")
+        validate(known[own], own)
     if cpp is None and cuda is None:
         raise OptionError(f"{name} has no source.", remedy="Pass cpp, cuda or both.")
     symbols = {own: function.symbol or own for own, function in known.items()}
@@ -193,31 +236,24 @@ def extension(
                 remedy="Pass cpp too, to have it on the CPU.",
             )
     flags = Flags(tuple(cflags), tuple(cuda_cflags), tuple(ldflags))
-    made = _made(_Recipe(name, tuple(units), known, flags, verbose))
-    try:
-        for own, function in known.items():
-            for sample in function.samples:
-                getattr(made, own).check(*sample)
-    except BaseException:
-        made.close()
-        raise
-    return made
+    return _made(_Recipe(name, tuple(units), known, flags, verbose))
 
 
 def _made(recipe: _Recipe) -> Extension:
     """The extension of a recipe: the one that there is, if it is the same."""
-    with _LOCK:
-        there = _ALL.get(recipe.name)
-        if there is not None:
+    with _ALL.lock(recipe.name):
+        others = _ALL.made.setdefault(recipe.name, [])
+        for there in others:
             if recipe.token == there._recipe.token or recipe == there._recipe:
                 return there
-            there.close()
-        made = _ALL[recipe.name] = Extension(recipe)
+        made = Extension(recipe, suffix_of(len(others)))
+        others.append(made)
+        known_to_caches(recipe.digest)
         return made
 
 
 def _operator(recipe: _Recipe, name: str) -> Operator:
-    operator: Operator = getattr(_made(_unchecked(recipe)), name)
+    operator: Operator = getattr(_made(recipe), name)
     return operator
 
 

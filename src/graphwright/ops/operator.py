@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import inspect
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
 from ..errors import ExtensionError, OptionError, first_line
 
 _NAME = re.compile(r"[A-Za-z_]\w*")
 # Namespaces that are PyTorch's own.
 _TAKEN = frozenset({"aten", "prim", "prims", "c10", "torch", "graphwright"})
+# What an Extension has besides its functions.
+_ATTRIBUTES = frozenset({"name", "libraries"})
 _PARSED_AS = "graphwright_schema"
 
 
@@ -34,6 +36,8 @@ class Function:
         setup_context: `setup_context(ctx, inputs, output)`, which keeps what `backward` needs.
         samples: calls that torch.library.opcheck checks it with at once, each a tuple of arguments.
         symbol: its name in C++ where it is another one, such as "space::name".
+        random: whether it draws random numbers of PyTorch's generators, so that two calls are not
+            one.
     """
 
     schema: str
@@ -42,6 +46,7 @@ class Function:
     setup_context: Callable[..., Any] | None = None
     samples: Sequence[tuple[Any, ...]] = field(default=(), compare=False)
     symbol: str | None = None
+    random: bool = False
 
     def without_samples(self) -> Function:
         """The same, checked by somebody else."""
@@ -60,6 +65,7 @@ class Operator:
         self._again = again
         space, _, own = name.partition("::")
         self._packet = getattr(getattr(torch.ops, space), own)
+        self._writes = writes(self._packet.default._schema)
         self.__name__ = own
 
     @property
@@ -68,7 +74,15 @@ class Operator:
         return str(self._packet.default._schema)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._packet(*args, **kwargs)
+        if torch.compiler.is_compiling():
+            return self._packet(*args, **kwargs)
+        tensors = _tensors((*args, *kwargs.values()))
+        if forward_ad._current_level >= 0:
+            refuse_tangents(self.name, tensors)
+        result = self._packet(*args, **kwargs)
+        if not self._writes:
+            _refuse_aliases(self.name, tensors, result)
+        return result
 
     def check(self, *args: Any, **kwargs: Any) -> None:
         """Check its schema, fake and autograd on a call, by torch.library.opcheck.
@@ -95,6 +109,40 @@ def _made_again(again: Callable[[], Operator]) -> Operator:
     return again()
 
 
+def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
+    """The plain tensors among values, and in lists of them."""
+    found: list[torch.Tensor] = []
+    for value in values:
+        if type(value) in (torch.Tensor, torch.nn.Parameter):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += _tensors(value)
+    return found
+
+
+def refuse_tangents(name: str, tensors: Iterable[torch.Tensor]) -> None:
+    """Raise if forward mode comes through: the tangents would be lost."""
+    if any(forward_ad.unpack_dual(tensor).tangent is not None for tensor in tensors):
+        raise ExtensionError(
+            f"{name} has no derivative in forward mode.",
+            remedy="Use reverse mode (backward, torch.func.vjp), or plain PyTorch here.",
+        )
+
+
+def _refuse_aliases(name: str, given: Iterable[torch.Tensor], result: Any) -> None:
+    """Raise if a result is an argument: compiled code would take it for another tensor."""
+    returned = _tensors([result])
+    if not returned:
+        return
+    inputs = {tensor.untyped_storage()._cdata for tensor in given if tensor.numel()}
+    if any(tensor.untyped_storage()._cdata in inputs for tensor in returned):
+        raise ExtensionError(
+            f"{name} has returned one of its arguments, or a view of one.",
+            remedy="Return a tensor of its own: contiguous() and to() return their argument where "
+            "it is right already, and clone() never does.",
+        )
+
+
 def check_name(name: str, what: str) -> None:
     """Refuse what is no name of C++, and namespaces of PyTorch's.
 
@@ -105,6 +153,11 @@ def check_name(name: str, what: str) -> None:
         raise OptionError(
             f"{name!r} is no name for {what}.",
             remedy="Use letters, digits and underscores, beginning with a letter.",
+        )
+    if what == "a function" and (name in _ATTRIBUTES or name.startswith("__")):
+        raise OptionError(
+            f"{name!r} is an attribute of every extension.",
+            remedy=f"Call it otherwise, and name the function of C++ by symbol={name!r}.",
         )
     if what == "an extension" and name in _TAKEN:
         raise OptionError(
@@ -149,106 +202,7 @@ def writes(schema: torch.FunctionSchema) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
-def register(library: torch.library.Library, space: str, name: str, function: Function) -> None:
-    """Register a function's schema, fake and autograd under `space::name`.
-
-    Raises:
-        ExtensionError: they do not belong together.
-    """
-    schema = parsed(function.schema, name)
-    full = f"{space}::{name}"
-    if function.fake is None and schema.returns:
-        raise ExtensionError(
-            f"{name} has no fake: nothing says what its results look like.",
-            remedy="Pass one, such as fake=lambda x: torch.empty_like(x).",
-        )
-    for what in ("fake", "backward", "setup_context"):
-        value = getattr(function, what)
-        if value is not None and not callable(value):
-            raise OptionError(f"{what} of {name} is no function but {type(value).__name__}.")
-    if function.setup_context is not None and function.backward is None:
-        raise OptionError(
-            f"{name} has a setup_context and no backward.", remedy="Pass the backward too."
-        )
-    library.define(f"{name}{str(schema).partition(name)[2]}")
-    if function.fake is not None:
-        _check_takes(function.fake, schema, name)
-        torch.library.register_fake(full, function.fake, lib=library)
-    elif not schema.returns:
-        torch.library.register_fake(full, _nothing, lib=library)
-    if writes(schema):
-        if function.backward is not None:
-            raise ExtensionError(
-                f"{name} writes to an argument, and has a backward.",
-                remedy="Return a new tensor instead, which autograd can follow.",
-            )
-        library.impl(name, _without_autograd(full), "Autograd", with_keyset=True)
-        return
-    if not any("Tensor" in str(returned.type) for returned in schema.returns):
-        return
-    torch.library.register_autograd(
-        full,
-        function.backward or no_backward(full),
-        setup_context=function.setup_context,
-        lib=library,
-    )
-
-
-def _check_takes(fake: Callable[..., Any], schema: torch.FunctionSchema, name: str) -> None:
-    """Raise if a fake cannot take the arguments of a schema.
-
-    Raises:
-        ExtensionError: it cannot.
-    """
-    positional = [a.name for a in schema.arguments if not a.kwarg_only]
-    named = {a.name: None for a in schema.arguments if a.kwarg_only}
-    try:
-        signature = inspect.signature(fake)
-    except (TypeError, ValueError):
-        return  # It does not say what it takes.
-    try:
-        signature.bind(*positional, **named)
-    except TypeError as error:
-        raise ExtensionError(
-            f"The fake of {name} does not take what its schema says "
-            f"({', '.join([*positional, *named])}): {error}.",
-            remedy="Let it take the same arguments in the same order.",
-        ) from error
-
-
-def _nothing(*args: Any, **kwargs: Any) -> None:
-    """What an operator returns that returns nothing."""
-
-
-def no_backward(name: str) -> Callable[..., Any]:
-    """A backward that says that there is none: silence would lose gradients."""
-
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        raise ExtensionError(
-            f"{name} has no backward, and a gradient is asked for.",
-            remedy="Pass backward and setup_context, or call it under torch.no_grad().",
-        )
-
-    return backward
-
-
-def _without_autograd(name: str) -> Callable[..., Any]:
-    """For an operator that writes: refuse tensors that autograd would have to follow."""
-    space, _, own = name.partition("::")
-
-    def kernel(keyset: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.is_grad_enabled():
-            tensors = torch.utils._pytree.tree_leaves((args, kwargs))
-            if any(isinstance(t, torch.Tensor) and t.requires_grad for t in tensors):
-                raise ExtensionError(
-                    f"{name} writes to an argument, which autograd cannot follow.",
-                    remedy="Call it under torch.no_grad(), or on detached tensors.",
-                )
-        operator = getattr(getattr(torch.ops, space), own).default
-        below = keyset & torch._C._after_autograd_keyset
-        return operator.redispatch(below, *args, **kwargs)
-
-    return kernel
+_NO_CALL = re.compile("Expected a value of type|expected at most|missing value for arg")
 
 
 def check(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
@@ -260,6 +214,13 @@ def check(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = 
     try:
         torch.library.opcheck(operator, args, kwargs or {})
     except Exception as error:
+        if re.search(
+            r"Expected a value of type|expected at most|missing value for arg", str(error)
+        ):
+            raise ExtensionError(
+                f"A sample is no call of {operator.name()}: {first_line(error.__cause__ or error)}",
+                remedy="Pass what its schema says, in that order.",
+            ) from error
         test = next((t for t in _COMPLAINTS if f": {t} failed" in str(error)), "")
         what, remedy = _COMPLAINTS[test]
         cause = error.__cause__ or error

@@ -1,12 +1,13 @@
 """The user's C++ and CUDA as one translation unit that can register its functions.
 
-Nothing registers itself when the library is loaded: what it holds is put under a name by a call of
-`graphwright_register`, which gives errors back as text, and taken away again by another one. So a
-source that has changed can take the place of what was there before.
+Nothing registers itself when the library is loaded: what it holds is put under names by a call of
+`graphwright_register`, which gives errors back as text. Files are included, so that the compiler
+finds their headers, and names their lines, as it would without us.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,23 +18,25 @@ from ..errors import ExtensionError, OptionError
 
 Source = str | os.PathLike[str] | Sequence[str | os.PathLike[str]]
 
-_INCLUDE = re.compile(r'^\s*#\s*include\s*"([^"]+)"', re.MULTILINE)
-_FILES = (".cpp", ".cc", ".cxx", ".c", ".cu", ".cuh", ".h", ".hpp")
-# What the compiler calls the place where a function is registered.
-REGISTRATION = "registration of "
+_FILES = (".cpp", ".cc", ".cxx", ".c", ".C", ".cu", ".cuh", ".h", ".hpp")
+# It would be run when the library is loaded, and an error would end the process.
+_REGISTERS = re.compile(r"^\s*(TORCH_LIBRARY\w*|STABLE_TORCH_LIBRARY\w*)\s*\(", re.M)
+# What the compiler calls the place where a function is registered, and what comes after it.
+REGISTRATION, OURS = "registration of ", "graphwright"
 
 _END = """
-#line 1 "graphwright"
+#line 1 "{ours}"
 #include <torch/library.h>
-#include <cstring>
 #include <memory>
-static std::unique_ptr<torch::Library> graphwright_library;
+#include <string>
+#include <vector>
+static std::vector<std::unique_ptr<torch::Library>> graphwright_libraries;
 extern "C" __attribute__((visibility("default")))
-const char* graphwright_register(const char* space) {{
+const char* graphwright_register(const char* space, const char* suffix) {{
   static std::string message;
   try {{
-    graphwright_library = std::make_unique<torch::Library>(
-        torch::Library::IMPL, space, c10::DispatchKey::{key}, "graphwright", 1);
+    graphwright_libraries.push_back(std::make_unique<torch::Library>(
+        torch::Library::IMPL, space, c10::DispatchKey::{key}, "graphwright", 1));
 {registrations}
     return nullptr;
   }} catch (const c10::Error& error) {{
@@ -41,12 +44,12 @@ const char* graphwright_register(const char* space) {{
   }} catch (const std::exception& error) {{
     message = error.what();
   }}
-  graphwright_library.reset();
+  graphwright_libraries.pop_back();
   return message.c_str();
 }}
 extern "C" __attribute__((visibility("default")))
-void graphwright_unregister() {{
-  graphwright_library.reset();
+void graphwright_take_back() {{
+  graphwright_libraries.pop_back();
 }}
 """
 
@@ -57,22 +60,25 @@ class Unit:
 
     Attributes:
         language: "C++" or "CUDA".
-        text: all of it.
+        text: all of it, but for the files that it includes.
         labels: what its parts are called where the compiler names a line: files, or what they are.
-        folders: where its own headers are looked for.
-        headers: texts of these, by path.
+        folders: where headers are looked for.
+        digests: of the files.
     """
 
     language: str
     text: str
     labels: tuple[str, ...]
     folders: tuple[str, ...]
-    headers: tuple[tuple[str, str], ...]
+    digests: tuple[str, ...]
 
-    @property
-    def key(self) -> str:
-        """The dispatch key that its functions are registered for."""
-        return "CPU" if self.language == "C++" else "CUDA"
+    def lines(self, label: str) -> list[str]:
+        """The lines of one of its parts."""
+        begin = f'#line 1 "{_quoted(label)}"\n'
+        if begin not in self.text:
+            return Path(label).read_text(encoding="utf-8", errors="replace").splitlines()
+        rest = self.text.partition(begin)[2]
+        return re.split(r'^#line 1 "', rest, maxsplit=1, flags=re.M)[0].splitlines()
 
 
 def unit(
@@ -98,35 +104,44 @@ def unit(
     parts = [source] if isinstance(source, str | os.PathLike) else list(source)
     if not parts:
         raise OptionError(f"The {language} source of {name} is empty.", remedy="Leave it out.")
-    texts, labels, folders = [], [], [str(Path(f).resolve()) for f in include_dirs]
+    texts, labels, digests = [], [], []
     for number, part in enumerate(parts, 1):
         if isinstance(part, str) and not _is_file(part):
             text, label = part, f"{language} of {name}"
             if len(parts) > 1:
                 label += f", part {number}"
+            texts.append(f'#line 1 "{_quoted(label)}"\n{text}\n')
         else:
-            path = Path(part)
+            path = Path(part).absolute()
             text, label = _read(path, language), str(path)
-            folders.append(str(path.resolve().parent))
+            digests.append(hashlib.sha256(text.encode()).hexdigest())
+            texts.append(f'#include "{_quoted(label)}"\n')
         if not text.strip():
             raise OptionError(f"The {language} source of {name} is empty.", remedy="Leave it out.")
+        registers = _REGISTERS.search(text)
+        if registers is not None:
+            raise ExtensionError(
+                f"The {language} source of {name} registers operators itself, by {registers[1]}.",
+                where=f"{label}:{text.count(chr(10), 0, registers.start(1)) + 1}",
+                remedy="Take that out: extension() registers what `functions` names.",
+            )
         labels.append(label)
-        texts.append(f'#line 1 "{_quoted(label)}"\n{text}\n')
-    found = dict.fromkeys(folders)
     registrations = "\n".join(
         f'#line 1 "{REGISTRATION}{operator}"\n'
-        f'    graphwright_library->impl("{operator}", TORCH_FN(::{symbol}));'
+        f'    graphwright_libraries.back()->impl((std::string("{operator}") + suffix).c_str(), '
+        f"TORCH_FN(::{symbol}));"
         for operator, symbol in symbols.items()
     )
     key = "CPU" if language == "C++" else "CUDA"
-    text = "".join(texts) + _END.format(key=key, registrations=registrations)
-    return Unit(
-        language, text, tuple(labels), tuple(found), tuple(_headers("\n".join(texts), found))
-    )
+    text = "".join(texts) + _END.format(ours=OURS, key=key, registrations=registrations)
+    folders = tuple(str(Path(folder).absolute()) for folder in include_dirs)
+    return Unit(language, text, tuple(labels), folders, tuple(digests))
 
 
 def _is_file(text: str) -> bool:
-    return "\n" not in text and text.rstrip().endswith(_FILES)
+    if "\n" in text:
+        return False
+    return text.rstrip().endswith(_FILES) or (len(text) < 1000 and Path(text).is_file())
 
 
 def _read(path: Path, language: str) -> str:
@@ -141,19 +156,3 @@ def _read(path: Path, language: str) -> str:
 
 def _quoted(label: str) -> str:
     return label.replace("\\", "\\\\").replace('"', '\\"')
-
-
-def _headers(text: str, folders: Iterable[str]) -> list[tuple[str, str]]:
-    """Headers of the user's own, and what these include in turn."""
-    found: dict[str, str] = {}
-    waiting = [(name, list(folders)) for name in _INCLUDE.findall(text)]
-    while waiting:
-        name, where = waiting.pop()
-        path = next((p for f in where if (p := Path(f, name)).is_file()), None)
-        if path is None or str(path.resolve()) in found:
-            continue  # The compiler tells of what is not there.
-        content = path.read_text(encoding="utf-8", errors="replace")
-        found[str(path.resolve())] = content
-        nearby = [str(path.resolve().parent), *folders]
-        waiting += [(other, nearby) for other in _INCLUDE.findall(content)]
-    return sorted(found.items())

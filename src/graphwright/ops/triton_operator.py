@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import functools
+import hashlib
+import threading
+import uuid
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ..errors import ExtensionError, OptionError, first_line
-from .operator import Operator, check_name, no_backward
+from ..keys import described
+from .operator import Operator, check_name
+from .registration import derivative, known_to_caches, refusing_kernel, suffix_of
 
 
 def triton_op(
@@ -46,49 +52,80 @@ def triton_op(
     if not separator:
         raise OptionError(f"{name!r} has no namespace.", remedy=f"Call it 'mine::{name}', say.")
     check_name(space, "an extension")
-    check_name(own, "a function")
-    mutated = tuple(mutates_args)
+    check_name(own, "an operator")
+    if not all(isinstance(sample, tuple) for sample in samples):
+        raise OptionError(
+            f"A sample of {name} is no tuple of arguments.", remedy="Write samples=[(x,)]."
+        )
+    recipe = _Recipe(name, function, tuple(mutates_args), reference, backward, setup_context)
+    if recipe.mutated and backward is not None:
+        raise ExtensionError(
+            f"{name} writes to an argument, and has a backward.",
+            remedy="Return a new tensor instead, which autograd can follow.",
+        )
+    operator = _made(recipe)
+    for sample in samples:
+        operator.check(*sample)
+    return operator
+
+
+@dataclass(frozen=True)
+class _Recipe:
+    """All that an operator is made of: another process makes the same of it."""
+
+    name: str
+    function: Callable[..., Any]
+    mutated: tuple[str, ...]
+    reference: Callable[..., Any] | None
+    backward: Callable[..., Any] | None
+    setup_context: Callable[..., Any] | None
+    # Functions that come back from a pickle are others, and stand for the same.
+    token: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+
+
+_LOCK = threading.Lock()
+_MADE: dict[str, list[tuple[_Recipe, Operator]]] = {}
+
+
+def _made(recipe: _Recipe) -> Operator:
+    """The operator of a recipe: the one that there is, if it is the same."""
+    with _LOCK:
+        others = _MADE.setdefault(recipe.name, [])
+        for there, operator in others:
+            if recipe.token == there.token or recipe == there:
+                return operator
+        operator = _defined(recipe, recipe.name + suffix_of(len(others)))
+        others.append((recipe, operator))
+        code = (recipe.function, recipe.reference, recipe.backward, recipe.setup_context)
+        known_to_caches(hashlib.sha256(described(code).encode()).hexdigest())
+        return operator
+
+
+def _defined(recipe: _Recipe, name: str) -> Operator:
+    """A new operator."""
     try:
-        made: Any = torch.library.triton_op(name, function, mutates_args=mutated)
+        made: Any = torch.library.triton_op(name, recipe.function, mutates_args=recipe.mutated)
     except Exception as error:
         raise ExtensionError(
             f"{name} cannot be made: {first_line(error)}",
             remedy="Annotate each argument and the result: "
             "def f(x: torch.Tensor, n: int) -> torch.Tensor.",
         ) from error
-    if reference is not None:
-        made.register_kernel("cpu")(reference)
-    else:
-        made.register_kernel("cpu")(functools.partial(_only_on_a_gpu, name))
-    if not mutated:
-        made.register_autograd(backward or no_backward(name), setup_context=setup_context)
-    elif backward is not None:
-        raise ExtensionError(
-            f"{name} writes to an argument, and has a backward.",
-            remedy="Return a new tensor instead, which autograd can follow.",
-        )
-    operator = Operator(
-        name, functools.partial(_again, name, function, mutated, reference, backward, setup_context)
-    )
-    for sample in samples:
-        operator.check(*sample)
-    return operator
-
-
-def _again(name: str, function: Callable[..., Any], mutated: Sequence[str], *rest: Any) -> Operator:
-    """The operator of a pickle: in this process it may be there already."""
+    made.register_kernel("cpu")(recipe.reference or functools.partial(_only_on_a_gpu, name))
     space, _, own = name.partition("::")
-    if hasattr(getattr(torch.ops, space), own):
-        return Operator(name, functools.partial(_again, name, function, mutated, *rest))
-    reference, backward, setup_context = rest
-    return triton_op(
-        name,
-        function,
-        mutates_args=mutated,
-        reference=reference,
-        backward=backward,
-        setup_context=setup_context,
-    )
+    schema = getattr(getattr(torch.ops, space), own).default._schema
+    if recipe.mutated:
+        library = torch.library.Library(space, "IMPL")
+        _KEPT.append(library)
+        library.impl(own, refusing_kernel(name), "Autograd", with_keyset=True, allow_override=True)
+    elif schema.returns:
+        backward, setup_context = derivative(name, recipe.backward, recipe.setup_context)
+        made.register_autograd(backward, setup_context=setup_context)
+    return Operator(name, functools.partial(_made, recipe))
+
+
+# Libraries take what they have registered with them when they go.
+_KEPT: list[torch.library.Library] = []
 
 
 def _only_on_a_gpu(name: str, *args: Any, **kwargs: Any) -> Any:
