@@ -236,6 +236,12 @@ def test_forward_mode_is_refused() -> None:
             made.scale_(dual, 2.0)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmap_calls_it_for_each() -> None:
+    made = demo("no_gradient", backward=None, setup_context=None, samples=[(X, X, 2.0)])
+    assert torch.equal(torch.vmap(made.scaled_add)(X, X), 2 * X)
+
+
 def test_what_is_written_to_has_a_new_version() -> None:
     made = demo()
     weight, buffer = torch.ones(3, requires_grad=True), torch.full((3,), 3.0)
@@ -290,26 +296,29 @@ def test_headers_are_those_that_the_compiler_reads(
     (tmp_path / "b" / "two.cpp").write_text(two)
     monkeypatch.setenv("CPATH", str(tmp_path / "path"))
     function = Function("(Tensor x) -> Tensor", fake=like_first, symbol="mine::scaled")
-    for numbers in ((1, 2, 10, 100), (1, 2, 20, 100), (1, 2, 20, 300), (5, 6, 20, 300)):
-        write(*numbers)
-        made = gw.extension(
-            f"files_{sum(numbers)}",
+
+    def made() -> gw.Extension:
+        return gw.extension(
+            "files",
             cpp=[tmp_path / "a" / "one.cpp", str(tmp_path / "b" / "two.cpp")],
             functions={"scaled": function},
             cflags=["-O0"],
             include_dirs=[tmp_path / "shared"],
         )
+
+    for numbers in ((1, 2, 10, 100), (1, 2, 20, 100), (1, 2, 20, 300), (5, 6, 20, 300)):
+        write(*numbers)
         a, b, shared, path = numbers
-        assert made.scaled(torch.ones(1)).item() == a + shared + path + 1000 * b
+        latest = made()
+        assert latest.scaled(torch.ones(1)).item() == a + shared + path + 1000 * b
+        assert made() is latest
 
 
-def test_a_folder_that_cannot_be_written_to_is_read(
-    cache: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    demo()
+def test_a_folder_that_cannot_be_written_to_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    demo("read_only")
     monkeypatch.setattr(building, "_build", None)
     monkeypatch.setattr(Path, "mkdir", None)
-    demo("demo", backward=times(3.0))
+    demo("read_only", backward=times(3.0))
 
 
 BUILDER = """
@@ -354,7 +363,7 @@ def test_a_killed_build_and_two_at_once_leave_a_cache_that_works(tmp_path: Path)
     assert list(place.glob("*.new"))
     both = [builder(tmp_path, source) for _ in range(2)]
     assert [p.communicate(timeout=240)[0].split() for p in both] == [["begun", "6.0"]] * 2
-    (library,) = place.glob("*/library.so")
+    (library,) = place.glob("*/*.so")
     assert not list(place.glob("*.new"))
     # It was built once: who comes second finds it, and nobody writes to it again.
     written = library.stat().st_mtime_ns

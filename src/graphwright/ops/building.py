@@ -32,7 +32,7 @@ from .sources import Unit
 
 # Bumped when what is made of the same source changes.
 _FORMAT = 1
-_LIBRARY, _DIGESTS = "library.so", "digests.json"
+_DIGESTS = "digests.json"
 # What else may change what compilers and linkers make.
 _VARIABLES = (
     *("CXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH"),
@@ -80,13 +80,13 @@ def library(unit: Unit, name: str, flags: Flags, *, verbose: bool = False) -> Pa
 
     key = _key(unit, name, flags)
     place = folder() / key
-    if _is_whole(place):  # Nothing has to be written: the folder may be read-only.
-        return place / _LIBRARY
+    if is_current(place):  # Nothing has to be written: the folder may be read-only.
+        return _library_in(place)
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
         lock = FileLock(place.with_suffix(".lock"))
         with lock:
-            if not _is_whole(place):
+            if not is_current(place):
                 shutil.rmtree(place, ignore_errors=True)
                 for left in place.parent.glob(f"{key}.*.new"):  # of builds that were killed
                     shutil.rmtree(left, ignore_errors=True)
@@ -97,7 +97,7 @@ def library(unit: Unit, name: str, flags: Flags, *, verbose: bool = False) -> Pa
             remedy="Let it be written to and have room, or name another one in "
             "GRAPHWRIGHT_CACHE_DIR.",
         ) from error
-    return place / _LIBRARY
+    return _library_in(place)
 
 
 def forget(path: Path) -> None:
@@ -105,8 +105,13 @@ def forget(path: Path) -> None:
     shutil.rmtree(path.parent, ignore_errors=True)
 
 
-def _is_whole(place: Path) -> bool:
-    """Whether a library is there as it was built, of what it was built of.
+def _library_in(place: Path) -> Path:
+    (path,) = place.glob("*.so")
+    return path
+
+
+def is_current(place: Path) -> bool:
+    """Whether a library is there as it was built, of files that are what they were then.
 
     Loading half of one may end the process.
     """
@@ -130,12 +135,13 @@ def _build(unit: Unit, name: str, flags: Flags, place: Path, *, verbose: bool) -
         source.write_text(unit.text, encoding="utf-8")
         _compile(unit, name, flags, source, verbose=verbose)
         (made,) = new.glob(f"{_module(place.name)}*.so")
-        made.rename(new / _LIBRARY)
+        # Under a name of its own: a path that is loaded already is not looked at again.
+        built = made.rename(new / f"{_digest(made)[:16]}.so")
         used = {str(path): _digest(path) for path in (*_headers(source), *_linked(flags))}
-        used[_LIBRARY] = _digest(new / _LIBRARY)
+        used[built.name] = _digest(built)
         (new / _DIGESTS).write_text(json.dumps(used), encoding="utf-8")
         for rest in new.iterdir():
-            if rest.name not in (_LIBRARY, _DIGESTS, source.name):
+            if rest.name not in (built.name, _DIGESTS, source.name):
                 rest.unlink()
         new.chmod(0o755)  # for others, where the folder is shared
         new.rename(place)

@@ -17,7 +17,7 @@ import torch
 
 from ..errors import ExtensionError, OptionError
 from ..keys import described
-from .building import Flags, forget, library
+from .building import Flags, forget, is_current, library
 from .diagnosis import not_loaded, not_registered
 from .operator import Function, Operator, check_name
 from .registration import known_to_caches, register, suffix_of, validate
@@ -108,6 +108,11 @@ class Extension:
             for name in self._recipe.functions:
                 say = functools.partial(_missing, f"{self.name}::{name}", language)
                 self._definitions.impl(name + self._suffix, say, _KEYS[language])
+
+    def _is_current(self) -> bool:
+        """Whether the same sources would be built to the same: a header may have changed."""
+        paths = self.libraries.values()
+        return all(path.is_file() and is_current(path.parent) for path in paths)
 
     def __getattr__(self, name: str) -> Operator:
         operators: dict[str, Operator] = self.__dict__.get("_operators", {})
@@ -244,7 +249,8 @@ def _made(recipe: _Recipe) -> Extension:
     with _ALL.lock(recipe.name):
         others = _ALL.made.setdefault(recipe.name, [])
         for there in others:
-            if recipe.token == there._recipe.token or recipe == there._recipe:
+            same = recipe == there._recipe and there._is_current()
+            if same or recipe.token == there._recipe.token:
                 return there
         made = Extension(recipe, suffix_of(len(others)))
         others.append(made)

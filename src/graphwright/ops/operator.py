@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch.autograd import forward_ad
 
 from ..errors import ExtensionError, OptionError, first_line
@@ -131,10 +132,10 @@ def refuse_tangents(name: str, tensors: Iterable[torch.Tensor]) -> None:
 
 def _refuse_aliases(name: str, given: Iterable[torch.Tensor], result: Any) -> None:
     """Raise if a result is an argument: compiled code would take it for another tensor."""
-    returned = _tensors([result])
+    returned = [tensor for tensor in _tensors([result]) if not is_wrapped(tensor)]
     if not returned:
         return
-    inputs = {tensor.untyped_storage()._cdata for tensor in given if tensor.numel()}
+    inputs = {t.untyped_storage()._cdata for t in given if t.numel() and not is_wrapped(t)}
     if any(tensor.untyped_storage()._cdata in inputs for tensor in returned):
         raise ExtensionError(
             f"{name} has returned one of its arguments, or a view of one.",
