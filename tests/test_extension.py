@@ -174,6 +174,23 @@ def test_what_fails_takes_nothing_away() -> None:
     assert torch.equal(plus_one(samples=[(X, X)]).scaled_add(X, X), 2 * X + 1)
 
 
+@pytest.mark.long
+def test_every_process_knows_it_by_the_same_words() -> None:
+    text = CACHED.format(source=ADD, schema=SCHEMA, factor=2.0).partition("x = torch")[0]
+    text += "from graphwright.keys import described; from torch.compiler import config\n"
+    text += "print(described(made), described(made.scaled_add), config.cache_key_tag, sep='|')"
+    environment = {**os.environ, "PYTHONPATH": str(Path(gw.__file__).parent.parent)}
+    command = [sys.executable, "-c", text]
+    runs = [subprocess.run(command, env=environment, capture_output=True) for _ in range(2)]
+    assert runs[0].stdout == runs[1].stdout
+    assert runs[0].stdout.count(b"|") == 2, runs[0].stderr
+    other = subprocess.run(
+        [*command[:2], text.replace("2.0", "3.0")], env=environment, capture_output=True
+    )
+    for here, there in zip(runs[0].stdout.split(b"|"), other.stdout.split(b"|"), strict=True):
+        assert here != there
+
+
 def times(factor: float) -> Callable[..., Any]:
     return lambda ctx, gradient: (gradient * factor, None, None)
 

@@ -7,7 +7,6 @@ import functools
 import hashlib
 import os
 import threading
-import uuid
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -19,7 +18,7 @@ from ..errors import ExtensionError, OptionError
 from ..keys import described
 from .building import Flags, forget, is_current, library
 from .diagnosis import not_loaded, not_registered
-from .operator import Function, Operator, check_name
+from .operator import Function, Operator, Token, check_name
 from .registration import known_to_caches, register, suffix_of, validate
 from .sources import Source, Unit, unit
 
@@ -35,14 +34,30 @@ class _Recipe:
     functions: Mapping[str, Function]
     flags: Flags
     verbose: bool = field(default=False, compare=False)
-    # Functions that come back from a pickle are others, and stand for the same.
-    token: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+    token: Token = field(default_factory=Token, compare=False)
 
     @property
     def digest(self) -> str:
         """Of the sources and of the code of all functions: for caches that outlive the process."""
         texts = [(unit.text, unit.digests) for unit in self.units]
-        return hashlib.sha256(f"{texts} {described(dict(self.functions))}".encode()).hexdigest()
+        functions = {name: one.without_samples() for name, one in self.functions.items()}
+        return hashlib.sha256(f"{texts} {described(functions)}".encode()).hexdigest()
+
+
+class _Held:
+    """What an extension has of this process: nothing of what it is."""
+
+    __slots__ = ("definitions", "loaded")
+
+    def __init__(self, name: str) -> None:
+        self.definitions = torch.library.Library(name, "FRAGMENT")
+        self.loaded: list[ctypes.CDLL] = []
+
+    def let_go(self) -> None:
+        """Take back what was registered."""
+        for loaded in self.loaded:
+            loaded.graphwright_take_back()
+        self.definitions._destroy()
 
 
 class Extension:
@@ -61,30 +76,29 @@ class Extension:
         self.name = recipe.name
         self.libraries: dict[str, Path] = {}
         self._recipe = recipe
+        self._digest = recipe.digest
         self._suffix = suffix
-        self._loaded: list[ctypes.CDLL] = []
         self._operators: dict[str, Operator] = {}
         # Built before anything is registered: what fails leaves nothing.
         paths = [
             library(u, recipe.name, recipe.flags, verbose=recipe.verbose) for u in recipe.units
         ]
-        self._definitions = torch.library.Library(recipe.name, "FRAGMENT")
+        self._held = _Held(recipe.name)
         try:
             for name, function in recipe.functions.items():
-                register(self._definitions, recipe.name, name + suffix, function)
+                register(self._held.definitions, recipe.name, name + suffix, function)
             for one, path in zip(recipe.units, paths, strict=True):
                 self._add(one, path)
             self._say_what_is_missing()
             for name in recipe.functions:
                 again = functools.partial(_operator, _unchecked(recipe), name)
-                self._operators[name] = Operator(f"{recipe.name}::{name}{suffix}", again)
+                full = f"{recipe.name}::{name}{suffix}"
+                self._operators[name] = Operator(full, again, self._digest)
             for name, function in recipe.functions.items():
                 for sample in function.samples:
                     self._operators[name].check(*sample)
         except BaseException:
-            for loaded in self._loaded:
-                loaded.graphwright_take_back()
-            self._definitions._destroy()
+            self._held.let_go()
             raise
 
     def _add(self, one: Unit, path: Path) -> None:
@@ -99,7 +113,7 @@ class Extension:
         said = loaded.graphwright_register(self.name.encode(), self._suffix.encode())
         if said is not None:
             raise not_registered(said.decode(errors="replace"), one, self.name)
-        self._loaded.append(loaded)
+        self._held.loaded.append(loaded)
         self.libraries[one.language] = path
 
     def _say_what_is_missing(self) -> None:
@@ -107,7 +121,7 @@ class Extension:
         for language in _KEYS.keys() - self.libraries.keys():
             for name in self._recipe.functions:
                 say = functools.partial(_missing, f"{self.name}::{name}", language)
-                self._definitions.impl(name + self._suffix, say, _KEYS[language])
+                self._held.definitions.impl(name + self._suffix, say, _KEYS[language])
 
     def _is_current(self) -> bool:
         """Whether the same sources would be built to the same: a header may have changed."""
@@ -254,7 +268,7 @@ def _made(recipe: _Recipe) -> Extension:
                 return there
         made = Extension(recipe, suffix_of(len(others)))
         others.append(made)
-        known_to_caches(recipe.digest)
+        known_to_caches(made._digest)
         return made
 
 

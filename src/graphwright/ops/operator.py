@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -54,6 +55,25 @@ class Function:
         return replace(self, samples=())
 
 
+class Token:
+    """Tells recipes apart: their functions cannot, which come back from a pickle as others.
+
+    It has no members that are seen from outside: a remembered choice is known by what an operator
+    does, in every process.
+    """
+
+    __slots__ = ("_value",)
+
+    def __init__(self) -> None:
+        self._value = uuid.uuid4().hex
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Token) and other._value == self._value
+
+    def __hash__(self) -> int:
+        return hash(self._value)
+
+
 class Operator:
     """An operator of PyTorch, to be called like a function.
 
@@ -61,9 +81,11 @@ class Operator:
         name: `space::name`; it is also `torch.ops.space.name`.
     """
 
-    def __init__(self, name: str, again: Callable[[], Operator]) -> None:
+    def __init__(self, name: str, again: Callable[[], Operator], digest: str) -> None:
+        """`again` makes it in another process; `digest` is of all that it is made of."""
         self.name = name
         self._again = again
+        self._digest = digest
         space, _, own = name.partition("::")
         self._packet = getattr(getattr(torch.ops, space), own)
         self._writes = writes(self._packet.default._schema)

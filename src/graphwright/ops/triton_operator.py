@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import threading
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from ..errors import ExtensionError, OptionError, first_line
 from ..keys import described
-from .operator import Operator, check_name
+from .operator import Operator, Token, check_name
 from .registration import derivative, known_to_caches, refusing_kernel, suffix_of
 
 
@@ -79,8 +78,13 @@ class _Recipe:
     reference: Callable[..., Any] | None
     backward: Callable[..., Any] | None
     setup_context: Callable[..., Any] | None
-    # Functions that come back from a pickle are others, and stand for the same.
-    token: str = field(default_factory=lambda: uuid.uuid4().hex, compare=False)
+    token: Token = field(default_factory=Token, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """Of the code of all functions."""
+        code = (self.function, self.reference, self.backward, self.setup_context)
+        return hashlib.sha256(described(code).encode()).hexdigest()
 
 
 _LOCK = threading.Lock()
@@ -96,8 +100,7 @@ def _made(recipe: _Recipe) -> Operator:
                 return operator
         operator = _defined(recipe, recipe.name + suffix_of(len(others)))
         others.append((recipe, operator))
-        code = (recipe.function, recipe.reference, recipe.backward, recipe.setup_context)
-        known_to_caches(hashlib.sha256(described(code).encode()).hexdigest())
+        known_to_caches(recipe.digest)
         return operator
 
 
@@ -121,7 +124,7 @@ def _defined(recipe: _Recipe, name: str) -> Operator:
     elif schema.returns:
         backward, setup_context = derivative(name, recipe.backward, recipe.setup_context)
         made.register_autograd(backward, setup_context=setup_context)
-    return Operator(name, functools.partial(_made, recipe))
+    return Operator(name, functools.partial(_made, recipe), recipe.digest)
 
 
 # Libraries take what they have registered with them when they go.
