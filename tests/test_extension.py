@@ -623,6 +623,11 @@ def add_one(x: torch.Tensor) -> torch.Tensor:
     raise AssertionError("this is for GPUs")
 
 
+def traced_plus_one(x: torch.Tensor) -> torch.Tensor:
+    """In the place of a kernel: what FakeTensor sees."""
+    return x + 1
+
+
 def add_one_plainly(x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
@@ -669,6 +674,19 @@ def test_another_triton_operator_of_the_same_name_lies_beside_it() -> None:
     assert torch.equal(other(X), X + 2)
     assert torch.equal(made(X), X + 1)
     assert torch.equal(pickle.loads(packed)(X), X + 1)
+
+
+def test_a_triton_operator_that_fails_its_check_leaves_its_name() -> None:
+    def other_shape(x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros(7)
+
+    with pytest.raises(gw.ExtensionError, match="tritons::checked"):
+        gw.triton_op("tritons::checked", add_one, reference=other_shape, samples=[(X,)])
+    made = gw.triton_op(
+        "tritons::checked", traced_plus_one, reference=add_one_plainly, samples=[(X,)]
+    )
+    assert made.name == "tritons::checked"
+    assert torch.equal(made(X), X + 1)
 
 
 def test_triton_operators_that_make_no_sense() -> None:

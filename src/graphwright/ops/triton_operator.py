@@ -62,10 +62,7 @@ def triton_op(
             f"{name} writes to an argument, and has a backward.",
             remedy="Return a new tensor instead, which autograd can follow.",
         )
-    operator = _made(recipe)
-    for sample in samples:
-        operator.check(*sample)
-    return operator
+    return _made(recipe, samples)
 
 
 @dataclass(frozen=True)
@@ -91,7 +88,7 @@ _LOCK = threading.Lock()
 _MADE: dict[str, list[tuple[_Recipe, Operator]]] = {}
 
 
-def _made(recipe: _Recipe) -> Operator:
+def _made(recipe: _Recipe, samples: Iterable[tuple[Any, ...]] = ()) -> Operator:
     """The operator of a recipe: the one that there is, if it is the same."""
     with _LOCK:
         others = _MADE.setdefault(recipe.name, [])
@@ -99,6 +96,8 @@ def _made(recipe: _Recipe) -> Operator:
             if recipe.token == there.token or recipe == there:
                 return operator
         operator = _defined(recipe, recipe.name + suffix_of(len(others)))
+        for sample in samples:
+            operator.check(*sample)  # What fails leaves its name to the next one.
         others.append((recipe, operator))
         known_to_caches(recipe.digest)
         return operator
