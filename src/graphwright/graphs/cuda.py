@@ -22,7 +22,7 @@ from ..errors import CaptureError
 from . import driver
 from .cuda_recording import CudaRecording, find_copies
 from .driver import CopyNode
-from .journal import Journal, capturing_seems_on, collection_off
+from .journal import Journal, capturing_seems_on, collection_off, users_of
 from .recorder import Allocate, Interrupted, Prepared, Work
 from .workspaces import Bench, PreparedThreads
 
@@ -496,9 +496,4 @@ def _end(graph: torch.cuda.CUDAGraph) -> None:
 
 def _is_alone(tensor: torch.Tensor) -> bool:
     """Whether no other tensor sees its memory."""
-    return _users(tensor) == _users(torch.empty(1))
-
-
-def _users(tensor: torch.Tensor) -> int:
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return users
+    return users_of(tensor) == users_of(torch.empty(1))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from ..graphs.callgraph import CallGraph
-from ..graphs.journal import Copies
+from ..graphs.journal import Copies, users_of
 from ..graphs.memory import MemoryPool, Prediction
 from ..graphs.told import Comparison, another_result, rounding_of
 from ..graphs.transfer import Inputs
@@ -143,7 +143,7 @@ class StepGraph(CallGraph):
 
     def users(self) -> list[int]:
         """How many tensors there are in the memory of each gradient that it leaves."""
-        return [0 if grad is None else _users(grad) for grad in self.ends]
+        return [0 if grad is None else users_of(grad) for grad in self.ends]
 
     def holds(self) -> bool:
         """Whether others have views of these gradients, which a replay would overwrite."""
@@ -238,12 +238,6 @@ def _same_place(a: torch.Tensor | None, b: torch.Tensor | None) -> bool:
     return a is b or (
         a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
     )
-
-
-def _users(tensor: torch.Tensor) -> int:
-    """How many tensors there are in its memory."""
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return users
 
 
 def _native_count(tensor: torch.Tensor) -> int:
