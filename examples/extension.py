@@ -161,7 +161,7 @@ def main(size: tuple[int, int] = (4096, 4096), budget_s: float | None = None) ->
     device = "cuda" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)
     x, gate = torch.randn(size, device=device), torch.randn(size, device=device)
-    own = OwnOperator(Own(operators(device)))
+    own = OwnOperator(Own(operators(device)).eval())
     candidates = [EAGER.name, "inductor", own, Candidate(own, runner=GRAPH)]
     fast = gw.tune(Plain().eval(), (x, gate), strategies=candidates, budget_s=budget_s)
     print(fast.report)

@@ -732,7 +732,7 @@ def test_a_cuda_twin_does_the_same() -> None:
         # The second begins where sixteen bytes do not divide the address.
         for a, b in ((x, gate), (x[1:], gate[1:])):
             torch.testing.assert_close(made.gated_add(a, b, 0.5), plain(a, b))
-    own = example.Own(made)
+    own = example.Own(made).eval()
     x, gate = torch.randn(2, 33, 65, device="cuda")
     graph = gw.capture(own, x, gate)
     compiled = torch.compile(own, fullgraph=True)

@@ -25,7 +25,16 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum's root-mean-square norm over the last dimension, and the sum."""
     total = x + residual
+    if total.dim() and isinstance(total.shape[-1], torch.SymInt):
+        return _rms_norm(total, weight, eps), total
     return F.rms_norm(total, total.shape[-1:], weight, eps), total
+
+
+def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch.Tensor:
+    """For a size that is a symbol: PyTorch 2.11's own norm on CUDA reads it as a number."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    result = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps)
+    return (result if weight is None else result * weight).to(x.dtype)
 
 
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:

@@ -25,6 +25,24 @@ def gelu(value):
 
 
 @triton.jit
+def gelu_in_half(value):
+    """GELU for results in half precision, where the error function would outlast the memory.
+
+    The logarithm to base 2 of 2 Φ(-u) as a polynomial, fitted for u up to 6.5: Φ has a relative
+    error of 5e-6, and falls on beyond.
+    """
+    u = tl.abs(value)
+    power = -1.76032309e-06 * u + 6.00019715e-05
+    power = power * u - 9.17044038e-04
+    power = power * u + 8.45107241e-03
+    power = power * u - 5.38355280e-02
+    power = power * u - 4.58597890e-01
+    power = power * u - 1.15119411
+    tail = tl.exp2(power * u - 1.0)
+    return value * tl.where(value > 0, 1.0 - tail, tail)
+
+
+@triton.jit
 def gelu_tanh(value):
     """GELU by its approximation: (1 + tanh(u)) / 2 is the logistic function of 2u."""
     twice = 1.5957691216057308 * (value + 0.044715 * value * value * value)
@@ -54,8 +72,10 @@ def bias_activation_kernel(
     value = value.to(tl.float32) + shift.to(tl.float32)
     if ACTIVATION == "silu":
         value = silu(value)
-    elif ACTIVATION == "gelu":
+    elif ACTIVATION == "gelu" and result.dtype.element_ty == tl.float32:
         value = gelu(value)
+    elif ACTIVATION == "gelu":
+        value = gelu_in_half(value)
     else:
         value = gelu_tanh(value)
     tl.store(result + row * columns + column, value.to(result.dtype.element_ty), mask=inside)

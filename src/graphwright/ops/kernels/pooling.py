@@ -64,6 +64,90 @@ def planes_kernel(
 
 
 @triton.jit
+def down_the_window(
+    x,
+    row,
+    place,
+    height,
+    width,
+    BEFORE: tl.constexpr,
+    KERNEL_H: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    PADDING_H: tl.constexpr,
+):
+    """The largest element of each window's rows at a place in the row; beyond an edge, 0."""
+    there = place < width
+    if BEFORE:
+        there = there & (place >= 0)
+    largest = tl.zeros((row.shape[0], place.shape[1]), x.dtype.element_ty)
+    for i in tl.static_range(KERNEL_H):
+        y = row * STRIDE_H + (i - PADDING_H)
+        y = tl.minimum(tl.maximum(y, 0), height - 1)
+        largest = larger(largest, tl.load(x + y * width + place, mask=there, other=0.0))
+    return largest
+
+
+@triton.jit
+def halving_kernel(
+    x,
+    result,
+    height,
+    width,
+    out_height,
+    out_width,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    """A tile of one plane, where planes are contiguous and windows two columns apart.
+
+    Pairs of columns are loaded side by side, and told apart when the largest of their rows are
+    found.
+    """
+    ODD: tl.constexpr = PADDING_W % 2
+    FIRST: tl.constexpr = -PADDING_W - ODD
+    across = tl.cdiv(out_width, COLUMNS)
+    tiles = tl.cdiv(out_height, ROWS) * across
+    plane = tl.program_id(0) // tiles
+    number = tl.program_id(0) % tiles
+    row = ((number // across) * ROWS + tl.arange(0, ROWS))[:, None]
+    left = (number % across) * COLUMNS
+    column = (left + tl.arange(0, COLUMNS))[None, :]
+    pairs = (2 * left + tl.arange(0, 2 * COLUMNS))[None, :]
+    x += plane.to(tl.int64) * height * width
+    largest = tl.zeros((ROWS, COLUMNS), x.dtype.element_ty)
+    # A window has columns 0 to KERNEL_W - 1; pair n is its columns 2n - ODD and 2n + 1 - ODD.
+    for n in tl.static_range((KERNEL_W + ODD + 1) // 2):
+        if 2 * n < ODD or 2 * n + 1 - ODD >= KERNEL_W:
+            place = 2 * column + (2 * n + FIRST + (2 * n < ODD))
+            value = down_the_window(
+                x, row, place, height, width, 2 * n + FIRST < 0, KERNEL_H, STRIDE_H, PADDING_H
+            )
+            largest = larger(largest, value)
+        else:
+            value = down_the_window(
+                x,
+                row,
+                pairs + (2 * n + FIRST),
+                height,
+                width,
+                2 * n + FIRST < 0,
+                KERNEL_H,
+                STRIDE_H,
+                PADDING_H,
+            )
+            a, b = tl.split(tl.reshape(value, (ROWS, COLUMNS, 2)))
+            largest = larger(largest, larger(a, b))
+    result += plane.to(tl.int64) * out_height * out_width
+    inside = (row < out_height) & (column < out_width)
+    tl.store(result + row * out_width + column, largest, mask=inside)
+
+
+@triton.jit
 def channels_last_kernel(
     x,
     result,
@@ -109,6 +193,28 @@ def channels_last_kernel(
     tl.store(result + place, largest.to(result.dtype.element_ty), mask=inside)
 
 
+def halving_tile(height: int, width: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows and columns of outputs that a program computes, and its warps."""
+    columns = min(power_of_two(width), 128)
+    rows = min(power_of_two(height), max(1, 512 // columns))
+    return rows, columns, 4
+
+
+def channels_last_tile(
+    images: int, channels: int, height: int, width: int
+) -> tuple[int, int, int, int]:
+    """Rows, columns and channels of outputs that a program computes, and its warps."""
+    block = min(power_of_two(channels), 64)
+    groups = triton.cdiv(channels, block)
+    rows = min(4, power_of_two(height))
+    columns = min(max(4, 512 // block), power_of_two(width))
+    tiles = triton.cdiv(height, rows) * triton.cdiv(width, columns)
+    while columns > 4 and images * groups * tiles < PROGRAMS:
+        columns //= 2
+        tiles = triton.cdiv(height, rows) * triton.cdiv(width, columns)
+    return rows, columns, block, 4
+
+
 def relu_max_pool2d(
     x: torch.Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
 ) -> torch.Tensor:
@@ -132,6 +238,14 @@ def relu_max_pool2d(
         "PADDING_H": padding[0],
         "PADDING_W": padding[1],
     }
+    if planes and stride[1] == 2:
+        del window["STRIDE_W"]
+        rows, columns, warps = halving_tile(out_height, out_width, x.dtype.itemsize)
+        tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
+        halving_kernel[(images * channels * tiles,)](
+            x, result, *sizes, **window, ROWS=rows, COLUMNS=columns, num_warps=warps
+        )
+        return result
     if planes:
         columns = min(power_of_two(out_width), 64)
         rows = min(power_of_two(out_height), 256 // columns)
@@ -148,14 +262,10 @@ def relu_max_pool2d(
             num_warps=max(1, rows * columns // 32),
         )
         return result
-    block = min(power_of_two(channels), 64)
-    groups = triton.cdiv(channels, block)
-    rows = min(4, power_of_two(out_height))
-    columns = min(max(4, 512 // block), power_of_two(out_width))
+    tile = channels_last_tile(images, channels, out_height, out_width)
+    rows, columns, block, warps = tile
     tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
-    while columns > 4 and images * groups * tiles < PROGRAMS:
-        columns //= 2
-        tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
+    groups = triton.cdiv(channels, block)
     channels_last_kernel[(images * groups * tiles,)](
         x,
         result,
@@ -165,6 +275,6 @@ def relu_max_pool2d(
         ROWS=rows,
         COLUMNS=columns,
         CHANNELS=block,
-        num_warps=4,
+        num_warps=warps,
     )
     return result

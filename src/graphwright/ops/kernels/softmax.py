@@ -29,16 +29,24 @@ def masked_softmax_kernel(
     mask_stride_3,
     scale,
     MASK: tl.constexpr,
+    WHOLE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """ROWS rows of at most BLOCK columns; a row is an index into three dimensions."""
+    """ROWS rows of at most BLOCK columns, of BLOCK if WHOLE.
+
+    A row is an index into three dimensions.
+    """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
-    inside = (row < rows)[:, None] & (column < columns)
-    index_2 = (row % size_2).to(tl.int64)
-    index_1 = (row // size_2 % size_1).to(tl.int64)
-    index_0 = (row // size_2 // size_1).to(tl.int64)
+    inside = (row < rows)[:, None]
+    if not WHOLE:
+        inside = inside & (column < columns)
+    outer = row // size_2
+    outermost = outer // size_1
+    index_2 = (row - outer * size_2).to(tl.int64)
+    index_1 = (outer - outermost * size_1).to(tl.int64)
+    index_0 = outermost.to(tl.int64)
     begin = index_0 * scores_stride_0 + index_1 * scores_stride_1 + index_2 * scores_stride_2
     value = tl.load(
         scores + begin[:, None] + column,
@@ -46,14 +54,16 @@ def masked_softmax_kernel(
         other=float("-inf"),
         eviction_policy="evict_first",
     ).to(tl.float32)
-    # Not -inf times scale beyond the row's end: a scale of 0 would make NaN of it.
-    value = tl.where(inside, value * scale, float("-inf"))
+    value = value * scale
+    if not WHOLE:
+        # After that: a scale of 0 would make NaN of -inf.
+        value = tl.where(inside, value, float("-inf"))
     if MASK:
         begin = index_0 * mask_stride_0 + index_1 * mask_stride_1 + index_2 * mask_stride_2
         attend = tl.load(mask + begin[:, None] + column * mask_stride_3, mask=inside, other=0)
         value = tl.where(attend != 0, value, float("-inf"))
     value = tl.exp(value - tl.max(value, axis=1, keep_dims=True))
-    value = value / tl.sum(value, axis=1, keep_dims=True)
+    value = value * (1.0 / tl.sum(value, axis=1, keep_dims=True))
     place = row.to(tl.int64)[:, None] * columns + column
     tl.store(result + place, value.to(result.dtype.element_ty), mask=inside)
 
@@ -83,6 +93,7 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, scale: float
         *mask_strides,
         scale,
         MASK=mask is not None,
+        WHOLE=columns == block,
         ROWS=together,
         BLOCK=block,
         num_warps=warps,
