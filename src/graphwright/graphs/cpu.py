@@ -362,6 +362,9 @@ class CpuRecorder:
     def tidy(self) -> None:
         """Nothing to do: the host's allocator sees to it."""
 
+    def relieve(self) -> None:
+        """The host's memory is nobody's concern."""
+
     def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Nothing to do: likewise."""
 

@@ -35,6 +35,9 @@ _PATIENCE_S = 10.0
 _ATTEMPTS = 5
 # Bytes up to which PyTorch's allocator packs tensors closely.
 _SMALL = 1 << 20
+# Parts of the memory that the allocator holds: what is much to be unused, and by how much it has to
+# have grown since something was handed back.
+_MUCH, _MORE = 0.25, 0.02
 # cudaErrorStreamCaptureInvalidated: what an operation reports that finds the capture broken.
 _BROKEN_BY_OTHERS = "previous error during capture"
 
@@ -85,6 +88,7 @@ class CudaRecorder:
         self._anchor: Any = None
         self._apart: list[tuple[Any, Any]] = []  # other pools, with their anchors
         self._live = 0
+        self._relieved_at = 0.0
         self._last = torch.cuda.current_stream(self.device)
         # Streams and workspaces are used again: neither can be given back.
         self._end = weakref.finalize(self, free.append, self._bench)
@@ -119,6 +123,19 @@ class CudaRecorder:
     def tidy(self) -> None:
         """Hand back what the allocator keeps."""
         torch.cuda.empty_cache()
+
+    def relieve(self) -> None:
+        """Hand back what the allocator keeps, if that is much and more than last time."""
+        reserved, allocated = self._held()
+        if reserved - allocated > _MUCH * reserved and reserved > self._relieved_at:
+            self.tidy()
+            self._relieved_at = (1 + _MORE) * self._held()[0]
+
+    def _held(self) -> tuple[int, int]:
+        """Bytes that the allocator holds, and those of them that are in use."""
+        found = torch.cuda.memory_stats_as_nested_dict(self.device)
+        reserved, allocated = (found[f"{what}_bytes"]["all"] for what in ("reserved", "allocated"))
+        return reserved["current"], allocated["current"]
 
     def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move tensors to segments that hold nothing else, and hand back those that they were in.
@@ -170,14 +187,10 @@ class CudaRecorder:
         if driver.libcuda() is None:
             return self._record_alone(work, feeds, drains, generators)
         outside = torch.cuda.current_stream(self.device)
-        # Addresses that no other copy in the graph can have: they are allocated meanwhile.
-        sources = [torch.empty_like(feed) for feed in feeds]
-        body = functools.partial(_copied, work, feeds, sources, drains, outside)
+        body = functools.partial(_copied, work, feeds, drains, outside)
         graph, (drained, targets) = self._capture(self._memory(), generators, body)
         graph.instantiate()
-        nodes = find_copies(
-            graph, [*zip(sources, feeds, strict=True)], [*zip(drained, targets, strict=True)]
-        )
+        nodes = find_copies(graph, feeds, [*zip(drained, targets, strict=True)])
         if nodes is None:
             graph.reset()
             return self._record_alone(work, feeds, drains, generators)
@@ -211,17 +224,15 @@ class CudaRecorder:
         outside = torch.cuda.current_stream(self.device)
         nodes: Sequence[CopyNode | None] | None = None
         by_nodes = driver.libcuda() is not None
-        sources = [torch.empty_like(feed) for feed in feeds] if by_nodes else []
         with self._capturing(self._memory(), generators) as graph:
             segment = _CudaSegment(outside if by_nodes else None)
-            for feed, source in zip(feeds, sources, strict=False):
-                if feed.numel():
-                    feed.copy_(source)
+            if by_nodes:
+                _copied_into(feeds)
             yield segment
         graph.instantiate()
         if by_nodes:
-            into = [*zip(sources, feeds, strict=True)]
-            nodes = find_copies(graph, into, [*zip(segment.drains, segment.targets, strict=True)])
+            out_of = [*zip(segment.drains, segment.targets, strict=True)]
+            nodes = find_copies(graph, feeds, out_of)
             if nodes is None:
                 graph.reset()
                 raise CaptureError("The copies of a segment are not to be found in its graph.")
@@ -434,16 +445,20 @@ def _alone(work: Work, drains: Drains) -> Sequence[torch.Tensor]:
 def _copied(
     work: Work,
     feeds: Sequence[torch.Tensor],
-    sources: Sequence[torch.Tensor],
     drains: Drains,
     outside: torch.cuda.Stream,
 ) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
     """Work between copies into its feeds and out of its drains; returns the drains' pairs."""
-    for feed, source in zip(feeds, sources, strict=True):
-        if feed.numel():
-            feed.copy_(source)
+    _copied_into(feeds)
     drained = drains(work())
     return drained, _copied_out(drained, outside)
+
+
+def _copied_into(feeds: Sequence[torch.Tensor]) -> None:
+    """Copies whose source is given before each launch."""
+    for feed in feeds:
+        if feed.numel():
+            driver.copy_onto_itself(feed, torch.cuda.current_stream(feed.device))
 
 
 def _copied_out(drained: Sequence[torch.Tensor], outside: torch.cuda.Stream) -> list[torch.Tensor]:

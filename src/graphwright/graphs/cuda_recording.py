@@ -111,12 +111,15 @@ class CudaRecording:
 
 def find_copies(
     graph: torch.cuda.CUDAGraph,
-    into: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    into: Sequence[torch.Tensor],
     out_of: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[CopyNode | None] | None:
-    """The nodes that copy these (source, target) pairs; None if they are not all to be found.
+    """The nodes of copies into some memory and out of some; None if not all are to be found.
 
-    What lies outside is the source of the first and the target of the second.
+    Args:
+        graph: that they are in.
+        into: what has been copied onto itself, for want of a source.
+        out_of: what has been copied, and whereto.
     """
     found: dict[tuple[int, int, int], list[Any]] = {}
     for node, params in driver.copies(graph.raw_cuda_graph()):
@@ -124,7 +127,8 @@ def find_copies(
         found.setdefault(key, []).append((node, params))
     executable = graph.raw_cuda_graph_exec()
     nodes: list[CopyNode | None] = []
-    for end, pairs in (("src", into), ("dst", out_of)):
+    onto_itself = [*zip(into, into, strict=True)]
+    for end, pairs in (("src", onto_itself), ("dst", out_of)):
         for source, target in pairs:
             if not source.numel():
                 nodes.append(None)

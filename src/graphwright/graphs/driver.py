@@ -69,6 +69,8 @@ def libcuda() -> Any:
     found.cuGraphMemcpyNodeGetParams.argtypes = [pointer] * 2
     found.cuCtxGetCurrent.argtypes = [pointer]
     found.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
+    address = ctypes.c_uint64
+    found.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, pointer]
     return found
 
 
@@ -106,6 +108,17 @@ def anything_allowed() -> Iterator[None]:
         yield
     finally:
         check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
+
+
+def copy_onto_itself(memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
+    """Issue a copy of contiguous memory to where it lies.
+
+    PyTorch never does. In a graph it is a node that can be told from all others, and whose source
+    is given later, so that none has to be allocated.
+    """
+    place = memory.data_ptr()
+    code = libcuda().cuMemcpyDtoDAsync_v2(place, place, memory.nbytes, stream.cuda_stream)
+    check(code, "cuMemcpyDtoDAsync")
 
 
 class CopyNode:

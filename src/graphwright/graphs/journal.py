@@ -33,18 +33,19 @@ class Copies:
     """What storages held before runs that all begin with the same, one copy for all of them.
 
     Args:
-        on_host: keep large ones on the host: runs need all of the device's memory for themselves.
+        relieve: called before each operation of a run that needs all of the device's memory for
+            itself. Large copies are kept on the host then.
     """
 
-    def __init__(self, *, on_host: bool = False) -> None:
-        self._on_host = on_host
+    def __init__(self, relieve: Callable[[], None] | None = None) -> None:
+        self.relieve = relieve
         self._kept: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
 
     def of(self, storage: torch.UntypedStorage) -> torch.UntypedStorage:
         """The copy of a storage, made now if there is none."""
         known = self._kept.get(storage._cdata)
         if known is None:
-            aside = self._on_host and storage.is_cuda and storage.nbytes() > _LARGE_COPY
+            aside = self.relieve is not None and storage.is_cuda and storage.nbytes() > _LARGE_COPY
             known = storage, storage.cpu() if aside else storage.clone()
             self._kept[storage._cdata] = known
         return known[1]
@@ -92,6 +93,8 @@ class Journal(OperationMode):
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Note the operation, run it, note what it made."""
         self.before(func, args, kwargs)
+        if self._copies is not None and self._copies.relieve is not None:
+            self._copies.relieve()
         result = func(*args, **kwargs)
         self.drew(func, args, kwargs)
         for tensor in tensors(result):

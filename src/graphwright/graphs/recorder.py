@@ -94,6 +94,9 @@ class Recorder(Protocol):
     def tidy(self) -> None:
         """Hand back ordinary memory that runs have left over."""
 
+    def relieve(self) -> None:
+        """In the midst of a run: the same, where it is much."""
+
     def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
         """Move tensors that have their memory to themselves away from what runs have left over."""
 

@@ -96,7 +96,8 @@ class Workings:
             body, device = self._body((args, kwargs))
             optimizers = OptimizersKept(body.optimizers)
             schedulers = SchedulersKept(self._step)
-            copies, recorder = Copies(on_host=True), pool.recorder(device)
+            recorder = pool.recorder(device)
+            copies = Copies(recorder.relieve)
             grads = [None if g is None else g.detach() for g in grads_of(body.parameters)]
             try:
                 look = look_at(body, args, kwargs, recorder, copies)

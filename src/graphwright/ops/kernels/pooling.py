@@ -16,6 +16,10 @@ import triton.language as tl
 from ..pooling import pooled_size
 from .sizes import PROGRAMS, power_of_two
 
+# Pairs of columns that tiles share where there are several: those that a window may reach, and as
+# many as leave all tiles aligned.
+MARGIN = 8
+
 
 @triton.jit
 def larger(a, b):
@@ -64,30 +68,6 @@ def planes_kernel(
 
 
 @triton.jit
-def down_the_window(
-    x,
-    row,
-    place,
-    height,
-    width,
-    BEFORE: tl.constexpr,
-    KERNEL_H: tl.constexpr,
-    STRIDE_H: tl.constexpr,
-    PADDING_H: tl.constexpr,
-):
-    """The largest element of each window's rows at a place in the row; beyond an edge, 0."""
-    there = place < width
-    if BEFORE:
-        there = there & (place >= 0)
-    largest = tl.zeros((row.shape[0], place.shape[1]), x.dtype.element_ty)
-    for i in tl.static_range(KERNEL_H):
-        y = row * STRIDE_H + (i - PADDING_H)
-        y = tl.minimum(tl.maximum(y, 0), height - 1)
-        largest = larger(largest, tl.load(x + y * width + place, mask=there, other=0.0))
-    return largest
-
-
-@triton.jit
 def halving_kernel(
     x,
     result,
@@ -95,55 +75,60 @@ def halving_kernel(
     width,
     out_height,
     out_width,
+    step,
     KERNEL_H: tl.constexpr,
     KERNEL_W: tl.constexpr,
     STRIDE_H: tl.constexpr,
     PADDING_H: tl.constexpr,
     PADDING_W: tl.constexpr,
+    MARGIN: tl.constexpr,
     ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
+    PAIRS: tl.constexpr,
 ):
     """A tile of one plane, where planes are contiguous and windows two columns apart.
 
-    Pairs of columns are loaded side by side, and told apart when the largest of their rows are
-    found.
+    Pairs of columns are loaded once and side by side. When the largest of their rows are found
+    they are told apart, and handed on to the windows that begin before or after them. Tiles are
+    `step` outputs apart and have MARGIN more pairs on each side, but the first one on its left.
     """
     ODD: tl.constexpr = PADDING_W % 2
-    FIRST: tl.constexpr = -PADDING_W - ODD
-    across = tl.cdiv(out_width, COLUMNS)
+    across = tl.cdiv(out_width, step)
     tiles = tl.cdiv(out_height, ROWS) * across
     plane = tl.program_id(0) // tiles
     number = tl.program_id(0) % tiles
     row = ((number // across) * ROWS + tl.arange(0, ROWS))[:, None]
-    left = (number % across) * COLUMNS
-    column = (left + tl.arange(0, COLUMNS))[None, :]
-    pairs = (2 * left + tl.arange(0, 2 * COLUMNS))[None, :]
+    begin = (number % across) * step
+    # Written so that the compiler sees what divides it.
+    left = tl.maximum((number % across) * (step // MARGIN) - 1, 0) * MARGIN
     x += plane.to(tl.int64) * height * width
-    largest = tl.zeros((ROWS, COLUMNS), x.dtype.element_ty)
-    # A window has columns 0 to KERNEL_W - 1; pair n is its columns 2n - ODD and 2n + 1 - ODD.
+    place = 2 * left + tl.arange(0, 2 * PAIRS)[None, :]
+    highest = tl.zeros((ROWS, 2 * PAIRS), x.dtype.element_ty)
+    for i in tl.static_range(KERNEL_H):
+        y = row * STRIDE_H + (i - PADDING_H)
+        y = tl.minimum(tl.maximum(y, 0), height - 1)
+        # Beyond the row's end stands ReLU's zero.
+        value = tl.load(x + y * width + place, mask=place < width, other=0.0)
+        highest = larger(highest, value)
+    even, odd = tl.split(tl.reshape(highest, (ROWS, PAIRS, 2)))
+    pair = tl.arange(0, PAIRS)[None, :]
+    largest = tl.zeros((ROWS, PAIRS), x.dtype.element_ty)
+    # Pair n of a window is its columns 2n - ODD and 2n + 1 - ODD; it has KERNEL_W columns.
     for n in tl.static_range((KERNEL_W + ODD + 1) // 2):
-        if 2 * n < ODD or 2 * n + 1 - ODD >= KERNEL_W:
-            place = 2 * column + (2 * n + FIRST + (2 * n < ODD))
-            value = down_the_window(
-                x, row, place, height, width, 2 * n + FIRST < 0, KERNEL_H, STRIDE_H, PADDING_H
-            )
-            largest = larger(largest, value)
+        if 2 * n < ODD:
+            value = odd
+        elif 2 * n + 1 - ODD >= KERNEL_W:
+            value = even
         else:
-            value = down_the_window(
-                x,
-                row,
-                pairs + (2 * n + FIRST),
-                height,
-                width,
-                2 * n + FIRST < 0,
-                KERNEL_H,
-                STRIDE_H,
-                PADDING_H,
-            )
-            a, b = tl.split(tl.reshape(value, (ROWS, COLUMNS, 2)))
-            largest = larger(largest, larger(a, b))
+            value = larger(even, odd)
+        if 2 * n != PADDING_W + ODD:
+            other = pair + (n - (PADDING_W + ODD) // 2)
+            there = (other >= 0) & (other < PAIRS)
+            other = tl.broadcast_to(tl.minimum(tl.maximum(other, 0), PAIRS - 1), (ROWS, PAIRS))
+            value = tl.where(there, tl.gather(value, other, 1), tl.zeros_like(value))
+        largest = larger(largest, value)
     result += plane.to(tl.int64) * out_height * out_width
-    inside = (row < out_height) & (column < out_width)
+    column = left + pair
+    inside = (row < out_height) & (column >= begin) & (column < begin + step) & (column < out_width)
     tl.store(result + row * out_width + column, largest, mask=inside)
 
 
@@ -193,26 +178,17 @@ def channels_last_kernel(
     tl.store(result + place, largest.to(result.dtype.element_ty), mask=inside)
 
 
-def halving_tile(height: int, width: int, itemsize: int) -> tuple[int, int, int]:
-    """Rows and columns of outputs that a program computes, and its warps."""
-    columns = min(power_of_two(width), 128)
-    rows = min(power_of_two(height), max(1, 512 // columns))
-    return rows, columns, 4
-
-
-def channels_last_tile(
-    images: int, channels: int, height: int, width: int
-) -> tuple[int, int, int, int]:
-    """Rows, columns and channels of outputs that a program computes, and its warps."""
-    block = min(power_of_two(channels), 64)
-    groups = triton.cdiv(channels, block)
-    rows = min(4, power_of_two(height))
-    columns = min(max(4, 512 // block), power_of_two(width))
-    tiles = triton.cdiv(height, rows) * triton.cdiv(width, columns)
-    while columns > 4 and images * groups * tiles < PROGRAMS:
-        columns //= 2
-        tiles = triton.cdiv(height, rows) * triton.cdiv(width, columns)
-    return rows, columns, block, 4
+def halving_tile(planes: int, height: int, width: int, itemsize: int) -> tuple[int, int, int]:
+    """Rows and pairs of columns of a program's tile, and the outputs from one to the next."""
+    if width + MARGIN <= 128:
+        pairs, step = power_of_two(width + MARGIN), width
+    else:
+        pairs, step = 128, 128 - 2 * MARGIN
+    # A device starts so many programs a second: 16 bytes a thread, twice, keep memory busy.
+    rows = min(power_of_two(height), max(1, 1024 // itemsize // pairs))
+    while rows > 4 and planes * triton.cdiv(height, rows) * triton.cdiv(width, step) < 8 * PROGRAMS:
+        rows //= 2
+    return rows, pairs, step
 
 
 def relu_max_pool2d(
@@ -238,12 +214,13 @@ def relu_max_pool2d(
         "PADDING_H": padding[0],
         "PADDING_W": padding[1],
     }
-    if planes and stride[1] == 2:
+    if planes and stride[1] == 2 and kernel[1] <= 2 * MARGIN:
         del window["STRIDE_W"]
-        rows, columns, warps = halving_tile(out_height, out_width, x.dtype.itemsize)
-        tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
+        rows, pairs, step = halving_tile(images * channels, out_height, out_width, x.dtype.itemsize)
+        tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, step)
+        # With one warp no other has to be waited for.
         halving_kernel[(images * channels * tiles,)](
-            x, result, *sizes, **window, ROWS=rows, COLUMNS=columns, num_warps=warps
+            x, result, *sizes, step, **window, MARGIN=MARGIN, ROWS=rows, PAIRS=pairs, num_warps=1
         )
         return result
     if planes:
@@ -262,8 +239,8 @@ def relu_max_pool2d(
             num_warps=max(1, rows * columns // 32),
         )
         return result
-    tile = channels_last_tile(images, channels, out_height, out_width)
-    rows, columns, block, warps = tile
+    block = min(power_of_two(channels), 64)
+    rows, columns = min(4, power_of_two(out_height)), min(4, power_of_two(out_width))
     tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
     groups = triton.cdiv(channels, block)
     channels_last_kernel[(images * groups * tiles,)](
@@ -275,6 +252,6 @@ def relu_max_pool2d(
         ROWS=rows,
         COLUMNS=columns,
         CHANNELS=block,
-        num_warps=warps,
+        num_warps=4,
     )
     return result

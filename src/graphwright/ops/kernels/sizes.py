@@ -11,11 +11,14 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
-def row_block(rows: int, columns: int, size: int = 1024) -> tuple[int, int, int]:
-    """Rows a program, its block of columns and its warps, where a row lies in one program."""
+def row_block(rows: int, columns: int, size: int = 1024, least: int = 1) -> tuple[int, int, int]:
+    """Rows a program, its block of columns and its warps, where a row lies in one program.
+
+    Of short rows a program has several: `size` elements, of `least` if they are few.
+    """
     block = power_of_two(columns)
     together = max(1, size // block)
-    while together > 1 and rows < together * PROGRAMS:
+    while together > 1 and together * block > least and rows < together * PROGRAMS:
         together //= 2
     elements = together * block
     warps = 4 if elements <= 2048 else 8 if elements <= 8192 else 16 if elements <= 16384 else 32

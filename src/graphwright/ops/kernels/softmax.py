@@ -80,7 +80,7 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, scale: float
     if mask is not None:
         steps = [0 if n == 1 else step for n, step in zip(mask.shape, mask.stride(), strict=True)]
         mask_strides = (0,) * (4 - mask.dim()) + tuple(steps)
-    together, block, warps = row_block(rows, columns)
+    together, block, warps = row_block(rows, columns, 2048, 1024)
     masked_softmax_kernel[(triton.cdiv(rows, together),)](
         scores,
         mask,
