@@ -21,8 +21,8 @@ def row_block(rows: int, columns: int, size: int = 1024, least: int = 1) -> tupl
     while together > 1 and together * block > least and rows < together * PROGRAMS:
         together //= 2
     elements = together * block
-    # 32 elements a thread keep memory busy; fewer threads have less to wait for each other.
-    warps = min(32, max(2, elements // 1024))
+    # 32 elements a thread keep memory busy, and fewer warps wait less for each other.
+    warps = min(32, max(4, elements // 1024))
     return together, block, warps
 
 
