@@ -240,9 +240,11 @@ def relu_max_pool2d(
         )
         return result
     block = min(power_of_two(channels), 64)
-    rows, columns = min(4, power_of_two(out_height)), min(4, power_of_two(out_width))
-    tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
     groups = triton.cdiv(channels, block)
+    # A device starts only so many programs a second; few of them are spread thin.
+    side = 4 if images * groups * out_height * out_width >= 256 * PROGRAMS else 2
+    rows, columns = min(side, power_of_two(out_height)), min(side, power_of_two(out_width))
+    tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
     channels_last_kernel[(images * groups * tiles,)](
         x,
         result,
@@ -252,6 +254,6 @@ def relu_max_pool2d(
         ROWS=rows,
         COLUMNS=columns,
         CHANNELS=block,
-        num_warps=4,
+        num_warps=4 if side == 4 else 1,
     )
     return result
