@@ -318,6 +318,33 @@ def to_text(result: Row) -> str:
     return "\n".join(f"{asked:{width}}  {figure:>7}  {met}" for asked, figure, met in rows)
 
 
+def to_markdown(result: Row) -> str:
+    """Both parts as tables."""
+    where = result["environment"]
+    lines = [
+        f"Our own operators ({where['gpu']}, PyTorch {where['torch']}), each call on inputs",
+        f"of its own inside a CUDA graph: medians of {ROUNDS // 2} and {ROUNDS} turns.",
+        "",
+        "| operator, 128 MiB an input | GB/s | a copy's GB/s | share |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for row in result["bandwidth"]:
+        speeds = f"{row['gb_per_s']:.0f} | {row['copy_gb_per_s']:.0f}"
+        lines.append(f"| {row['case']} | {speeds} | {row['copy_share']:.2f} |")
+    lines += [
+        "",
+        "| operator, as a model calls it | ours, µs | Inductor's fusion, µs | ratio |",
+        "| --- | ---: | ---: | ---: |",
+    ]
+    for row in result["models"]:
+        ours, other = (
+            f"{row[way]['median'] * 1e6:.2f} ± {row[way]['spread'] * 1e6:.2f}"
+            for way in ("ours", "inductor")
+        )
+        lines.append(f"| {row['case']} | {ours} | {other} | {row['ratio']:.2f} |")
+    return "\n".join([*lines, ""])
+
+
 def benchmark(out: Path, *, quick: bool) -> int:
     """Measure and write; the number of targets that are missed."""
     quick = quick or not torch.cuda.is_available()

@@ -312,6 +312,7 @@ def tables() -> None:
     from buckets import to_markdown as buckets_to_markdown
     from capture_table import to_markdown as capture_to_markdown
     from check import to_markdown as check_to_markdown
+    from operators import to_markdown as operators_to_markdown
     from training_table import to_markdown as training_to_markdown
     from tune_table import read, reports
     from tune_table import to_markdown as tune_to_markdown
@@ -340,6 +341,9 @@ def tables() -> None:
     for file in sorted(RESULTS.glob("buckets*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         lines += [f"## `{file.name}`, commit {data['commit']}", "", buckets_to_markdown(data)]
+    for file in sorted(RESULTS.glob("operators*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        lines += [f"## `{file.name}`, commit {data['commit']}", "", operators_to_markdown(data)]
     text = "\n".join(lines).rstrip() + "\n"
     (ROOT / "docs" / "results.md").write_text(text, encoding="utf-8")
     for file in RESULTS.glob("architectures*.json"):
@@ -352,10 +356,11 @@ def tables() -> None:
         for other in sorted(RESULTS.glob("breaks*.json")):
             page += "\n" + breaks_to_markdown(json.loads(other.read_text("utf-8")), other.name)
         (ROOT / "docs" / "capturable.md").write_text(page, encoding="utf-8")
-    for file in RESULTS.glob("training*.json"):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        page = training_to_markdown(data, file.name)
-        (ROOT / "docs" / "training-results.md").write_text(page, encoding="utf-8")
+    trained = [
+        training_to_markdown(json.loads(file.read_text(encoding="utf-8")), file.name)
+        for file in sorted(RESULTS.glob("training*.json"))
+    ]
+    (ROOT / "docs" / "training-results.md").write_text("\n".join(trained), encoding="utf-8")
 
 
 def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:

@@ -118,6 +118,51 @@ def test_a_graph_keeps_none_of_the_copies_that_warm_up_ran_on(
     graph.close()
 
 
+@pytest.mark.gpu
+def test_what_runs_leave_over_is_handed_back_in_their_midst() -> None:
+    """Where it is much, and more than when that was last done."""
+    from graphwright.graphs.cuda import CudaRecorder
+
+    recorder = CudaRecorder(torch.device("cuda"))
+    torch.cuda.empty_cache()
+    kept = torch.empty(64 * MIB, dtype=torch.uint8, device="cuda")
+    least = torch.cuda.memory_reserved()
+    for _ in range(2):
+        left = [torch.empty(2 * least, dtype=torch.uint8, device="cuda") for _ in range(2)]
+        del left
+        assert torch.cuda.memory_reserved() >= 3 * least
+        recorder.relieve()
+        assert torch.cuda.memory_reserved() == least
+    few = torch.empty(least // 8, dtype=torch.uint8, device="cuda")
+    del few
+    recorder.relieve()
+    assert torch.cuda.memory_reserved() > least
+    del kept
+    recorder.close()
+
+
+def test_only_a_training_step_s_set_up_hands_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not that of a call: others may be using what the allocator keeps."""
+    from graphwright.graphs.cpu import CpuRecorder
+
+    count = [0]
+    monkeypatch.setattr(CpuRecorder, "relieve", lambda self: count.__setitem__(0, count[0] + 1))
+    one, x = nn.Linear(4, 4), torch.randn(2, 4)
+    with gw.capture(one.eval(), x):
+        assert not count[0]
+    optimizer = torch.optim.SGD(one.parameters(), 0.1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = one(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    with gw.graph_step(step, (x,), optimizer=optimizer):
+        assert count[0] > 10
+
+
 def test_the_least_recently_used_graph_gives_way(device: torch.device) -> None:
     net = model(device)
     size = gw.MemoryPool().predict(net, rows(device, 6000)).nbytes

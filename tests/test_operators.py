@@ -509,10 +509,21 @@ def test_how_work_is_cut_up(rows: int, columns: int) -> None:
     together, block, warps = row_block(rows, columns)
     assert columns <= block < 2 * columns
     assert together == 1 or (together * block <= 1024 and rows >= together * PROGRAMS)
-    assert together * block <= 64 * 32 * warps
+    assert together * block <= 32 * 32 * warps
     height, width = tile(rows, columns)
     assert 1 <= height * width <= 2048
     assert width & (width - 1) == height & (height - 1) == 0
+
+
+@pytest.mark.parametrize("width", [1, 7, 112, 240, 241, 242, 500, 1023])
+def test_pools_of_wide_rows_are_the_references_exactly(width: int, device: torch.device) -> None:
+    """Several tiles side by side, which share what windows at their edges reach over."""
+    x = torch.randn(1, 2, 5, width, device=device)
+    for kernel, padding in ((1, 0), (2, 0), (3, 1), (3, 0), (7, 3), (16, 8), (17, 8)):
+        window = (1, min(kernel, width)), (1, 2), (0, min(padding, width // 2))
+        assert torch.equal(
+            PUBLIC["relu_max_pool2d"](x, *window), reference.relu_max_pool2d(x, *window)
+        )
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter is slow")

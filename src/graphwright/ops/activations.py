@@ -63,6 +63,9 @@ def bias_gelu(
 ) -> torch.Tensor:
     """GELU of x + bias.
 
+    In float16 and bfloat16 the normal distribution's function is taken with a relative error of
+    5e-6 before the result is rounded, also far below zero, where 1 + erf has no digits left.
+
     The kernel takes float32, float16 and bfloat16 with a contiguous last dimension, and computes
     in float32 throughout; all else is computed by PyTorch's own operations.
 
