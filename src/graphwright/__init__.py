@@ -19,6 +19,8 @@ from .errors import SignatureError as SignatureError
 from .errors import StrategyFailed as StrategyFailed
 from .errors import TargetError as TargetError
 from .errors import VerificationError as VerificationError
+from .fusion import FusedModule as FusedModule
+from .fusion import fuse as fuse
 from .graphed import GraphedModule as GraphedModule
 from .graphed import graph as graph
 from .graphs.capture import capture as capture
@@ -49,6 +51,7 @@ __all__ = [
     "Extension",
     "ExtensionError",
     "Finding",
+    "FusedModule",
     "Graph",
     "GraphMemory",
     "GraphStatistics",
@@ -76,6 +79,7 @@ __all__ = [
     "capturing",
     "check",
     "extension",
+    "fuse",
     "graph",
     "graph_step",
     "make_graphed_callables",

@@ -1,0 +1,8 @@
+"""fuse(): passes that make a model's kernels fewer and fatter, each proved."""
+
+from .fusing import Region as Region
+from .module import FusedModule as FusedModule
+from .module import fuse as fuse
+from .passes import Change as Change
+from .passes import Pass as Pass
+from .passes import PassResult as PassResult

@@ -1,0 +1,125 @@
+"""Attention that is written out by hand, as scaled_dot_product_attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .nodes import arguments, calls, inputs, is_op, only_user, replace, value_of
+from .passes import Change, Pass
+
+aten = torch.ops.aten
+
+
+def _attention(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """softmax(q kᵀ · scale + mask) v; each step used by the next one alone."""
+    found = []
+    for node in calls(graph, aten.matmul.default):
+        parts = _parts(node)
+        if parts is None:
+            continue
+        query, turned, value, mask, scale, names = parts
+        key = _transposed(turned)
+        if key is None:
+            with graph.graph.inserting_before(node):
+                key = graph.graph.call_function(aten.transpose.int, (turned, -2, -1))
+        replace(
+            graph,
+            node,
+            aten.scaled_dot_product_attention.default,
+            (query, key, value, mask),
+            scale=scale,
+        )
+        found.append(Change("attention written out by hand", names))
+    return found
+
+
+def _parts(
+    node: fx.Node,
+) -> tuple[fx.Node, fx.Node, Any, fx.Node | None, float, tuple[str, ...]] | None:
+    """Query, turned key, value, mask, scale of an attention that a product ends."""
+    weights, values = inputs(node)
+    names = [node.name]
+    conversion = None
+    if is_op(weights, aten.to.dtype) and only_user(weights) is None and len(weights.users) == 1:
+        conversion, weights = weights, inputs(weights)[0]
+    if not is_op(weights, aten.softmax.int):
+        return None
+    assert isinstance(weights, fx.Node)
+    if len(weights.users) != 1:
+        return None
+    given = arguments(weights)
+    scores, shape = given["self"], value_of(weights)
+    if shape is None or shape.dim() != 4 or given["dim"] not in (-1, 3):
+        return None
+    if given["dtype"] not in (None, torch.float32):
+        return None
+    names.append(weights.name)
+    mask: fx.Node | None = None
+    scale = 1.0
+    if is_op(scores, aten.add.Tensor) and not scores.kwargs and len(scores.users) == 1:
+        sides = [s for s in inputs(scores) if isinstance(s, fx.Node)]
+        if len(sides) != 2:
+            return None
+        inner = next((s for s in sides if _scaled(s) is not None), None)
+        if inner is None:
+            return None
+        mask = sides[1] if inner is sides[0] else sides[0]
+        names.append(scores.name)
+        scores = inner
+    found = _scaled(scores)
+    if found is None:
+        return None
+    product, factor = found
+    scale *= factor
+    if product is not scores:
+        names.append(scores.name)
+    if any(len(n.users) != 1 for n in (scores, product)):
+        return None
+    names.append(product.name)
+    query, key = inputs(product)
+    q, v, result = value_of(query), value_of(values), value_of(node)
+    k = value_of(key)
+    if q is None or k is None or v is None or result is None or q.dim() != 4 or k.dim() != 4:
+        return None
+    if len({q.dtype, k.dtype, v.dtype, result.dtype}) != 1 or q.shape[:2] != k.shape[:2]:
+        return None
+    if q.shape[:2] != v.shape[:2] or (conversion is not None and shape.dtype != torch.float32):
+        return None
+    if mask is not None:
+        bias = value_of(mask)
+        if bias is None or bias.dtype != q.dtype or bias.dim() > 4:
+            return None
+    return query, key, values, mask, scale, tuple(reversed(names))
+
+
+def _scaled(node: Any) -> tuple[fx.Node, float] | None:
+    """A product of matrices, and the number that it is scaled by."""
+    if is_op(node, aten.matmul.default):
+        return node, 1.0
+    if is_op(node, aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar):
+        inner, number = inputs(node)[:2]
+        if isinstance(number, int | float) and is_op(inner, aten.matmul.default):
+            if node.kwargs or not number:
+                return None
+            divides = is_op(node, aten.div.Tensor, aten.div.Scalar)
+            return inner, 1.0 / number if divides else float(number)
+    return None
+
+
+def _transposed(node: Any) -> Any:
+    """What was transposed in its last two dimensions; None if nothing was."""
+    value = value_of(node)
+    if value is None or value.dim() != 4:
+        return None
+    if is_op(node, aten.transpose.int):
+        dims = {d % 4 for d in inputs(node)[1:3]}
+        return inputs(node)[0] if dims == {2, 3} else None
+    if is_op(node, aten.permute.default):
+        return inputs(node)[0] if [d % 4 for d in inputs(node)[1]] == [0, 1, 3, 2] else None
+    return None
+
+
+ATTENTION = Pass("attention", _attention)

@@ -1,0 +1,111 @@
+"""Memory layout: convolutions on channels_last, and eager's strides where they can be seen."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .nodes import add_constant, arguments, calls, constant, value_of
+from .passes import Change, Pass
+
+aten = torch.ops.aten
+_HALF = (torch.float16, torch.bfloat16)
+
+
+def _channels_last(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Give convolutions weights in channels_last: cuDNN and PyTorch carry the layout on.
+
+    For half precision and TF32, whose tensor cores read channels side by side. No transpose stands
+    in the graph: the first convolution's input is turned by PyTorch, and what follows keeps it.
+    """
+    found = []
+    for node in calls(graph, aten.conv2d.default):
+        given = arguments(node)
+        weight = constant(graph, given["weight"])
+        if weight is None or weight.dim() != 4:
+            continue
+        if weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous():
+            continue
+        tf32 = weight.dtype == torch.float32 and torch.backends.cudnn.allow_tf32
+        if weight.dtype not in _HALF and not tf32:
+            continue
+        turned = add_constant(graph, weight.contiguous(memory_format=torch.channels_last), node)
+        node.replace_input_with(given["weight"], turned)
+        found.append(Change("weights in channels_last", (node.name,)))
+    return found
+
+
+class _Strides(fx.Interpreter):
+    """Runs a graph and notes the strides of what it makes; where an operation wants others too."""
+
+    def __init__(self, graph: fx.GraphModule) -> None:
+        super().__init__(graph)
+        self.found: dict[fx.Node, tuple[int, ...]] = {}
+        self.wants: list[fx.Node] = []
+
+    def run_node(self, n: fx.Node) -> Any:
+        try:
+            result = super().run_node(n)
+        except RuntimeError:
+            if n.op != "call_function":
+                raise
+            # An operation on strides: view() of what lies in another order.
+            again = fx.node.map_arg((n.args, n.kwargs), lambda a: _as_traced(self.env[a], a))
+            result = n.target(*again[0], **again[1])  # type: ignore[operator]  # an operation
+            self.wants.append(n)
+        if isinstance(result, torch.Tensor) and result.layout is torch.strided:
+            self.found[n] = result.stride()
+        return result
+
+
+def _as_traced(value: Any, node: fx.Node) -> Any:
+    """A tensor with the strides that it had when the graph was traced."""
+    expected = value_of(node)
+    if not isinstance(value, torch.Tensor) or expected is None or value.shape != expected.shape:
+        return value
+    if value.layout is not torch.strided or value.stride() == expected.stride():
+        return value
+    new = torch.empty_strided(
+        expected.shape, expected.stride(), dtype=value.dtype, device=value.device
+    )
+    return new.copy_(value)
+
+
+def restored(graph: fx.GraphModule, *samples: torch.Tensor) -> tuple[Change, ...]:
+    """Put eager's strides back where they can be seen: in results, and where views need them.
+
+    The graph is changed in place.
+
+    Args:
+        graph: after passes that change layouts.
+        samples: tensors to call it with.
+    """
+    seen = _Strides(graph)
+    with torch.no_grad():
+        seen.run(*samples)
+    last = next(iter(reversed(graph.graph.nodes)))
+    found = []
+    for user in (*seen.wants, *calls(graph, aten.as_strided.default), last):
+        for source in user.all_input_nodes:
+            expected, now = value_of(source), seen.found.get(source)
+            if expected is None or now is None or source.op != "call_function":
+                continue
+            if expected.numel() == 0 or now == tuple(expected.stride()):
+                continue
+            with graph.graph.inserting_before(user):
+                empty = graph.graph.call_function(
+                    aten.new_empty_strided.default,
+                    (source, list(expected.shape), list(expected.stride())),
+                )
+                new = graph.graph.call_function(aten.copy_.default, (empty, source))
+            empty.meta["val"] = new.meta["val"] = expected
+            user.replace_input_with(source, new)
+            found.append(Change("eager's layout", (source.name,)))
+    if found:
+        graph.recompile()
+    return tuple(found)
+
+
+CHANNELS_LAST = Pass("channels_last", _channels_last, devices=("cuda",))

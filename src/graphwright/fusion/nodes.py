@@ -1,0 +1,143 @@
+"""What passes ask of a graph's nodes, and do to them."""
+
+from __future__ import annotations
+
+import copy
+import operator
+from collections.abc import Iterator
+from typing import Any, TypeGuard
+
+import torch
+from torch import fx
+from torch.utils import _pytree as pytree
+
+Op = torch._ops.OpOverload
+
+
+def is_op(node: Any, *operations: Op) -> TypeGuard[fx.Node]:
+    """Whether a node calls one of these operations."""
+    return isinstance(node, fx.Node) and node.op == "call_function" and node.target in operations
+
+
+def calls(graph: fx.GraphModule, *operations: Op) -> Iterator[fx.Node]:
+    """The nodes that call one of these operations, in order; the graph may be changed meanwhile."""
+    for node in list(graph.graph.nodes):
+        if not node._erased and is_op(node, *operations):
+            yield node
+
+
+def inputs(node: fx.Node) -> tuple[Any, ...]:
+    """A node's positional arguments."""
+    return node.args
+
+
+def arguments(node: fx.Node) -> dict[str, Any]:
+    """The arguments of an operation by name, defaults included."""
+    target = node.target
+    assert isinstance(target, Op)
+    formal = target._schema.arguments
+    given = {a.name: a.default_value for a in formal if a.has_default_value()}
+    given |= {a.name: value for a, value in zip(formal, node.args, strict=False)}
+    return given | node.kwargs
+
+
+def is_mutable(node: fx.Node) -> bool:
+    """Whether an operation writes to one of its arguments."""
+    return isinstance(node.target, Op) and node.target._schema.is_mutable
+
+
+def is_view(node: fx.Node) -> bool:
+    """Whether a node's result may lie in the memory of its arguments."""
+    if node.target is operator.getitem:
+        return True
+    if not isinstance(node.target, Op):
+        return False
+    schema = node.target._schema
+    if any(result.alias_info is not None for result in schema.returns):
+        return True
+    # These return their argument, or a copy, as it happens, and say nothing of it.
+    return node.target._opname in _SOMETIMES_VIEWS
+
+
+_SOMETIMES_VIEWS = {"reshape", "contiguous", "to", "flatten", "dropout", "type_as", "float", "half"}
+
+
+def roots(node: fx.Node) -> set[fx.Node]:
+    """The nodes whose memory a node's result may lie in."""
+    found, todo = set(), [node]
+    while todo:
+        one = todo.pop()
+        if one.op == "call_function" and is_view(one):
+            todo += one.all_input_nodes
+        else:
+            found.add(one)
+    return found
+
+
+def value_of(node: Any) -> torch.Tensor | None:
+    """A tensor without data of a node's shape, strides, dtype and device, when it was traced."""
+    value = node.meta.get("val") if isinstance(node, fx.Node) else None
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def constant(graph: fx.GraphModule, node: Any) -> torch.Tensor | None:
+    """The tensor that a node stands for, if it is a constant."""
+    if not isinstance(node, fx.Node) or node.op != "get_attr":
+        return None
+    value: Any = graph
+    for name in str(node.target).split("."):
+        value = getattr(value, name)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def add_constant(graph: fx.GraphModule, tensor: torch.Tensor, before: fx.Node) -> fx.Node:
+    """A node for a tensor, in front of another node."""
+    number = 0
+    while hasattr(graph, f"constant_{number}"):
+        number += 1
+    graph.register_buffer(f"constant_{number}", tensor.detach(), persistent=False)
+    with graph.graph.inserting_before(before):
+        node = graph.graph.get_attr(f"constant_{number}")
+    node.meta["val"] = tensor.detach()
+    return node
+
+
+def only_user(node: Any, *operations: Op) -> fx.Node | None:
+    """The one node that uses another one, and once; of these operations, where some are named."""
+    if not isinstance(node, fx.Node) or len(node.users) != 1:
+        return None
+    user = next(iter(node.users))
+    uses = sum(leaf is node for leaf in pytree.tree_leaves((user.args, user.kwargs)))
+    if uses != 1 or user.op != "call_function":
+        return None
+    return user if not operations or user.target in operations else None
+
+
+def replace(
+    graph: fx.GraphModule, old: fx.Node, target: Any, args: tuple[Any, ...], **kwargs: Any
+) -> fx.Node:
+    """Put another call in a node's place."""
+    with graph.graph.inserting_before(old):
+        new = graph.graph.call_function(target, args, kwargs)
+    new.meta = copy.copy(old.meta)
+    old.replace_all_uses_with(new)
+    graph.graph.erase_node(old)
+    return new
+
+
+def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same graph with the same constants, to be changed."""
+    return fx.GraphModule(graph, copy.deepcopy(graph.graph))
+
+
+def finished(graph: fx.GraphModule) -> fx.GraphModule:
+    """Dead nodes and unused constants gone, and the code made anew."""
+    graph.graph.eliminate_dead_code()
+    graph.graph.lint()
+    graph.recompile()
+    return fx.GraphModule(graph, graph.graph)
+
+
+def leaf_names(node: fx.Node) -> str:
+    """What a node calls, in words."""
+    return str(getattr(node.target, "_opname", node.target))

@@ -1,0 +1,146 @@
+"""A call as a graph of ATen operations, with the model's tensors as its constants.
+
+The operations are those that the model's Python calls (conv2d, batch_norm, linear, layer_norm),
+before PyTorch takes them apart, so that patterns are short. They are found by running the call
+once: nothing is compiled, and a graph of some hundred operations takes some tenths of a second.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils import _pytree as pytree
+
+from ..errors import GraphwrightError, first_line
+from ..graphs.journal import capturing_seems_on
+from ..graphs.observation import reads_of_arguments
+from ..signature import Args, Kwargs, describe, flatten, unflatten
+from ..snapshots import State, clone_leaves
+from .nodes import arguments, is_mutable, leaf_names, roots
+
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_CONTEXTS = (torch._C._set_grad_enabled,)
+
+
+class Untraceable(Exception):
+    """Why there is no graph of a call."""
+
+
+@dataclass
+class Traced:
+    """A graph from the tensors among a call's leaves to those among its results."""
+
+    graph: fx.GraphModule
+    slots: Sequence[int]
+    results: Sequence[Any]
+    spec: pytree.TreeSpec
+
+    def call(self, graph: Callable[..., Any]) -> Callable[..., Any]:
+        """A function that is called as the model is, by a graph that came of this one."""
+        slots, results, spec = self.slots, self.results, self.spec
+        places = [n for n, value in enumerate(results) if isinstance(value, _Here)]
+
+        def run(*args: Any, **kwargs: Any) -> Any:
+            leaves, _ = flatten(args, kwargs)
+            with torch.no_grad():
+                found = graph(*[leaves[slot] for slot in slots])
+            outputs = list(results)
+            for place, value in zip(places, found, strict=True):
+                outputs[place] = value
+            return pytree.tree_unflatten(outputs, spec)
+
+        return run
+
+
+class _Here:
+    """Stands where a tensor is returned."""
+
+
+def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
+    """The graph of a call.
+
+    Raises:
+        Untraceable: there is none that stands for the call.
+    """
+    for name, child in model.named_modules():
+        if any(getattr(child, kind, None) for kind in _HOOKS):
+            raise Untraceable(f"{name or 'the module'} has forward hooks")
+    if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
+        raise Untraceable("autocast is on: convert the model instead")
+    leaves, spec = flatten(args, kwargs)
+    slots = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if not slots:
+        raise Untraceable("no tensor among the arguments")
+    kept: list[Any] = []
+
+    def on_leaves(given: Sequence[Any]) -> Any:
+        mine, named = unflatten(list(given), spec)
+        return model(*mine, **named)
+
+    def on_tensors(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        given = list(leaves)
+        for slot, tensor in zip(slots, tensors, strict=True):
+            given[slot] = tensor
+        found, tree = pytree.tree_flatten(on_leaves(given))
+        for place, leaf in enumerate(found):
+            describe(leaf, f"result {place}")  # An object that may hold tensors is refused.
+        kept[:] = [tree, [_Here() if isinstance(v, torch.Tensor) else v for v in found]]
+        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
+
+    state = State(model, weights=False)
+    device = leaves[slots[0]].device
+    generators = [device] if device.type == "cuda" else []
+    try:
+        with torch.no_grad(), torch.random.fork_rng(generators), capturing_seems_on():
+            # The first call may fill caches, which are no part of the work.
+            on_leaves(clone_leaves(leaves))
+            graph = make_fx(on_tensors, pre_dispatch=True)(
+                *[leaf for leaf in clone_leaves(leaves) if isinstance(leaf, torch.Tensor)]
+            )
+            read = reads_of_arguments(on_leaves, leaves, device)
+    except GraphwrightError as error:
+        raise Untraceable(first_line(error)) from error
+    except Exception as error:
+        raise Untraceable(f"{type(error).__name__}: {first_line(error)}") from error
+    finally:
+        state.restore()
+    if read is not None:
+        where = "" if read.place is None else f" at {read.place}"
+        raise Untraceable(f"the host reads a value that comes from the arguments{where}")
+    _check(graph)
+    tree, results = kept
+    return Traced(graph, slots, results, tree)
+
+
+def _check(graph: fx.GraphModule) -> None:
+    """Refuse what a graph of operations would not repeat, and take out what it needs not."""
+    for node in list(graph.graph.nodes):
+        if node.op == "call_function" and node.target in _CONTEXTS:
+            graph.graph.erase_node(node)  # All of it runs without gradients.
+        elif node.op not in ("placeholder", "get_attr", "output", "call_function"):
+            raise Untraceable(f"it has a {node.op} of {node.target}")
+        elif node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
+            if node.target is not operator.getitem:
+                raise Untraceable(f"{leaf_names(node)} is no operation of tensors")
+        elif node.op == "call_function" and is_mutable(node):
+            for value in _written(node):
+                if any(root.op in ("placeholder", "get_attr") for root in roots(value)):
+                    raise Untraceable(f"{leaf_names(node)} writes to what is not the call's own")
+    graph.recompile()
+
+
+def _written(node: fx.Node) -> list[fx.Node]:
+    """The nodes whose memory an operation writes to."""
+    given = arguments(node)
+    found = []
+    for formal in node.target._schema.arguments:  # type: ignore[union-attr]  # an operation
+        if formal.alias_info is not None and formal.alias_info.is_write:
+            value = given[formal.name]
+            found += [v for v in pytree.tree_leaves(value) if isinstance(v, fx.Node)]
+    return found
