@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch import fx, nn
 from ..errors import GraphwrightError, OptionError, first_line
 from ..reference import Reference, reference
 from ..signature import Args, CallSignature, Kwargs, flatten, tensors_of, unflatten
-from ..snapshots import Call, clone_leaves, run
+from ..snapshots import Call, State, clone_leaves, run
 from ..verification import compare, verify
 from .attention import ATTENTION
 from .convolutions import EPILOGUES, POOLS
@@ -106,10 +106,24 @@ def fused_call(
         VerificationError: two eager calls disagree.
     """
     found = Fused(None, [], [])
+    places = {t.device for t in tensors_of((args, kwargs)) if t.device.type == "cuda"}
+    with torch.random.fork_rng(list(places)):
+        _fuse(module, args, kwargs, passes, check, found)
+    return found
+
+
+def _fuse(
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    passes: Sequence[Pass],
+    check: bool,
+    found: Fused,
+) -> None:
+    """As a whole, else in parts."""
     found.call = _of_module(module, "", args, kwargs, passes, check, found)
     if found.call is None:
-        with _inputs_of_children(module, args, kwargs) as inputs:
-            pass
+        inputs = _inputs_of_children(module, args, kwargs)
         parts = _of_children(module, "", inputs, passes, check, found)
         if parts:
             whole = _with_parts(module, parts)
@@ -117,7 +131,6 @@ def fused_call(
                 found.call = whole
             else:
                 found.regions.clear()
-    return found
 
 
 def _of_module(
@@ -157,10 +170,11 @@ def _optimised(
     leaves, _ = flatten(args, kwargs)
     samples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = samples[0].device
+    state = State(module, weights=False)
     known: Reference | None = None
     if check:
         with torch.no_grad():
-            known = reference(module, module, Call("the sample", args, dict(kwargs)))
+            known = reference(module, module, Call("the sample", args, dict(kwargs)), state=state)
         verdict = _verdict(traced.call(traced.graph), known)
         if verdict:
             return module, f"its graph computes something else: {verdict}"
@@ -172,7 +186,7 @@ def _optimised(
                 continue
             verdict = ""
             if known is not None:
-                verdict = _verdict(traced.call(_in_layout(result.model, samples)), known)
+                verdict = _verdict(traced.call(_in_layout(result.model, samples, state)), known)
         except Exception as error:
             verdict = f"{type(error).__name__}: {first_line(error)}"
         if verdict:
@@ -181,7 +195,7 @@ def _optimised(
         graph = result.model
         region.done += [(each.name, change) for change in result.changes]
     region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
-    graph = _in_layout(graph, samples)
+    graph = _in_layout(graph, samples, state)
     call = traced.call(graph)
     if known is not None:
         final = verify(call, known)
@@ -190,10 +204,15 @@ def _optimised(
     return call, ""
 
 
-def _in_layout(graph: fx.GraphModule, samples: Sequence[torch.Tensor]) -> fx.GraphModule:
+def _in_layout(
+    graph: fx.GraphModule, samples: Sequence[torch.Tensor], state: State
+) -> fx.GraphModule:
     """A graph with eager's strides where they can be seen."""
     copied = copy_of(graph)
-    restored(copied, *[t for t in clone_leaves(samples) if isinstance(t, torch.Tensor)])
+    try:
+        restored(copied, *[t for t in clone_leaves(samples) if isinstance(t, torch.Tensor)])
+    finally:
+        state.restore()
     return finished(copied)
 
 
@@ -238,8 +257,7 @@ def _agrees(
 _Inputs = dict[str, tuple[Args, Kwargs]]
 
 
-@contextlib.contextmanager
-def _inputs_of_children(module: nn.Module, args: Args, kwargs: Kwargs) -> Iterator[_Inputs]:
+def _inputs_of_children(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:
     """What submodules are called with, the first time, in a call of the module."""
     inputs: _Inputs = {}
     handles = []
@@ -255,6 +273,7 @@ def _inputs_of_children(module: nn.Module, args: Args, kwargs: Kwargs) -> Iterat
     for path, child in module.named_modules():
         if path:
             handles.append(child.register_forward_pre_hook(noting(path), with_kwargs=True))
+    state = State(module, weights=False)
     try:
         leaves, spec = flatten(args, kwargs)
         mine, named = unflatten(clone_leaves(leaves), spec)
@@ -263,7 +282,8 @@ def _inputs_of_children(module: nn.Module, args: Args, kwargs: Kwargs) -> Iterat
     finally:
         for handle in handles:
             handle.remove()
-    yield inputs
+        state.restore()
+    return inputs
 
 
 def _of_children(

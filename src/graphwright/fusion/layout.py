@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .nodes import add_constant, arguments, calls, constant, value_of
+from .nodes import add_constant, arguments, calls, constant, is_view, value_of
 from .passes import Change, Pass
 
 aten = torch.ops.aten
@@ -86,23 +86,30 @@ def restored(graph: fx.GraphModule, *samples: torch.Tensor) -> tuple[Change, ...
     with torch.no_grad():
         seen.run(*samples)
     last = next(iter(reversed(graph.graph.nodes)))
+    wanting = {*seen.wants, *calls(graph, aten.as_strided.default), last}
     found = []
-    for user in (*seen.wants, *calls(graph, aten.as_strided.default), last):
-        for source in user.all_input_nodes:
-            expected, now = value_of(source), seen.found.get(source)
-            if expected is None or now is None or source.op != "call_function":
-                continue
-            if expected.numel() == 0 or now == tuple(expected.stride()):
-                continue
-            with graph.graph.inserting_before(user):
-                empty = graph.graph.call_function(
-                    aten.new_empty_strided.default,
-                    (source, list(expected.shape), list(expected.stride())),
-                )
-                new = graph.graph.call_function(aten.copy_.default, (empty, source))
-            empty.meta["val"] = new.meta["val"] = expected
-            user.replace_input_with(source, new)
-            found.append(Change("eager's layout", (source.name,)))
+    for source in list(graph.graph.nodes):
+        expected, now = value_of(source), seen.found.get(source)
+        if expected is None or now is None or source.op != "call_function":
+            continue
+        if expected.numel() == 0 or now == tuple(expected.stride()):
+            continue
+        users = list(source.users)
+        if wanting.isdisjoint(users):
+            continue
+        with graph.graph.inserting_after(source):
+            empty = graph.graph.call_function(
+                aten.new_empty_strided.default,
+                (source, list(expected.shape), list(expected.stride())),
+            )
+        with graph.graph.inserting_after(empty):
+            new = graph.graph.call_function(aten.copy_.default, (empty, source))
+        empty.meta["val"] = new.meta["val"] = expected
+        for user in users:
+            # All that may share its memory: results that are views of each other stay so.
+            if user in wanting or is_view(user):
+                user.replace_input_with(source, new)
+        found.append(Change("eager's layout", (source.name,)))
     if found:
         graph.recompile()
     return tuple(found)

@@ -1,0 +1,836 @@
+"""fuse(): every pass fires where it should, and nowhere else; numbers and contracts stay."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+from torch.nn import functional as F  # noqa: N812  # the field's name for it
+
+import graphwright as gw
+from graphwright.fusion import Change, Pass, fusing
+from graphwright.fusion.attention import ATTENTION
+from graphwright.fusion.convolutions import EPILOGUES, POOLS
+from graphwright.fusion.folding import BATCH_NORM, CLEAN, CONSTANTS
+from graphwright.fusion.layout import CHANNELS_LAST, restored
+from graphwright.fusion.linears import ACTIVATIONS, GATES, PROJECTIONS
+from graphwright.fusion.nodes import calls
+from graphwright.fusion.residuals import NORMS, RESIDUALS
+from graphwright.fusion.tracing import Untraceable, trace
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+class Model(nn.Module):
+    """A forward from a function of the module and its inputs."""
+
+    def __init__(self, work: Callable[..., Any], **members: Any) -> None:
+        super().__init__()
+        self.work = work
+        for name, member in members.items():
+            setattr(self, name, member)
+        trained(self)
+
+    def forward(self, *args: torch.Tensor) -> Any:
+        return self.work(self, *args)
+
+
+def trained(model: nn.Module) -> None:
+    """Give batch norms statistics as training would, and go to eval."""
+    for child in model.modules():
+        if isinstance(child, nn.BatchNorm1d | nn.BatchNorm2d) and child.running_mean is not None:
+            child.running_mean.normal_()
+            assert child.running_var is not None
+            child.running_var.uniform_(0.5, 2.0)
+            if child.affine:
+                nn.init.normal_(child.weight)
+                nn.init.normal_(child.bias)
+    model.eval()
+
+
+def everywhere(each: Pass) -> Pass:
+    """A pass for the GPU, on the CPU too: its operations are there."""
+    return Pass(each.name, each.rewrite)
+
+
+def targets(graph: fx.GraphModule) -> list[str]:
+    return [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+
+
+def after(model: nn.Module, args: tuple[Any, ...], *passes: Pass) -> tuple[list[Any], list[str]]:
+    """All changes that passes make, and what is left; the numbers are eager's."""
+    traced = trace(model, args, {})
+    graph, changes = traced.graph, []
+    for each in passes:
+        result = everywhere(each)(graph, CPU)
+        assert (result.model is graph) == (not result.changes)
+        graph, changes = result.model, [*changes, *result.changes]
+    left = targets(graph)
+    restored(graph, *args)
+    with torch.no_grad():
+        same(traced.call(graph)(*args), model(*args))
+    return changes, left
+
+
+def same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+    assert actual.stride() == expected.stride()
+
+
+def images(*sizes: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*(sizes or (2, 4, 9, 9)), dtype=dtype)
+
+
+# Batch norms.
+
+CONV = nn.Conv2d
+FOLDS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "convolution": (lambda: nn.Sequential(CONV(4, 6, 3), nn.BatchNorm2d(6)), (2, 4, 9, 9)),
+    "without bias": (
+        lambda: nn.Sequential(CONV(4, 6, 3, bias=False), nn.BatchNorm2d(6)),
+        (2, 4, 9, 9),
+    ),
+    "grouped": (
+        lambda: nn.Sequential(CONV(4, 6, 3, groups=2), nn.BatchNorm2d(6)),
+        (2, 4, 9, 9),
+    ),
+    "not affine": (
+        lambda: nn.Sequential(CONV(4, 6, 3), nn.BatchNorm2d(6, affine=False)),
+        (2, 4, 9, 9),
+    ),
+    "one dimension": (lambda: nn.Sequential(nn.Conv1d(4, 6, 3), nn.BatchNorm1d(6)), (2, 4, 9)),
+    "linear": (lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6)), (5, 4)),
+}
+
+
+@pytest.mark.parametrize("name", FOLDS)
+def test_a_batch_norm_is_folded(name: str) -> None:
+    make, shape = FOLDS[name]
+    model = make()
+    trained(model)
+    changes, left = after(model, (torch.randn(shape),), BATCH_NORM)
+    assert len(changes) == 1
+    assert not any("batch_norm" in target for target in left)
+
+
+def test_weights_are_folded_in_float32_and_rounded_once() -> None:
+    model = nn.Sequential(CONV(4, 6, 3), nn.BatchNorm2d(6))
+    trained(model)
+    half = copy.deepcopy(model).bfloat16()
+    graph = BATCH_NORM(trace(half, (images(dtype=torch.bfloat16),), {}).graph, CPU).model
+    kept = [b for name, b in graph.named_buffers() if b.dim() == 4]
+    wide = copy.deepcopy(half).float()
+    exact = torch.nn.utils.fuse_conv_bn_eval(wide[0], wide[1]).weight
+    assert torch.equal(kept[0], exact.to(torch.bfloat16))
+
+
+def shared(self: Any, x: torch.Tensor) -> torch.Tensor:
+    return self.norm(self.conv(x)) + self.conv(x)
+
+
+UNFOLDED: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
+    "another use": (
+        lambda: Model(
+            lambda self, x: (lambda y: self.norm(y) + y)(self.conv(x)),
+            conv=CONV(4, 4, 3),
+            norm=nn.BatchNorm2d(4),
+        ),
+        (2, 4, 9, 9),
+    ),
+    "returned": (
+        lambda: Model(
+            lambda self, x: (lambda y: (self.norm(y), y))(self.conv(x)),
+            conv=CONV(4, 4, 3),
+            norm=nn.BatchNorm2d(4),
+        ),
+        (2, 4, 9, 9),
+    ),
+    "transposed": (
+        lambda: nn.Sequential(nn.ConvTranspose2d(4, 6, 3), nn.BatchNorm2d(6)),
+        (2, 4, 9, 9),
+    ),
+    "statistics of the batch": (
+        lambda: nn.Sequential(CONV(4, 6, 3), nn.BatchNorm2d(6, track_running_stats=False)),
+        (2, 4, 9, 9),
+    ),
+    "something between": (
+        lambda: nn.Sequential(CONV(4, 6, 3), nn.ReLU(), nn.BatchNorm2d(6)),
+        (2, 4, 9, 9),
+    ),
+    "channels elsewhere": (
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(5)),
+        (2, 5, 4),
+    ),
+    "weights that are computed": (
+        lambda: Model(
+            lambda self, x: self.norm(F.conv2d(x, x[:1, :, :3, :3].expand(6, -1, -1, -1))),
+            norm=nn.BatchNorm2d(6),
+        ),
+        (2, 4, 9, 9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", UNFOLDED)
+def test_a_batch_norm_is_not_folded(name: str) -> None:
+    make, shape = UNFOLDED[name]
+    model = make()
+    trained(model)
+    x = torch.randn(shape)
+    traced = trace(model, (x,), {})
+    assert BATCH_NORM(traced.graph, CPU).changes == ()
+    fused = gw.fuse(model, (x,))
+    with torch.no_grad():
+        expected, found = model(x), fused(x)
+    for a, b in zip(
+        *((v if isinstance(v, tuple) else (v,)) for v in (found, expected)), strict=True
+    ):
+        same(a, b)
+
+
+def test_a_batch_norm_in_training_mode_is_not_folded_and_goes_on_learning() -> None:
+    model = nn.Sequential(CONV(4, 6, 3), nn.BatchNorm2d(6))
+    trained(model)
+    model[1].train()
+    twin, x = copy.deepcopy(model), images()
+    before = copy.deepcopy(model.state_dict())
+    fused = gw.fuse(model, (x,))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]), name
+    with torch.no_grad():
+        for _ in range(2):
+            y = images()
+            same(fused(y), twin(y))
+    assert not any("batch norm" in str(c) for region in fused.regions for _, c in region.done)
+    torch.testing.assert_close(model[1].running_mean, twin[1].running_mean)
+
+
+def test_other_dtypes_are_not_folded() -> None:
+    model = nn.Sequential(CONV(4, 6, 3), nn.BatchNorm2d(6))
+    trained(model)
+    model[0].bfloat16()
+    x = images(dtype=torch.bfloat16)
+    changes, _ = after(model, (x,), BATCH_NORM)
+    assert changes == []
+
+
+def test_weights_that_are_shared_or_reused_stay_right() -> None:
+    one = CONV(4, 4, 3, padding=1)
+    twice = Model(lambda self, x: self.norm(self.conv(self.norm(self.conv(x)))), conv=one,
+                  norm=nn.BatchNorm2d(4))  # fmt: skip
+    other = Model(lambda self, x: self.a(x) + self.conv(x),
+                  a=nn.Sequential(one, nn.BatchNorm2d(4)), conv=one)  # fmt: skip
+    before = one.weight.detach().clone()
+    for model in (twice, other):
+        trained(model)
+        changes, _ = after(model, (images(),), BATCH_NORM, EPILOGUES)
+        assert changes
+        x = images()
+        with torch.no_grad():
+            same(gw.fuse(model, (x,))(x), model(x))
+    assert torch.equal(one.weight, before)
+
+
+# Convolutions.
+
+AFTER: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "sigmoid": nn.Sigmoid,
+    "tanh": nn.Tanh,
+    "silu": nn.SiLU,
+    "hardswish": nn.Hardswish,
+    "hardsigmoid": nn.Hardsigmoid,
+    "relu6": nn.ReLU6,
+    "hardtanh": lambda: nn.Hardtanh(-0.3, 0.4),
+    "leaky_relu": lambda: nn.LeakyReLU(0.2),
+    "gelu": nn.GELU,
+    "tanh_gelu": lambda: nn.GELU("tanh"),
+}
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_a_convolution_takes_its_activation_along(name: str) -> None:
+    activation = AFTER[name]()
+    for inplace in (False, True) if hasattr(activation, "inplace") else (False,):
+        activation.inplace = inplace
+        model = nn.Sequential(CONV(4, 6, 3, 2, 1), activation)
+        trained(model)
+        _, left = after(model, (images(),), CLEAN, EPILOGUES)
+        assert left == ["mkldnn._convolution_pointwise.default"]
+
+
+@pytest.mark.parametrize("relu", [False, True])
+@pytest.mark.parametrize("groups", [1, 2, 4])
+def test_a_convolution_takes_a_sum_along(relu: bool, groups: int) -> None:
+    def work(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        y += x
+        return F.relu(y) if relu else y
+
+    model = Model(work, conv=CONV(4, 4, 3, padding=1, groups=groups))
+    _, left = after(model, (images(),), CLEAN, EPILOGUES)
+    assert left == ["mkldnn._convolution_pointwise.binary"]
+
+
+UNMERGED: dict[str, Callable[..., Any]] = {
+    "the convolution is used again": lambda self, x: (lambda y: F.relu(y) * y)(self.conv(x)),
+    "the sum broadcasts": lambda self, x: self.conv(x) + x[:1],
+    "the sum is scaled": lambda self, x: torch.add(self.conv(x), x, alpha=2.0),
+    "the sum is with itself": lambda self, x: (lambda y: y + y)(self.conv(x)),
+    "the sum is a number": lambda self, x: self.conv(x) + 1.0,
+}
+
+
+@pytest.mark.parametrize("name", UNMERGED)
+def test_a_convolution_takes_nothing_along(name: str) -> None:
+    model = Model(UNMERGED[name], conv=CONV(4, 4, 3, padding=1))
+    changes, _ = after(model, (images(),), CLEAN, EPILOGUES)
+    assert [c.what for c in changes if "oneDNN" in c.what] == ["packed convolution by oneDNN"]
+
+
+def test_two_convolutions_that_are_added() -> None:
+    """The later one takes the sum along."""
+    model = Model(lambda self, x: F.relu(self.a(x) + self.b(x)), a=CONV(4, 4, 3), b=CONV(4, 4, 3))
+    _, left = after(model, (images(),), CLEAN, EPILOGUES)
+    assert left == [f"mkldnn._convolution_pointwise.{n}" for n in ("default", "binary")]
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        nn.ConvTranspose2d(4, 4, 3),
+        nn.Conv1d(4, 4, 3),
+        CONV(4, 4, 3, padding="same"),
+        CONV(4, 4, 3).double(),
+    ],
+    ids=["transposed", "one dimension", "padded by name", "float64"],
+)
+def test_other_convolutions_stay(model: nn.Module) -> None:
+    model.eval()
+    x = images(2, 4, 9) if isinstance(model, nn.Conv1d) else images()
+    x = x.to(next(model.parameters()).dtype)
+    changes, _ = after(model, (x,), EPILOGUES)
+    assert changes == []
+
+
+def test_an_image_without_a_batch_stays() -> None:
+    changes, _ = after(CONV(4, 4, 3).eval(), (images(4, 9, 9),), EPILOGUES)
+    assert changes == []
+
+
+def test_strides_that_can_be_seen_are_eagers() -> None:
+    """Packed convolutions give channels_last, which views do not take and callers do not expect."""
+    model = Model(lambda self, x: (lambda y: (y.view(2, -1), y))(self.conv(x)), conv=CONV(4, 4, 3))
+    x = images()
+    fused = gw.fuse(model, (x,))
+    with torch.no_grad():
+        for found, expected in zip(fused(x), model(x), strict=True):
+            same(found, expected)
+    assert "packed convolution" in fused.explain()
+
+
+def test_a_pool_takes_the_relu_before_it_along() -> None:
+    for work, left in (
+        (lambda self, x: F.max_pool2d(F.relu(x), 3, 2, 1), 1),
+        (lambda self, x: F.max_pool2d(F.relu(self.conv(x)), 2), 3),
+        (lambda self, x: (lambda y: F.max_pool2d(y, 2).sum() + y.sum())(F.relu(x)), 5),
+    ):
+        changes, found = after(Model(work, conv=CONV(4, 4, 3)), (images(),), POOLS)
+        assert len(changes) == 1
+        assert len(found) == left
+        assert "graphwright.relu_max_pool2d.default" in found
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda self, x: F.max_pool2d(x, 2),
+        lambda self, x: F.max_pool2d(F.relu(x), 2, ceil_mode=True),
+        lambda self, x: F.max_pool2d(F.relu(x), 2, dilation=2),
+        lambda self, x: F.max_pool2d(F.relu(x), 2, return_indices=True)[0],
+        lambda self, x: F.avg_pool2d(F.relu(x), 2),
+    ],
+)
+def test_other_pools_stay(work: Callable[..., Any]) -> None:
+    changes, _ = after(Model(work), (images(),), POOLS)
+    assert changes == []
+
+
+# Linear layers.
+
+
+def test_projections_of_one_input_are_merged() -> None:
+    def work(self: Any, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.q(x), self.k(x), self.v(x)
+        q, k, v = (t.view(2, 5, 2, -1).transpose(1, 2) for t in (q, k, v))
+        return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(2, 5, -1)
+
+    for bias in (True, False):
+        model = Model(work, **{n: nn.Linear(6, 8, bias=bias) for n in "qkv"})
+        changes, left = after(model, (torch.randn(2, 5, 6),), PROJECTIONS)
+        assert len(changes) == 1
+        assert left.count("aten.linear.default") == 1
+
+
+def test_projections_of_other_kinds_are_not_merged() -> None:
+    for work in (
+        lambda self, x: self.q(x) + self.k(x + 1),
+        lambda self, x: self.q(x) + self.b(x),
+        lambda self, x: self.q(x) + F.linear(x, x[0]),
+    ):
+        parts = {"q": nn.Linear(6, 6), "k": nn.Linear(6, 6), "b": nn.Linear(6, 6, bias=False)}
+        changes, _ = after(Model(work, **parts), (torch.randn(6, 6),), PROJECTIONS)
+        assert changes == []
+
+
+@pytest.mark.parametrize("shape", [(5, 6), (2, 5, 6), (6,)])
+@pytest.mark.parametrize("activation", [nn.ReLU, nn.GELU, nn.SiLU])
+def test_a_linear_layer_takes_its_activation_along(
+    activation: type[nn.Module], shape: tuple[int, ...]
+) -> None:
+    model = nn.Sequential(nn.Linear(6, 8), activation()).eval()
+    changes, left = after(model, (torch.randn(shape),), ACTIVATIONS)
+    assert len(changes) == 1
+    assert not any(name in " ".join(left) for name in ("aten.relu", "aten.gelu", "aten.silu"))
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda self, x: self.free(x).relu(),
+        lambda self, x: (lambda y: y.relu() + y)(self.full(x)),
+        lambda self, x: self.full(x).sigmoid(),
+        lambda self, x: F.linear(x, x, self.full.bias[:5]).relu(),
+    ],
+)
+def test_a_linear_layer_takes_nothing_along(work: Callable[..., Any]) -> None:
+    model = Model(work, free=nn.Linear(6, 8, bias=False), full=nn.Linear(6, 8))
+    changes, _ = after(model, (torch.randn(5, 6),), ACTIVATIONS)
+    assert changes == []
+
+
+def test_gates() -> None:
+    model = Model(lambda self, x: F.silu(self.a(x)) * self.b(x), a=nn.Linear(6, 8),
+                  b=nn.Linear(6, 8))  # fmt: skip
+    _, left = after(model, (torch.randn(5, 6),), PROJECTIONS, GATES)
+    assert left == [
+        "aten.linear.default",
+        *["aten.narrow.default"] * 2,
+        "graphwright.swiglu.default",
+    ]
+    for work in (lambda self, x: F.silu(x) * x[:1], lambda self, x: (lambda y: y * y)(F.silu(x))):
+        changes, _ = after(Model(work), (torch.randn(5, 6),), GATES)
+        assert changes == []
+
+
+# Norms.
+
+
+def rms(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    wide = x.to(torch.float32)
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-6)
+    return weight * wide.to(x.dtype)
+
+
+def test_a_residual_connection_takes_its_norm_along() -> None:
+    parts = {"norm": nn.LayerNorm(6), "rms": nn.RMSNorm(6, eps=1e-6)}
+    for work, name in (
+        (lambda self, x, y: self.norm(x + y), "add_layer_norm"),
+        (lambda self, x, y: (lambda z: self.norm(z) * z)(x + y), "add_layer_norm"),
+        (lambda self, x, y: self.rms(x + y), "add_rms_norm"),
+        (lambda self, x, y: rms(x + y, self.rms.weight), "add_rms_norm"),
+        (lambda self, x, y: F.layer_norm(x + y, (6,)), "add_layer_norm"),
+        (lambda self, x, y: F.layer_norm(x + y, (6,), bias=self.norm.bias), "add_layer_norm"),
+    ):
+        args = torch.randn(5, 6), torch.randn(5, 6)
+        changes, left = after(Model(work, **parts), args, CLEAN, NORMS, RESIDUALS)
+        assert f"graphwright.{name}.default" in left, changes
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda self, x, y: self.norm(x + y[:1]),
+        lambda self, x, y: self.norm(torch.add(x, y, alpha=2)),
+        lambda self, x, y: self.norm(x * y),
+        lambda self, x, y: F.layer_norm(x + y, (5, 6)),
+        lambda self, x, y: F.layer_norm(x + y, (6,), y[0], x[0]),
+    ],
+)
+def test_other_norms_stay(work: Callable[..., Any]) -> None:
+    model = Model(work, norm=nn.LayerNorm(6))
+    changes, _ = after(model, (torch.randn(5, 6), torch.randn(5, 6)), RESIDUALS)
+    assert changes == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_norm_written_out_by_hand_is_pytorchs(dtype: torch.dtype) -> None:
+    weight = nn.Parameter(torch.randn(6, dtype=dtype))
+    model = Model(lambda self, x: rms(x, self.weight), weight=weight)
+    traced = trace(model, (torch.randn(5, 6, dtype=dtype),), {})
+    result = NORMS(CLEAN(traced.graph, CPU).model, CPU)
+    assert targets(result.model) == ["aten.rms_norm.default"]
+    for work in (
+        lambda self, x: self.weight * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-6)),
+        lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(0, keepdim=True) + 1e-6)),
+        lambda self, x: self.weight * (x * torch.rsqrt((x + 1).pow(2).mean(-1, True) + 1e-6)),
+        lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, True) + self.weight)),
+    ):
+        graph = trace(Model(work, weight=weight), (torch.randn(5, 6).abs().to(dtype),), {}).graph
+        assert NORMS(graph, CPU).changes == ()
+
+
+# Attention.
+
+
+def attention(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None, how: str
+) -> torch.Tensor:
+    scores = q @ k.transpose(-1, -2)
+    if how == "divided":
+        scores = scores / 2.5
+    if how == "multiplied":
+        scores = scores * 0.3
+    if mask is not None:
+        scores = scores + mask
+    return F.dropout(scores.softmax(-1), 0.1, training=False) @ v
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("how", ["plain", "divided", "multiplied"])
+def test_attention_written_out_by_hand_is_pytorchs(how: str, masked: bool) -> None:
+    mask = torch.zeros(2, 1, 1, 5).masked_fill(torch.rand(2, 1, 1, 5) > 0.7, -1e4)
+    args = *(torch.randn(2, 3, 5, 4) for _ in range(3)), *([mask] if masked else [])
+    model = Model(lambda self, q, k, v, m=None: attention(q, k, v, m, how))
+    _, left = after(model, args, CLEAN, ATTENTION)
+    assert "aten.scaled_dot_product_attention.default" in left
+    assert not any("softmax" in target for target in left)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda self, q, k, v: (lambda w: (w @ v).sum() + w.sum())((q @ k.mT).softmax(-1)),
+        lambda self, q, k, v: (q @ k.mT).softmax(-2) @ v,
+        lambda self, q, k, v: (q @ k.mT).softmax(-1)[0] @ v[0],
+        lambda self, q, k, v: (q @ k.mT * q.mean()).softmax(-1) @ v,
+        lambda self, q, k, v: ((q @ k.mT).relu()).softmax(-1) @ v,
+        lambda self, q, k, v: (q @ k.mT)[0].softmax(-1) @ v[0],
+    ],
+)
+def test_other_products_stay(work: Callable[..., Any]) -> None:
+    args = tuple(torch.randn(2, 3, 5, 4) for _ in range(3))
+    model = Model(lambda self, *a: work(self, *a).contiguous())
+    changes, _ = after(model, args, ATTENTION)
+    assert changes == []
+
+
+# What does nothing, and what is always the same.
+
+
+def test_constants_are_computed_once() -> None:
+    def work(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.arange(9.0).exp() + (self.weight * 2).sum()
+
+    changes, left = after(Model(work, weight=nn.Parameter(torch.randn(4))), (images(),), CONSTANTS)
+    assert len(changes) == 2
+    assert left == ["aten.mul.Tensor", "aten.add.Tensor"]
+
+
+def test_constants_that_are_handed_out_are_made_anew() -> None:
+    model = Model(lambda self, x: (x + 1, torch.arange(4.0) * 2, (torch.ones(2, 3) * 3).view(6)))
+    x = images()
+    fused = gw.fuse(model, (x,))
+    with torch.no_grad():
+        for result in fused(x):
+            result.fill_(-1.0)
+        for found, expected in zip(fused(x), model(x), strict=True):
+            same(found, expected)
+
+
+def test_random_numbers_are_drawn_anew() -> None:
+    model = Model(lambda self, x: x + torch.rand(9) * 0 + torch.rand(9).sign())
+    changes, _ = after(model, (images(),), CONSTANTS)
+    assert not any("rand" in str(change) for change in changes)
+
+
+def test_what_is_written_in_place_and_seen_stays_so() -> None:
+    def work(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = x * 2
+        view = y[0]
+        view += 1
+        z = self.conv(y)
+        y.mul_(3)
+        return F.relu(z) + y
+
+    model = Model(work, conv=CONV(4, 4, 3, padding=1))
+    x = images()
+    with torch.no_grad():
+        same(gw.fuse(model, (x,))(x), model(x))
+
+
+# The whole.
+
+
+class Block(nn.Module):
+    def __init__(self, inner: int, outer: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = CONV(inner, outer, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(outer)
+        self.conv2 = CONV(outer, outer, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(outer)
+        self.relu = nn.ReLU(inplace=True)
+        self.down = None
+        if stride != 1 or inner != outer:
+            self.down = nn.Sequential(
+                CONV(inner, outer, 1, stride, bias=False), nn.BatchNorm2d(outer)
+            )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.relu(self.bn1(self.conv1(x)))
+        y = self.bn2(self.conv2(y))
+        y += x if self.down is None else self.down(x)
+        return self.relu(y)
+
+
+def resnet() -> nn.Sequential:
+    model = nn.Sequential(
+        CONV(3, 8, 7, 2, 3, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(3, 2, 1),
+        Block(8, 8),
+        Block(8, 16, 2),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(16, 5),
+    )
+    trained(model)
+    return model
+
+
+def test_a_resnet_is_convolutions_and_little_else(device: torch.device) -> None:
+    model, x = resnet().to(device), torch.randn(2, 3, 32, 32, device=device)
+    fused = gw.fuse(model, (x,))
+    (region,) = fused.regions
+    assert region.left_out == []
+    assert fused.untraced == []
+    assert region.operations[0] > region.operations[1]
+    assert {name for name, _ in region.done} >= {"clean", "batch_norm", "convolutions"}
+    with torch.no_grad():
+        for _ in range(3):
+            x = torch.randn(2, 3, 32, 32, device=device)
+            torch.testing.assert_close(fused(x), model(x), rtol=2e-3, atol=2e-3)
+    assert fused.calls["fused"] == 3
+    assert not fused(x).requires_grad
+    text = fused.explain()
+    assert "batch norm folded" in text
+    assert "3 calls fused" in text or "4 calls fused" in text
+
+
+def test_other_calls_are_fused_when_they_come() -> None:
+    model = resnet()
+    fused = gw.fuse(model)
+    assert fused.regions == []
+    with torch.no_grad():
+        for size in (32, 48, 32):
+            x = torch.randn(1, 3, size, size)
+            same(fused(x), model(x))
+    assert fused.calls == {"fused": 3}
+
+
+def test_a_module_that_changes_is_called_itself() -> None:
+    model, x = resnet(), torch.randn(2, 3, 32, 32)
+    fused = gw.fuse(model, (x,))
+    with torch.no_grad():
+        model[8].weight.mul_(2)
+        same(fused(x), model(x))
+    assert fused.calls == {"eager: the module changed": 1}
+    assert "fuse() again" in fused.explain()
+
+
+def test_gradients_are_not_lost() -> None:
+    model, x = resnet(), torch.randn(2, 3, 32, 32)
+    fused = gw.fuse(model, (x,))
+    fused(x.requires_grad_()).sum().backward()
+    assert x.grad is not None
+    assert fused.calls == {"eager: gradients are wanted": 1}
+
+
+def test_it_is_a_module_like_the_original() -> None:
+    model, x = resnet(), torch.randn(2, 3, 32, 32)
+    fused = gw.fuse(model, (x,))
+    assert list(fused.state_dict()) == list(model.state_dict())
+    assert fused.module is model
+    assert "fused=" in repr(fused)
+    for other in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+        with torch.no_grad():
+            same(other(x), model(x))
+        assert other.calls == {"fused": 1}
+        assert other.module is not model
+
+
+def test_a_function_is_fused() -> None:
+    weight = torch.randn(4, 4, 3, 3)
+    fused = gw.fuse(lambda x: F.relu(F.conv2d(x, weight)), (images(),))
+    x = images()
+    same(fused(x), F.relu(F.conv2d(x, weight)))
+    assert fused.calls == {"fused": 1}
+
+
+def test_keyword_arguments_plain_values_and_trees() -> None:
+    def work(self: Any, x: dict[str, torch.Tensor], *, scale: float, deep: bool) -> dict[str, Any]:
+        y = F.relu(self.conv(x["image"]))
+        return {"y": y * scale if deep else y, "n": 3, "none": None}
+
+    class Named(Model):
+        def forward(self, x: Any, **kwargs: Any) -> Any:
+            return work(self, x, **kwargs)
+
+    model = Named(work, conv=CONV(4, 4, 3))
+    x = {"image": images()}
+    fused = gw.fuse(model, (x,), {"scale": 2.0, "deep": True})
+    with torch.no_grad():
+        for scale, deep in ((2.0, True), (3.0, True), (2.0, False)):
+            found, expected = (m(x, scale=scale, deep=deep) for m in (fused, model))
+            same(found["y"], expected["y"])
+            assert (found["n"], found["none"]) == (3, None)
+    assert fused.calls == {"fused": 3}
+
+
+# What is no graph.
+
+
+def test_hooks_run_at_every_call() -> None:
+    model, seen = resnet(), []
+    model[4].conv1.register_forward_hook(lambda *_: seen.append(1))
+    x = torch.randn(2, 3, 32, 32)
+    fused = gw.fuse(model, (x,))
+    assert any("hooks" in why for _, why in fused.untraced)
+    assert {region.path for region in fused.regions} == {"5"}
+    seen.clear()
+    with torch.no_grad():
+        same(fused(x), model(x))
+    assert seen == [1, 1]
+    assert fused.calls == {"fused": 1}
+
+
+def test_reads_of_the_host_are_left_as_they_are() -> None:
+    def work(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y = self.body(x)
+        return y * 2 if y.sum() > 0 else y
+
+    for read in (work, lambda self, x: self.body(x) * self.body(x).sum().item(),
+                 lambda self, x: self.body(x) * max(self.body(x).flatten().tolist())):  # fmt: skip
+        model = Model(read, body=nn.Sequential(CONV(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU()))
+        x = images()
+        fused = gw.fuse(model, (x,))
+        assert fused.untraced[0][0] == ""
+        assert [region.path for region in fused.regions] == ["body"]
+        with torch.no_grad():
+            for y in (x, -x, images()):
+                same(fused(y), model(y))
+        assert fused.calls == {"fused": 3}
+        assert "no graph" in fused.explain()
+
+
+def test_what_writes_to_its_arguments_is_left_as_it_is() -> None:
+    for work in (lambda self, x: x.mul_(2) + 1, lambda self, x: self.count.add_(1) + x):
+        model = Model(work)
+        model.register_buffer("count", torch.zeros(1))
+        with pytest.raises(Untraceable, match="writes to what is not the call's own"):
+            trace(model, (images(),), {})
+        assert model.count == 0
+        twin, x = copy.deepcopy(model), images()
+        fused = gw.fuse(model, (x.clone(),))
+        with torch.no_grad():
+            same(fused(x.clone()), twin(x.clone()))
+
+
+def test_a_pass_whose_numbers_are_off_is_left_out() -> None:
+    def wrong(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+        for node in calls(graph, aten.relu.default):
+            node.target = aten.sigmoid.default
+        return [Change("nonsense", ("relu",))]
+
+    def failing(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+        raise IndexError("of no matter")
+
+    model = nn.Sequential(CONV(4, 4, 3), nn.BatchNorm2d(4), nn.ReLU())
+    trained(model)
+    x = images()
+    fused = gw.fuse(
+        model, (x,), passes=[Pass("wrong", wrong), Pass("failing", failing), "batch_norm"]
+    )
+    (region,) = fused.regions
+    assert [name for name, _ in region.left_out] == ["wrong", "failing"]
+    assert "off by" in region.left_out[0][1]
+    assert "IndexError: of no matter" in region.left_out[1][1]
+    assert [name for name, _ in region.done] == ["batch_norm"]
+    with torch.no_grad():
+        same(fused(x), model(x))
+
+
+def test_a_pass_keeps_what_goes_in_and_comes_out() -> None:
+    def loses(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+        last = next(iter(reversed(graph.graph.nodes)))
+        last.args = ([],)
+        return [Change("loses", ("all",))]
+
+    graph = trace(nn.ReLU(), (images(),), {}).graph
+    with pytest.raises(ValueError, match="what goes in or comes out"):
+        Pass("loses", loses)(graph, CPU)
+
+
+def test_passes_are_named() -> None:
+    model, x = resnet(), torch.randn(2, 3, 32, 32)
+    fused = gw.fuse(model, (x,), passes=["batch_norm"])
+    assert {name for name, _ in fused.regions[0].done} == {"batch_norm"}
+    with pytest.raises(gw.OptionError, match="no pass 'folding'"):
+        gw.fuse(model, (x,), passes=["folding"])
+    with pytest.raises(gw.OptionError, match="a text"):
+        gw.fuse(model, (x,), passes="clean")
+    names = [each.name for each in fusing.PASSES]
+    assert len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        (lambda: gw.fuse(3), "cannot be called"),
+        (lambda: gw.fuse(nn.ReLU().eval(), images()), "Write \\(x,\\)"),
+        (lambda: gw.fuse(nn.ReLU(), (images(),)), "training mode"),
+    ],
+)
+def test_bad_calls_are_named(wrong: Callable[[], Any], message: str) -> None:
+    with pytest.raises(gw.OptionError, match=message):
+        wrong()
+
+
+def test_autocast_is_left_to_the_model() -> None:
+    model, x = resnet(), torch.randn(2, 3, 32, 32)
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        fused = gw.fuse(model, (x,))
+        assert fused.regions == []
+        assert "autocast" in fused.explain()
+        same(fused(x), model(x))
+
+
+def test_weights_in_channels_last() -> None:
+    model = nn.Sequential(CONV(4, 6, 3), nn.ReLU(), CONV(6, 4, 3)).eval().bfloat16()
+    x = images(dtype=torch.bfloat16)
+    traced = trace(model, (x,), {})
+    result = everywhere(CHANNELS_LAST)(traced.graph, CPU)
+    assert len(result.changes) == 2
+    graph = result.model
+    restored(graph, x)
+    with torch.no_grad():
+        found, expected = traced.call(graph)(x), model(x)
+    torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
+    assert found.stride() == expected.stride()
