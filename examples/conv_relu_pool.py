@@ -1,8 +1,9 @@
-"""Conv(32 → 64) + ReLU + MaxPool at (64, 32, 56, 56): eager against TorchScript.
+r"""Conv(32 → 64) + ReLU + MaxPool at (64, 32, 56, 56): eager, scripted, fused.
 
 The classic question of operator fusion: does scripting the block make it faster, and by how much?
 
-    graphwright tune examples/conv_relu_pool.py:conv_relu_pool --strategies torchscript:optimize
+    graphwright tune examples/conv_relu_pool.py:conv_relu_pool \
+        --strategies torchscript:optimize,fused
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def main(strategies: list[str] | None = None, budget_s: float | None = None) -> 
     print(report)
     for row in report.rows:
         speedup = report.speedup(row)
-        if speedup is not None and row.strategy.startswith("torchscript"):
+        if speedup is not None and row.strategy.startswith(("torchscript", "fused")):
             print(f"{row.strategy}: {100 * (speedup[0] - 1):+.1f} % against eager")
     return report.chosen
 

@@ -115,6 +115,7 @@ def test_eager_three_ways_torchscript_aot_and_inductor_on_the_cpu() -> None:
         "eager",
         "eager:no_grad",
         "eager:inference_mode",
+        "fused",
         "torchscript",
         "torchscript:freeze",
         "torchscript:optimize",

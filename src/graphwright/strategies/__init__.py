@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import OptionError
-from . import aot_autograd, eager, inductor, rewrites, runners, torchscript
+from . import aot_autograd, eager, fused, inductor, rewrites, runners, torchscript
 from .base import Availability as Availability
 from .base import Built as Built
 from .base import Candidate as Candidate
@@ -23,6 +23,7 @@ COMPILERS: tuple[Compiler, ...] = (
     eager.EAGER,
     eager.NO_GRAD,
     eager.INFERENCE_MODE,
+    fused.FUSED,
     torchscript.SCRIPT,
     torchscript.FREEZE,
     torchscript.OPTIMIZE,
@@ -45,13 +46,14 @@ LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not N
 _ON_REQUEST = {inductor.MAX_AUTOTUNE.name}
 _UNDER_GRAPH = (
     eager.EAGER,
+    fused.FUSED,
     torchscript.FREEZE,
     torchscript.OPTIMIZE,
     aot_autograd.AOT_AUTOGRAD,
     inductor.INDUCTOR,
     inductor.FREEZE,
 )
-_REWRITTEN = (eager.EAGER, torchscript.OPTIMIZE, inductor.INDUCTOR)
+_REWRITTEN = (eager.EAGER, fused.FUSED, torchscript.OPTIMIZE, inductor.INDUCTOR)
 
 
 def default_candidates(
@@ -70,7 +72,8 @@ def default_candidates(
         plain += [Candidate(c, rewrite) for c in _REWRITTEN]
         if device.type == "cuda":
             graphs += [
-                Candidate(c, rewrite, runners.GRAPH) for c in (eager.EAGER, inductor.INDUCTOR)
+                Candidate(c, rewrite, runners.GRAPH)
+                for c in (eager.EAGER, fused.FUSED, inductor.INDUCTOR)
             ]
     return sorted(plain + graphs, key=lambda c: _promise(c, device), reverse=True)
 
@@ -82,6 +85,7 @@ _USUAL = {
         "eager": (1.0, 0.0),
         "eager:no_grad": (1.06, 0.0),
         "eager:inference_mode": (1.08, 0.0),
+        "fused": (1.2, 1.0),
         "torchscript": (1.15, 0.5),
         "torchscript:freeze": (1.2, 0.5),
         "torchscript:optimize": (1.4, 1.0),
@@ -96,6 +100,7 @@ _USUAL = {
         "eager": (1.0, 0.0),
         "eager:no_grad": (1.03, 0.0),
         "eager:inference_mode": (1.05, 0.0),
+        "fused": (1.3, 1.0),
         "torchscript": (1.05, 0.5),
         "torchscript:freeze": (1.15, 0.5),
         "torchscript:optimize": (1.3, 1.0),

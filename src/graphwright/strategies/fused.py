@@ -1,0 +1,75 @@
+"""graphwright's own fusion passes: fewer and fatter kernels without a compiler."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..accuracy import ROUNDING, error_of
+from ..errors import StrategyFailed
+from ..fusion import PASSES, Fused, fused_call
+from ..signature import Args, Kwargs, flatten, unflatten
+from ..snapshots import State, clone_leaves
+from .base import AVAILABLE, Availability, Built, tiny_model
+
+
+@dataclass(frozen=True)
+class FusedCompiler:
+    """What `graphwright.fuse` does, for one kind of call."""
+
+    name: str = "fused"
+    complexity: int = 9
+
+    def probe(self, device: torch.device) -> Availability:
+        """Fuse a tiny model."""
+        model, x = tiny_model(device)
+        self.build(model, (x,), {}).call(x)
+        return AVAILABLE
+
+    def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+        """Fuse; pass by pass against float64 only if the whole is off from eager.
+
+        The tuner verifies what comes of it in any case.
+        """
+        fused = fused_call(model, args, kwargs, PASSES, check=False)
+        if fused.call is not None and not _near(fused, model, args, kwargs):
+            fused = fused_call(model, args, kwargs, PASSES, check=True)
+        if fused.call is None:
+            raise StrategyFailed(f"no part of the model is a graph: {fused.untraced[0][1]}")
+        before, after = (sum(region.operations[n] for region in fused.regions) for n in (0, 1))
+        notes = [f"{before} operations became {after}"] if after < before else []
+        notes += [
+            f"{path or 'the model'} is no graph as a whole: {why}"
+            for path, why in fused.untraced[:1]
+        ]
+        for region in fused.regions:
+            notes += [f"pass {name} was left out: {why}" for name, why in region.left_out]
+        return Built(fused.call, notes, holds_weights=True, plain=True)
+
+
+def _near(fused: Fused, model: nn.Module, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the sample's results are eager's, as far as other kernels may differ."""
+    state = State(model, weights=False)
+    results = []
+    try:
+        for call in (model, fused.call):
+            leaves, spec = flatten(args, kwargs)
+            mine, named = unflatten(clone_leaves(leaves), spec)
+            assert call is not None
+            with torch.no_grad():
+                results.append(pytree.tree_leaves(call(*mine, **named)))
+            state.restore()
+    except Exception:
+        return False
+    for eager, other in zip(*results, strict=False):
+        if isinstance(eager, torch.Tensor) and isinstance(other, torch.Tensor):
+            error, _ = error_of(other, eager, eager)
+            if not error.rms <= ROUNDING.get(eager.dtype, 0.0):
+                return False
+    return len(results[0]) == len(results[1])
+
+
+FUSED = FusedCompiler()
