@@ -5,6 +5,7 @@ scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a pr
 scripts/bench buckets [--out DIR]                     a model over batch × length, by buckets
 scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
 scripts/bench check [--out DIR]                       which models can be captured
+scripts/bench fusion [--out DIR] [--only MODEL ...]   fuse() beside TorchScript and Inductor
 scripts/bench operators [--out DIR]                   our operators: bandwidth, and beside Inductor
 scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
 scripts/bench compare A.json B.json                   two results of tune, capture or training
@@ -312,6 +313,7 @@ def tables() -> None:
     from buckets import to_markdown as buckets_to_markdown
     from capture_table import to_markdown as capture_to_markdown
     from check import to_markdown as check_to_markdown
+    from fusion import to_markdown as fusion_to_markdown
     from operators import to_markdown as operators_to_markdown
     from training_table import to_markdown as training_to_markdown
     from tune_table import read, reports
@@ -344,6 +346,9 @@ def tables() -> None:
     for file in sorted(RESULTS.glob("operators*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         lines += [f"## `{file.name}`, commit {data['commit']}", "", operators_to_markdown(data)]
+    for file in sorted(RESULTS.glob("fusion*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        lines += [f"## `{file.name}`, commit {data['commit']}", "", fusion_to_markdown(data)]
     text = "\n".join(lines).rstrip() + "\n"
     (ROOT / "docs" / "results.md").write_text(text, encoding="utf-8")
     for file in RESULTS.glob("architectures*.json"):
@@ -411,6 +416,10 @@ def main() -> None:
     operating = commands.add_parser("operators", help="our operators beside a copy and Inductor")
     operating.add_argument("--out", type=Path, default=RESULTS)
     operating.add_argument("--quick", action="store_true", help="try the script: no result")
+    fusing = commands.add_parser("fusion", help="fuse() beside TorchScript and Inductor")
+    fusing.add_argument("--only", nargs="+", default=[], metavar="MODEL")
+    fusing.add_argument("--out", type=Path, default=RESULTS)
+    fusing.add_argument("--quick", action="store_true", help="try the script: no result")
     breaking = commands.add_parser("breaks", help="calls that a plain capture does not take")
     breaking.add_argument("--out", type=Path, default=RESULTS)
     breaking.add_argument("--quick", action="store_true", help="try the script: no result")
@@ -450,6 +459,10 @@ def main() -> None:
         from operators import benchmark as operators
 
         sys.exit(operators(given.out, quick=given.quick))
+    elif given.command == "fusion":
+        from fusion import benchmark as fusion
+
+        sys.exit(fusion(given.out, given.only, quick=given.quick))
     elif given.command == "breaks":
         sys.exit(breaks(given.out, quick=given.quick))
     elif given.command == "training":

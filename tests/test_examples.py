@@ -49,6 +49,13 @@ def test_a_network_is_tuned_over_buckets(capsys: pytest.CaptureFixture[str]) -> 
     assert ("tuned, filled up to a bucket" in calls) == ("eager was chosen" not in printed)
 
 
+def test_a_resnet_is_fused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.import_module("resnet").main(count=1, size=64, rounds=3) > 0
+    printed = capsys.readouterr().out
+    assert "20 × batch norm folded" in printed
+    assert "times as fast" in printed
+
+
 def test_minilm_embeds_real_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     minilm = importlib.import_module("minilm")
     similarity = minilm.main(["eager:no_grad"], 30.0)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import json
 import pickle
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +25,8 @@ from graphwright.fusion.linears import ACTIVATIONS, GATES, PROJECTIONS
 from graphwright.fusion.nodes import calls
 from graphwright.fusion.residuals import NORMS, RESIDUALS
 from graphwright.fusion.tracing import Untraceable, trace
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -834,3 +839,16 @@ def test_weights_in_channels_last() -> None:
         found, expected = traced.call(graph)(x), model(x)
     torch.testing.assert_close(found, expected, rtol=5e-2, atol=5e-2)
     assert found.stride() == expected.stride()
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would make a benchmark of this")
+def test_the_benchmark_runs_and_writes_every_sample(tmp_path: Path) -> None:
+    import run
+    from fusion import benchmark
+
+    assert benchmark(tmp_path, ["conv_relu_pool"], quick=True) == 0
+    (row,) = json.loads((tmp_path / "fusion.json").read_text("utf-8"))["models"]
+    assert row["skipped"] == {}
+    assert len(row["ways"]["fused"]["samples"]) == 5
+    assert set(row["cold_s"]) == set(row["ways"])
+    assert run.SCHEMA == "graphwright.bench"
