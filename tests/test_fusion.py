@@ -18,12 +18,13 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 import graphwright as gw
 from graphwright.fusion import Change, Pass, fusing
 from graphwright.fusion.attention import ATTENTION
+from graphwright.fusion.by_hand import BY_HAND
 from graphwright.fusion.convolutions import EPILOGUES, POOLS
-from graphwright.fusion.folding import BATCH_NORM, CLEAN, CONSTANTS
+from graphwright.fusion.folding import BATCH_NORM, CLEAN, CONSTANTS, SCALES
 from graphwright.fusion.layout import CHANNELS_LAST, restored
 from graphwright.fusion.linears import ACTIVATIONS, GATES, PROJECTIONS
 from graphwright.fusion.nodes import calls
-from graphwright.fusion.residuals import NORMS, RESIDUALS
+from graphwright.fusion.residuals import RESIDUALS
 from graphwright.fusion.tracing import Untraceable, trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
@@ -454,7 +455,7 @@ def test_a_residual_connection_takes_its_norm_along() -> None:
         (lambda self, x, y: F.layer_norm(x + y, (6,), bias=self.norm.bias), "add_layer_norm"),
     ):
         args = torch.randn(5, 6), torch.randn(5, 6)
-        changes, left = after(Model(work, **parts), args, CLEAN, NORMS, RESIDUALS)
+        changes, left = after(Model(work, **parts), args, CLEAN, BY_HAND, RESIDUALS)
         assert f"graphwright.{name}.default" in left, changes
 
 
@@ -479,7 +480,7 @@ def test_a_norm_written_out_by_hand_is_pytorchs(dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.randn(6, dtype=dtype))
     model = Model(lambda self, x: rms(x, self.weight), weight=weight)
     traced = trace(model, (torch.randn(5, 6, dtype=dtype),), {})
-    result = NORMS(CLEAN(traced.graph, CPU).model, CPU)
+    result = BY_HAND(CLEAN(traced.graph, CPU).model, CPU)
     assert targets(result.model) == ["aten.rms_norm.default"]
     for work in (
         lambda self, x: self.weight * (x * torch.rsqrt(x.pow(3).mean(-1, keepdim=True) + 1e-6)),
@@ -488,7 +489,79 @@ def test_a_norm_written_out_by_hand_is_pytorchs(dtype: torch.dtype) -> None:
         lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, True) + self.weight)),
     ):
         graph = trace(Model(work, weight=weight), (torch.randn(5, 6).abs().to(dtype),), {}).graph
-        assert NORMS(graph, CPU).changes == ()
+        assert BY_HAND(graph, CPU).changes == ()
+
+
+def gelu_by_hand(x: torch.Tensor, root: float = 0.7978845608028654) -> torch.Tensor:
+    return 0.5 * x * (1.0 + torch.tanh(root * (x + 0.044715 * torch.pow(x, 3.0))))
+
+
+def test_gelu_written_out_by_hand_is_pytorchs() -> None:
+    x = torch.randn(5, 6)
+    _, left = after(Model(lambda self, x: gelu_by_hand(x)), (x,), BY_HAND)
+    assert left == ["aten.gelu.default"]
+    for work in (
+        lambda self, x: gelu_by_hand(x, 0.8),
+        lambda self, x: 0.5 * x * (1.0 + torch.tanh(x)),
+        lambda self, x: 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + x))),
+        lambda self, x: 0.4 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3))),
+        lambda self, x: 0.5 * x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * x**2))),
+        lambda self, x: 0.5 * -x * (1.0 + torch.tanh(0.7978845608 * (x + 0.044715 * x**3))),
+    ):
+        changes, _ = after(Model(work), (x,), BY_HAND)
+        assert changes == []
+
+
+def test_transformers_conv1d_takes_its_activation_along() -> None:
+    weight, bias = nn.Parameter(torch.randn(6, 8)), nn.Parameter(torch.randn(8))
+
+    def conv1d(self: Any, x: torch.Tensor) -> torch.Tensor:
+        return torch.addmm(self.bias, x.view(-1, 6), self.weight).view(2, 5, 8)
+
+    for activation, name in ((F.relu, "aten._addmm_activation"), (F.gelu, "graphwright.bias_gelu")):
+        model = Model(
+            lambda self, x, activation=activation: activation(conv1d(self, x)),
+            weight=weight,
+            bias=bias,
+        )
+        changes, left = after(model, (torch.randn(2, 5, 6),), ACTIVATIONS)
+        assert len(changes) == 1
+        assert f"{name}.default" in left
+
+
+def test_constant_factors_are_folded() -> None:
+    scale, rows = nn.Parameter(torch.randn(6, 1, 1)), nn.Parameter(torch.randn(6))
+    parts = {"conv": CONV(4, 6, 3), "bare": CONV(4, 6, 3, bias=False), "linear": nn.Linear(9, 6),
+             "scale": scale, "rows": rows}  # fmt: skip
+    for work in (
+        lambda self, x: self.conv(x) * self.scale,
+        lambda self, x: self.scale * self.bare(x),
+        lambda self, x: self.linear(x) * self.rows,
+        lambda self, x: self.scale * self.linear(x).permute(0, 3, 1, 2),
+        lambda self, x: self.linear(x) * torch.tensor(2.5),
+    ):
+        changes, left = after(Model(work, **parts), (images(),), CONSTANTS, SCALES)
+        assert [c.what for c in changes if c.what == "scale folded"] == ["scale folded"]
+        assert "aten.mul.Tensor" not in left
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda self, x: self.linear(x) * self.scale,
+        lambda self, x: (lambda y: y * self.rows + y)(self.linear(x)),
+        lambda self, x: self.linear(x)[:, :, :6] * self.rows,
+        lambda self, x: self.linear(x[0, 0, :1]) * self.scale,
+        lambda self, x: self.linear(x) * x[0, 0, 0, :6],
+        lambda self, x: self.linear(x).permute(0, 1, 3, 2) * self.rows,
+    ],
+)
+def test_other_factors_stay(work: Callable[..., Any]) -> None:
+    parts = {"linear": nn.Linear(9, 6), "scale": nn.Parameter(torch.randn(6, 1)),
+             "rows": nn.Parameter(torch.randn(6))}  # fmt: skip
+    x = torch.randn(2, 4, 6, 9)
+    changes, _ = after(Model(work, **parts), (x,), SCALES)
+    assert changes == []
 
 
 # Attention.

@@ -181,6 +181,63 @@ def _is_foldable(node: Any) -> bool:
     return is_op(node, aten.linear.default) and value is not None and value.dim() == 2
 
 
+def _scales(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Put a constant factor a channel (ConvNeXt's layer scale) into the weights before it."""
+    found = []
+    for node in calls(graph, aten.mul.Tensor):
+        for source, factor in (inputs(node)[:2], inputs(node)[1::-1]):
+            change = _scale(graph, node, source, factor)
+            if change is not None:
+                found.append(change)
+                break
+    return found
+
+
+def _scale(graph: fx.GraphModule, node: fx.Node, source: Any, factor: Any) -> Change | None:
+    scale, value, result = constant(graph, factor), value_of(source), value_of(node)
+    if scale is None or value is None or result is None or only_user(source) is not node:
+        return None
+    if value.shape != result.shape or value.dtype != result.dtype or scale.dtype != value.dtype:
+        return None
+    # The dimension of the source that each of its result's dimensions is.
+    dims = list(range(value.dim()))
+    end = source
+    while is_op(end, aten.permute.default) and only_user(inputs(end)[0]) is end:
+        order = [d % len(dims) for d in inputs(end)[1]]
+        dims = [order[d] for d in dims]
+        end = inputs(end)[0]
+    if not is_op(end, aten.linear.default, *CONVOLUTIONS):
+        return None
+    given, whole = arguments(end), value_of(end)
+    weight, bias = constant(graph, given["weight"]), constant(graph, given["bias"])
+    if weight is None or whole is None or weight.dtype != scale.dtype:
+        return None
+    if given["bias"] is not None and (bias is None or bias.dtype != weight.dtype):
+        return None
+    images = weight.dim()  # A convolution of images without a batch has a dimension less.
+    if is_op(end, *CONVOLUTIONS) and whole.dim() != images:
+        return None
+    channels = whole.dim() - 1 if is_op(end, aten.linear.default) else 1
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    full = scale.reshape([1] * (value.dim() - scale.dim()) + list(scale.shape))
+    if any(size != 1 and dims[d] != channels for d, size in enumerate(full.shape)):
+        return None
+    row = full.reshape(-1).expand(weight.shape[0]).to(wide)
+    scaled = weight.to(wide) * row.reshape(-1, *[1] * (weight.dim() - 1))
+    shift = None if bias is None else (bias.to(wide) * row)
+    if not (scaled.isfinite().all() and (shift is None or shift.isfinite().all())):
+        return None
+    kept = torch.empty_like(weight).copy_(scaled)
+    row_node = None if shift is None else add_constant(graph, shift.to(weight.dtype), end)
+    end.args = (inputs(end)[0], add_constant(graph, kept, end), row_node, *inputs(end)[3:])
+    end.kwargs = {k: v for k, v in end.kwargs.items() if k not in ("weight", "bias")}
+    names = (end.name, node.name)
+    node.replace_all_uses_with(source)
+    graph.graph.erase_node(node)
+    return Change("scale folded", names)
+
+
 CLEAN = Pass("clean", _clean)
 CONSTANTS = Pass("constants", _constants)
 BATCH_NORM = Pass("batch_norm", _batch_norms)
+SCALES = Pass("scales", _scales)

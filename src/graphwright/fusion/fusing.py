@@ -16,22 +16,24 @@ from ..signature import Args, CallSignature, Kwargs, flatten, tensors_of, unflat
 from ..snapshots import Call, State, clone_leaves, run
 from ..verification import compare, verify
 from .attention import ATTENTION
+from .by_hand import BY_HAND
 from .convolutions import EPILOGUES, POOLS
-from .folding import BATCH_NORM, CLEAN, CONSTANTS
+from .folding import BATCH_NORM, CLEAN, CONSTANTS, SCALES
 from .layout import CHANNELS_LAST, restored
 from .linears import ACTIVATIONS, GATES, PROJECTIONS
 from .nodes import copy_of, finished, is_view, value_of
 from .passes import Change, Pass
-from .residuals import NORMS, RESIDUALS
+from .residuals import RESIDUALS
 from .tracing import Traced, Untraceable, trace
 
 # In this order: what one leaves is what the next one looks for.
 PASSES: tuple[Pass, ...] = (
     CLEAN,
     CONSTANTS,
-    NORMS,
+    BY_HAND,
     ATTENTION,
     BATCH_NORM,
+    SCALES,
     POOLS,
     CHANNELS_LAST,
     EPILOGUES,

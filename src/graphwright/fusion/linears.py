@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,60 +27,123 @@ aten = torch.ops.aten
 def _activations(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """Linear + bias + ReLU or tanh-GELU by cuBLASLt; other GELU and SiLU by a kernel of ours."""
     found = []
-    for node in calls(graph, aten.linear.default):
-        given = arguments(node)
-        weight, bias = constant(graph, given["weight"]), constant(graph, given["bias"])
-        x, result = value_of(given["input"]), value_of(node)
-        user = only_user(node, aten.relu.default, aten.gelu.default, aten.silu.default)
-        if user is None or weight is None or bias is None or x is None or result is None:
+    for node in calls(graph, aten.linear.default, aten.addmm.default):
+        product = _product(graph, node)
+        if product is None:
             continue
-        if x.dtype != weight.dtype or bias.dtype != weight.dtype or not result.numel():
+        # transformers' Conv1D gives its result the shape of its input again.
+        view = only_user(node, aten.view.default, aten.reshape.default)
+        end = node if view is None or value_of(view) is None else view
+        user = only_user(end, *_FOLLOWING)
+        if user is None and end is not node:
+            end, user = node, only_user(node, *_FOLLOWING)
+        result, after = value_of(end), value_of(user)
+        if user is None or result is None or after is None or not result.numel():
             continue
-        named = (node.name, user.name)
-        exact = is_op(user, aten.gelu.default) and arguments(user)["approximate"] == "none"
-        if exact or is_op(user, aten.silu.default):
-            # One kernel for product and bias would leave the bias to the product.
-            with graph.graph.inserting_before(node):
-                product = graph.graph.call_function(
-                    aten.linear.default, (given["input"], given["weight"])
-                )
-            product.meta["val"] = result
-            if exact:
-                replace(
-                    graph,
-                    user,
-                    torch.ops.graphwright.bias_gelu.default,
-                    (product, given["bias"], "none"),
-                )
-                found.append(Change("bias and gelu", named))
-            else:
-                operator = torch.ops.graphwright.bias_silu.default
-                replace(graph, user, operator, (product, given["bias"]))
-                found.append(Change("bias and silu", named))
-            graph.graph.erase_node(node)
-            continue
-        turned = add_constant(graph, weight.t(), node)
-        with graph.graph.inserting_before(user):
-            rows = given["input"]
-            if x.dim() != 2:
-                rows = graph.graph.call_function(aten.reshape.default, (rows, [-1, x.shape[-1]]))
-                rows.meta["val"] = x.reshape(-1, x.shape[-1])
-            new = graph.graph.call_function(
-                aten._addmm_activation.default,
-                (given["bias"], rows, turned),
-                {"use_gelu": is_op(user, aten.gelu.default)},
-            )
-            new.meta["val"] = result.new_empty(
-                (result.numel() // result.shape[-1], result.shape[-1])
-            )
-            if x.dim() != 2:
-                new = graph.graph.call_function(aten.view.default, (new, list(result.shape)))
-                new.meta["val"] = result
-        user.replace_all_uses_with(new)
-        graph.graph.erase_node(user)
-        graph.graph.erase_node(node)
-        found.append(Change("linear and activation by cuBLASLt", named))
+        names = (node.name, user.name)
+        if is_op(user, aten.silu.default) or not _by_cublas(user):
+            if result.shape[-1:] != product.bias_shape:
+                continue
+            found.append(_with_kernel(graph, product, end, user, names))
+        else:
+            found.append(_with_cublas(graph, product, user, after, names))
     return found
+
+
+_FOLLOWING = (aten.relu.default, aten.gelu.default, aten.silu.default)
+
+
+@dataclass(frozen=True)
+class _Product:
+    """x W + bias with constants W, as (inputs, outputs), and bias."""
+
+    node: fx.Node
+    x: fx.Node
+    weight: torch.Tensor
+    bias: fx.Node
+    bias_shape: torch.Size
+
+
+def _product(graph: fx.GraphModule, node: fx.Node) -> _Product | None:
+    given = arguments(node)
+    if is_op(node, aten.linear.default):
+        source, weight_node, bias_node = given["input"], given["weight"], given["bias"]
+    else:
+        source, weight_node, bias_node = given["mat1"], given["mat2"], given["self"]
+        if given["alpha"] != 1 or given["beta"] != 1:
+            return None
+    weight, bias = constant(graph, weight_node), constant(graph, bias_node)
+    x = value_of(source)
+    if weight is None or bias is None or x is None or weight.dim() != 2 or bias.dim() != 1:
+        return None
+    if x.dtype != weight.dtype or bias.dtype != weight.dtype:
+        return None
+    if is_op(node, aten.linear.default):
+        weight = weight.t()
+    if bias.shape[0] != weight.shape[1]:
+        return None
+    return _Product(node, source, weight, bias_node, bias.shape)
+
+
+def _by_cublas(user: fx.Node) -> bool:
+    """Whether cuBLASLt has an activation: its GELU is the one with tanh."""
+    return not is_op(user, aten.gelu.default) or arguments(user)["approximate"] == "tanh"
+
+
+def _with_kernel(
+    graph: fx.GraphModule, product: _Product, end: fx.Node, user: fx.Node, names: tuple[str, ...]
+) -> Change:
+    """The product without its bias, then bias and activation in one kernel."""
+    node = product.node
+    with graph.graph.inserting_before(node):
+        if is_op(node, aten.linear.default):
+            bare = graph.graph.call_function(aten.linear.default, inputs(node)[:2])
+        else:
+            bare = graph.graph.call_function(aten.mm.default, inputs(node)[1:3])
+    bare.meta["val"] = node.meta["val"]
+    node.replace_all_uses_with(bare)
+    last = bare if end is node else end
+    if is_op(user, aten.silu.default):
+        operator, args = torch.ops.graphwright.bias_silu.default, (last, product.bias)
+    else:
+        approximate = arguments(user)["approximate"]
+        operator = torch.ops.graphwright.bias_gelu.default
+        args = (last, product.bias, approximate)  # type: ignore[assignment]  # one more
+    what = "bias and silu" if is_op(user, aten.silu.default) else "bias and gelu"
+    replace(graph, user, operator, args)
+    graph.graph.erase_node(node)
+    return Change(what, names)
+
+
+def _with_cublas(
+    graph: fx.GraphModule,
+    product: _Product,
+    user: fx.Node,
+    after: torch.Tensor,
+    names: tuple[str, ...],
+) -> Change:
+    """Product, bias and activation as one kernel."""
+    x = value_of(product.x)
+    assert x is not None
+    width = product.weight.shape[1]
+    turned = add_constant(graph, product.weight, product.node)
+    with graph.graph.inserting_before(user):
+        rows = product.x
+        if x.dim() != 2:
+            rows = graph.graph.call_function(aten.reshape.default, (rows, [-1, x.shape[-1]]))
+            rows.meta["val"] = x.reshape(-1, x.shape[-1])
+        new = graph.graph.call_function(
+            aten._addmm_activation.default,
+            (product.bias, rows, turned),
+            {"use_gelu": is_op(user, aten.gelu.default)},
+        )
+        new.meta["val"] = after.new_empty((after.numel() // width, width))
+        if after.dim() != 2 or tuple(after.shape) != tuple(new.meta["val"].shape):
+            new = graph.graph.call_function(aten.view.default, (new, list(after.shape)))
+            new.meta["val"] = after
+    user.replace_all_uses_with(new)
+    graph.graph.erase_node(user)
+    return Change("linear and activation by cuBLASLt", names)
 
 
 def _projections(graph: fx.GraphModule, device: torch.device) -> list[Change]:
