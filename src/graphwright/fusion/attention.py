@@ -14,7 +14,11 @@ aten = torch.ops.aten
 
 
 def _attention(graph: fx.GraphModule, device: torch.device) -> list[Change]:
-    """softmax(q kᵀ · scale + mask) v; each step used by the next one alone."""
+    """softmax(q kᵀ · scale + mask) v; each step used by the next one alone.
+
+    Where eager gives NaN (a row that is masked altogether, a NaN in a query), PyTorch's operation
+    may give 0: so this pass has to be asked for.
+    """
     found = []
     for node in calls(graph, aten.matmul.default):
         parts = _parts(node)
@@ -90,7 +94,11 @@ def _parts(
         return None
     if mask is not None:
         bias = value_of(mask)
-        if bias is None or bias.dtype != q.dtype or bias.dim() > 4:
+        whole = (*q.shape[:3], k.shape[3])
+        if bias is None or bias.dtype != q.dtype or not 2 <= bias.dim() <= 4:
+            return None
+        sizes = zip(reversed(bias.shape), reversed(whole), strict=False)
+        if any(size not in (1, full) for size, full in sizes):
             return None
     return query, key, values, mask, scale, tuple(reversed(names))
 

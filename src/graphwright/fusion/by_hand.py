@@ -91,7 +91,9 @@ def _through_conversion(node: Any) -> Any:
     """What was converted to another dtype and nothing else."""
     if is_op(node, aten.to.dtype, aten.to.dtype_layout):
         before, after = value_of(inputs(node)[0]), value_of(node)
-        if before is not None and after is not None and before.device == after.device:
+        if before is None or after is None or before.device != after.device:
+            return node
+        if before.is_floating_point() and after.is_floating_point():
             return inputs(node)[0]
     return node
 

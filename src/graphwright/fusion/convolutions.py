@@ -99,17 +99,14 @@ def _last_of(add: fx.Node) -> fx.Node:
     return later
 
 
-# What follows a convolution, as oneDNN names it: with its numbers, and its algorithm.
+# What follows a convolution, as oneDNN names it: with its numbers, and its algorithm. Not ReLU and
+# others that compare: oneDNN makes 0 of NaN. They work in place on what the convolution has made.
 _Attributes = tuple[str, list[float], str]
 _ONEDNN: dict[Any, Callable[[dict[str, Any]], _Attributes]] = {
-    aten.relu.default: lambda a: ("relu", [], ""),
     aten.sigmoid.default: lambda a: ("sigmoid", [], ""),
     aten.tanh.default: lambda a: ("tanh", [], ""),
     aten.silu.default: lambda a: ("swish", [], ""),
     aten.hardswish.default: lambda a: ("hardswish", [], ""),
-    aten.hardsigmoid.default: lambda a: ("hardsigmoid", [], ""),
-    aten.relu6.default: lambda a: ("hardtanh", [0.0, 6.0], ""),
-    aten.hardtanh.default: lambda a: ("hardtanh", [a["min_val"], a["max_val"]], ""),
     aten.leaky_relu.default: lambda a: ("leaky_relu", [a["negative_slope"]], ""),
     aten.gelu.default: lambda a: ("gelu", [], a["approximate"]),
 }
@@ -142,23 +139,38 @@ def _by_onednn(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         adds = _added(node)
         if adds is not None and _last_of(adds[0]) is node:
             add, other = adds
-            relu = only_user(add, aten.relu.default)
-            end = add if relu is None else relu
-            after: tuple[Any, ...] = "add", None, None if relu is None else "relu", [], None
-            with_other = (conv.x, other, weight, conv.bias_node, *how, *after)
-            replace(graph, end, pointwise.binary, with_other)
-            gone = [node, add, *([] if relu is None else [relu])]
-            what = "convolution and sum" if relu is None else "convolution, sum and relu"
+            with_other: tuple[Any, ...] = (
+                conv.x,
+                other,
+                weight,
+                conv.bias_node,
+                *how,
+                "add",
+                None,
+                None,
+                [],
+                None,
+            )
+            made = replace(graph, add, pointwise.binary, with_other)
+            gone, what = [node, add], "convolution and sum"
         else:
             user = only_user(node, *_ONEDNN)
+            if is_op(user, aten.leaky_relu.default) and not arguments(user)["negative_slope"]:
+                user = None  # A ReLU.
             attributes = ("none", [], "") if user is None else _ONEDNN[user.target](arguments(user))
             end = node if user is None else user
             alone = (conv.x, weight, conv.bias_node, *how, *attributes)
-            replace(graph, end, pointwise.default, alone)
+            made = replace(graph, end, pointwise.default, alone)
             gone = [node] if user is None else [node, user]
             what = f"convolution and {attributes[0]}" if user is not None else "packed convolution"
-        found.append(Change(f"{what} by oneDNN", tuple(n.name for n in gone)))
+        names = [n.name for n in gone]
         _forget(graph, *reversed(gone))
+        relu = only_user(made, aten.relu.default)
+        if relu is not None:
+            relu.target = aten.relu_.default
+            names.append(relu.name)
+            what += ", relu in place"
+        found.append(Change(f"{what} by oneDNN", tuple(names)))
     return found
 
 

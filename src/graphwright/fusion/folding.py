@@ -18,6 +18,7 @@ from .nodes import (
     is_op,
     is_view,
     only_user,
+    reaches_output,
     value_of,
 )
 from .passes import Change, Pass
@@ -25,7 +26,12 @@ from .passes import Change, Pass
 aten = torch.ops.aten
 
 CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
-_IDENTITIES = (aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+_IDENTITIES = (
+    aten.detach.default,
+    aten.detach_.default,
+    aten.alias.default,
+    aten.lift_fresh.default,
+)
 _CONVERSIONS = (
     aten.to.dtype,
     aten.to.dtype_layout,
@@ -42,7 +48,9 @@ def _clean(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     gone = []
     for node in calls(graph, aten.dropout.default, aten.dropout_.default, *_IDENTITIES):
         given = arguments(node)
-        if not given.get("train", False):
+        # A result that is detached is another tensor than what it was made of.
+        returned = any(user.op == "output" for user in node.users)
+        if not given.get("train", False) and not (returned and is_op(node, *_IDENTITIES)):
             gone.append(node.name)
             node.replace_all_uses_with(inputs(node)[0])
             graph.graph.erase_node(node)
@@ -77,8 +85,22 @@ def _out_of_place(graph: fx.GraphModule, node: fx.Node) -> bool:
         return False
     if len(twin._schema.arguments) != len(target._schema.arguments):
         return False
+    try:
+        # It may promote to another dtype, or broadcast what it writes to.
+        args, kwargs = fx.node.map_arg((inputs(node), node.kwargs), _without_data)
+        made = twin(*args, **kwargs)
+    except Exception:
+        return False
+    if (made.dtype, made.shape, made.stride()) != (before.dtype, before.shape, before.stride()):
+        return False
     node.target = twin
     return True
+
+
+def _without_data(node: fx.Node) -> torch.Tensor:
+    """A tensor like a node's on the meta device."""
+    value: torch.Tensor = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
 
 
 def _constants(graph: fx.GraphModule, device: torch.device) -> list[Change]:
@@ -100,20 +122,13 @@ def _constants(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         if value.untyped_storage()._cdata in own:
             continue  # A view of a weight costs nothing.
         ends = [u for u in node.users if u not in values and u is not last]
-        ends = [user for user in ends if not _reaches(user, last)]
+        ends = [user for user in ends if not (is_view(user) and reaches_output(user))]
         if ends:
             kept = add_constant(graph, value, node)
             for user in ends:
                 user.replace_input_with(node, kept)
             found.append(Change("computed once", (node.name,)))
     return found
-
-
-def _reaches(node: fx.Node, last: fx.Node) -> bool:
-    """Whether what is returned may lie in the memory of a node's arguments."""
-    return is_view(node) and (
-        last in node.users or any(_reaches(user, last) for user in node.users)
-    )
 
 
 def _is_fixed(node: fx.Node) -> bool:
@@ -157,13 +172,13 @@ def _batch_norms(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         if beta is not None:
             shift = shift + beta.to(wide)
         folded = weight.to(wide) * scale.reshape(-1, *[1] * (weight.dim() - 1))
-        if not (folded.isfinite().all() and shift.isfinite().all()):
+        kept, row = torch.empty_like(weight).copy_(folded), shift.to(weight.dtype)
+        if not (kept.isfinite().all() and row.isfinite().all()):
             continue  # What is no number after folding may be one before.
-        kept = torch.empty_like(weight).copy_(folded)
         source.args = (
             inputs(source)[0],
             add_constant(graph, kept, source),
-            add_constant(graph, shift.to(weight.dtype), source),
+            add_constant(graph, row, source),
             *inputs(source)[3:],
         )
         source.kwargs = {k: v for k, v in source.kwargs.items() if k not in ("weight", "bias")}
@@ -175,9 +190,10 @@ def _batch_norms(graph: fx.GraphModule, device: torch.device) -> list[Change]:
 
 def _is_foldable(node: Any) -> bool:
     """Whether a batch norm's channels are the rows of a node's weight."""
-    if is_op(node, *CONVOLUTIONS):
-        return True
     value = value_of(node)
+    if is_op(node, *CONVOLUTIONS):
+        weight = value_of(inputs(node)[1]) if len(inputs(node)) > 1 else None
+        return value is not None and weight is not None and value.dim() == weight.dim()
     return is_op(node, aten.linear.default) and value is not None and value.dim() == 2
 
 
@@ -225,10 +241,11 @@ def _scale(graph: fx.GraphModule, node: fx.Node, source: Any, factor: Any) -> Ch
     row = full.reshape(-1).expand(weight.shape[0]).to(wide)
     scaled = weight.to(wide) * row.reshape(-1, *[1] * (weight.dim() - 1))
     shift = None if bias is None else (bias.to(wide) * row)
-    if not (scaled.isfinite().all() and (shift is None or shift.isfinite().all())):
-        return None
     kept = torch.empty_like(weight).copy_(scaled)
-    row_node = None if shift is None else add_constant(graph, shift.to(weight.dtype), end)
+    offset = None if shift is None else shift.to(weight.dtype)
+    if not (kept.isfinite().all() and (offset is None or offset.isfinite().all())):
+        return None
+    row_node = None if offset is None else add_constant(graph, offset, end)
     end.args = (inputs(end)[0], add_constant(graph, kept, end), row_node, *inputs(end)[3:])
     end.kwargs = {k: v for k, v in end.kwargs.items() if k not in ("weight", "bias")}
     names = (end.name, node.name)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import copy
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +12,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from ..errors import GraphwrightError, OptionError, first_line
+from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
+from ..graphs.undo import Undo
 from ..reference import Reference, reference
 from ..signature import Args, CallSignature, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import Call, State, clone_leaves, run
@@ -21,7 +24,7 @@ from .convolutions import EPILOGUES, POOLS
 from .folding import BATCH_NORM, CLEAN, CONSTANTS, SCALES
 from .layout import CHANNELS_LAST, restored
 from .linears import ACTIVATIONS, GATES, PROJECTIONS
-from .nodes import copy_of, finished, is_view, value_of
+from .nodes import copy_of, finished, is_mutable, is_view, value_of
 from .passes import Change, Pass
 from .residuals import RESIDUALS
 from .tracing import Traced, Untraceable, trace
@@ -31,7 +34,6 @@ PASSES: tuple[Pass, ...] = (
     CLEAN,
     CONSTANTS,
     BY_HAND,
-    ATTENTION,
     BATCH_NORM,
     SCALES,
     POOLS,
@@ -42,6 +44,10 @@ PASSES: tuple[Pass, ...] = (
     ACTIVATIONS,
     RESIDUALS,
 )
+# By name alone: it may change what becomes of NaN.
+ON_REQUEST: tuple[Pass, ...] = (ATTENTION,)
+# Tracing switches modes of the process.
+_LOCK = threading.RLock()
 
 
 @dataclass
@@ -88,14 +94,16 @@ def passes_named(names: Sequence[str | Pass] | None) -> tuple[Pass, ...]:
         return PASSES
     if isinstance(names, str):
         raise OptionError(f"passes is a text: write [{names!r}].")
-    known = {each.name: each for each in PASSES}
+    known = {each.name: each for each in (*PASSES, *ON_REQUEST)}
     unknown = [name for name in names if isinstance(name, str) and name not in known]
     if unknown:
         raise OptionError(
             f"fuse() knows no pass {', '.join(map(repr, unknown))}.",
             remedy=f"Known passes: {', '.join(known)}.",
         )
-    return tuple(known[name] if isinstance(name, str) else name for name in names)
+    found = [known[name] if isinstance(name, str) else name for name in names]
+    # What others build on: writes in place that nobody sees are gone.
+    return tuple(found if CLEAN in found else (CLEAN, *found))
 
 
 def fused_call(
@@ -109,8 +117,15 @@ def fused_call(
     """
     found = Fused(None, [], [])
     places = {t.device for t in tensors_of((args, kwargs)) if t.device.type == "cuda"}
-    with torch.random.fork_rng(list(places)):
-        _fuse(module, args, kwargs, passes, check, found)
+    with _LOCK:
+        state, undo = State(module), Undo(module)
+        try:
+            with torch.random.fork_rng(list(places)):
+                _fuse(module, args, kwargs, passes, check, found)
+        finally:
+            state.restore()
+            state.corrupted()  # Puts back what has changed.
+            undo.restore(python=True)
     return found
 
 
@@ -124,15 +139,25 @@ def _fuse(
 ) -> None:
     """As a whole, else in parts."""
     found.call = _of_module(module, "", args, kwargs, passes, check, found)
-    if found.call is None:
-        inputs = _inputs_of_children(module, args, kwargs)
-        parts = _of_children(module, "", inputs, passes, check, found)
-        if parts:
-            whole = _with_parts(module, parts)
-            if not check or _agrees(module, whole, args, kwargs, found):
-                found.call = whole
-            else:
-                found.regions.clear()
+    if found.call is not None:
+        return
+    try:
+        parts = _of_children(module, "", _inputs_of(module, args, kwargs), passes, check, found)
+        if not parts:
+            return
+        whole = _with_parts(module, parts)
+        with torch.no_grad():
+            verdict = verify(whole, reference(module, module, Call("the sample", args, kwargs)))
+    except ModelFailed:
+        raise
+    except Exception as error:
+        found.untraced.append(("", f"not in parts either: {first_line(error)}"))
+    else:
+        if verdict.ok:
+            found.call = whole
+            return
+        found.untraced.append(("", f"in parts it computes something else: {verdict.reason}"))
+    found.regions.clear()
 
 
 def _of_module(
@@ -172,8 +197,9 @@ def _optimised(
     leaves, _ = flatten(args, kwargs)
     samples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = samples[0].device
-    state = State(module, weights=False)
+    state = State(module)
     known: Reference | None = None
+    writes: bool | None = None
     if check:
         with torch.no_grad():
             known = reference(module, module, Call("the sample", args, dict(kwargs)), state=state)
@@ -182,13 +208,20 @@ def _optimised(
             return module, f"its graph computes something else: {verdict}"
     graph = traced.graph
     for each in passes:
+        if each is not CLEAN:
+            if writes is None and (writes := any(map(is_mutable, graph.graph.nodes))):
+                why = "the model writes in place to memory that it sees elsewhere"
+                region.left_out.append(("others", why))
+            if writes:
+                continue
         try:
             result = each(graph, device)
             if not result.changes:
                 continue
             verdict = ""
             if known is not None:
-                verdict = _verdict(traced.call(_in_layout(result.model, samples, state)), known)
+                candidate = _in_layout(traced, result.model, samples, state)
+                verdict = _verdict(traced.call(candidate), known)
         except Exception as error:
             verdict = f"{type(error).__name__}: {first_line(error)}"
         if verdict:
@@ -197,8 +230,10 @@ def _optimised(
         graph = result.model
         region.done += [(each.name, change) for change in result.changes]
     region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
-    graph = _in_layout(graph, samples, state)
-    call = traced.call(graph)
+    try:
+        call = traced.call(_in_layout(traced, graph, samples, state))
+    except Exception as error:
+        return module, f"{type(error).__name__}: {first_line(error)}"
     if known is not None:
         final = verify(call, known)
         if not final.ok:
@@ -207,12 +242,13 @@ def _optimised(
 
 
 def _in_layout(
-    graph: fx.GraphModule, samples: Sequence[torch.Tensor], state: State
+    traced: Traced, graph: fx.GraphModule, samples: Sequence[torch.Tensor], state: State
 ) -> fx.GraphModule:
     """A graph with eager's strides where they can be seen."""
     copied = copy_of(graph)
     try:
-        restored(copied, *[t for t in clone_leaves(samples) if isinstance(t, torch.Tensor)])
+        mine = [t for t in clone_leaves(samples) if isinstance(t, torch.Tensor)]
+        restored(copied, traced.strides, *mine)
     finally:
         state.restore()
     return finished(copied)
@@ -234,7 +270,7 @@ def _cost(graph: fx.GraphModule) -> tuple[int, int]:
     """Operations that are no views, and the bytes that they read and write."""
     count = nbytes = 0
     for node in graph.graph.nodes:
-        if node.op == "call_function" and not is_view(node):
+        if node.op == "call_function" and (is_mutable(node) or not is_view(node)):
             count += 1
             results = [u for u in node.users if value_of(node) is None] or [node]
             for value in map(value_of, (*node.all_input_nodes, *results)):
@@ -243,55 +279,71 @@ def _cost(graph: fx.GraphModule) -> tuple[int, int]:
     return count, nbytes
 
 
-def _agrees(
-    module: nn.Module, call: Callable[..., Any], args: Args, kwargs: Kwargs, found: Fused
-) -> bool:
-    """Whether a module of parts is right as a whole."""
-    with torch.no_grad():
-        verdict = verify(call, reference(module, module, Call("the sample", args, dict(kwargs))))
-    if not verdict.ok:
-        found.untraced.append(("", f"in parts it computes something else: {verdict.reason}"))
-    return verdict.ok
-
-
 # Module by module.
 
 _Inputs = dict[str, tuple[Args, Kwargs]]
 
 
-def _inputs_of_children(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:
-    """What submodules are called with, the first time, in a call of the module."""
-    inputs: _Inputs = {}
-    handles = []
+def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:
+    """What submodules are called with, the first time, in a call of the module.
+
+    Raises:
+        CaptureError: the module changes with every call.
+        ModelFailed: it fails.
+    """
+    found: _Inputs = {}
 
     def noting(path: str) -> Callable[..., None]:
         def note(_: nn.Module, given: Args, named: Kwargs) -> None:
             leaves, spec = flatten(given, named)
             with contextlib.suppress(GraphwrightError):
-                inputs.setdefault(path, unflatten(clone_leaves(leaves), spec))
+                found.setdefault(path, unflatten(clone_leaves(leaves), spec))
 
         return note
 
-    for path, child in module.named_modules():
+    # Hooks of the module itself would be seen by other threads.
+    twin = _twin(module, {})
+    for path, child in twin.named_modules():
         if path:
-            handles.append(child.register_forward_pre_hook(noting(path), with_kwargs=True))
-    state = State(module, weights=False)
-    try:
-        leaves, spec = flatten(args, kwargs)
+            child.register_forward_pre_hook(noting(path), with_kwargs=True)
+    leaves, spec = flatten(args, kwargs)
+    undo = Undo(module)
+    for called in (module, module, twin):
         mine, named = unflatten(clone_leaves(leaves), spec)
-        with torch.no_grad():
-            module(*mine, **named)
-    finally:
-        for handle in handles:
-            handle.remove()
-        state.restore()
-    return inputs
+        try:
+            with torch.no_grad():
+                called(*mine, **named)
+        except Exception as error:
+            raise ModelFailed(
+                f"The model fails in eager with the sample inputs: {first_line(error)}",
+                where=user_frame(error),
+                remedy="Make the plain call work first.",
+            ) from error
+        undo.check()
+    return found
+
+
+def _twin(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    """The same module, and submodules, as other objects with hooks of their own."""
+    if id(module) not in known:
+        twin = known[id(module)] = _other(module)
+        for name, child in module._modules.items():
+            twin._modules[name] = None if child is None else _twin(child, known)
+    return known[id(module)]
+
+
+def _other(module: nn.Module) -> nn.Module:
+    """Another object with the same attributes; submodules and hooks can be set apart."""
+    other: nn.Module = object.__new__(type(module))
+    apart = ("_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    other.__dict__.update({k: copy.copy(v) if k in apart else v for k, v in vars(module).items()})
+    return other
 
 
 def _of_children(
     module: nn.Module,
     path: str,
-    inputs: _Inputs,
+    given: _Inputs,
     passes: Sequence[Pass],
     check: bool,
     found: Fused,
@@ -300,54 +352,38 @@ def _of_children(
     parts: dict[str, nn.Module] = {}
     for name, child in module.named_children():
         where = f"{path}.{name}" if path else name
-        given = inputs.get(where)
-        call = None
-        # A single operation is no faster as a graph.
-        if given is not None and next(child.children(), None) is not None:
-            try:
-                call = _of_module(child, where, *given, passes, check, found)
-            except GraphwrightError as error:
-                found.untraced.append((where, first_line(error)))
-        if call is not None and given is not None:
-            parts[name] = Part(child, CallSignature.of(*given), call)
+        # What holds no others is a single operation, and no faster as a graph. What has a forward
+        # of its own as an attribute calls another object's.
+        if "forward" in vars(child) or next(child.children(), None) is None:
             continue
-        inner = _of_children(child, where, inputs, passes, check, found)
-        if inner and "forward" not in child.__dict__:
+        call = None
+        if where in given:
+            call = _of_module(child, where, *given[where], passes, check, found)
+        if call is not None:
+            parts[name] = _part(child, CallSignature.of(*given[where]), call)
+            continue
+        inner = _of_children(child, where, given, passes, check, found)
+        if inner:
             parts[name] = _with_parts(child, inner)
     return parts
 
 
 def _with_parts(module: nn.Module, parts: dict[str, nn.Module]) -> nn.Module:
     """The same module with other submodules."""
-    other = module.__class__.__new__(module.__class__)
-    other.__dict__ = dict(module.__dict__)
-    other.__dict__["_modules"] = {**module._modules, **parts}
+    other = _other(module)
+    other._modules.update(parts)
     return other
 
 
-class Part(nn.Module):
-    """A submodule whose calls are answered by a graph where they fit."""
+def _part(module: nn.Module, signature: CallSignature, call: Callable[..., Any]) -> nn.Module:
+    """The same submodule, with calls that fit answered by a graph."""
+    part = _other(module)
 
-    def __init__(
-        self, module: nn.Module, signature: CallSignature, call: Callable[..., Any]
-    ) -> None:
-        super().__init__()
-        self.training = module.training
-        self.module = module
-        self._signature = signature
-        self._call = call
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (call if signature.fits(args, kwargs) else module.forward)(*args, **kwargs)
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._signature.fits(args, kwargs):
-            return self._call(*args, **kwargs)
-        return self.module(*args, **kwargs)
-
-    def __getattr__(self, name: str) -> Any:
-        # What a container asks of its submodules: a convolution's stride, a layer's weight.
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
+    vars(part)["forward"] = forward
+    return part
 
 
 def wants_grad(args: Args, kwargs: Kwargs) -> bool:

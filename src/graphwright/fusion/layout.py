@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
-from .nodes import add_constant, arguments, calls, constant, is_view, value_of
+from .nodes import Op, add_constant, arguments, calls, constant, inputs, is_view, value_of
 from .passes import Change, Pass
 
 aten = torch.ops.aten
@@ -73,20 +74,29 @@ def _as_traced(value: Any, node: fx.Node) -> Any:
     return new.copy_(value)
 
 
-def restored(graph: fx.GraphModule, *samples: torch.Tensor) -> tuple[Change, ...]:
-    """Put eager's strides back where they can be seen: in results, and where views need them.
+def restored(
+    graph: fx.GraphModule, strides: Sequence[tuple[int, ...]], *samples: torch.Tensor
+) -> tuple[Change, ...]:
+    """Put eager's strides back where they can be seen.
 
-    The graph is changed in place.
+    In results, where views need them, and before operations that are not known here. The graph is
+    changed in place.
 
     Args:
         graph: after passes that change layouts.
+        strides: those of eager's results.
         samples: tensors to call it with.
     """
     seen = _Strides(graph)
     with torch.no_grad():
         seen.run(*samples)
     last = next(iter(reversed(graph.graph.nodes)))
-    wanting = {*seen.wants, *calls(graph, aten.as_strided.default), last}
+    for source, stride in zip(inputs(last)[0], strides, strict=True):
+        value = value_of(source)
+        if value is not None and value.stride() != stride:
+            source.meta["val"] = value.new_empty_strided(value.shape, stride)
+    unknown = [n for n in graph.graph.nodes if isinstance(n.target, Op) and not _is_known(n)]
+    wanting = {*seen.wants, *unknown, last}
     found = []
     for source in list(graph.graph.nodes):
         expected, now = value_of(source), seen.found.get(source)
@@ -113,6 +123,11 @@ def restored(graph: fx.GraphModule, *samples: torch.Tensor) -> tuple[Change, ...
     if found:
         graph.recompile()
     return tuple(found)
+
+
+def _is_known(node: fx.Node) -> bool:
+    """Whether an operation is of PyTorch or ours: others may work on memory as it lies."""
+    return str(node.target).partition(".")[0] in ("aten", "mkldnn", "graphwright")
 
 
 CHANNELS_LAST = Pass("channels_last", _channels_last, devices=("cuda",))

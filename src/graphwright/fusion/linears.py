@@ -16,6 +16,7 @@ from .nodes import (
     inputs,
     is_op,
     only_user,
+    reaches_output,
     replace,
     value_of,
 )
@@ -41,7 +42,7 @@ def _activations(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         if user is None or result is None or after is None or not result.numel():
             continue
         names = (node.name, user.name)
-        if is_op(user, aten.silu.default) or not _by_cublas(user):
+        if is_op(user, aten.silu.default) or not _by_cublas(user, device):
             if result.shape[-1:] != product.bias_shape:
                 continue
             found.append(_with_kernel(graph, product, end, user, names))
@@ -76,7 +77,7 @@ def _product(graph: fx.GraphModule, node: fx.Node) -> _Product | None:
     x = value_of(source)
     if weight is None or bias is None or x is None or weight.dim() != 2 or bias.dim() != 1:
         return None
-    if x.dtype != weight.dtype or bias.dtype != weight.dtype:
+    if x.dtype != weight.dtype or bias.dtype != weight.dtype or weight.device != x.device:
         return None
     if is_op(node, aten.linear.default):
         weight = weight.t()
@@ -85,9 +86,11 @@ def _product(graph: fx.GraphModule, node: fx.Node) -> _Product | None:
     return _Product(node, source, weight, bias_node, bias.shape)
 
 
-def _by_cublas(user: fx.Node) -> bool:
-    """Whether cuBLASLt has an activation: its GELU is the one with tanh."""
-    return not is_op(user, aten.gelu.default) or arguments(user)["approximate"] == "tanh"
+def _by_cublas(user: fx.Node, device: torch.device) -> bool:
+    """Whether cuBLASLt has an activation: its GELU is the one with tanh, the CPU's is not."""
+    if is_op(user, aten.gelu.default):
+        return device.type == "cuda" and arguments(user)["approximate"] == "tanh"
+    return True
 
 
 def _with_kernel(
@@ -160,7 +163,9 @@ def _projections(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             weight, bias = constant(graph, given["weight"]), constant(graph, given["bias"])
             if weight is None or (given["bias"] is not None and bias is None):
                 continue
-            if bias is not None and bias.dtype != weight.dtype:
+            if weight.dim() != 2 or node.meta["val"].dim() < 2 or reaches_output(node):
+                continue
+            if bias is not None and (bias.dtype, *bias.shape) != (weight.dtype, weight.shape[0]):
                 continue
             kinds.setdefault((weight.dtype, weight.device, bias is None), []).append(node)
         for same in kinds.values():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +15,9 @@ from ..errors import OptionError, first_line
 from ..proxy import ModuleProxy
 from ..signature import Args, CallSignature, Kwargs, inside_transform
 from ..watch import FunctionModule, ModuleWatch
-from .fusing import Fused, Region, fused_call, passes_named, wants_grad
+from .fusing import PASSES, Fused, Region, fused_call, passes_named, wants_grad
 from .passes import Pass
+from .tracing import global_hooks
 
 # Kinds of call that are fused; others go to the module.
 MAX_KINDS = 16
@@ -27,6 +30,7 @@ class _Fusion:
         self.module = module
         self.passes = tuple(passes)
         self.verify = verify
+        self.lock = threading.RLock()
         self.table: list[tuple[CallSignature, Fused]] = []
         self.watch = ModuleWatch(module, values=True)
         self.calls: Counter[str] = Counter()
@@ -41,10 +45,20 @@ class _Fusion:
 
     def add(self, args: Args, kwargs: Kwargs) -> Fused:
         """Fuse for calls like this one."""
-        signature = CallSignature.of(args, kwargs)
-        fused = fused_call(self.module, args, kwargs, self.passes, check=self.verify)
-        self.table.append((signature, fused))
-        return fused
+        with self.lock:
+            known = self.fitting(args, kwargs)
+            if known is not None:
+                return known
+            signature = CallSignature.of(args, kwargs)
+            try:
+                fused = fused_call(self.module, args, kwargs, self.passes, check=self.verify)
+            except Exception as error:
+                # Once is enough to have tried.
+                failed = Fused(None, [], [("", first_line(error))])
+                self.table.append((signature, failed))
+                raise
+            self.table.append((signature, fused))
+            return fused
 
 
 class FusedModule(ModuleProxy):
@@ -112,6 +126,8 @@ class FusedModule(ModuleProxy):
             return "gradients are wanted"
         if inside_transform() or torch._C._len_torch_dispatch_stack():
             return "it is traced or transformed"
+        if global_hooks():
+            return "there are global forward hooks"
         change = fusion.watch.changed()
         if change is not None:
             fusion.last_problem = change
@@ -147,18 +163,17 @@ class FusedModule(ModuleProxy):
         return f"fused={sum(len(region.done) for region in self.regions)}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
-        import copy
-
         fusion = self._fusion
         module = copy.deepcopy(fusion.module, memo)
         return FusedModule(_Fusion(module, fusion.passes, fusion.verify))
 
     def __reduce__(self) -> tuple[Any, ...]:
         fusion = self._fusion
-        return _again, (fusion.module, [each.name for each in fusion.passes], fusion.verify)
+        passes = [each.name if each in PASSES else each for each in fusion.passes]
+        return _again, (fusion.module, passes, fusion.verify)
 
 
-def _again(module: nn.Module, passes: Sequence[str], verify: bool) -> FusedModule:
+def _again(module: nn.Module, passes: Sequence[str | Pass], verify: bool) -> FusedModule:
     """A FusedModule that fuses at its first call."""
     return FusedModule(_Fusion(module, passes_named(passes), verify))
 

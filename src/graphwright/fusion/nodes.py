@@ -50,16 +50,27 @@ def is_view(node: fx.Node) -> bool:
     """Whether a node's result may lie in the memory of its arguments."""
     if node.target is operator.getitem:
         return True
-    if not isinstance(node.target, Op):
+    target = node.target
+    if not isinstance(target, Op):
         return False
-    schema = node.target._schema
-    if any(result.alias_info is not None for result in schema.returns):
+    if any(result.alias_info is not None for result in target._schema.returns):
         return True
-    # These return their argument, or a copy, as it happens, and say nothing of it.
-    return node.target._opname in _SOMETIMES_VIEWS
+    # What PyTorch puts together from other operations says nothing of it: einsum and reshape
+    # return their argument, a view or a copy, as it happens.
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(
+        target.name(), "CompositeImplicitAutograd"
+    )
+    return bool(composite) and target._opname not in _NEW
 
 
-_SOMETIMES_VIEWS = {"reshape", "contiguous", "to", "flatten", "dropout", "type_as", "float", "half"}
+# Composites whose results are new memory.
+_NEW = {
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("linear", "matmul", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "softmax", "log_softmax", "relu6"),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+    *("scaled_dot_product_attention", "square", "silu", "hardswish"),
+}
 
 
 def roots(node: fx.Node) -> set[fx.Node]:
@@ -72,6 +83,13 @@ def roots(node: fx.Node) -> set[fx.Node]:
         else:
             found.add(one)
     return found
+
+
+def reaches_output(node: fx.Node) -> bool:
+    """Whether what is returned may lie in a node's memory."""
+    return any(
+        user.op == "output" or (is_view(user) and reaches_output(user)) for user in node.users
+    )
 
 
 def value_of(node: Any) -> torch.Tensor | None:

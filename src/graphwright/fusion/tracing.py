@@ -20,11 +20,16 @@ from torch.utils import _pytree as pytree
 from ..errors import GraphwrightError, first_line
 from ..graphs.journal import capturing_seems_on
 from ..graphs.observation import reads_of_arguments
+from ..graphs.undo import Undo
 from ..signature import Args, Kwargs, describe, flatten, unflatten
 from ..snapshots import State, clone_leaves
-from .nodes import arguments, is_mutable, leaf_names, roots
+from ..watch import FunctionModule
+from .nodes import arguments, constant, is_mutable, leaf_names, roots
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+# Literals: what a constant is that was made during the call.
+_LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _CONTEXTS = (torch._C._set_grad_enabled,)
 
 
@@ -34,22 +39,28 @@ class Untraceable(Exception):
 
 @dataclass
 class Traced:
-    """A graph from the tensors among a call's leaves to those among its results."""
+    """A graph from the tensors among a call's leaves to those among its results.
+
+    `strides` are those of eager's results.
+    """
 
     graph: fx.GraphModule
+    strides: Sequence[tuple[int, ...]]
     slots: Sequence[int]
     results: Sequence[Any]
     spec: pytree.TreeSpec
 
-    def call(self, graph: Callable[..., Any]) -> Callable[..., Any]:
+    def call(self, graph: fx.GraphModule) -> Callable[..., Any]:
         """A function that is called as the model is, by a graph that came of this one."""
         slots, results, spec = self.slots, self.results, self.spec
         places = [n for n, value in enumerate(results) if isinstance(value, _Here)]
+        # Not as a module, at whose calls global hooks run.
+        forward = graph.forward
 
         def run(*args: Any, **kwargs: Any) -> Any:
             leaves, _ = flatten(args, kwargs)
             with torch.no_grad():
-                found = graph(*[leaves[slot] for slot in slots])
+                found = forward(*[leaves[slot] for slot in slots])
             outputs = list(results)
             for place, value in zip(places, found, strict=True):
                 outputs[place] = value
@@ -68,6 +79,8 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
     Raises:
         Untraceable: there is none that stands for the call.
     """
+    if global_hooks():
+        raise Untraceable("there are global forward hooks")
     for name, child in model.named_modules():
         if any(getattr(child, kind, None) for kind in _HOOKS):
             raise Untraceable(f"{name or 'the module'} has forward hooks")
@@ -93,16 +106,20 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
         kept[:] = [tree, [_Here() if isinstance(v, torch.Tensor) else v for v in found]]
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
-    state = State(model, weights=False)
+    state, undo = State(model, weights=False), Undo(model)
     device = leaves[slots[0]].device
     generators = [device] if device.type == "cuda" else []
     try:
         with torch.no_grad(), torch.random.fork_rng(generators), capturing_seems_on():
             # The first call may fill caches, which are no part of the work.
             on_leaves(clone_leaves(leaves))
+            undo.check()
+            first = pytree.tree_leaves(on_leaves(clone_leaves(leaves)))
+            undo.check()
             graph = make_fx(on_tensors, pre_dispatch=True)(
                 *[leaf for leaf in clone_leaves(leaves) if isinstance(leaf, torch.Tensor)]
             )
+            undo.check()
             read = reads_of_arguments(on_leaves, leaves, device)
     except GraphwrightError as error:
         raise Untraceable(first_line(error)) from error
@@ -110,16 +127,31 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
         raise Untraceable(f"{type(error).__name__}: {first_line(error)}") from error
     finally:
         state.restore()
+        undo.restore(python=True)
     if read is not None:
         where = "" if read.place is None else f" at {read.place}"
         raise Untraceable(f"the host reads a value that comes from the arguments{where}")
-    _check(graph)
+    _check(graph, model)
     tree, results = kept
-    return Traced(graph, slots, results, tree)
+    strides = [leaf.stride() for leaf in first if isinstance(leaf, torch.Tensor)]
+    return Traced(graph, strides, slots, results, tree)
 
 
-def _check(graph: fx.GraphModule) -> None:
+def global_hooks() -> bool:
+    """Whether there are hooks that run at calls of all modules."""
+    return any(getattr(torch.nn.modules.module, kind, None) for kind in _GLOBAL_HOOKS)
+
+
+def _check(graph: fx.GraphModule, model: nn.Module) -> None:
     """Refuse what a graph of operations would not repeat, and take out what it needs not."""
+    own = {tensor.untyped_storage()._cdata for tensor in _tensors_of(model)}
+    for node in graph.graph.nodes:
+        tensor = constant(graph, node)
+        if tensor is None or all(user.target in _LITERALS for user in node.users):
+            continue
+        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in own:
+            # Nobody would notice that it changes.
+            raise Untraceable("it works with a tensor that is no attribute of a module")
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target in _CONTEXTS:
             graph.graph.erase_node(node)  # All of it runs without gradients.
@@ -128,11 +160,24 @@ def _check(graph: fx.GraphModule) -> None:
         elif node.op == "call_function" and not isinstance(node.target, torch._ops.OpOverload):
             if node.target is not operator.getitem:
                 raise Untraceable(f"{leaf_names(node)} is no operation of tensors")
+        elif node.target is torch.ops.aten.as_strided.default:
+            raise Untraceable("as_strided depends on where its argument lies")
         elif node.op == "call_function" and is_mutable(node):
             for value in _written(node):
                 if any(root.op in ("placeholder", "get_attr") for root in roots(value)):
                     raise Untraceable(f"{leaf_names(node)} writes to what is not the call's own")
     graph.recompile()
+
+
+def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
+    """The tensors whose changes are noticed."""
+    found = [*model.parameters(), *model.buffers()]
+    for child in model.modules():
+        values = child.reached() if isinstance(child, FunctionModule) else vars(child).values()
+        for value in values:
+            found += [value] if isinstance(value, torch.Tensor) else []
+            found += [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
+    return [tensor for tensor in found if tensor.layout is torch.strided]
 
 
 def _written(node: fx.Node) -> list[fx.Node]:
