@@ -79,10 +79,20 @@ def roots(node: fx.Node) -> set[fx.Node]:
     while todo:
         one = todo.pop()
         if one.op == "call_function" and is_view(one):
-            todo += one.all_input_nodes
+            todo += _shared(one)
         else:
             found.add(one)
     return found
+
+
+def _shared(node: fx.Node) -> list[fx.Node]:
+    """The arguments in whose memory a view may lie."""
+    if isinstance(node.target, Op):
+        formal, given = node.target._schema.arguments, arguments(node)
+        named = [given[a.name] for a in formal if a.alias_info is not None]
+        if named:
+            return [v for v in pytree.tree_leaves(named) if isinstance(v, fx.Node)]
+    return node.all_input_nodes
 
 
 def reaches_output(node: fx.Node) -> bool:
