@@ -977,6 +977,17 @@ def test_parts_are_what_they_stand_for() -> None:
     assert fused.calls == {"fused": 2}
 
 
+def test_a_fused_module_inside_another() -> None:
+    inner, x = resnet(), torch.randn(2, 3, 32, 32)
+    outer = nn.Sequential(gw.fuse(inner, (x,)), nn.Softmax(-1)).eval()
+    fused = gw.fuse(outer, (x,))
+    with torch.no_grad():
+        same(fused(x), outer(x))
+    reads = Model(lambda self, x: self.inner(x) * self.inner(x).sum().item(), inner=outer)
+    with torch.no_grad():
+        same(gw.fuse(reads, (x,))(x), reads(x))
+
+
 def test_threads_that_come_first_together() -> None:
     model = resnet()
     fused = gw.fuse(model)

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
 from ..graphs.undo import Undo
+from ..proxy import ModuleProxy
 from ..reference import Reference, reference
 from ..signature import Args, CallSignature, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import Call, State, clone_leaves, run
@@ -140,6 +141,9 @@ def _fuse(
     """As a whole, else in parts."""
     found.call = _of_module(module, "", args, kwargs, passes, check, found)
     if found.call is not None:
+        return
+    if any(isinstance(child, ModuleProxy) for child in module.modules()):
+        found.untraced.append(("", "not in parts either: it holds what is fused or tuned already"))
         return
     try:
         parts = _of_children(module, "", _inputs_of(module, args, kwargs), passes, check, found)
