@@ -717,6 +717,70 @@ def test_a_resnet_is_convolutions_and_little_else(device: torch.device) -> None:
     assert "3 calls fused" in text or "4 calls fused" in text
 
 
+class Layer(nn.Module):
+    """A transformer's layer; like Llama's, or like BERT's."""
+
+    def __init__(self, width: int, *, llama: bool) -> None:
+        super().__init__()
+        self.llama = llama
+        self.q, self.k, self.v = (nn.Linear(width, width, bias=not llama) for _ in range(3))
+        self.out = nn.Linear(width, width, bias=not llama)
+        self.norm1, self.norm2 = (
+            nn.RMSNorm(width, eps=1e-6) if llama else nn.LayerNorm(width) for _ in range(2)
+        )
+        self.up, self.gate = (nn.Linear(width, 4 * width, bias=not llama) for _ in range(2))
+        self.down = nn.Linear(4 * width, width, bias=not llama)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, width = x.shape
+        parts = (p(x).view(batch, length, 4, -1).transpose(1, 2) for p in (self.q, self.k, self.v))
+        y = F.scaled_dot_product_attention(*parts).transpose(1, 2).reshape(batch, length, width)
+        x = self.norm1(self.out(y) + x)
+        inner = self.up(x)
+        inner = F.silu(self.gate(x)) * inner if self.llama else F.gelu(inner)
+        return self.norm2(self.down(inner) + x)
+
+
+ON_GPU = {
+    "llama": {"projections", "gates", "residuals"},
+    "bert": {"projections", "activations", "residuals"},
+    "block": {"batch_norm", "channels_last", "convolutions"},
+    "pool": {"pools", "convolutions"},
+    "hand": {"by_hand", "activations"},
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("name", ON_GPU)
+def test_what_each_device_fuses(name: str, dtype: torch.dtype, device: torch.device) -> None:
+    """Verified against float64; and what a GPU's passes are for is found there."""
+    x = torch.randn(2, 8, 64) if name in ("llama", "bert", "hand") else images(2, 16, 12, 12)
+    makers: dict[str, Callable[[], nn.Module]] = {
+        "llama": lambda: Layer(64, llama=True),
+        "bert": lambda: Layer(64, llama=False),
+        "block": lambda: Block(16, 16),
+        "pool": lambda: nn.Sequential(CONV(16, 16, 3), nn.ReLU(), nn.MaxPool2d(3, 2, 1)),
+        "hand": lambda: Model(lambda self, x: gelu_by_hand(self.up(x)), up=nn.Linear(64, 128)),
+    }
+    model = makers[name]()
+    trained(model)
+    model, x = model.to(device, dtype), x.to(device, dtype)
+    fused = gw.fuse(model, (x,))
+    (region,) = fused.regions
+    assert region.left_out == []
+    if device.type == "cuda" and (dtype is not torch.float32 or name != "block"):
+        assert {each for each, _ in region.done} >= ON_GPU[name]
+    with torch.no_grad():
+        y = torch.randn_like(x)
+        found, expected = fused(y), model(y)
+        y.view(-1)[5] = torch.nan
+        special = torch.isnan(fused(y)), torch.isnan(model(y))
+    error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
+    assert error < 8 * torch.finfo(dtype).eps if dtype is not torch.float32 else error < 2e-3
+    assert found.stride() == expected.stride()
+    assert torch.equal(*special)
+
+
 def test_other_calls_are_fused_when_they_come() -> None:
     model = resnet()
     fused = gw.fuse(model)
