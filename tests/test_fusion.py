@@ -1052,6 +1052,17 @@ def test_a_fused_module_inside_another() -> None:
         same(gw.fuse(reads, (x,))(x), reads(x))
 
 
+def test_a_capture_takes_the_module_itself(device: torch.device) -> None:
+    """Whose weights it follows: folded ones would be its own."""
+    model, x = resnet().to(device), torch.randn(2, 3, 32, 32, device=device)
+    fused = gw.fuse(model, (x,))
+    graph = gw.capture(fused, x)
+    with torch.no_grad():
+        model[8].weight.mul_(2)
+        torch.testing.assert_close(graph(x), model(x), rtol=2e-3, atol=2e-3)
+    assert "fused" not in fused.calls
+
+
 def test_threads_that_come_first_together() -> None:
     model = resnet()
     fused = gw.fuse(model)

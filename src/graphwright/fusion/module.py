@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from ..errors import OptionError, first_line
+from ..graphs.transaction import capturing_now
 from ..proxy import ModuleProxy
 from ..signature import Args, CallSignature, Kwargs, inside_transform
 from ..watch import FunctionModule, ModuleWatch
@@ -126,6 +127,10 @@ class FusedModule(ModuleProxy):
             return "gradients are wanted"
         if inside_transform() or torch._C._len_torch_dispatch_stack():
             return "it is traced or transformed"
+        asked = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        if asked or capturing_now():
+            # A graph would keep the folded weights, and its owner would not know of them.
+            return "it is captured"
         if global_hooks():
             return "there are global forward hooks"
         change = fusion.watch.changed()
