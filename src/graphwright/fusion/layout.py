@@ -29,7 +29,9 @@ def _channels_last(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             continue
         if weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous():
             continue
-        tf32 = weight.dtype == torch.float32 and torch.backends.cudnn.allow_tf32
+        # Not by torch.backends: its older switch raises once a newer one was used.
+        permitted = torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
+        tf32 = weight.dtype == torch.float32 and permitted
         if weight.dtype not in _HALF and not tf32:
             continue
         turned = add_constant(graph, weight.contiguous(memory_format=torch.channels_last), node)
