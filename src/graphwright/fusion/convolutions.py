@@ -92,13 +92,6 @@ def _added(node: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (add, other) if same and mine.device == theirs.device else None
 
 
-def _last_of(add: fx.Node) -> fx.Node:
-    """Of an addition's two arguments, the one that is computed later."""
-    one, other = inputs(add)
-    later: fx.Node = max(one, other)
-    return later
-
-
 # What follows a convolution, as oneDNN names it: with its numbers, and its algorithm. Not ReLU and
 # others that compare: oneDNN makes 0 of NaN. They work in place on what the convolution has made.
 _Attributes = tuple[str, list[float], str]
@@ -137,7 +130,7 @@ def _by_onednn(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         )
         weight = add_constant(graph, packed, node)
         adds = _added(node)
-        if adds is not None and _last_of(adds[0]) is node:
+        if adds is not None:
             add, other = adds
             with_other: tuple[Any, ...] = (
                 conv.x,
@@ -197,7 +190,7 @@ def _by_cudnn(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             args: tuple[Any, ...] = conv.x, conv.weight_node, conv.bias_node, *how
             replace(graph, relu, aten.cudnn_convolution_relu.default, args)
             gone, what = [node, relu], "convolution and relu"
-        elif adds is not None and _last_of(adds[0]) is node:
+        elif adds is not None:
             add, other = adds
             relu = only_user(add, aten.relu.default)
             if relu is None:
