@@ -647,7 +647,11 @@ def test_constants_are_computed_once() -> None:
 
 
 def test_constants_that_are_handed_out_are_made_anew() -> None:
-    model = Model(lambda self, x: (x + 1, torch.arange(4.0) * 2, (torch.ones(2, 3) * 3).view(6)))
+    def work(self: Any, x: torch.Tensor) -> Any:
+        expanded = (torch.arange(9.0) * 2).expand_as(x)
+        return x + 1, torch.arange(4.0) * 2, (torch.ones(2, 3) * 3).view(6), expanded
+
+    model = Model(work)
     x = images()
     fused = gw.fuse(model, (x,), verify=False)
     with torch.no_grad():
