@@ -89,6 +89,16 @@ def _images(count: int, size: int, dtype: torch.dtype, *, last: bool) -> Args:
     return _new(count, 64, size, size, dtype=dtype).to(memory_format=form), 3, 2, 1
 
 
+def _channels(
+    count: int, channels: int, size: int, dtype: torch.dtype, activation: str, *, sum_: bool
+) -> Args:
+    x, other = (
+        _new(count, channels, size, size, dtype=dtype).to(memory_format=torch.channels_last)
+        for _ in range(2)
+    )
+    return x, _new(channels, dtype=dtype), other if sum_ else None, activation
+
+
 def large_cases(nbytes: int) -> Iterator[Case]:
     """Each operator in each dtype, its inputs of so many bytes."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -108,6 +118,12 @@ def large_cases(nbytes: int) -> Iterator[Case]:
         yield case("bias_gelu tanh 3072", _biased, more // 4, narrow * 4, dtype, "tanh")
         yield case("bias_silu 4096", _biased, rows, wide, dtype)
         yield case("swiglu 4096 halves", _halves, rows, wide, dtype)
+        side = 56 if nbytes >= LARGE else 4
+        pictures = math.ceil(count / (64 * side**2))
+        yield case("channel_activation hardswish", _channels, pictures, 64, side, dtype,
+                   "hardswish", sum_=False)  # fmt: skip
+        yield case("channel_activation sum relu", _channels, pictures, 64, side, dtype,
+                   "relu", sum_=True)  # fmt: skip
         length = 1024 if nbytes >= LARGE else 32
         batch = max(1, count // length**2)
         yield case("masked_softmax 1024", _attention, batch, 1, length, dtype, causal=True)
@@ -138,6 +154,10 @@ def model_cases(*, quick: bool) -> Iterator[Case]:
         yield case("llama", "add_rms_norm", _norm, rows, hidden, brain, bias=False)
         yield case("llama", "swiglu", _halves, rows, inner, brain)
         yield case("llama", "bias_silu", _biased, rows, inner, brain)
+        for channels, size, activation in ((960, 7, "hardswish"), (256, 56, "relu")):
+            yield case("resnet" if activation == "relu" else "mobilenet", "channel_activation",
+                       _channels, batch, channels, 4 if quick else size, half, activation,
+                       sum_=activation == "relu")  # fmt: skip
         for last in (False, True):
             yield case(
                 "resnet", "relu_max_pool2d", _images, batch, 8 if quick else 112, half, last=last

@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.fusion import Change, Pass, fusing
+from graphwright.fusion import Change, Pass, convolutions, fusing
 from graphwright.fusion.attention import ATTENTION
 from graphwright.fusion.by_hand import BY_HAND
 from graphwright.fusion.convolutions import EPILOGUES, POOLS
@@ -296,6 +296,34 @@ def test_a_convolution_takes_a_sum_along(relu: bool, groups: int) -> None:
     model = Model(work, conv=CONV(4, 4, 3, padding=1, groups=groups))
     _, left = after(model, (images(),), CLEAN, EPILOGUES)
     assert left == ["mkldnn._convolution_pointwise.binary", *["aten.relu_.default"] * relu]
+
+
+def test_a_kernel_takes_bias_sum_and_activation_of_a_convolution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What cuDNN has no fused convolution for; the kernel's reference is there on the CPU too."""
+    monkeypatch.setattr(convolutions, "_cudnn_works", lambda conv: True)
+    kernel = Pass("kernel", convolutions._by_cudnn)
+    both = ["aten.conv2d.default", "graphwright.channel_activation.default"]
+    for work, taken in (
+        (lambda self, x: F.hardswish(self.conv(x)), True),
+        (lambda self, x: F.relu6(self.conv(x)), True),
+        (lambda self, x: F.gelu(self.conv(x), approximate="tanh"), True),
+        (lambda self, x: self.conv(x) + x, True),
+        (lambda self, x: F.silu(x + self.conv(x)), True),
+        (lambda self, x: self.conv(x), False),
+        (lambda self, x: F.hardswish(self.bare(x)), False),
+        (lambda self, x: F.hardtanh(self.conv(x), -1, 6), False),
+        (lambda self, x: (lambda y: F.hardswish(y) * y)(self.conv(x)), False),
+    ):
+        model = Model(work, conv=CONV(4, 4, 3, padding=1), bare=CONV(4, 4, 3, bias=False))
+        model.to(memory_format=torch.channels_last)
+        x = images().contiguous(memory_format=torch.channels_last)
+        changes, left = after(model, (x,), CLEAN, kernel)
+        assert (len(changes) == 1) == taken
+        assert not taken or left == both
+        plain = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
+        assert after(plain, (images(),), CLEAN, kernel)[0] == []
 
 
 UNMERGED: dict[str, Callable[..., Any]] = {

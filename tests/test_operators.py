@@ -61,6 +61,10 @@ def of_names(name: str, shape: tuple[int, ...], **options: Any) -> tuple[Any, ..
     if name == "relu_max_pool2d":
         shape = shape if len(shape) == 4 else (1, 2, 6, 7)
         return new(*shape), 3, 2, 1
+    if name == "channel_activation":
+        shape = shape if len(shape) == 4 else (0 if 0 in shape else 1, 3, 6, 7)
+        x, other = (new(*shape).to(memory_format=LAST) for _ in range(2))
+        return x, new(shape[1]), other, "silu"
     x, width = new(*shape), shape[-1]
     if name == "add_layer_norm":
         return x, new(*shape), new(width), new(width), 1e-5
@@ -132,7 +136,9 @@ def expected(device: torch.device, name: str, applies: bool) -> list[str]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", [n for n in NAMES if n != "relu_max_pool2d"])
+@pytest.mark.parametrize(
+    "name", [n for n in NAMES if n not in ("relu_max_pool2d", "channel_activation")]
+)
 def test_values_of_any_size(
     name: str, dtype: torch.dtype, device: torch.device, launches: list[str]
 ) -> None:
@@ -160,6 +166,39 @@ def test_pools_are_the_references_exactly(
                 right = plainly("relu_max_pool2d", x, *window)
                 torch.testing.assert_close(result, right, rtol=0, atol=0, equal_nan=True)
                 assert shape[1] == 1 or result.stride() == right.stride()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_of_channels(
+    activation: str, dtype: torch.dtype, device: torch.device, launches: list[str]
+) -> None:
+    for shape in (*IMAGES, (2, 8, 1, 1), (1, 4, 1, 3)):
+        for form in (LAST, torch.contiguous_format):
+            x, other = (torch.randn(shape, dtype=dtype, device=device) for _ in range(2))
+            x.view(-1)[::13] = torch.nan
+            x, other = x.to(memory_format=form), other.to(memory_format=form)
+            bias = torch.randn(shape[1], dtype=dtype, device=device)
+            for args in ((x * 4, bias, other, activation), (x * 4, bias, None, activation)):
+                launches.clear()
+                as_near_as_eager("channel_activation", args)
+                takes = dtype is not torch.float64 and not x.is_contiguous()
+                assert form is LAST or x.is_contiguous()
+                assert launches == expected(device, "channel_activation", takes)
+
+
+def test_other_arguments_of_channels_are_the_references(
+    device: torch.device, launches: list[str]
+) -> None:
+    x, bias = torch.randn(2, 3, 4, 5, device=device).to(memory_format=LAST), torch.randn(3)
+    bias = bias.to(device)
+    as_near_as_eager("channel_activation", (x, bias, x[:1], "relu"))
+    as_near_as_eager("channel_activation", (x, bias, x.double(), "relu"))
+    as_near_as_eager("channel_activation", (x, bias, x.contiguous(), "relu"))
+    as_near_as_eager("channel_activation", (x.flatten(2), bias, None, "relu"))
+    with pytest.raises(ValueError, match="not one of none, relu"):
+        fused.channel_activation(x, bias, None, "softmax")
+    assert launches == []
 
 
 def test_a_pool_of_one_image_without_a_batch(device: torch.device) -> None:
@@ -274,7 +313,7 @@ def test_special_values_are_where_the_references_are(
 ) -> None:
     for dtype in (torch.float32, *HALVES):
         args = of_names(name, (3, 65), dtype=dtype, device=device)
-        args[0].view(-1)[7] = value
+        args[0][(0,) * (args[0].dim() - 1)][5] = value
         as_near_as_eager(name, args)
 
 

@@ -194,15 +194,72 @@ def _by_cudnn(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             add, other = adds
             relu = only_user(add, aten.relu.default)
             if relu is None:
+                change = _with_kernel(graph, conv, add, other)
+                found += [] if change is None else [change]
                 continue
             args = conv.x, conv.weight_node, other, 1.0, conv.bias_node, *how
             replace(graph, relu, aten.cudnn_convolution_add_relu.default, args)
             gone, what = [node, add, relu], "convolution, sum and relu"
         else:
+            change = _with_kernel(graph, conv, node, None)
+            found += [] if change is None else [change]
             continue
         found.append(Change(f"{what} by cuDNN", tuple(n.name for n in gone)))
         _forget(graph, *reversed(gone))
     return found
+
+
+def _with_kernel(
+    graph: fx.GraphModule, conv: _Convolution, end: fx.Node, other: fx.Node | None
+) -> Change | None:
+    """A convolution without its bias; that, a sum and an activation in one pass over memory.
+
+    PyTorch adds a bias in a pass of its own. In channels_last alone: our kernel takes no other.
+    """
+    if conv.bias_node is None or conv.bias is None or conv.bias.dtype != conv.weight.dtype:
+        return None
+    if not conv.weight.is_contiguous(memory_format=torch.channels_last):
+        return None
+    user = only_user(end, *_KERNELS)
+    activation = "none" if user is None else _activation_of(user)
+    if activation is None:
+        user, activation = None, "none"
+    if user is None and other is None:
+        return None  # One pass either way.
+    last = end if user is None else user
+    with graph.graph.inserting_before(conv.node):
+        how = conv.stride, conv.padding, conv.dilation, conv.groups
+        args = (conv.x, conv.weight_node, None, *how)
+        bare = graph.graph.call_function(aten.conv2d.default, args)
+    bare.meta["val"] = conv.node.meta["val"]
+    gone = list(dict.fromkeys([conv.node, end, last]))
+    names = tuple(node.name for node in gone)
+    operator = torch.ops.graphwright.channel_activation.default
+    replace(graph, last, operator, (bare, conv.bias_node, other, activation))
+    _forget(graph, *reversed(gone))
+    what = "bias" + (", sum" if other is not None else "")
+    return Change(what + (f" and {activation}" if user is not None else ""), names)
+
+
+_KERNELS: dict[Any, str] = {
+    aten.relu.default: "relu",
+    aten.relu6.default: "relu6",
+    aten.hardswish.default: "hardswish",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten.silu.default: "silu",
+    aten.gelu.default: "gelu",
+    aten.hardtanh.default: "relu6",
+}
+
+
+def _activation_of(node: fx.Node) -> str | None:
+    """The name of an activation that our kernel has."""
+    given = arguments(node)
+    if is_op(node, aten.hardtanh.default) and (given["min_val"], given["max_val"]) != (0, 6):
+        return None
+    if is_op(node, aten.gelu.default) and given["approximate"] == "tanh":
+        return "gelu_tanh"
+    return _KERNELS[node.target]
 
 
 def _cudnn_works(conv: _Convolution) -> bool:

@@ -2,6 +2,7 @@
 
 from .activations import bias_gelu as bias_gelu
 from .activations import bias_silu as bias_silu
+from .activations import channel_activation as channel_activation
 from .activations import swiglu as swiglu
 from .compiled import compile_for_cpu as compile_for_cpu
 from .extension import Extension as Extension

@@ -8,7 +8,7 @@ import torch
 
 from . import reference
 from .defining import define
-from .layout import has_rows, is_row, like, takes
+from .layout import LIMIT, has_rows, is_row, like, takes
 
 
 def _bias_applies(x: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> bool:
@@ -32,6 +32,35 @@ def _launch_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     return bias_activation(x, bias, "silu")
 
 
+def _channel_applies(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    other: torch.Tensor | None = None,
+    activation: str = "none",
+) -> bool:
+    form = torch.channels_last
+    if activation not in reference.ACTIVATIONS or not takes(x) or x.dim() != 4:
+        return False
+    if x.is_contiguous():
+        return False  # If it lies the same both ways, PyTorch's results lie in one or the other.
+    if (bias.dtype, bias.device, bias.shape) != (x.dtype, x.device, x.shape[1:2]):
+        return False
+    if other is not None and not (like(x, other) and other.is_contiguous(memory_format=form)):
+        return False
+    return bias.is_contiguous() and x.is_contiguous(memory_format=form) and x.numel() < LIMIT
+
+
+def _launch_channels(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    other: torch.Tensor | None = None,
+    activation: str = "none",
+) -> torch.Tensor:
+    from .kernels.activations import channel_activation
+
+    return channel_activation(x, bias, other, activation)
+
+
 def _launch_swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     from .kernels.activations import swiglu
 
@@ -49,6 +78,13 @@ BIAS_SILU = define(
     reference.bias_silu,
     applies=_bias_applies,
     launch=_launch_silu,
+)
+CHANNELS = define(
+    'channel_activation(Tensor x, Tensor bias, Tensor? other=None, str activation="none") '
+    "-> Tensor",
+    reference.channel_activation,
+    applies=_channel_applies,
+    launch=_launch_channels,
 )
 SWIGLU = define(
     "swiglu(Tensor gate, Tensor up) -> Tensor",
@@ -98,6 +134,37 @@ def bias_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
         RuntimeError: where torch.nn.functional.silu(x + bias) raises it.
     """
     result: torch.Tensor = torch.ops.graphwright.bias_silu.default(x, bias)
+    return result
+
+
+def channel_activation(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    other: torch.Tensor | None = None,
+    activation: str = "none",
+) -> torch.Tensor:
+    """What follows a convolution: its bias, another tensor, an activation.
+
+    The kernel takes float32, float16 and bfloat16 in channels_last, and computes in float32
+    throughout; all else is computed by PyTorch's own operations.
+
+    Args:
+        x: (N, C, H, W), or anything of channels in its second dimension.
+        bias: (C,).
+        other: as x, or None.
+        activation: "none", "relu", "relu6", "hardswish", "hardsigmoid", "silu", "gelu" or
+            "gelu_tanh".
+
+    Returns:
+        As x in shape and dtype.
+
+    Raises:
+        RuntimeError: where x + bias.view(-1, 1, 1) + other raises it.
+        ValueError: there is no such activation.
+    """
+    result: torch.Tensor = torch.ops.graphwright.channel_activation.default(
+        x, bias, other, activation
+    )
     return result
 
 

@@ -8,9 +8,10 @@ it is C++ for some, once `compile_for_cpu` has built that.
 
 from __future__ import annotations
 
-from .activations import BIAS_GELU, BIAS_SILU, SWIGLU
+from .activations import BIAS_GELU, BIAS_SILU, CHANNELS, SWIGLU
 from .activations import bias_gelu as bias_gelu
 from .activations import bias_silu as bias_silu
+from .activations import channel_activation as channel_activation
 from .activations import swiglu as swiglu
 from .defining import FusedOperator
 from .norms import LAYER_NORM, RMS_NORM
@@ -23,5 +24,14 @@ from .softmax import masked_softmax as masked_softmax
 
 OPERATORS: dict[str, FusedOperator] = {
     operator.name: operator
-    for operator in (LAYER_NORM, RMS_NORM, BIAS_GELU, BIAS_SILU, SWIGLU, POOL, MASKED_SOFTMAX)
+    for operator in (
+        LAYER_NORM,
+        RMS_NORM,
+        BIAS_GELU,
+        BIAS_SILU,
+        CHANNELS,
+        SWIGLU,
+        POOL,
+        MASKED_SOFTMAX,
+    )
 }

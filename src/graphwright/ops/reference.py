@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
+# That follow a convolution: names in torch.nn.functional, and GELU's approximation.
+ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "hardsigmoid", "silu", "gelu", "gelu_tanh")
 Pair = int | list[int] | tuple[int, ...]
 
 
@@ -40,6 +42,26 @@ def _rms_norm(x: torch.Tensor, weight: torch.Tensor | None, eps: float) -> torch
 def bias_gelu(x: torch.Tensor, bias: torch.Tensor, approximate: str = "none") -> torch.Tensor:
     """GELU of x + bias."""
     return F.gelu(x + bias, approximate=approximate)
+
+
+def channel_activation(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    other: torch.Tensor | None = None,
+    activation: str = "none",
+) -> torch.Tensor:
+    """An activation of x + bias, a bias a channel, + other."""
+    total = x + bias.view(-1, *[1] * (x.dim() - 2))
+    if other is not None:
+        total = total + other
+    if activation == "none":
+        return total
+    if activation == "gelu_tanh":
+        return F.gelu(total, approximate="tanh")
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"activation is {activation!r}, not one of {', '.join(ACTIVATIONS)}")
+    result: torch.Tensor = getattr(F, activation)(total)
+    return result
 
 
 def bias_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:

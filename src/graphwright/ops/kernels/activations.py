@@ -50,18 +50,49 @@ def gelu_tanh(value):
 
 
 @triton.jit
+def between(value, low, high):
+    """The value, or the bound that it is beyond; NaN stays."""
+    value = tl.maximum(value, low, propagate_nan=tl.PropagateNan.ALL)
+    return tl.minimum(value, high, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def activated(value, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
+    """An activation of float32 values, by its name; HALF: the result has half precision."""
+    if ACTIVATION == "relu":
+        value = tl.maximum(value, 0.0, propagate_nan=tl.PropagateNan.ALL)
+    elif ACTIVATION == "relu6":
+        value = between(value, 0.0, 6.0)
+    elif ACTIVATION == "hardswish":
+        value = value * between(value + 3.0, 0.0, 6.0) * 0.16666666666666666
+    elif ACTIVATION == "hardsigmoid":
+        value = between(value + 3.0, 0.0, 6.0) * 0.16666666666666666
+    elif ACTIVATION == "silu":
+        value = silu(value)
+    elif ACTIVATION == "gelu" and HALF:
+        value = gelu_in_half(value)
+    elif ACTIVATION == "gelu":
+        value = gelu(value)
+    elif ACTIVATION == "gelu_tanh":
+        value = gelu_tanh(value)
+    return value
+
+
+@triton.jit
 def bias_activation_kernel(
     x,
     bias,
+    other,
     result,
     rows,
     columns,
     x_stride,
+    OTHER: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    """An activation of x + bias, of a tile."""
+    """An activation of x + bias, of a tile; and of another tensor, of rows side by side."""
     across = tl.cdiv(columns, COLUMNS)
     row = (tl.program_id(0) // across) * ROWS + tl.arange(0, ROWS)
     column = ((tl.program_id(0) % across) * COLUMNS + tl.arange(0, COLUMNS))[None, :]
@@ -70,14 +101,11 @@ def bias_activation_kernel(
     value = tl.load(x + row * x_stride + column, mask=inside, eviction_policy="evict_first")
     shift = tl.load(bias + column, mask=column < columns, eviction_policy="evict_last")
     value = value.to(tl.float32) + shift.to(tl.float32)
-    if ACTIVATION == "silu":
-        value = silu(value)
-    elif ACTIVATION == "gelu" and result.dtype.element_ty == tl.float32:
-        value = gelu(value)
-    elif ACTIVATION == "gelu":
-        value = gelu_in_half(value)
-    else:
-        value = gelu_tanh(value)
+    if OTHER:
+        value += tl.load(
+            other + row * columns + column, mask=inside, eviction_policy="evict_first"
+        ).to(tl.float32)
+    value = activated(value, ACTIVATION, result.dtype.element_ty != tl.float32)
     tl.store(result + row * columns + column, value.to(result.dtype.element_ty), mask=inside)
 
 
@@ -106,25 +134,47 @@ def swiglu_kernel(
 
 
 def bias_activation(x: torch.Tensor, bias: torch.Tensor, activation: str) -> torch.Tensor:
-    """The activation "gelu", "gelu_tanh" or "silu" of x + bias, contiguous."""
-    columns = x.shape[-1]
-    rows = x.numel() // columns
+    """An activation, by its name, of x + bias, contiguous."""
     result = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, bias, None, result, x.shape[-1], row_stride(x), activation)
+    return result
+
+
+def channel_activation(
+    x: torch.Tensor, bias: torch.Tensor, other: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """An activation of x + bias + other, all in channels_last."""
+    result = torch.empty_like(x)
+    _launch(x, bias, other, result, x.shape[1], x.shape[1], activation)
+    return result
+
+
+def _launch(
+    x: torch.Tensor,
+    bias: torch.Tensor,
+    other: torch.Tensor | None,
+    result: torch.Tensor,
+    columns: int,
+    stride: int | None,
+    activation: str,
+) -> None:
+    rows = x.numel() // columns
     height, width = tile(rows, columns)
     grid = (triton.cdiv(rows, height) * triton.cdiv(columns, width),)
     bias_activation_kernel[grid](
         x,
         bias,
+        other,
         result,
         rows,
         columns,
-        row_stride(x),
+        stride,
+        OTHER=other is not None,
         ACTIVATION=activation,
         ROWS=height,
         COLUMNS=width,
         num_warps=4,
     )
-    return result
 
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
