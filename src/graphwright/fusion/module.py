@@ -125,7 +125,7 @@ class FusedModule(ModuleProxy):
         fusion = self._fusion
         if torch.is_grad_enabled() and (fusion.module.training or wants_grad(args, kwargs)):
             return "gradients are wanted"
-        if inside_transform() or torch._C._len_torch_dispatch_stack():
+        if inside_transform():
             return "it is traced or transformed"
         asked = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
         if asked or capturing_now():
