@@ -63,6 +63,10 @@ def _norm(rows: int, width: int, dtype: torch.dtype, *, bias: bool) -> Args:
     return x, residual, weight, 1e-6
 
 
+def _alone(rows: int, width: int, dtype: torch.dtype) -> Args:
+    return _new(rows, width, dtype=dtype), *(_new(width, dtype=dtype) for _ in range(2)), 1e-5
+
+
 def _biased(rows: int, width: int, dtype: torch.dtype, *more: str) -> Args:
     return _new(rows, width, dtype=dtype), _new(width, dtype=dtype), *more
 
@@ -113,6 +117,7 @@ def large_cases(nbytes: int) -> Iterator[Case]:
         rows, more = count // wide, math.ceil(count / narrow)
         yield case("add_layer_norm 4096", _norm, rows, wide, dtype, bias=True)
         yield case("add_layer_norm 768", _norm, more, narrow, dtype, bias=True)
+        yield case("layer_norm 768", _alone, more, narrow, dtype)
         yield case("add_rms_norm 4096", _norm, rows, wide, dtype, bias=False)
         yield case("bias_gelu 4096", _biased, rows, wide, dtype, "none")
         yield case("bias_gelu tanh 3072", _biased, more // 4, narrow * 4, dtype, "tanh")
@@ -146,6 +151,7 @@ def model_cases(*, quick: bool) -> Iterator[Case]:
         rows, length = (4, 8) if quick else (batch * 128, 128)
         wide, hidden, inner = (64, 64, 96) if quick else (768, 4096, 14336)
         yield case("bert", "add_layer_norm", _norm, rows, wide, half, bias=True)
+        yield case("bert", "layer_norm", _alone, rows, wide, half)
         yield case("bert", "bias_gelu", _biased, rows, 4 * wide, half, "none")
         yield case("bert", "masked_softmax", _attention, batch, 12, length, half)
         yield case("gpt2", "add_layer_norm", _norm, max(4, rows // 2), wide, half, bias=True)

@@ -17,15 +17,18 @@ from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.fusion import Change, Pass, convolutions, fusing
-from graphwright.fusion.attention import ATTENTION
+from graphwright.fusion import Change, Pass, epilogues, fusing
+from graphwright.fusion.attention import ATTENTION, MASKS
 from graphwright.fusion.by_hand import BY_HAND
-from graphwright.fusion.convolutions import EPILOGUES, POOLS
+from graphwright.fusion.epilogues import EPILOGUES
+from graphwright.fusion.excitation import CHANNEL_GATES, MEANS
 from graphwright.fusion.folding import BATCH_NORM, CLEAN, CONSTANTS, SCALES
 from graphwright.fusion.layout import CHANNELS_LAST, restored
-from graphwright.fusion.linears import ACTIVATIONS, GATES, PROJECTIONS
+from graphwright.fusion.linears import ACTIVATIONS, GATES, PADDED, PROJECTIONS
 from graphwright.fusion.nodes import calls
-from graphwright.fusion.residuals import RESIDUALS
+from graphwright.fusion.patches import PATCHES
+from graphwright.fusion.pools import POOLS
+from graphwright.fusion.residuals import NORMS, RESIDUALS
 from graphwright.fusion.tracing import Untraceable, trace
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
@@ -86,7 +89,8 @@ def after(model: nn.Module, args: tuple[Any, ...], *passes: Pass) -> tuple[list[
 
 
 def same(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=2e-5, atol=2e-5)
+    near = 2e-5 if expected.dtype in (torch.float32, torch.float64) else 2e-2
+    torch.testing.assert_close(actual, expected, rtol=near, atol=near)
     assert actual.stride() == expected.stride()
 
 
@@ -302,8 +306,8 @@ def test_a_kernel_takes_bias_sum_and_activation_of_a_convolution(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What cuDNN has no fused convolution for; the kernel's reference is there on the CPU too."""
-    monkeypatch.setattr(convolutions, "_cudnn_works", lambda conv: True)
-    kernel = Pass("kernel", convolutions._by_cudnn)
+    monkeypatch.setattr(epilogues, "_cudnn_works", lambda conv: True)
+    kernel = Pass("kernel", epilogues.on_gpu)
     both = ["aten.conv2d.default", "graphwright.channel_activation.default"]
     for work, taken in (
         (lambda self, x: F.hardswish(self.conv(x)), True),
@@ -311,19 +315,173 @@ def test_a_kernel_takes_bias_sum_and_activation_of_a_convolution(
         (lambda self, x: F.gelu(self.conv(x), approximate="tanh"), True),
         (lambda self, x: self.conv(x) + x, True),
         (lambda self, x: F.silu(x + self.conv(x)), True),
-        (lambda self, x: self.conv(x), False),
+        (lambda self, x: self.conv(x), True),
+        (lambda self, x: F.hardtanh(self.conv(x), -1, 6), True),
+        (lambda self, x: (lambda y: F.hardswish(y) * y)(self.conv(x)), True),
         (lambda self, x: F.hardswish(self.bare(x)), False),
-        (lambda self, x: F.hardtanh(self.conv(x), -1, 6), False),
-        (lambda self, x: (lambda y: F.hardswish(y) * y)(self.conv(x)), False),
     ):
         model = Model(work, conv=CONV(4, 4, 3, padding=1), bare=CONV(4, 4, 3, bias=False))
         model.to(memory_format=torch.channels_last)
         x = images().contiguous(memory_format=torch.channels_last)
         changes, left = after(model, (x,), CLEAN, kernel)
         assert (len(changes) == 1) == taken
-        assert not taken or left == both
+        assert not taken or left[:2] == both
         plain = copy.deepcopy(model).to(memory_format=torch.contiguous_format)
         assert after(plain, (images(),), CLEAN, kernel)[0] == []
+
+
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> Pass:
+    """The GPU's pass over convolutions; all of its operations but cuDNN's are there on the CPU."""
+    monkeypatch.setattr(epilogues, "_cudnn_works", lambda conv: True)
+    return Pass("kernel", epilogues.on_gpu)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_a_depthwise_convolution_is_a_kernel(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = on_gpu(monkeypatch)
+    for options, work in (
+        ({"padding": 1}, lambda self, x: self.conv(x)),
+        ({"stride": 2}, lambda self, x: F.hardswish(self.conv(x))),
+        ({"bias": False}, lambda self, x: F.relu(self.conv(x))),
+    ):
+        model = Model(work, conv=CONV(4, 4, 3, groups=4, **options)).to(dtype)
+        model.to(memory_format=torch.channels_last)
+        x = images(dtype=dtype).contiguous(memory_format=torch.channels_last)
+        changes, left = after(model, (x,), CLEAN, kernel)
+        assert len(changes) == 1
+        assert left == ["graphwright.depthwise_conv2d.default"]
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        CONV(4, 4, 3, groups=2),
+        CONV(4, 8, 3, groups=4),
+        CONV(4, 4, 3, groups=4, dilation=2),
+        CONV(4, 4, 9, groups=4),
+        CONV(4, 4, 3, groups=4, padding="same", padding_mode="reflect"),
+    ],
+)
+def test_other_grouped_convolutions_are_no_kernel(
+    conv: nn.Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Model(lambda self, x: self.conv(x), conv=conv)
+    changes, left = after(model, (images(),), CLEAN, on_gpu(monkeypatch))
+    if conv.padding_mode == "zeros":
+        assert not any("depthwise" in change.what for change in changes)
+        assert "graphwright.depthwise_conv2d.default" not in left
+
+
+def test_a_convolution_of_single_pixels_is_a_linear_layer(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = on_gpu(monkeypatch)
+    x = images(dtype=torch.float16).contiguous(memory_format=torch.channels_last)
+    for conv, work, taken in (
+        (CONV(4, 6, 1), lambda self, x: self.conv(x), True),
+        (CONV(4, 4, 1), lambda self, x: self.conv(x) * x, True),
+        (CONV(4, 4, 1), lambda self, x: self.conv(x) + x, False),
+        (CONV(4, 6, 1), lambda self, x: F.hardswish(self.conv(x)), False),
+        (CONV(4, 6, 1, bias=False), lambda self, x: self.conv(x), False),
+        (CONV(4, 6, 1, stride=2), lambda self, x: self.conv(x), False),
+        (CONV(4, 6, 1, padding=1), lambda self, x: self.conv(x), False),
+        (CONV(4, 6, 1, groups=2), lambda self, x: self.conv(x), False),
+        (CONV(4, 6, (1, 3)), lambda self, x: self.conv(x), False),
+    ):
+        model = Model(work, conv=conv).half().to(memory_format=torch.channels_last)
+        _, left = after(model, (x,), CLEAN, kernel)
+        assert ("aten.linear.default" in left) == taken
+    # cuDNN may compute float32 in TF32.
+    model = Model(lambda self, x: self.conv(x), conv=CONV(4, 6, 1))
+    assert "aten.linear.default" not in after(model, (images(),), CLEAN, kernel)[1]
+
+
+@pytest.mark.parametrize("form", [torch.contiguous_format, torch.channels_last])
+def test_windows_side_by_side_are_a_linear_layer(form: torch.memory_format) -> None:
+    x = images(2, 4, 8, 12, dtype=torch.float16).contiguous(memory_format=form)
+    for conv in (CONV(4, 6, 4, stride=4), CONV(4, 6, (2, 3), stride=(2, 3), bias=False)):
+        model = Model(lambda self, x: self.conv(x), conv=conv).half().to(memory_format=form)
+        changes, left = after(model, (x,), PATCHES)
+        assert len(changes) == 1
+        assert "aten.conv2d.default" not in left
+
+
+@pytest.mark.parametrize(
+    "conv",
+    [
+        CONV(4, 6, 4, stride=2),
+        CONV(4, 6, 4, stride=4, padding=2),
+        CONV(4, 6, 2, stride=2, groups=2),
+        CONV(4, 6, 2, stride=2, dilation=2),
+        CONV(4, 6, 3, stride=3),
+        CONV(4, 6, 1),
+        nn.ConvTranspose2d(4, 6, 2, stride=2),
+    ],
+)
+def test_other_windows_stay(conv: nn.Module) -> None:
+    model = Model(lambda self, x: self.conv(x), conv=conv).half()
+    changes, _ = after(model, (images(2, 4, 8, 8, dtype=torch.float16),), PATCHES)
+    assert changes == []
+
+
+def test_windows_in_float32_stay() -> None:
+    """In TF32 they may be faster as they are."""
+    model = Model(lambda self, x: self.conv(x), conv=CONV(4, 6, 2, stride=2))
+    assert after(model, (images(2, 4, 8, 8),), PATCHES)[0] == []
+
+
+# Squeeze and excitation.
+
+
+def test_squeeze_and_excitation() -> None:
+    def work(self: Any, x: torch.Tensor) -> torch.Tensor:
+        factors = self.up(F.relu(self.down(self.pool(x))))
+        return getattr(F, self.name)(factors) * x
+
+    for name in ("sigmoid", "hardsigmoid"):
+        parts = {"up": CONV(2, 4, 1), "down": CONV(4, 2, 1), "pool": nn.AdaptiveAvgPool2d(1)}
+        changes, left = after(Model(work, name=name, **parts), (images(),), MEANS, CHANNEL_GATES)
+        assert len(changes) == 2
+        assert left.count("graphwright.channel_mean.default") == 1
+        assert left.count("graphwright.channel_gate.default") == 1
+        assert left.count("aten.conv2d.default") == 2
+        assert not any(name in target for target in left)
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda self, x: F.adaptive_avg_pool2d(x, 1),
+        lambda self, x: F.adaptive_avg_pool2d(x, (1, 1)),
+        lambda self, x: x.mean((2, 3), keepdim=True),
+        lambda self, x: x.mean((-1, -2), True),
+    ],
+)
+def test_means_of_channels(work: Callable[..., Any]) -> None:
+    assert len(after(Model(work), (images(),), MEANS)[0]) == 1
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda self, x: F.adaptive_avg_pool2d(x, 2),
+        lambda self, x: F.adaptive_avg_pool2d(x[0], 1),
+        lambda self, x: x.mean((1, 3), keepdim=True),
+        lambda self, x: x.mean((2, 3)),
+        lambda self, x: x.mean((2, 3), keepdim=True, dtype=torch.float64),
+        lambda self, x: x[:1, :1].mean(keepdim=True, dim=(0, 1, 2, 3)),
+        lambda self, x: x.double().mean((2, 3), keepdim=True),
+        lambda self, x: torch.sigmoid(x) * x,
+        lambda self, x: torch.sigmoid(x[:, :1, :1, :1]) * x,
+        lambda self, x: torch.sigmoid(x[:1, :, :1, :1]) * x,
+        lambda self, x: torch.tanh(x[:, :, :1, :1]) * x,
+        lambda self, x: (lambda g: g * x + g)(torch.sigmoid(x[:, :, :1, :1])),
+        lambda self, x: torch.sigmoid(x[:, :, :1, :1]) * x.double(),
+    ],
+)
+def test_other_means_and_factors_stay(work: Callable[..., Any]) -> None:
+    changes, _ = after(Model(work), (images(),), MEANS, CHANNEL_GATES)
+    assert changes == []
 
 
 UNMERGED: dict[str, Callable[..., Any]] = {
@@ -413,6 +571,21 @@ def test_other_pools_stay(work: Callable[..., Any]) -> None:
 
 
 # Linear layers.
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_outputs_come_in_eights(bias: bool) -> None:
+    model = nn.Linear(6, 2049, bias=bias).half()
+    for shape in ((5, 6), (2, 5, 6), (6,)):
+        changes, left = after(model, (torch.randn(shape).half(),), PADDED)
+        assert len(changes) == 1
+        assert "aten.narrow.default" in left
+
+
+def test_other_widths_stay() -> None:
+    for model in (nn.Linear(6, 2056).half(), nn.Linear(6, 2041).half(), nn.Linear(6, 2049)):
+        x = torch.randn(5, 6).to(model.weight)
+        assert after(model, (x,), PADDED)[0] == []
 
 
 def test_projections_of_one_input_are_merged() -> None:
@@ -527,6 +700,22 @@ def test_other_norms_stay(work: Callable[..., Any]) -> None:
     assert changes == []
 
 
+def test_a_norm_alone_is_a_kernel() -> None:
+    norm, bare = nn.LayerNorm(6), nn.LayerNorm(6, elementwise_affine=False)
+    for work, taken in (
+        (lambda self, x: self.norm(x), True),
+        (lambda self, x: self.bare(x), True),
+        (lambda self, x: F.layer_norm(x, (6,), self.norm.weight), True),
+        (lambda self, x: F.layer_norm(x, (6,), x[0]), False),
+        (lambda self, x: F.layer_norm(x, (5, 6)), False),
+    ):
+        model = Model(work, norm=norm, bare=bare)
+        changes, _ = after(model, (torch.randn(5, 6),), NORMS)
+        assert (len(changes) == 1) == taken
+    mixed = Model(lambda self, x: F.layer_norm(x, (6,), self.w), w=nn.Parameter(torch.ones(6)))
+    assert after(mixed, (torch.randn(5, 6).bfloat16(),), NORMS)[0] == []
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_norm_written_out_by_hand_is_pytorchs(dtype: torch.dtype) -> None:
     weight = nn.Parameter(torch.randn(6, dtype=dtype))
@@ -630,6 +819,36 @@ def attention(
     if mask is not None:
         scores = scores + mask
     return F.dropout(scores.softmax(-1), 0.1, training=False) @ v
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_masks_are_made_once(dtype: torch.dtype) -> None:
+    """Of true and false; a row that is masked altogether comes out as eager's."""
+
+    def work(self: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        attention = F.scaled_dot_product_attention
+        y = attention(x, x, x, mask)
+        y = attention(y, y, y, attn_mask=mask)
+        return attention(y, y, y, mask.expand(2, 3, 5, 5))
+
+    x = torch.randn(2, 3, 5, 4, dtype=dtype)
+    mask = (torch.rand(2, 1, 5, 5) > 0.4) | torch.eye(5, dtype=torch.bool)
+    mask[1, 0, 2] = False
+    changes, left = after(Model(work), (x, mask), MASKS)
+    assert len(changes) == 3
+    assert left.count("aten.where.ScalarOther") == 2
+
+
+@pytest.mark.parametrize(
+    "work",
+    [
+        lambda self, x: F.scaled_dot_product_attention(x, x, x),
+        lambda self, x: F.scaled_dot_product_attention(x, x, x, is_causal=True),
+        lambda self, x: F.scaled_dot_product_attention(x, x, x, x[..., :1]),
+    ],
+)
+def test_other_masks_stay(work: Callable[..., Any]) -> None:
+    assert after(Model(work), (torch.randn(2, 3, 4, 4),), MASKS)[0] == []
 
 
 @pytest.mark.parametrize("masked", [False, True])
@@ -826,11 +1045,13 @@ def test_what_each_device_fuses(name: str, dtype: torch.dtype, device: torch.dev
         y = torch.randn_like(x)
         found, expected = fused(y), model(y)
         y.view(-1)[5] = torch.nan
-        special = torch.isnan(fused(y)), torch.isnan(model(y))
+        found_special = torch.isnan(fused(y))
+        special = torch.isnan(copy.deepcopy(model).double()(y.double()))
     error = (found.double() - expected.double()).abs().max() / expected.double().abs().max()
     assert error < 8 * torch.finfo(dtype).eps if dtype is not torch.float32 else error < 2e-3
     assert found.stride() == expected.stride()
-    assert torch.equal(*special)
+    # Eager itself may lose NaN: cuDNN's bfloat16 convolution of 16 contiguous channels does.
+    assert torch.equal(found_special, special)
 
 
 def test_other_calls_are_fused_when_they_come() -> None:

@@ -66,6 +66,8 @@ def of_names(name: str, shape: tuple[int, ...], **options: Any) -> tuple[Any, ..
         x, other = (new(*shape).to(memory_format=LAST) for _ in range(2))
         return x, new(shape[1]), other, "silu"
     x, width = new(*shape), shape[-1]
+    if name == "layer_norm":
+        return x, new(width), new(width), 1e-5
     if name == "add_layer_norm":
         return x, new(*shape), new(width), new(width), 1e-5
     if name == "add_rms_norm":
@@ -237,6 +239,7 @@ def test_layouts(layout: str, device: torch.device, launches: list[str]) -> None
     x, other, taken = layouts(device)[layout]
     row = torch.randn(x.shape[-1], device=device)
     for name, args in {
+        "layer_norm": (x, row, None, 1e-5),
         "add_layer_norm": (x, other, row, None, 1e-5),
         "add_rms_norm": (x, other, row, 1e-6),
         "bias_gelu": (x, row),
@@ -333,6 +336,8 @@ def test_empty_tensors(name: str, device: torch.device, launches: list[str]) -> 
 
 def test_optional_arguments(device: torch.device) -> None:
     x, residual, row = (torch.randn(*s, device=device) for s in [(3, 20), (3, 20), (20,)])
+    as_near_as_eager("layer_norm", (x,))
+    as_near_as_eager("layer_norm", (x, None, row, 1.0))
     as_near_as_eager("add_layer_norm", (x, residual))
     as_near_as_eager("add_layer_norm", (x, residual, None, row))
     as_near_as_eager("add_rms_norm", (x, residual))
@@ -349,11 +354,13 @@ def test_other_arguments_are_the_references(device: torch.device, launches: list
     as_near_as_eager("masked_softmax", (x, torch.rand(2, 3, 20, device=device) > 0.2, 1.0))
     as_near_as_eager("masked_softmax", (x.unflatten(1, (1, 2, 2, 5)), None, 1.0))
     as_near_as_eager("add_layer_norm", (torch.randn(2, 40000, device=device),) * 2)
+    as_near_as_eager("layer_norm", (torch.randn(2, 40000, device=device),))
     assert launches == []
 
 
 X = torch.ones(2, 4)
 WRONG: list[tuple[str, tuple[Any, ...]]] = [
+    ("layer_norm", (X, torch.ones(3))),
     ("add_layer_norm", (X, torch.ones(2, 3), None, None, 1e-5)),
     ("add_layer_norm", (X, X, torch.ones(3), None, 1e-5)),
     ("add_layer_norm", (X.int(), X.int(), None, None, 1e-5)),

@@ -1,4 +1,4 @@
-"""Attention that is written out by hand, as scaled_dot_product_attention."""
+"""Attention: its masks, and the one that is written out by hand."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .nodes import arguments, calls, inputs, is_op, only_user, replace, value_of
+from .nodes import add_constant, arguments, calls, inputs, is_op, only_user, replace, value_of
 from .passes import Change, Pass
 
 aten = torch.ops.aten
@@ -130,4 +130,40 @@ def _transposed(node: Any) -> Any:
     return None
 
 
+def _masks(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Masks of true and false as PyTorch's operation adds them to the scores.
+
+    It makes them anew in each layer, in three passes over memory.
+    """
+    found = []
+    known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    for node in calls(graph, aten.scaled_dot_product_attention.default):
+        given = arguments(node)
+        query, mask = value_of(given["query"]), value_of(given["attn_mask"])
+        if query is None or mask is None or mask.dtype != torch.bool:
+            continue
+        key = given["attn_mask"], query.dtype
+        if key not in known:
+            known[key] = _as_sum(graph, key[0], query, node)
+        node.replace_input_with(key[0], known[key])
+        found.append(Change("mask made once", (node.name,)))
+    return found
+
+
+def _as_sum(graph: fx.GraphModule, mask: fx.Node, query: torch.Tensor, before: fx.Node) -> fx.Node:
+    """0 where a mask is true, minus infinity elsewhere."""
+    zero = torch.zeros((), dtype=query.dtype, device=query.device)
+    shown = add_constant(graph, zero, before)
+    base = inputs(mask)[0] if is_op(mask, aten.expand.default) else mask
+    with graph.graph.inserting_before(before):
+        new = graph.graph.call_function(aten.where.ScalarOther, (base, shown, -torch.inf))
+        new.meta["val"] = base.meta["val"].new_empty(base.meta["val"].shape, dtype=query.dtype)
+        if base is not mask:
+            value = new.meta["val"].expand(mask.meta["val"].shape)
+            new = graph.graph.call_function(aten.expand.default, (new, *inputs(mask)[1:]))
+            new.meta["val"] = value
+    return new
+
+
 ATTENTION = Pass("attention", _attention)
+MASKS = Pass("masks", _masks)

@@ -19,31 +19,40 @@ from ..reference import Reference, reference
 from ..signature import Args, CallSignature, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import Call, State, clone_leaves, run
 from ..verification import compare, verify
-from .attention import ATTENTION
+from .attention import ATTENTION, MASKS
 from .by_hand import BY_HAND
-from .convolutions import EPILOGUES, POOLS
+from .epilogues import EPILOGUES
+from .excitation import CHANNEL_GATES, MEANS
 from .folding import BATCH_NORM, CLEAN, CONSTANTS, SCALES
 from .layout import CHANNELS_LAST, restored
-from .linears import ACTIVATIONS, GATES, PROJECTIONS
+from .linears import ACTIVATIONS, GATES, PADDED, PROJECTIONS
 from .nodes import copy_of, finished, is_mutable, is_view, value_of
 from .passes import Change, Pass
-from .residuals import RESIDUALS
+from .patches import PATCHES
+from .pools import POOLS
+from .residuals import NORMS, RESIDUALS
 from .tracing import Traced, Untraceable, trace
 
 # In this order: what one leaves is what the next one looks for.
 PASSES: tuple[Pass, ...] = (
     CLEAN,
+    MASKS,
     CONSTANTS,
     BY_HAND,
     BATCH_NORM,
     SCALES,
+    PATCHES,
     POOLS,
     CHANNELS_LAST,
+    MEANS,
+    CHANNEL_GATES,
     EPILOGUES,
     PROJECTIONS,
     GATES,
     ACTIVATIONS,
+    PADDED,
     RESIDUALS,
+    NORMS,
 )
 # By name alone: it may change what becomes of NaN.
 ON_REQUEST: tuple[Pass, ...] = (ATTENTION,)

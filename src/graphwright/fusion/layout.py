@@ -8,11 +8,21 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..ops.fused import OPERATORS
 from .nodes import Op, add_constant, arguments, calls, constant, inputs, is_view, value_of
 from .passes import Change, Pass
 
 aten = torch.ops.aten
-_HALF = (torch.float16, torch.bfloat16)
+_OWN = {name: getattr(torch.ops.graphwright, name).default for name in OPERATORS}
+_POOL, _DEPTHWISE = _OWN["relu_max_pool2d"], _OWN["depthwise_conv2d"]
+_TO_LAST = _OWN["to_channels_last"]
+_CONVOLUTIONS = (
+    aten.conv2d.default,
+    aten.cudnn_convolution_relu.default,
+    aten.cudnn_convolution_add_relu.default,
+    _DEPTHWISE,
+)
+HALVES = (torch.float16, torch.bfloat16)
 
 
 def _channels_last(graph: fx.GraphModule, device: torch.device) -> list[Change]:
@@ -29,15 +39,20 @@ def _channels_last(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             continue
         if weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous():
             continue
-        # Not by torch.backends: its older switch raises once a newer one was used.
-        permitted = torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32"
-        tf32 = weight.dtype == torch.float32 and permitted
-        if weight.dtype not in _HALF and not tf32:
+        if not wants_channels_last(weight):
             continue
         turned = add_constant(graph, weight.contiguous(memory_format=torch.channels_last), node)
         node.replace_input_with(given["weight"], turned)
         found.append(Change("weights in channels_last", (node.name,)))
     return found
+
+
+def wants_channels_last(tensor: torch.Tensor) -> bool:
+    """Whether the tensor cores compute convolutions of a dtype."""
+    if tensor.dtype == torch.float32:
+        # Not by torch.backends: its older switch raises once a newer one was used.
+        return bool(torch._C._get_fp32_precision_getter("cuda", "conv") == "tf32")
+    return tensor.dtype in HALVES
 
 
 class _Strides(fx.Interpreter):
@@ -99,7 +114,7 @@ def restored(
             source.meta["val"] = value.new_empty_strided(value.shape, stride)
     unknown = [n for n in graph.graph.nodes if isinstance(n.target, Op) and not _is_known(n)]
     wanting = {*seen.wants, *unknown, last}
-    found = []
+    found = _inputs_turned(graph, seen.found)
     for source in list(graph.graph.nodes):
         expected, now = value_of(source), seen.found.get(source)
         if expected is None or now is None or source.op != "call_function":
@@ -108,6 +123,10 @@ def restored(
             continue
         users = list(source.users)
         if wanting.isdisjoint(users):
+            continue
+        if _pools_contiguous(source, expected) and all(u in wanting or is_view(u) for u in users):
+            source.args = (*_pool_arguments(source), True)
+            found.append(Change("eager's layout", (source.name,)))
             continue
         with graph.graph.inserting_after(source):
             empty = graph.graph.call_function(
@@ -125,6 +144,45 @@ def restored(
     if found:
         graph.recompile()
     return tuple(found)
+
+
+def _pools_contiguous(node: fx.Node, expected: torch.Tensor) -> bool:
+    """Whether a node is our pool, which can write its result as it has to lie."""
+    return node.target is _POOL and expected.is_contiguous()
+
+
+def _pool_arguments(node: fx.Node) -> tuple[Any, ...]:
+    given = arguments(node)
+    return tuple(given[name] for name in ("x", "kernel_size", "stride", "padding"))
+
+
+def _inputs_turned(
+    graph: fx.GraphModule, strides: dict[fx.Node, tuple[int, ...]]
+) -> list[Change]:
+    """Turn what convolutions in channels_last find contiguous: PyTorch's own copy is slower."""
+    found = []
+    turned: dict[fx.Node, fx.Node] = {}
+    for node in calls(graph, *_CONVOLUTIONS):
+        source, weight = inputs(node)[:2]
+        x, kept = value_of(source), constant(graph, weight)
+        if x is None or kept is None or not kept.is_cuda or source not in strides:
+            continue
+        lies = torch.empty_strided(x.shape, strides[source], device="meta")
+        wanted = wants_channels_last(kept) and (node.target is _DEPTHWISE or _is_last(kept))
+        if not wanted or not lies.is_contiguous() or _is_last(lies):
+            continue
+        if source not in turned:
+            with graph.graph.inserting_before(node):
+                new = graph.graph.call_function(_TO_LAST, (source,))
+            new.meta["val"] = x
+            turned[source] = new
+            found.append(Change("turned to channels_last", (source.name,)))
+        node.replace_input_with(source, turned[source])
+    return found
+
+
+def _is_last(tensor: torch.Tensor) -> bool:
+    return tensor.dim() == 4 and tensor.is_contiguous(memory_format=torch.channels_last)
 
 
 def _is_known(node: fx.Node) -> bool:

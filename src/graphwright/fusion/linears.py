@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn import functional
 
+from .layout import HALVES
 from .nodes import (
     add_constant,
     arguments,
@@ -42,7 +44,7 @@ def _activations(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         if user is None or result is None or after is None or not result.numel():
             continue
         names = (node.name, user.name)
-        if is_op(user, aten.silu.default) or not _by_cublas(user, device):
+        if is_op(user, aten.silu.default) or not _by_cublas(user, result):
             if result.shape[-1:] != product.bias_shape:
                 continue
             found.append(_with_kernel(graph, product, end, user, names))
@@ -86,10 +88,10 @@ def _product(graph: fx.GraphModule, node: fx.Node) -> _Product | None:
     return _Product(node, source, weight, bias_node, bias.shape)
 
 
-def _by_cublas(user: fx.Node, device: torch.device) -> bool:
-    """Whether cuBLASLt has an activation: its GELU is the one with tanh, the CPU's is not."""
+def _by_cublas(user: fx.Node, result: torch.Tensor) -> bool:
+    """Whether cuBLASLt has an activation: GELU with tanh, short of float32's digits."""
     if is_op(user, aten.gelu.default):
-        return device.type == "cuda" and arguments(user)["approximate"] == "tanh"
+        return result.dtype in HALVES and arguments(user)["approximate"] == "tanh"
     return True
 
 
@@ -147,6 +149,41 @@ def _with_cublas(
     user.replace_all_uses_with(new)
     graph.graph.erase_node(user)
     return Change("linear and activation by cuBLASLt", names)
+
+
+def _padded(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Wide linear layers whose outputs do not come in eights (a vocabulary of 50,257).
+
+    Rows of results that lie on no multiple of 16 bytes keep cuBLAS from its fast kernels: zeros are
+    added to the weight, and what comes of them is cut off.
+    """
+    found = []
+    for node in calls(graph, aten.linear.default):
+        given = arguments(node)
+        weight, bias = constant(graph, given["weight"]), constant(graph, given["bias"])
+        result, dtype = value_of(node), None if weight is None else weight.dtype
+        if weight is None or result is None or weight.dim() != 2 or dtype not in HALVES:
+            continue
+        if given["bias"] is not None and (bias is None or bias.shape != weight.shape[:1]):
+            continue
+        width = weight.shape[0]
+        more = -width % _ALIGNED
+        if not more or width < _WIDE:
+            continue
+        args = [given["input"], add_constant(graph, functional.pad(weight, (0, 0, 0, more)), node)]
+        if bias is not None:
+            args.append(add_constant(graph, functional.pad(bias, (0, more)), node))
+        with graph.graph.inserting_before(node):
+            wide = graph.graph.call_function(aten.linear.default, tuple(args))
+            wide.meta["val"] = result.new_empty((*result.shape[:-1], width + more))
+        name = node.name
+        replace(graph, node, aten.narrow.default, (wide, -1, 0, width))
+        found.append(Change("outputs in eights", (name,)))
+    return found
+
+
+# Elements of 16 bits that 16 bytes hold; from which width on a copy of the result is worth it.
+_ALIGNED, _WIDE = 8, 2048
 
 
 def _projections(graph: fx.GraphModule, device: torch.device) -> list[Change]:
@@ -218,6 +255,7 @@ def _gates(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     return found
 
 
+PADDED = Pass("padded", _padded, devices=("cuda",))
 GATES = Pass("gates", _gates, devices=("cuda",))
 ACTIVATIONS = Pass("activations", _activations, devices=("cuda",))
 PROJECTIONS = Pass("projections", _projections, devices=("cuda",))

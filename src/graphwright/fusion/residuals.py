@@ -1,4 +1,4 @@
-"""Residual connections with the norm behind them."""
+"""Norms, and residual connections with the norm behind them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from .nodes import arguments, calls, constant, inputs, is_op, value_of
+from .nodes import arguments, calls, constant, inputs, is_op, replace, value_of
 from .passes import Change, Pass
 
 aten = torch.ops.aten
@@ -85,4 +85,24 @@ def _with_sum(
     return Change(f"sum and {'layer' if layer_norm is not None else 'rms'} norm", names)
 
 
+def _norms(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Layer norms of no sum, by a kernel of ours."""
+    found = []
+    for node in calls(graph, aten.layer_norm.default):
+        given = arguments(node)
+        x = value_of(given["input"])
+        if x is None or not _is_last_dimension(given["input"], given["normalized_shape"]):
+            continue
+        rows = [row for row in (given["weight"], given["bias"]) if row is not None]
+        known = [constant(graph, row) for row in rows]
+        if any(row is None or row.dtype != x.dtype for row in known):
+            continue
+        args = given["input"], given["weight"], given["bias"], given["eps"]
+        name = node.name
+        replace(graph, node, torch.ops.graphwright.layer_norm.default, args)
+        found.append(Change("layer norm", (name,)))
+    return found
+
+
+NORMS = Pass("norms", _norms, devices=("cuda",))
 RESIDUALS = Pass("residuals", _residuals, devices=("cuda",))

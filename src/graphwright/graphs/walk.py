@@ -266,7 +266,8 @@ class Walk(Journal):
         leaves, spec = pytree.tree_flatten(result)
         made = tuple(self._described(leaf, given, stops=stops) for leaf in leaves)
         values = [m for m in made if not isinstance(m, Given | New | Placed | Kept | Aside | None)]
-        if not (stops or values):
+        # Attention's numbers are lengths, known from shapes.
+        if not (stops or (values and not _is_attention(func))):
             return Step(func, asked, made, spec)
         real = [
             leaf.detach().clone() if isinstance(what, New) else None

@@ -9,6 +9,7 @@ from .extension import Extension as Extension
 from .extension import extension as extension
 from .norms import add_layer_norm as add_layer_norm
 from .norms import add_rms_norm as add_rms_norm
+from .norms import layer_norm as layer_norm
 from .operator import Function as Function
 from .operator import Operator as Operator
 from .pooling import relu_max_pool2d as relu_max_pool2d

@@ -19,7 +19,7 @@ _SOURCE = Path(__file__).parent / "cpu" / "fused.cpp"
 # Those for which C++ is faster than PyTorch's own operations in float32; other calls it hands on to
 # them. On two cores with AVX-512, from 128 rows on: layer norm 1.2 to 1.5 times as fast, root-mean-
 # square norm 2.3 and more, SwiGLU 1.2 to 1.8, softmax under a mask 1.9 and more.
-OPERATORS = (norms.LAYER_NORM, norms.RMS_NORM, SWIGLU, softmax.MASKED_SOFTMAX)
+OPERATORS = (norms.ADD_LAYER_NORM, norms.ADD_RMS_NORM, SWIGLU, softmax.MASKED_SOFTMAX)
 # ATen's vectors are as wide as these macros say, whatever the compiler could do.
 _VECTORS = {
     "AVX512": (

@@ -14,9 +14,10 @@ from .activations import bias_silu as bias_silu
 from .activations import channel_activation as channel_activation
 from .activations import swiglu as swiglu
 from .defining import FusedOperator
-from .norms import LAYER_NORM, RMS_NORM
+from .norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM
 from .norms import add_layer_norm as add_layer_norm
 from .norms import add_rms_norm as add_rms_norm
+from .norms import layer_norm as layer_norm
 from .pooling import POOL
 from .pooling import relu_max_pool2d as relu_max_pool2d
 from .softmax import MASKED_SOFTMAX
@@ -26,7 +27,8 @@ OPERATORS: dict[str, FusedOperator] = {
     operator.name: operator
     for operator in (
         LAYER_NORM,
-        RMS_NORM,
+        ADD_LAYER_NORM,
+        ADD_RMS_NORM,
         BIAS_GELU,
         BIAS_SILU,
         CHANNELS,

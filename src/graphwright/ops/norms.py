@@ -1,4 +1,4 @@
-"""The sum of two tensors with its norm: what a transformer does at each residual connection."""
+"""Norms, and sums with their norm: what a transformer does at each residual connection."""
 
 from __future__ import annotations
 
@@ -16,22 +16,30 @@ Two = tuple[torch.Tensor, torch.Tensor]
 
 def _applies(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
 ) -> bool:
     return (
         takes(x)
-        and like(x, residual)
+        and (residual is None or (like(x, residual) and has_rows(residual)))
         and x.shape[-1] <= LONGEST_ROW
         and is_row(weight, x)
         and is_row(bias, x)
         and has_rows(x)
-        and has_rows(residual)
     )
 
 
 def _layer_norm_applies(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> bool:
+    return _applies(x, None, weight, bias)
+
+
+def _add_layer_norm_applies(
     x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -41,7 +49,7 @@ def _layer_norm_applies(
     return _applies(x, residual, weight, bias)
 
 
-def _rms_norm_applies(
+def _add_rms_norm_applies(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
 ) -> bool:
     return _applies(x, residual, weight)
@@ -49,38 +57,79 @@ def _rms_norm_applies(
 
 def _launch_layer_norm(
     x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    from .kernels.norms import norm
+
+    return norm(x, None, weight, bias, eps, centred=True)[0]
+
+
+def _launch_add_layer_norm(
+    x: torch.Tensor,
     residual: torch.Tensor,
     weight: torch.Tensor | None = None,
     bias: torch.Tensor | None = None,
     eps: float = 1e-5,
 ) -> Two:
-    from .kernels.norms import add_norm
+    from .kernels.norms import norm
 
-    return add_norm(x, residual, weight, bias, eps, centred=True)
+    return norm(x, residual, weight, bias, eps, centred=True)
 
 
-def _launch_rms_norm(
+def _launch_add_rms_norm(
     x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor | None = None, eps: float = 1e-6
 ) -> Two:
-    from .kernels.norms import add_norm
+    from .kernels.norms import norm
 
-    return add_norm(x, residual, weight, None, eps, centred=False)
+    return norm(x, residual, weight, None, eps, centred=False)
 
 
 LAYER_NORM = define(
-    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
-    "float eps=1e-05) -> (Tensor, Tensor)",
-    reference.add_layer_norm,
+    "layer_norm(Tensor x, Tensor? weight=None, Tensor? bias=None, float eps=1e-05) -> Tensor",
+    reference.layer_norm,
     applies=_layer_norm_applies,
     launch=_launch_layer_norm,
 )
-RMS_NORM = define(
+ADD_LAYER_NORM = define(
+    "add_layer_norm(Tensor x, Tensor residual, Tensor? weight=None, Tensor? bias=None, "
+    "float eps=1e-05) -> (Tensor, Tensor)",
+    reference.add_layer_norm,
+    applies=_add_layer_norm_applies,
+    launch=_launch_add_layer_norm,
+)
+ADD_RMS_NORM = define(
     "add_rms_norm(Tensor x, Tensor residual, Tensor? weight=None, float eps=1e-06) "
     "-> (Tensor, Tensor)",
     reference.add_rms_norm,
-    applies=_rms_norm_applies,
-    launch=_launch_rms_norm,
+    applies=_add_rms_norm_applies,
+    launch=_launch_add_rms_norm,
 )
+
+
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Layer norm over the last dimension, in about half the time of PyTorch's for a few rows.
+
+    Args:
+        x: (..., N); dtypes and layouts as `add_layer_norm`.
+        weight: (N,), or None for ones.
+        bias: (N,), or None for zeros.
+        eps: added to the variance.
+
+    Returns:
+        As x in shape and dtype.
+
+    Raises:
+        RuntimeError: where torch.nn.functional.layer_norm raises it.
+    """
+    result: torch.Tensor = torch.ops.graphwright.layer_norm.default(x, weight, bias, eps)
+    return result
 
 
 def add_layer_norm(

@@ -10,6 +10,16 @@ ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "hardsigmoid", "silu", "gel
 Pair = int | list[int] | tuple[int, ...]
 
 
+def layer_norm(
+    x: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """Layer norm over the last dimension."""
+    return F.layer_norm(x, x.shape[-1:], weight, bias, eps)
+
+
 def add_layer_norm(
     x: torch.Tensor,
     residual: torch.Tensor,

@@ -67,7 +67,8 @@ def _near(fused: Fused, model: nn.Module, args: Args, kwargs: Kwargs) -> bool:
     for eager, other in zip(*results, strict=False):
         if isinstance(eager, torch.Tensor) and isinstance(other, torch.Tensor):
             error, _ = error_of(other, eager, eager)
-            if not error.rms <= ROUNDING.get(eager.dtype, 0.0):
+            # Each is off in its own way, by as much as the layers make of their rounding.
+            if not error.rms <= 4 * ROUNDING.get(eager.dtype, 0.0):
                 return False
     return len(results[0]) == len(results[1])
 

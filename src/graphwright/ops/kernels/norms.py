@@ -1,4 +1,4 @@
-"""add_layer_norm and add_rms_norm: a row, or several short ones, in the registers of a program."""
+"""layer_norm, add_layer_norm, add_rms_norm: a program holds a row or several short ones."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
@@ -13,7 +13,7 @@ from .sizes import row_block
 
 
 @triton.jit
-def add_norm_kernel(
+def norm_kernel(
     x,
     residual,
     weight,
@@ -25,34 +25,38 @@ def add_norm_kernel(
     x_stride,
     residual_stride,
     eps,
+    RESIDUAL: tl.constexpr,
     CENTRED: tl.constexpr,
     WEIGHT: tl.constexpr,
     BIAS: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add, and normalise ROWS rows of at most BLOCK columns."""
+    """Add, where there is a residual, and normalise ROWS rows of at most BLOCK columns."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)[None, :]
     valid = column < columns
     inside = (row < rows)[:, None] & valid
     row = row.to(tl.int64)[:, None]
     a = tl.load(x + row * x_stride + column, mask=inside, other=0.0, eviction_policy="evict_first")
-    b = tl.load(
-        residual + row * residual_stride + column,
-        mask=inside,
-        other=0.0,
-        eviction_policy="evict_first",
-    )
+    if RESIDUAL:
+        b = tl.load(
+            residual + row * residual_stride + column,
+            mask=inside,
+            other=0.0,
+            eviction_policy="evict_first",
+        )
     # Before the reduction, so that they are under way while it waits.
     if WEIGHT:
         scale = tl.load(weight + column, mask=valid, other=0.0, eviction_policy="evict_last")
     if BIAS:
         shift = tl.load(bias + column, mask=valid, other=0.0, eviction_policy="evict_last")
-    rounded = (a.to(tl.float32) + b.to(tl.float32)).to(total.dtype.element_ty)
     place = row * columns + column
-    tl.store(total + place, rounded, mask=inside)
-    value = rounded.to(tl.float32)
+    value = a.to(tl.float32)
+    if RESIDUAL:
+        rounded = (value + b.to(tl.float32)).to(total.dtype.element_ty)
+        tl.store(total + place, rounded, mask=inside)
+        value = rounded.to(tl.float32)
     if CENTRED:
         mean = tl.sum(value, axis=1, keep_dims=True) / columns
         value = tl.where(valid, value - mean, 0.0)
@@ -65,22 +69,25 @@ def add_norm_kernel(
     tl.store(normalized + place, value.to(normalized.dtype.element_ty), mask=inside)
 
 
-def add_norm(
+def norm(
     x: torch.Tensor,
-    residual: torch.Tensor,
+    residual: torch.Tensor | None,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
     eps: float,
     *,
     centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The norm of x + residual and this sum, both contiguous; around the mean if `centred`."""
+    """The norm of x + residual and this sum, both contiguous; around the mean if `centred`.
+
+    Without a residual, the norm of x and x itself.
+    """
     columns = x.shape[-1]
     rows = x.numel() // columns
-    total = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    normalized = torch.empty_like(total)
+    normalized = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = x if residual is None else torch.empty_like(normalized)
     together, block, warps = row_block(rows, columns)
-    add_norm_kernel[(triton.cdiv(rows, together),)](
+    norm_kernel[(triton.cdiv(rows, together),)](
         x,
         residual,
         weight,
@@ -90,8 +97,9 @@ def add_norm(
         rows,
         columns,
         row_stride(x),
-        row_stride(residual),
+        0 if residual is None else row_stride(residual),
         eps,
+        RESIDUAL=residual is not None,
         CENTRED=centred,
         WEIGHT=weight is not None,
         BIAS=bias is not None,

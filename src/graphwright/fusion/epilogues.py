@@ -1,0 +1,172 @@
+"""Convolutions with what follows them: bias, activation, another tensor added."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..ops.pooling import LARGEST_WINDOW
+from .convolutions import Convolution, added, convolution_of, forget, without_bias
+from .layout import HALVES, wants_channels_last
+from .nodes import add_constant, arguments, calls, is_op, only_user, replace, value_of
+from .onednn import by_onednn
+from .passes import Change, Pass
+
+aten = torch.ops.aten
+
+
+def on_gpu(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Each convolution in the first way that it can be computed, with what follows it."""
+    found = []
+    for node in calls(graph, aten.conv2d.default):
+        conv = convolution_of(graph, node)
+        if conv is None or not _cudnn_works(conv):
+            continue
+        for way in (_depthwise, _with_relu, _pointwise, _with_kernel):
+            change = way(graph, conv)
+            if change is not None:
+                found.append(change)
+                break
+    return found
+
+
+def _with_relu(graph: fx.GraphModule, conv: Convolution) -> Change | None:
+    """Convolution + bias (+ another tensor) + ReLU as one kernel of cuDNN."""
+    how = conv.stride, conv.padding, conv.dilation, conv.groups
+    relu, adds = only_user(conv.node, aten.relu.default), added(conv.node)
+    gone = [conv.node]
+    if relu is None and adds is not None:
+        relu = only_user(adds[0], aten.relu.default)
+        gone.append(adds[0])
+    if relu is None:
+        return None
+    gone.append(relu)
+    names = tuple(node.name for node in gone)
+    if adds is None:
+        args: tuple[Any, ...] = conv.x, conv.weight_node, conv.bias_node, *how
+        replace(graph, relu, aten.cudnn_convolution_relu.default, args)
+    else:
+        args = conv.x, conv.weight_node, adds[1], 1.0, conv.bias_node, *how
+        replace(graph, relu, aten.cudnn_convolution_add_relu.default, args)
+    forget(graph, *reversed(gone))
+    return Change(f"convolution{', sum' if adds else ''} and relu by cuDNN", names)
+
+
+def _depthwise(graph: fx.GraphModule, conv: Convolution) -> Change | None:
+    """A filter for each channel, with bias and activation, by a kernel of ours."""
+    channels, inputs_each, height, width = conv.weight.shape
+    if inputs_each != 1 or conv.groups != channels or conv.dilation != [1, 1]:
+        return None
+    if height * width > LARGEST_WINDOW or not _kernels_work(conv):
+        return None
+    user, activation = _following(conv.node)
+    # The channels of a tap side by side, as those of an image.
+    weight = conv.weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)
+    shown = add_constant(graph, weight, conv.node)
+    gone = [conv.node] if user is None else [conv.node, user]
+    names = tuple(node.name for node in gone)
+    args = conv.x, shown, conv.bias_node, conv.stride, conv.padding, activation
+    replace(graph, gone[-1], torch.ops.graphwright.depthwise_conv2d.default, args)
+    forget(graph, *reversed(gone))
+    return Change("depthwise convolution" + (f" and {activation}" if user else ""), names)
+
+
+def _pointwise(graph: fx.GraphModule, conv: Convolution) -> Change | None:
+    """A convolution of single pixels with its bias alone, as a linear layer.
+
+    PyTorch adds a convolution's bias in a pass of its own. In half precision: cuDNN may compute
+    float32 in TF32, cuBLAS not.
+    """
+    if conv.bias_node is None or conv.weight.dtype not in HALVES or conv.groups != 1:
+        return None
+    if list(conv.weight.shape[2:]) != [1, 1] or conv.stride != [1, 1] or any(conv.padding):
+        return None
+    if added(conv.node) is not None or _following(conv.node)[0] is not None:
+        return None
+    result, x = value_of(conv.node), value_of(conv.x)
+    assert result is not None
+    assert x is not None
+    images, outputs, height, width = result.shape
+    weight = add_constant(graph, conv.weight.flatten(1), conv.node)
+    call, name = graph.graph.call_function, conv.node.name
+    with graph.graph.inserting_before(conv.node):
+        pixels = call(aten.permute.default, (conv.x, [0, 2, 3, 1]))
+        rows = call(aten.reshape.default, (pixels, [-1, x.shape[1]]))
+        rows.meta["val"] = x.new_empty((images * height * width, x.shape[1]))
+        product = call(aten.linear.default, (rows, weight, conv.bias_node))
+        product.meta["val"] = result.new_empty((images * height * width, outputs))
+        pixels = call(aten.view.default, (product, [images, height, width, outputs]))
+    replace(graph, conv.node, aten.permute.default, (pixels, [0, 3, 1, 2]))
+    return Change("convolution of single pixels as a linear layer", (name,))
+
+
+def _with_kernel(graph: fx.GraphModule, conv: Convolution) -> Change | None:
+    """A convolution without its bias; that, a sum and an activation in one pass over memory."""
+    if conv.bias_node is None or not _kernels_work(conv):
+        return None
+    adds = added(conv.node)
+    end, other = (conv.node, None) if adds is None else adds
+    user, activation = _following(end)
+    gone = list(dict.fromkeys([conv.node, end, end if user is None else user]))
+    names = tuple(node.name for node in gone)
+    args = (without_bias(graph, conv), conv.bias_node, other, activation)
+    replace(graph, gone[-1], torch.ops.graphwright.channel_activation.default, args)
+    forget(graph, *reversed(gone))
+    what = "bias" + (", sum" if other is not None else "")
+    return Change(what + (f" and {activation}" if user is not None else ""), names)
+
+
+def _following(node: fx.Node) -> tuple[fx.Node | None, str]:
+    """The activation that is a node's only use, and its name in our kernels."""
+    user = only_user(node, *_KERNELS)
+    name = None if user is None else _activation_of(user)
+    return (None, "none") if name is None else (user, name)
+
+
+def _kernels_work(conv: Convolution) -> bool:
+    """Whether it will run in channels_last, as our kernels have to have it."""
+    if conv.bias is not None and conv.bias.dtype != conv.weight.dtype:
+        return False
+    last = conv.weight.is_contiguous(memory_format=torch.channels_last)
+    return last and wants_channels_last(conv.weight)
+
+
+_KERNELS: dict[Any, str] = {
+    aten.relu.default: "relu",
+    aten.relu6.default: "relu6",
+    aten.hardswish.default: "hardswish",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten.silu.default: "silu",
+    aten.gelu.default: "gelu",
+    aten.hardtanh.default: "relu6",
+}
+
+
+def _activation_of(node: fx.Node) -> str | None:
+    """The name of an activation that our kernel has."""
+    given = arguments(node)
+    if is_op(node, aten.hardtanh.default) and (given["min_val"], given["max_val"]) != (0, 6):
+        return None
+    if is_op(node, aten.gelu.default) and given["approximate"] == "tanh":
+        return "gelu_tanh"
+    return _KERNELS[node.target]
+
+
+def _cudnn_works(conv: Convolution) -> bool:
+    return (
+        conv.weight.is_cuda
+        and conv.weight.dtype in (torch.float16, torch.bfloat16, torch.float32)
+        and torch.version.hip is None
+        and torch.backends.cudnn.is_available()
+        and torch.backends.cudnn.enabled
+    )
+
+
+def _epilogues(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Convolutions with what follows them."""
+    return (by_onednn if device.type == "cpu" else on_gpu)(graph, device)
+
+
+EPILOGUES = Pass("convolutions", _epilogues)

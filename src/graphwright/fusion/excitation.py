@@ -1,0 +1,77 @@
+"""Squeeze and excitation: a mean of each channel, and a factor for each."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from .convolutions import convolution_of, forget, without_bias
+from .layout import wants_channels_last
+from .nodes import arguments, calls, inputs, is_op, only_user, replace, value_of
+from .passes import Change, Pass
+
+aten = torch.ops.aten
+
+_GATES: dict[Any, str] = {
+    aten.sigmoid.default: "sigmoid",
+    aten.hardsigmoid.default: "hardsigmoid",
+}
+
+
+def _means(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """The mean of each channel of images that are in channels_last."""
+    found = []
+    for node in calls(graph, aten.adaptive_avg_pool2d.default, aten.mean.dim):
+        x, result = value_of(inputs(node)[0]), value_of(node)
+        if x is None or result is None or x.dim() != 4 or not wants_channels_last(x):
+            continue
+        if not x.numel() or tuple(result.shape) != (*x.shape[:2], 1, 1) or x.dtype != result.dtype:
+            continue
+        if is_op(node, aten.mean.dim) and {d % 4 for d in arguments(node)["dim"] or ()} != {2, 3}:
+            continue
+        name = node.name
+        replace(graph, node, torch.ops.graphwright.channel_mean.default, (inputs(node)[0],))
+        found.append(Change("mean of each channel", (name,)))
+    return found
+
+
+def _gates(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """An image times sigmoid(a factor a channel), with the bias of what makes the factors."""
+    found = []
+    for node in calls(graph, aten.mul.Tensor):
+        for x, gate in (inputs(node)[:2], inputs(node)[1::-1]):
+            change = _gated(graph, node, x, gate)
+            if change is not None:
+                found.append(change)
+                break
+    return found
+
+
+def _gated(graph: fx.GraphModule, node: fx.Node, x: Any, gate: Any) -> Change | None:
+    image, factor, result = value_of(x), value_of(gate), value_of(node)
+    if image is None or factor is None or result is None or only_user(gate) is not node:
+        return None
+    if not is_op(gate, *_GATES) or image.dim() != 4 or not wants_channels_last(image):
+        return None
+    if factor.shape != (*image.shape[:2], 1, 1) or image.shape != result.shape:
+        return None
+    if not image.dtype == factor.dtype == result.dtype or not image.numel():
+        return None
+    source = inputs(gate)[0]
+    gone, bias = [gate, node], None
+    conv = convolution_of(graph, source)
+    alone = conv is not None and only_user(source) is gate
+    if conv is not None and alone and conv.bias is not None and conv.bias.dtype == image.dtype:
+        gone, bias = [source, *gone], conv.bias_node
+        source = without_bias(graph, conv)
+    names = tuple(each.name for each in gone)
+    args = x, source, bias, _GATES[gate.target]
+    replace(graph, node, torch.ops.graphwright.channel_gate.default, args)
+    forget(graph, *reversed(gone))
+    return Change("a factor a channel" + (" with its bias" if bias is not None else ""), names)
+
+
+MEANS = Pass("channel_means", _means, devices=("cuda",))
+CHANNEL_GATES = Pass("channel_gates", _gates, devices=("cuda",))
