@@ -99,6 +99,11 @@ def _channels(
     return x, _new(channels, dtype=dtype), other if sum_ else None, activation
 
 
+def _pixels(count: int, channels: int, size: int, dtype: torch.dtype) -> Args:
+    x = _new(count, channels, size, size, dtype=dtype)
+    return (x.to(memory_format=torch.channels_last),)
+
+
 def large_cases(nbytes: int) -> Iterator[Case]:
     """Each operator in each dtype, its inputs of so many bytes."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -124,6 +129,9 @@ def large_cases(nbytes: int) -> Iterator[Case]:
                    "hardswish", sum_=False)  # fmt: skip
         yield case("channel_activation sum relu", _channels, pictures, 64, side, dtype,
                    "relu", sum_=True)  # fmt: skip
+        few = 14 if nbytes >= LARGE else 4
+        thumbnails = math.ceil(count / (256 * few**2))
+        yield case("channel_mean 256", _pixels, thumbnails, 256, few, dtype)
         length = 1024 if nbytes >= LARGE else 32
         batch = max(1, count // length**2)
         yield case("masked_softmax 1024", _attention, batch, 1, length, dtype, causal=True)
@@ -158,6 +166,9 @@ def model_cases(*, quick: bool) -> Iterator[Case]:
             yield case("resnet" if activation == "relu" else "mobilenet", "channel_activation",
                        _channels, batch, channels, 4 if quick else size, half, activation,
                        sum_=activation == "relu")  # fmt: skip
+        for channels, size in ((72, 28), (672, 14), (960, 7)):
+            size = 4 if quick else size
+            yield case("mobilenet", "channel_mean", _pixels, batch, channels, size, half)
         for last in (False, True):
             yield case(
                 "resnet", "relu_max_pool2d", _images, batch, 8 if quick else 112, half, last=last

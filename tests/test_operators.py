@@ -42,6 +42,7 @@ HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALVES, torch.float64]
 SHAPES = [(1,), (3, 1), (5, 3), (2, 3, 129), (3, 1000), (4, 768)]
 IMAGES = [(1, 2, 7, 7), (2, 3, 9, 12), (2, 1, 5, 5), (1, 65, 8, 6)]
+THIN = [(2, 17, 1, 9), (3, 3, 8, 1), (2, 8, 1, 1), (1, 65, 2, 1), (1, 1, 3, 3)]
 WINDOWS = [
     (3, 2, 1),
     (2, None, 0),
@@ -50,6 +51,12 @@ WINDOWS = [
     *[((2, k), (3, 2), (1, p)) for k in range(1, 6) for p in range(k // 2 + 1)],
 ]
 LAST = torch.channels_last
+OF_CHANNELS = ["channel_mean"]
+
+
+def in_steps(x: torch.Tensor) -> torch.Tensor:
+    """Numbers that sum up exactly in any order: the interpreter adds one after the other."""
+    return (x * 64).round() / 64
 
 
 def of_names(name: str, shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
@@ -65,6 +72,9 @@ def of_names(name: str, shape: tuple[int, ...], **options: Any) -> tuple[Any, ..
         shape = shape if len(shape) == 4 else (0 if 0 in shape else 1, 3, 6, 7)
         x, other = (new(*shape).to(memory_format=LAST) for _ in range(2))
         return x, new(shape[1]), other, "silu"
+    if name in OF_CHANNELS:
+        shape = shape if len(shape) == 4 else (0 if 0 in shape else 1, 3, 6, 7)
+        return (in_steps(new(*shape)).to(memory_format=LAST),)
     x, width = new(*shape), shape[-1]
     if name == "add_layer_norm":
         return x, new(*shape), new(width), new(width), 1e-5
@@ -137,7 +147,8 @@ def expected(device: torch.device, name: str, applies: bool) -> list[str]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "name", [n for n in NAMES if n not in ("relu_max_pool2d", "channel_activation")]
+    "name",
+    [n for n in NAMES if n not in ("relu_max_pool2d", "channel_activation", *OF_CHANNELS)],
 )
 def test_values_of_any_size(
     name: str, dtype: torch.dtype, device: torch.device, launches: list[str]
@@ -199,6 +210,20 @@ def test_other_arguments_of_channels_are_the_references(
     with pytest.raises(ValueError, match="not one of none, relu"):
         fused.channel_activation(x, bias, None, "softmax")
     assert launches == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_means_of_channels(dtype: torch.dtype, device: torch.device, launches: list[str]) -> None:
+    for shape in (*IMAGES, *THIN, (1, 72, 15, 20), (2, 40, 33, 33)):
+        for form in (LAST, torch.contiguous_format):
+            for value in (0.0, torch.nan, torch.inf, -torch.inf):
+                x = in_steps(torch.randn(shape, dtype=dtype, device=device))
+                x = x.to(memory_format=form)
+                x[0, -1, -1, 0] = value
+                launches.clear()
+                as_near_as_eager("channel_mean", (x,))
+                takes = dtype is not torch.float64 and not x.is_contiguous()
+                assert launches == expected(device, "channel_mean", takes)
 
 
 def test_a_pool_of_one_image_without_a_batch(device: torch.device) -> None:
@@ -367,6 +392,8 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("relu_max_pool2d", (X[None, None], 2, 2, 2)),
     ("relu_max_pool2d", (X[None, None], 5)),
     ("relu_max_pool2d", (X[None, None].bool(), 2)),
+    ("channel_mean", (X,)),
+    ("channel_mean", (X[None, None].int(),)),
     ("masked_softmax", (X, torch.ones(3, dtype=torch.bool), 1.0)),
     ("masked_softmax", (X, X, 1.0)),
 ]

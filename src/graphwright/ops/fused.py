@@ -13,6 +13,8 @@ from .activations import bias_gelu as bias_gelu
 from .activations import bias_silu as bias_silu
 from .activations import channel_activation as channel_activation
 from .activations import swiglu as swiglu
+from .channels import MEAN
+from .channels import channel_mean as channel_mean
 from .defining import FusedOperator
 from .norms import LAYER_NORM, RMS_NORM
 from .norms import add_layer_norm as add_layer_norm
@@ -30,6 +32,7 @@ OPERATORS: dict[str, FusedOperator] = {
         BIAS_GELU,
         BIAS_SILU,
         CHANNELS,
+        MEAN,
         SWIGLU,
         POOL,
         MASKED_SOFTMAX,

@@ -64,6 +64,11 @@ def channel_activation(
     return result
 
 
+def channel_mean(x: torch.Tensor) -> torch.Tensor:
+    """The mean of each channel of each image."""
+    return x.mean((2, 3), keepdim=True)
+
+
 def bias_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """SiLU of x + bias."""
     return F.silu(x + bias)

@@ -1,0 +1,77 @@
+"""channel_mean: the pixels of a few channels a program."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .sizes import PROGRAMS, aligned, power_of_two
+
+
+@triton.jit
+def known_multiple(number, FACTOR: tl.constexpr):
+    """A number that the factor divides, written so that the compiler sees that it does."""
+    return number // FACTOR * FACTOR
+
+
+@triton.jit
+def mean_kernel(
+    x,
+    result,
+    channels,
+    pixels,
+    ALIGNED: tl.constexpr,
+    STEPS: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """The means of some channels of one image, so many pixels at a time."""
+    channels = known_multiple(channels, ALIGNED)
+    groups = tl.cdiv(channels, CHANNELS)
+    channel = (tl.program_id(0) % groups) * CHANNELS + tl.arange(0, CHANNELS)
+    image = (tl.program_id(0) // groups).to(tl.int64)
+    known = channel < channels
+    x += image * pixels * channels
+    total = tl.zeros((PIXELS, CHANNELS), tl.float32)
+    for step in range(STEPS):
+        pixel = (step * PIXELS + tl.arange(0, PIXELS))[:, None]
+        inside = (pixel < pixels) & known[None, :]
+        value = tl.load(x + pixel * channels + channel[None, :], mask=inside, other=0.0)
+        total += value.to(tl.float32)
+    mean = tl.sum(total, axis=0) / pixels
+    tl.store(result + image * channels + channel, mean.to(result.dtype.element_ty), mask=known)
+
+
+def mean_block(images: int, channels: int, pixels: int, itemsize: int) -> tuple[int, int, int]:
+    """Pixels at a time and channels of a program, and its warps."""
+    # A sector of memory, so that there are many programs; more of them where there are enough.
+    block = min(power_of_two(channels), 32 // itemsize)
+    while block < min(channels, 128 // itemsize) and (
+        images * triton.cdiv(channels, 2 * block) >= 4 * PROGRAMS
+    ):
+        block *= 2
+    # All at once where they are 32 KiB or less: what is under way is not waited for in turns.
+    together = min(power_of_two(pixels), 32768 // itemsize // block)
+    return together, block, min(16, max(1, together * block * itemsize // 1024))
+
+
+def channel_mean(x: torch.Tensor) -> torch.Tensor:
+    """The means of channels_last images, contiguous."""
+    images, channels, height, width = x.shape
+    result = torch.empty((images, channels, 1, 1), dtype=x.dtype, device=x.device)
+    together, block, warps = mean_block(images, channels, height * width, x.dtype.itemsize)
+    mean_kernel[(images * triton.cdiv(channels, block),)](
+        x,
+        result,
+        channels,
+        height * width,
+        ALIGNED=aligned(channels, x.dtype.itemsize),
+        STEPS=triton.cdiv(height * width, together),
+        PIXELS=together,
+        CHANNELS=block,
+        num_warps=warps,
+    )
+    return result
