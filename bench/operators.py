@@ -104,6 +104,11 @@ def _pixels(count: int, channels: int, size: int, dtype: torch.dtype) -> Args:
     return (x.to(memory_format=torch.channels_last),)
 
 
+def _gated(count: int, channels: int, size: int, dtype: torch.dtype, activation: str) -> Args:
+    gate = _new(count, channels, 1, 1, dtype=dtype)
+    return *_pixels(count, channels, size, dtype), gate, _new(channels, dtype=dtype), activation
+
+
 def large_cases(nbytes: int) -> Iterator[Case]:
     """Each operator in each dtype, its inputs of so many bytes."""
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
@@ -132,6 +137,7 @@ def large_cases(nbytes: int) -> Iterator[Case]:
         few = 14 if nbytes >= LARGE else 4
         thumbnails = math.ceil(count / (256 * few**2))
         yield case("channel_mean 256", _pixels, thumbnails, 256, few, dtype)
+        yield case("channel_gate sigmoid", _gated, thumbnails, 256, few, dtype, "sigmoid")
         length = 1024 if nbytes >= LARGE else 32
         batch = max(1, count // length**2)
         yield case("masked_softmax 1024", _attention, batch, 1, length, dtype, causal=True)
@@ -169,6 +175,8 @@ def model_cases(*, quick: bool) -> Iterator[Case]:
         for channels, size in ((72, 28), (672, 14), (960, 7)):
             size = 4 if quick else size
             yield case("mobilenet", "channel_mean", _pixels, batch, channels, size, half)
+            yield case("mobilenet", "channel_gate", _gated, batch, channels, size, half,
+                       "hardsigmoid")  # fmt: skip
         for last in (False, True):
             yield case(
                 "resnet", "relu_max_pool2d", _images, batch, 8 if quick else 112, half, last=last

@@ -51,7 +51,7 @@ WINDOWS = [
     *[((2, k), (3, 2), (1, p)) for k in range(1, 6) for p in range(k // 2 + 1)],
 ]
 LAST = torch.channels_last
-OF_CHANNELS = ["channel_mean"]
+OF_CHANNELS = ["channel_gate", "channel_mean"]
 
 
 def in_steps(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,9 @@ def of_names(name: str, shape: tuple[int, ...], **options: Any) -> tuple[Any, ..
         return x, new(shape[1]), other, "silu"
     if name in OF_CHANNELS:
         shape = shape if len(shape) == 4 else (0 if 0 in shape else 1, 3, 6, 7)
-        return (in_steps(new(*shape)).to(memory_format=LAST),)
+        x = in_steps(new(*shape)).to(memory_format=LAST)
+        more = {"channel_gate": (new(*shape[:2], 1, 1), new(shape[1]), "sigmoid")}
+        return x, *more.get(name, ())
     x, width = new(*shape), shape[-1]
     if name == "add_layer_norm":
         return x, new(*shape), new(width), new(width), 1e-5
@@ -224,6 +226,39 @@ def test_means_of_channels(dtype: torch.dtype, device: torch.device, launches: l
                 as_near_as_eager("channel_mean", (x,))
                 takes = dtype is not torch.float64 and not x.is_contiguous()
                 assert launches == expected(device, "channel_mean", takes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_gates_of_channels(
+    activation: str, dtype: torch.dtype, device: torch.device, launches: list[str]
+) -> None:
+    for shape in (*IMAGES, *THIN, (2, 72, 5, 9)):
+        for form in (LAST, torch.contiguous_format):
+            x = torch.randn(shape, dtype=dtype, device=device)
+            x.view(-1)[::13], x.view(-1)[1::17] = torch.nan, torch.inf
+            gate = torch.randn(*shape[:2], 1, 1, dtype=dtype, device=device)
+            gate[0, 0] = -torch.inf
+            bias = torch.randn(shape[1], dtype=dtype, device=device)
+            x, gate = x.to(memory_format=form), gate.to(memory_format=form)
+            for args in ((x, gate + 1, bias, activation), (x, gate + 1, None, activation)):
+                launches.clear()
+                as_near_as_eager("channel_gate", args)
+                takes = dtype is not torch.float64 and not x.is_contiguous()
+                assert launches == expected(device, "channel_gate", takes)
+
+
+def test_other_gates_are_the_references(device: torch.device, launches: list[str]) -> None:
+    x = torch.randn(2, 3, 4, 5, device=device).to(memory_format=LAST)
+    gate, bias = torch.randn(2, 3, 1, 1, device=device), torch.randn(3, device=device)
+    as_near_as_eager("channel_gate", (x, gate[:1], bias, "sigmoid"))
+    as_near_as_eager("channel_gate", (x, gate.double(), None, "sigmoid"))
+    as_near_as_eager("channel_gate", (x, gate.expand(2, 3, 4, 5), bias, "relu"))
+    as_near_as_eager("channel_gate", (x, gate.view(3, 2, 1, 1).transpose(0, 1), bias, "relu"))
+    as_near_as_eager("channel_gate", (x, gate, bias.double(), "none"))
+    with pytest.raises(ValueError, match="not one of none, relu"):
+        fused.channel_gate(x, gate, bias, "softmax")
+    assert launches == []
 
 
 def test_a_pool_of_one_image_without_a_batch(device: torch.device) -> None:
@@ -392,6 +427,8 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("relu_max_pool2d", (X[None, None], 2, 2, 2)),
     ("relu_max_pool2d", (X[None, None], 5)),
     ("relu_max_pool2d", (X[None, None].bool(), 2)),
+    ("channel_gate", (X[None, None], torch.ones(2, 2, 3, 3))),
+    ("channel_gate", (torch.ones(1, 3, 2, 2), torch.ones(1, 3, 1, 1), torch.ones(2))),
     ("channel_mean", (X,)),
     ("channel_mean", (X[None, None].int(),)),
     ("masked_softmax", (X, torch.ones(3, dtype=torch.bool), 1.0)),

@@ -6,7 +6,7 @@ import torch
 
 from . import reference
 from .defining import define
-from .layout import LIMIT, takes
+from .layout import LIMIT, is_row, takes
 
 
 def _is_last(x: torch.Tensor) -> bool:
@@ -16,18 +16,78 @@ def _is_last(x: torch.Tensor) -> bool:
     return x.is_contiguous(memory_format=torch.channels_last)
 
 
+def _gate_applies(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+) -> bool:
+    if activation not in reference.ACTIVATIONS or not _is_last(x):
+        return False
+    if (gate.dtype, gate.device, gate.shape) != (x.dtype, x.device, (*x.shape[:2], 1, 1)):
+        return False
+    if bias is not None and not is_row(bias, gate[..., 0, 0]):
+        return False
+    return gate.is_contiguous()
+
+
+def _launch_gate(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+) -> torch.Tensor:
+    from .kernels.channels import channel_gate
+
+    return channel_gate(x, gate, bias, activation)
+
+
 def _launch_mean(x: torch.Tensor) -> torch.Tensor:
     from .kernels.channels import channel_mean
 
     return channel_mean(x)
 
 
+GATE = define(
+    'channel_gate(Tensor x, Tensor gate, Tensor? bias=None, str activation="none") -> Tensor',
+    reference.channel_gate,
+    applies=_gate_applies,
+    launch=_launch_gate,
+)
 MEAN = define(
     "channel_mean(Tensor x) -> Tensor",
     reference.channel_mean,
     applies=_is_last,
     launch=_launch_mean,
 )
+
+
+def channel_gate(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+) -> torch.Tensor:
+    """X times an activation of gate + bias: what squeeze-and-excitation ends with.
+
+    The kernel takes float32, float16 and bfloat16, with x in channels_last, and computes in
+    float32 throughout, where PyTorch rounds the gate; all else is computed by its operations.
+
+    Args:
+        x: (N, C, H, W).
+        gate: (N, C, 1, 1), or anything that x * gate takes.
+        bias: (C,), or None for zeros.
+        activation: as `channel_activation` has them.
+
+    Returns:
+        As x in shape and dtype.
+
+    Raises:
+        RuntimeError: where x * (gate + bias.view(-1, 1, 1)) raises it.
+        ValueError: there is no such activation.
+    """
+    result: torch.Tensor = torch.ops.graphwright.channel_gate.default(x, gate, bias, activation)
+    return result
 
 
 def channel_mean(x: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,8 @@ from .activations import bias_gelu as bias_gelu
 from .activations import bias_silu as bias_silu
 from .activations import channel_activation as channel_activation
 from .activations import swiglu as swiglu
-from .channels import MEAN
+from .channels import GATE, MEAN
+from .channels import channel_gate as channel_gate
 from .channels import channel_mean as channel_mean
 from .defining import FusedOperator
 from .norms import LAYER_NORM, RMS_NORM
@@ -32,6 +33,7 @@ OPERATORS: dict[str, FusedOperator] = {
         BIAS_GELU,
         BIAS_SILU,
         CHANNELS,
+        GATE,
         MEAN,
         SWIGLU,
         POOL,

@@ -1,4 +1,4 @@
-"""channel_mean: the pixels of a few channels a program."""
+"""channel_mean: the pixels of a few channels a program; channel_gate: a tile of one image."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
@@ -8,7 +8,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .sizes import PROGRAMS, aligned, power_of_two
+from .activations import activated
+from .sizes import PROGRAMS, aligned, power_of_two, tile
 
 
 @triton.jit
@@ -45,6 +46,40 @@ def mean_kernel(
     tl.store(result + image * channels + channel, mean.to(result.dtype.element_ty), mask=known)
 
 
+@triton.jit
+def gate_kernel(
+    x,
+    gate,
+    bias,
+    result,
+    channels,
+    pixels,
+    BIAS: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """A tile of one image, times an activation of gate + bias."""
+    channels = known_multiple(channels, ALIGNED)
+    across = tl.cdiv(channels, CHANNELS)
+    down = tl.cdiv(pixels, PIXELS)
+    channel = ((tl.program_id(0) % across) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    number = tl.program_id(0) // across
+    image = (number // down).to(tl.int64)
+    pixel = ((number % down) * PIXELS + tl.arange(0, PIXELS))[:, None]
+    known = channel < channels
+    inside = (pixel < pixels) & known
+    place = image * pixels * channels + (pixel * channels + channel)
+    # Before the gate is computed, so that they are under way meanwhile.
+    value = tl.load(x + place, mask=inside, eviction_policy="evict_first").to(tl.float32)
+    factor = tl.load(gate + image * channels + channel, mask=known).to(tl.float32)
+    if BIAS:
+        factor += tl.load(bias + channel, mask=known, eviction_policy="evict_last").to(tl.float32)
+    value = value * activated(factor, ACTIVATION, result.dtype.element_ty != tl.float32)
+    tl.store(result + place, value.to(result.dtype.element_ty), mask=inside)
+
+
 def mean_block(images: int, channels: int, pixels: int, itemsize: int) -> tuple[int, int, int]:
     """Pixels at a time and channels of a program, and its warps."""
     # A sector of memory, so that there are many programs; more of them where there are enough.
@@ -73,5 +108,32 @@ def channel_mean(x: torch.Tensor) -> torch.Tensor:
         PIXELS=together,
         CHANNELS=block,
         num_warps=warps,
+    )
+    return result
+
+
+def channel_gate(
+    x: torch.Tensor, gate: torch.Tensor, bias: torch.Tensor | None, activation: str
+) -> torch.Tensor:
+    """Images in channels_last, times an activation of gate + bias."""
+    images, channels, height, width = x.shape
+    pixels = height * width
+    result = torch.empty_like(x)
+    # A tile that reached into the next image would need two gates.
+    rows, columns = tile(images * pixels, channels)
+    rows = min(rows, power_of_two(pixels))
+    gate_kernel[(images * triton.cdiv(pixels, rows) * triton.cdiv(channels, columns),)](
+        x,
+        gate,
+        bias,
+        result,
+        channels,
+        pixels,
+        BIAS=bias is not None,
+        ACTIVATION=activation,
+        ALIGNED=aligned(channels, x.dtype.itemsize),
+        PIXELS=rows,
+        CHANNELS=columns,
+        num_warps=4,
     )
     return result
