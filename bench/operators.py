@@ -89,6 +89,11 @@ def _images(count: int, size: int, dtype: torch.dtype, *, last: bool) -> Args:
     return _new(count, 64, size, size, dtype=dtype).to(memory_format=form), 3, 2, 1
 
 
+def _halved(count: int, channels: int, size: int, dtype: torch.dtype) -> Args:
+    """Images in channels_last whose pool is to be contiguous."""
+    return *_pixels(count, channels, size, dtype), 2, 2, 0, True
+
+
 def _channels(
     count: int, channels: int, size: int, dtype: torch.dtype, activation: str, *, sum_: bool
 ) -> Args:
@@ -145,6 +150,7 @@ def large_cases(nbytes: int) -> Iterator[Case]:
         images = math.ceil(count / (64 * size**2))
         yield case("relu_max_pool2d contiguous", _images, images, size, dtype, last=False)
         yield case("relu_max_pool2d channels_last", _images, images, size, dtype, last=True)
+        yield case("relu_max_pool2d to contiguous", _halved, images, 64, size, dtype)
 
 
 def model_cases(*, quick: bool) -> Iterator[Case]:
@@ -177,6 +183,8 @@ def model_cases(*, quick: bool) -> Iterator[Case]:
             yield case("mobilenet", "channel_mean", _pixels, batch, channels, size, half)
             yield case("mobilenet", "channel_gate", _gated, batch, channels, size, half,
                        "hardsigmoid")  # fmt: skip
+        yield case("classifier", "relu_max_pool2d", _halved, 8 * batch, 64, 8 if quick else 56,
+                   torch.float32)  # fmt: skip
         for last in (False, True):
             yield case(
                 "resnet", "relu_max_pool2d", _images, batch, 8 if quick else 112, half, last=last

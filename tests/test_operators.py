@@ -179,6 +179,9 @@ def test_pools_are_the_references_exactly(
                 right = plainly("relu_max_pool2d", x, *window)
                 torch.testing.assert_close(result, right, rtol=0, atol=0, equal_nan=True)
                 assert shape[1] == 1 or result.stride() == right.stride()
+                mine = fused.relu_max_pool2d(x, *window, contiguous=True)
+                torch.testing.assert_close(mine, right, rtol=0, atol=0, equal_nan=True)
+                assert mine.stride() == right.clone(memory_format=torch.contiguous_format).stride()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -246,6 +249,19 @@ def test_gates_of_channels(
                 as_near_as_eager("channel_gate", args)
                 takes = dtype is not torch.float64 and not x.is_contiguous()
                 assert launches == expected(device, "channel_gate", takes)
+
+
+def test_pools_to_contiguous_of_many_sizes(device: torch.device, launches: list[str]) -> None:
+    for shape in ((2, 3, 7, 8), (1, 17, 24, 30), (3, 65, 2, 2), (2, 40, 2, 9), (1, 8, 9, 1)):
+        for window in ((2, 2, 0), (3, 2, 1), (1, 1, 0)):
+            if shape[-1] + 2 * window[2] < window[0]:
+                continue
+            x = torch.randn(shape, device=device).to(memory_format=LAST)
+            args = x, *window, True
+            launches.clear()
+            as_near_as_eager("relu_max_pool2d", args)
+            assert launches == expected(device, "relu_max_pool2d", True)
+    assert fused.relu_max_pool2d(x, 1, contiguous=True).is_contiguous()
 
 
 def test_other_gates_are_the_references(device: torch.device, launches: list[str]) -> None:
@@ -458,6 +474,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
     if name == "relu_max_pool2d":
         x = args[0].detach().to(memory_format=LAST).requires_grad_()
         torch.library.opcheck(operator, (x, *args[1:]))
+        torch.library.opcheck(operator, (x, *args[1:], True))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -99,14 +99,24 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def relu_max_pool2d(
-    x: torch.Tensor, kernel_size: Pair, stride: Pair = (), padding: Pair = 0
+    x: torch.Tensor,
+    kernel_size: Pair,
+    stride: Pair = (),
+    padding: Pair = 0,
+    contiguous: bool = False,
 ) -> torch.Tensor:
     """The pool of ReLU."""
-    return torch.max_pool2d(F.relu(x), kernel_size, stride, padding)
+    result = torch.max_pool2d(F.relu(x), kernel_size, stride, padding)
+    # contiguous() would leave the strides of planes of one pixel to the input's format.
+    return result.clone(memory_format=torch.contiguous_format) if contiguous else result
 
 
 def max_pool2d_relu(
-    x: torch.Tensor, kernel_size: Pair, stride: Pair = (), padding: Pair = 0
+    x: torch.Tensor,
+    kernel_size: Pair,
+    stride: Pair = (),
+    padding: Pair = 0,
+    contiguous: bool = False,
 ) -> torch.Tensor:
     """The same values with less work: ReLU is monotonic, and both hand on NaN.
 
@@ -114,7 +124,8 @@ def max_pool2d_relu(
     """
     if not x.is_floating_point():
         return relu_max_pool2d(x, kernel_size, stride, padding)  # It says what is wrong.
-    return F.relu(torch.max_pool2d(x, kernel_size, stride, padding))
+    result = torch.max_pool2d(x, kernel_size, stride, padding)
+    return F.relu(result.contiguous() if contiguous else result)
 
 
 def masked_softmax(

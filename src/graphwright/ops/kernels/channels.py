@@ -9,13 +9,8 @@ import triton
 import triton.language as tl
 
 from .activations import activated
+from .alignment import known_multiple
 from .sizes import PROGRAMS, aligned, power_of_two, tile
-
-
-@triton.jit
-def known_multiple(number, FACTOR: tl.constexpr):
-    """A number that the factor divides, written so that the compiler sees that it does."""
-    return number // FACTOR * FACTOR
 
 
 @triton.jit
