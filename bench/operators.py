@@ -89,6 +89,10 @@ def _images(count: int, size: int, dtype: torch.dtype, *, last: bool) -> Args:
     return _new(count, 64, size, size, dtype=dtype).to(memory_format=form), 3, 2, 1
 
 
+def _planes(count: int, channels: int, size: int, dtype: torch.dtype) -> Args:
+    return (_new(count, channels, size, size, dtype=dtype),)
+
+
 def _halved(count: int, channels: int, size: int, dtype: torch.dtype) -> Args:
     """Images in channels_last whose pool is to be contiguous."""
     return *_pixels(count, channels, size, dtype), 2, 2, 0, True
@@ -143,6 +147,7 @@ def large_cases(nbytes: int) -> Iterator[Case]:
         thumbnails = math.ceil(count / (256 * few**2))
         yield case("channel_mean 256", _pixels, thumbnails, 256, few, dtype)
         yield case("channel_gate sigmoid", _gated, thumbnails, 256, few, dtype, "sigmoid")
+        yield case("to_channels_last 64", _planes, pictures, 64, side, dtype)
         length = 1024 if nbytes >= LARGE else 32
         batch = max(1, count // length**2)
         yield case("masked_softmax 1024", _attention, batch, 1, length, dtype, causal=True)
@@ -183,6 +188,9 @@ def model_cases(*, quick: bool) -> Iterator[Case]:
             yield case("mobilenet", "channel_mean", _pixels, batch, channels, size, half)
             yield case("mobilenet", "channel_gate", _gated, batch, channels, size, half,
                        "hardsigmoid")  # fmt: skip
+        yield case("classifier", "to_channels_last", _planes, 8 * batch, 32, 8 if quick else 56,
+                   torch.float32)  # fmt: skip
+        yield case("resnet", "to_channels_last", _planes, 4 * batch, 3, 8 if quick else 224, half)
         yield case("classifier", "relu_max_pool2d", _halved, 8 * batch, 64, 8 if quick else 56,
                    torch.float32)  # fmt: skip
         for last in (False, True):

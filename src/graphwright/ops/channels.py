@@ -1,4 +1,4 @@
-"""Images channel by channel: what squeeze-and-excitation takes of them, and does to them."""
+"""Images by channels: what squeeze-and-excitation takes of and does to them, and their layout."""
 
 from __future__ import annotations
 
@@ -14,6 +14,13 @@ def _is_last(x: torch.Tensor) -> bool:
     if not takes(x) or x.dim() != 4 or x.numel() >= LIMIT or x.is_contiguous():
         return False
     return x.is_contiguous(memory_format=torch.channels_last)
+
+
+def _is_first(x: torch.Tensor) -> bool:
+    """Whether kernels take x, and it is contiguous and not in channels_last."""
+    if not takes(x) or x.dim() != 4 or x.numel() >= LIMIT or not x.is_contiguous():
+        return False
+    return not x.is_contiguous(memory_format=torch.channels_last)
 
 
 def _gate_applies(
@@ -48,6 +55,12 @@ def _launch_mean(x: torch.Tensor) -> torch.Tensor:
     return channel_mean(x)
 
 
+def _launch_to_last(x: torch.Tensor) -> torch.Tensor:
+    from .kernels.channels import to_channels_last
+
+    return to_channels_last(x)
+
+
 GATE = define(
     'channel_gate(Tensor x, Tensor gate, Tensor? bias=None, str activation="none") -> Tensor',
     reference.channel_gate,
@@ -59,6 +72,12 @@ MEAN = define(
     reference.channel_mean,
     applies=_is_last,
     launch=_launch_mean,
+)
+TO_LAST = define(
+    "to_channels_last(Tensor x) -> Tensor",
+    reference.to_channels_last,
+    applies=_is_first,
+    launch=_launch_to_last,
 )
 
 
@@ -108,4 +127,22 @@ def channel_mean(x: torch.Tensor) -> torch.Tensor:
         RuntimeError: where x.mean((2, 3)) raises it.
     """
     result: torch.Tensor = torch.ops.graphwright.channel_mean.default(x)
+    return result
+
+
+def to_channels_last(x: torch.Tensor) -> torch.Tensor:
+    """A copy in channels_last, also of what is in it already.
+
+    The kernel takes contiguous float32, float16 and bfloat16; all else is copied by PyTorch.
+
+    Args:
+        x: (N, C, H, W).
+
+    Returns:
+        As x in shape, dtype and values.
+
+    Raises:
+        RuntimeError: x does not have four dimensions.
+    """
+    result: torch.Tensor = torch.ops.graphwright.to_channels_last.default(x)
     return result

@@ -88,6 +88,11 @@ def channel_gate(
     return x * _activated(gate, activation)
 
 
+def to_channels_last(x: torch.Tensor) -> torch.Tensor:
+    """The same images in channels_last, in memory of their own."""
+    return x.clone(memory_format=torch.channels_last)
+
+
 def bias_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """SiLU of x + bias."""
     return F.silu(x + bias)

@@ -1,4 +1,4 @@
-"""channel_mean: the pixels of a few channels a program; channel_gate: a tile of one image."""
+"""channel_mean: the pixels of a few channels a program; others: a tile of one image."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 
@@ -75,6 +75,43 @@ def gate_kernel(
     tl.store(result + place, value.to(result.dtype.element_ty), mask=inside)
 
 
+@triton.jit
+def to_last_kernel(
+    x,
+    result,
+    channels,
+    pixels,
+    CHANNELS_ALIGNED: tl.constexpr,
+    PIXELS_ALIGNED: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """A tile of one image: read along its pixels, written along its channels."""
+    channels = known_multiple(channels, CHANNELS_ALIGNED)
+    pixels = known_multiple(pixels, PIXELS_ALIGNED)
+    groups = tl.cdiv(channels, CHANNELS)
+    tiles = tl.cdiv(pixels, PIXELS)
+    channel = ((tl.program_id(0) % groups) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    pixel = ((tl.program_id(0) // groups % tiles) * PIXELS + tl.arange(0, PIXELS))[:, None]
+    begin = (tl.program_id(0) // groups // tiles).to(tl.int64) * pixels * channels
+    inside = (pixel < pixels) & (channel < channels)
+    value = tl.load(
+        x + begin + (channel * pixels + pixel), mask=inside, eviction_policy="evict_first"
+    )
+    tl.store(result + begin + (pixel * channels + channel), value, mask=inside)
+
+
+def transposed_tile(images: int, channels: int, pixels: int, itemsize: int) -> tuple[int, int]:
+    """Pixels and channels of a program, where one is read along pixels, written along channels."""
+    # A line of memory is written whole, and 8 KiB are 64 bytes a thread under way.
+    block = min(power_of_two(channels), 128 // itemsize)
+    run = min(power_of_two(pixels), 8192 // itemsize // block)
+    groups = images * triton.cdiv(channels, block)
+    while run * itemsize > 64 and groups * triton.cdiv(pixels, run) < PROGRAMS:
+        run //= 2
+    return run, block
+
+
 def mean_block(images: int, channels: int, pixels: int, itemsize: int) -> tuple[int, int, int]:
     """Pixels at a time and channels of a program, and its warps."""
     # A sector of memory, so that there are many programs; more of them where there are enough.
@@ -130,5 +167,25 @@ def channel_gate(
         PIXELS=rows,
         CHANNELS=columns,
         num_warps=4,
+    )
+    return result
+
+
+def to_channels_last(x: torch.Tensor) -> torch.Tensor:
+    """Contiguous images, copied into channels_last."""
+    images, channels, height, width = x.shape
+    pixels = height * width
+    result = torch.empty_like(x, memory_format=torch.channels_last)
+    run, block = transposed_tile(images, channels, pixels, x.dtype.itemsize)
+    to_last_kernel[(images * triton.cdiv(channels, block) * triton.cdiv(pixels, run),)](
+        x,
+        result,
+        channels,
+        pixels,
+        CHANNELS_ALIGNED=aligned(channels, x.dtype.itemsize),
+        PIXELS_ALIGNED=aligned(pixels, x.dtype.itemsize),
+        PIXELS=run,
+        CHANNELS=block,
+        num_warps=min(4, max(1, run * block * x.dtype.itemsize // 1024)),
     )
     return result
