@@ -93,6 +93,15 @@ def _images(count: int, size: int, dtype: torch.dtype, *, last: bool) -> Args:
     return _new(count, 64, size, size, dtype=dtype).to(memory_format=form), 3, 2, 1
 
 
+def _planes(count: int, channels: int, size: int, dtype: torch.dtype) -> Args:
+    return (_new(count, channels, size, size, dtype=dtype),)
+
+
+def _halved(count: int, channels: int, size: int, dtype: torch.dtype) -> Args:
+    """Images in channels_last whose pool is to be contiguous."""
+    return *_pixels(count, channels, size, dtype), 2, 2, 0, True
+
+
 def _channels(
     count: int, channels: int, size: int, dtype: torch.dtype, activation: str, *, sum_: bool
 ) -> Args:
@@ -101,6 +110,16 @@ def _channels(
         for _ in range(2)
     )
     return x, _new(channels, dtype=dtype), other if sum_ else None, activation
+
+
+def _pixels(count: int, channels: int, size: int, dtype: torch.dtype) -> Args:
+    x = _new(count, channels, size, size, dtype=dtype)
+    return (x.to(memory_format=torch.channels_last),)
+
+
+def _gated(count: int, channels: int, size: int, dtype: torch.dtype, activation: str) -> Args:
+    gate = _new(count, channels, 1, 1, dtype=dtype)
+    return *_pixels(count, channels, size, dtype), gate, _new(channels, dtype=dtype), activation
 
 
 def large_cases(nbytes: int) -> Iterator[Case]:
@@ -129,6 +148,11 @@ def large_cases(nbytes: int) -> Iterator[Case]:
                    "hardswish", sum_=False)  # fmt: skip
         yield case("channel_activation sum relu", _channels, pictures, 64, side, dtype,
                    "relu", sum_=True)  # fmt: skip
+        few = 14 if nbytes >= LARGE else 4
+        thumbnails = math.ceil(count / (256 * few**2))
+        yield case("channel_mean 256", _pixels, thumbnails, 256, few, dtype)
+        yield case("channel_gate sigmoid", _gated, thumbnails, 256, few, dtype, "sigmoid")
+        yield case("to_channels_last 64", _planes, pictures, 64, side, dtype)
         length = 1024 if nbytes >= LARGE else 32
         batch = max(1, count // length**2)
         yield case("masked_softmax 1024", _attention, batch, 1, length, dtype, causal=True)
@@ -136,6 +160,7 @@ def large_cases(nbytes: int) -> Iterator[Case]:
         images = math.ceil(count / (64 * size**2))
         yield case("relu_max_pool2d contiguous", _images, images, size, dtype, last=False)
         yield case("relu_max_pool2d channels_last", _images, images, size, dtype, last=True)
+        yield case("relu_max_pool2d to contiguous", _halved, images, 64, size, dtype)
 
 
 def model_cases(*, quick: bool) -> Iterator[Case]:
@@ -164,6 +189,16 @@ def model_cases(*, quick: bool) -> Iterator[Case]:
             yield case("resnet" if activation == "relu" else "mobilenet", "channel_activation",
                        _channels, batch, channels, 4 if quick else size, half, activation,
                        sum_=activation == "relu")  # fmt: skip
+        for channels, size in ((72, 28), (672, 14), (960, 7)):
+            size = 4 if quick else size
+            yield case("mobilenet", "channel_mean", _pixels, batch, channels, size, half)
+            yield case("mobilenet", "channel_gate", _gated, batch, channels, size, half,
+                       "hardsigmoid")  # fmt: skip
+        yield case("classifier", "to_channels_last", _planes, 8 * batch, 32, 8 if quick else 56,
+                   torch.float32)  # fmt: skip
+        yield case("resnet", "to_channels_last", _planes, 4 * batch, 3, 8 if quick else 224, half)
+        yield case("classifier", "relu_max_pool2d", _halved, 8 * batch, 64, 8 if quick else 56,
+                   torch.float32)  # fmt: skip
         for last in (False, True):
             yield case(
                 "resnet", "relu_max_pool2d", _images, batch, 8 if quick else 112, half, last=last

@@ -42,6 +42,7 @@ HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALVES, torch.float64]
 SHAPES = [(1,), (3, 1), (5, 3), (2, 3, 129), (3, 1000), (4, 768)]
 IMAGES = [(1, 2, 7, 7), (2, 3, 9, 12), (2, 1, 5, 5), (1, 65, 8, 6)]
+THIN = [(2, 17, 1, 9), (3, 3, 8, 1), (2, 8, 1, 1), (1, 65, 2, 1), (1, 1, 3, 3)]
 WINDOWS = [
     (3, 2, 1),
     (2, None, 0),
@@ -50,6 +51,12 @@ WINDOWS = [
     *[((2, k), (3, 2), (1, p)) for k in range(1, 6) for p in range(k // 2 + 1)],
 ]
 LAST = torch.channels_last
+OF_CHANNELS = ["channel_gate", "channel_mean", "to_channels_last"]
+
+
+def in_steps(x: torch.Tensor) -> torch.Tensor:
+    """Numbers that sum up exactly in any order: the interpreter adds one after the other."""
+    return (x * 64).round() / 64
 
 
 def of_names(name: str, shape: tuple[int, ...], **options: Any) -> tuple[Any, ...]:
@@ -65,6 +72,12 @@ def of_names(name: str, shape: tuple[int, ...], **options: Any) -> tuple[Any, ..
         shape = shape if len(shape) == 4 else (0 if 0 in shape else 1, 3, 6, 7)
         x, other = (new(*shape).to(memory_format=LAST) for _ in range(2))
         return x, new(shape[1]), other, "silu"
+    if name in OF_CHANNELS:
+        shape = shape if len(shape) == 4 else (0 if 0 in shape else 1, 3, 6, 7)
+        form = torch.contiguous_format if name == "to_channels_last" else LAST
+        x = in_steps(new(*shape)).to(memory_format=form)
+        more = {"channel_gate": (new(*shape[:2], 1, 1), new(shape[1]), "sigmoid")}
+        return x, *more.get(name, ())
     x, width = new(*shape), shape[-1]
     if name == "layer_norm":
         return x, new(width), new(width), 1e-5
@@ -139,7 +152,8 @@ def expected(device: torch.device, name: str, applies: bool) -> list[str]:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
-    "name", [n for n in NAMES if n not in ("relu_max_pool2d", "channel_activation")]
+    "name",
+    [n for n in NAMES if n not in ("relu_max_pool2d", "channel_activation", *OF_CHANNELS)],
 )
 def test_values_of_any_size(
     name: str, dtype: torch.dtype, device: torch.device, launches: list[str]
@@ -168,6 +182,11 @@ def test_pools_are_the_references_exactly(
                 right = plainly("relu_max_pool2d", x, *window)
                 torch.testing.assert_close(result, right, rtol=0, atol=0, equal_nan=True)
                 assert shape[1] == 1 or result.stride() == right.stride()
+                if window not in WINDOWS[:3]:
+                    continue
+                mine = fused.relu_max_pool2d(x, *window, contiguous=True)
+                torch.testing.assert_close(mine, right, rtol=0, atol=0, equal_nan=True)
+                assert mine.stride() == right.clone(memory_format=torch.contiguous_format).stride()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -200,6 +219,87 @@ def test_other_arguments_of_channels_are_the_references(
     as_near_as_eager("channel_activation", (x.flatten(2), bias, None, "relu"))
     with pytest.raises(ValueError, match="not one of none, relu"):
         fused.channel_activation(x, bias, None, "softmax")
+    assert launches == []
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_means_of_channels(dtype: torch.dtype, device: torch.device, launches: list[str]) -> None:
+    for shape in (*IMAGES, *THIN, (1, 72, 15, 20), (2, 40, 33, 33)):
+        for form in (LAST, torch.contiguous_format):
+            for value in (0.0, torch.nan, torch.inf, -torch.inf):
+                x = in_steps(torch.randn(shape, dtype=dtype, device=device))
+                x = x.to(memory_format=form)
+                x[0, -1, -1, 0] = value
+                launches.clear()
+                as_near_as_eager("channel_mean", (x,))
+                takes = dtype is not torch.float64 and not x.is_contiguous()
+                assert launches == expected(device, "channel_mean", takes)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_gates_of_channels(
+    activation: str, dtype: torch.dtype, device: torch.device, launches: list[str]
+) -> None:
+    for shape in (*IMAGES, *THIN, (2, 72, 5, 9)):
+        for form in (LAST, torch.contiguous_format):
+            x = torch.randn(shape, dtype=dtype, device=device)
+            x.view(-1)[::13], x.view(-1)[1::17] = torch.nan, torch.inf
+            gate = torch.randn(*shape[:2], 1, 1, dtype=dtype, device=device)
+            gate[0, 0] = -torch.inf
+            bias = torch.randn(shape[1], dtype=dtype, device=device)
+            x, gate = x.to(memory_format=form), gate.to(memory_format=form)
+            for args in ((x, gate + 1, bias, activation), (x, gate + 1, None, activation)):
+                launches.clear()
+                as_near_as_eager("channel_gate", args)
+                takes = dtype is not torch.float64 and not x.is_contiguous()
+                assert launches == expected(device, "channel_gate", takes)
+
+
+def test_pools_to_contiguous_of_many_sizes(device: torch.device, launches: list[str]) -> None:
+    for shape in ((2, 3, 7, 8), (1, 17, 24, 30), (3, 65, 2, 2), (2, 40, 2, 9), (1, 8, 9, 1)):
+        for window in ((2, 2, 0), (3, 2, 1), (1, 1, 0)):
+            if shape[-1] + 2 * window[2] < window[0]:
+                continue
+            x = torch.randn(shape, device=device).to(memory_format=LAST)
+            args = x, *window, True
+            launches.clear()
+            as_near_as_eager("relu_max_pool2d", args)
+            assert launches == expected(device, "relu_max_pool2d", True)
+    assert fused.relu_max_pool2d(x, 1, contiguous=True).is_contiguous()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_copies_in_channels_last(
+    dtype: torch.dtype, device: torch.device, launches: list[str]
+) -> None:
+    for shape in (*IMAGES, *THIN, (3, 3, 24, 30), (2, 72, 12, 14), (1, 130, 7, 9)):
+        for form in (LAST, torch.contiguous_format):
+            x = torch.randn(shape, dtype=dtype, device=device)
+            x.view(-1)[::13], x.view(-1)[1::17] = torch.nan, torch.inf
+            x = x.to(memory_format=form)
+            launches.clear()
+            result, right = fused.to_channels_last(x), plainly("to_channels_last", x)
+            torch.testing.assert_close(result, right, rtol=0, atol=0, equal_nan=True)
+            assert result.stride() == right.stride()
+            assert result.data_ptr() != x.data_ptr()
+            takes = dtype is not torch.float64 and not x.is_contiguous(memory_format=LAST)
+            assert launches == expected(device, "to_channels_last", takes)
+    launches.clear()
+    as_near_as_eager("to_channels_last", (torch.randn(2, 3, 4, 10, device=device)[..., ::2],))
+    assert launches == []
+
+
+def test_other_gates_are_the_references(device: torch.device, launches: list[str]) -> None:
+    x = torch.randn(2, 3, 4, 5, device=device).to(memory_format=LAST)
+    gate, bias = torch.randn(2, 3, 1, 1, device=device), torch.randn(3, device=device)
+    as_near_as_eager("channel_gate", (x, gate[:1], bias, "sigmoid"))
+    as_near_as_eager("channel_gate", (x, gate.double(), None, "sigmoid"))
+    as_near_as_eager("channel_gate", (x, gate.expand(2, 3, 4, 5), bias, "relu"))
+    as_near_as_eager("channel_gate", (x, gate.view(3, 2, 1, 1).transpose(0, 1), bias, "relu"))
+    as_near_as_eager("channel_gate", (x, gate, bias.double(), "none"))
+    with pytest.raises(ValueError, match="not one of none, relu"):
+        fused.channel_gate(x, gate, bias, "softmax")
     assert launches == []
 
 
@@ -374,6 +474,11 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("relu_max_pool2d", (X[None, None], 2, 2, 2)),
     ("relu_max_pool2d", (X[None, None], 5)),
     ("relu_max_pool2d", (X[None, None].bool(), 2)),
+    ("channel_gate", (X[None, None], torch.ones(2, 2, 3, 3))),
+    ("channel_gate", (torch.ones(1, 3, 2, 2), torch.ones(1, 3, 1, 1), torch.ones(2))),
+    ("channel_mean", (X,)),
+    ("to_channels_last", (X,)),
+    ("channel_mean", (X[None, None].int(),)),
     ("masked_softmax", (X, torch.ones(3, dtype=torch.bool), 1.0)),
     ("masked_softmax", (X, X, 1.0)),
 ]
@@ -401,6 +506,7 @@ def test_opcheck(name: str, device: torch.device) -> None:
     if name == "relu_max_pool2d":
         x = args[0].detach().to(memory_format=LAST).requires_grad_()
         torch.library.opcheck(operator, (x, *args[1:]))
+        torch.library.opcheck(operator, (x, *args[1:], True))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -4,6 +4,9 @@ from .activations import bias_gelu as bias_gelu
 from .activations import bias_silu as bias_silu
 from .activations import channel_activation as channel_activation
 from .activations import swiglu as swiglu
+from .channels import channel_gate as channel_gate
+from .channels import channel_mean as channel_mean
+from .channels import to_channels_last as to_channels_last
 from .compiled import compile_for_cpu as compile_for_cpu
 from .extension import Extension as Extension
 from .extension import extension as extension

@@ -152,8 +152,8 @@ def channel_activation(
         x: (N, C, H, W), or anything of channels in its second dimension.
         bias: (C,).
         other: as x, or None.
-        activation: "none", "relu", "relu6", "hardswish", "hardsigmoid", "silu", "gelu" or
-            "gelu_tanh".
+        activation: "none", "relu", "relu6", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu"
+            or "gelu_tanh".
 
     Returns:
         As x in shape and dtype.

@@ -13,6 +13,10 @@ from .activations import bias_gelu as bias_gelu
 from .activations import bias_silu as bias_silu
 from .activations import channel_activation as channel_activation
 from .activations import swiglu as swiglu
+from .channels import GATE, MEAN, TO_LAST
+from .channels import channel_gate as channel_gate
+from .channels import channel_mean as channel_mean
+from .channels import to_channels_last as to_channels_last
 from .defining import FusedOperator
 from .norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM
 from .norms import add_layer_norm as add_layer_norm
@@ -32,6 +36,9 @@ OPERATORS: dict[str, FusedOperator] = {
         BIAS_GELU,
         BIAS_SILU,
         CHANNELS,
+        GATE,
+        MEAN,
+        TO_LAST,
         SWIGLU,
         POOL,
         MASKED_SOFTMAX,

@@ -26,7 +26,13 @@ def pooled_size(size: int, kernel: int, stride: int, padding: int) -> int:
     return (size + 2 * padding - kernel) // stride + 1
 
 
-def _applies(x: torch.Tensor, kernel_size: Pair, stride: Pair = (), padding: Pair = 0) -> bool:
+def _applies(
+    x: torch.Tensor,
+    kernel_size: Pair,
+    stride: Pair = (),
+    padding: Pair = 0,
+    contiguous: bool = False,
+) -> bool:
     if not takes(x) or x.dim() != 4 or x.numel() >= LIMIT:
         return False
     # Where both hold, as for one channel, PyTorch's choice of a layout depends on more.
@@ -42,15 +48,21 @@ def _applies(x: torch.Tensor, kernel_size: Pair, stride: Pair = (), padding: Pai
 
 
 def _launch(
-    x: torch.Tensor, kernel_size: Pair, stride: Pair = (), padding: Pair = 0
+    x: torch.Tensor,
+    kernel_size: Pair,
+    stride: Pair = (),
+    padding: Pair = 0,
+    contiguous: bool = False,
 ) -> torch.Tensor:
     from .kernels.pooling import relu_max_pool2d
 
-    return relu_max_pool2d(x, two(kernel_size), two(stride or kernel_size), two(padding))
+    window = two(kernel_size), two(stride or kernel_size), two(padding)
+    return relu_max_pool2d(x, *window, contiguous=contiguous)
 
 
 POOL = define(
-    "relu_max_pool2d(Tensor x, int[2] kernel_size, int[2] stride=[], int[2] padding=0) -> Tensor",
+    "relu_max_pool2d(Tensor x, int[2] kernel_size, int[2] stride=[], int[2] padding=0, "
+    "bool contiguous=False) -> Tensor",
     reference.relu_max_pool2d,
     plain=reference.max_pool2d_relu,
     applies=_applies,
@@ -59,7 +71,11 @@ POOL = define(
 
 
 def relu_max_pool2d(
-    x: torch.Tensor, kernel_size: Pair, stride: Pair | None = None, padding: Pair = 0
+    x: torch.Tensor,
+    kernel_size: Pair,
+    stride: Pair | None = None,
+    padding: Pair = 0,
+    contiguous: bool = False,
 ) -> torch.Tensor:
     """max_pool2d(relu(x)), in floor mode, without dilation.
 
@@ -71,14 +87,15 @@ def relu_max_pool2d(
         kernel_size: of the window; one number, or that of height and width.
         stride: from one window to the next; the window's size if None.
         padding: on either side, at most half of the window.
+        contiguous: whether the result is contiguous, in whatever format x is.
 
     Returns:
-        (N, C, H', W') in the dtype and memory format of x.
+        (N, C, H', W') in the dtype of x, and in its memory format if not `contiguous`.
 
     Raises:
         RuntimeError: where torch.nn.functional.max_pool2d(relu(x), ...) raises it.
     """
     result: torch.Tensor = torch.ops.graphwright.relu_max_pool2d.default(
-        x, kernel_size, [] if stride is None else stride, padding
+        x, kernel_size, [] if stride is None else stride, padding, contiguous
     )
     return result

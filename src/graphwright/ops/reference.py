@@ -6,7 +6,9 @@ import torch
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 # That follow a convolution: names in torch.nn.functional, and GELU's approximation.
-ACTIVATIONS = ("none", "relu", "relu6", "hardswish", "hardsigmoid", "silu", "gelu", "gelu_tanh")
+ACTIVATIONS = (
+    *("none", "relu", "relu6", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu", "gelu_tanh"),
+)
 Pair = int | list[int] | tuple[int, ...]
 
 
@@ -64,14 +66,41 @@ def channel_activation(
     total = x + bias.view(-1, *[1] * (x.dim() - 2))
     if other is not None:
         total = total + other
+    return _activated(total, activation)
+
+
+def _activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """An activation, by its name; x itself for "none"."""
     if activation == "none":
-        return total
+        return x
     if activation == "gelu_tanh":
-        return F.gelu(total, approximate="tanh")
+        return F.gelu(x, approximate="tanh")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, not one of {', '.join(ACTIVATIONS)}")
-    result: torch.Tensor = getattr(F, activation)(total)
+    result: torch.Tensor = getattr(F, activation)(x)
     return result
+
+
+def channel_mean(x: torch.Tensor) -> torch.Tensor:
+    """The mean of each channel of each image."""
+    return x.mean((2, 3), keepdim=True)
+
+
+def channel_gate(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    activation: str = "none",
+) -> torch.Tensor:
+    """X times an activation of gate + bias, a bias a channel."""
+    if bias is not None:
+        gate = gate + bias.view(-1, 1, 1)
+    return x * _activated(gate, activation)
+
+
+def to_channels_last(x: torch.Tensor) -> torch.Tensor:
+    """The same images in channels_last, in memory of their own."""
+    return x.clone(memory_format=torch.channels_last)
 
 
 def bias_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
@@ -85,14 +114,24 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def relu_max_pool2d(
-    x: torch.Tensor, kernel_size: Pair, stride: Pair = (), padding: Pair = 0
+    x: torch.Tensor,
+    kernel_size: Pair,
+    stride: Pair = (),
+    padding: Pair = 0,
+    contiguous: bool = False,
 ) -> torch.Tensor:
     """The pool of ReLU."""
-    return torch.max_pool2d(F.relu(x), kernel_size, stride, padding)
+    result = torch.max_pool2d(F.relu(x), kernel_size, stride, padding)
+    # contiguous() would leave the strides of planes of one pixel to the input's format.
+    return result.clone(memory_format=torch.contiguous_format) if contiguous else result
 
 
 def max_pool2d_relu(
-    x: torch.Tensor, kernel_size: Pair, stride: Pair = (), padding: Pair = 0
+    x: torch.Tensor,
+    kernel_size: Pair,
+    stride: Pair = (),
+    padding: Pair = 0,
+    contiguous: bool = False,
 ) -> torch.Tensor:
     """The same values with less work: ReLU is monotonic, and both hand on NaN.
 
@@ -100,7 +139,8 @@ def max_pool2d_relu(
     """
     if not x.is_floating_point():
         return relu_max_pool2d(x, kernel_size, stride, padding)  # It says what is wrong.
-    return F.relu(torch.max_pool2d(x, kernel_size, stride, padding))
+    result = torch.max_pool2d(x, kernel_size, stride, padding)
+    return F.relu(result.contiguous() if contiguous else result)
 
 
 def masked_softmax(

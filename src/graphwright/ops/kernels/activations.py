@@ -67,6 +67,8 @@ def activated(value, ACTIVATION: tl.constexpr, HALF: tl.constexpr):
         value = value * between(value + 3.0, 0.0, 6.0) * 0.16666666666666666
     elif ACTIVATION == "hardsigmoid":
         value = between(value + 3.0, 0.0, 6.0) * 0.16666666666666666
+    elif ACTIVATION == "sigmoid":
+        value = 1.0 / (1.0 + tl.exp(-value))
     elif ACTIVATION == "silu":
         value = silu(value)
     elif ACTIVATION == "gelu" and HALF:

@@ -14,7 +14,8 @@ import triton
 import triton.language as tl
 
 from ..pooling import pooled_size
-from .sizes import PROGRAMS, power_of_two
+from .alignment import known_multiple
+from .sizes import PROGRAMS, aligned, power_of_two
 
 # Pairs of columns that tiles share where there are several: those that a window may reach, and as
 # many as leave all tiles aligned.
@@ -133,6 +134,36 @@ def halving_kernel(
 
 
 @triton.jit
+def largest_in_windows(
+    x,
+    row,
+    column,
+    channel,
+    channels,
+    height,
+    width,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+):
+    """The outputs at these pixels and channels of an image, where channels are contiguous."""
+    known = channel < channels
+    largest = tl.zeros((row.shape[0], channel.shape[1]), tl.float32)
+    for i in tl.static_range(KERNEL_H):
+        y = row * STRIDE_H + (i - PADDING_H)
+        y = tl.minimum(tl.maximum(y, 0), height - 1) * width
+        for j in tl.static_range(KERNEL_W):
+            z = column * STRIDE_W + (j - PADDING_W)
+            z = tl.minimum(tl.maximum(z, 0), width - 1)
+            value = tl.load(x + (y + z) * channels + channel, mask=known, other=0.0)
+            largest = larger(largest, value.to(tl.float32))
+    return largest
+
+
+@triton.jit
 def channels_last_kernel(
     x,
     result,
@@ -161,20 +192,73 @@ def channels_last_kernel(
     pixel = tl.arange(0, ROWS * COLUMNS)
     row = ((number // across) * ROWS + pixel // COLUMNS)[:, None]
     column = ((number % across) * COLUMNS + pixel % COLUMNS)[:, None]
-    known = channel < channels
     x += image * height * width * channels
-    largest = tl.zeros((ROWS * COLUMNS, CHANNELS), tl.float32)
-    for i in tl.static_range(KERNEL_H):
-        y = row * STRIDE_H + (i - PADDING_H)
-        y = tl.minimum(tl.maximum(y, 0), height - 1) * width
-        for j in tl.static_range(KERNEL_W):
-            z = column * STRIDE_W + (j - PADDING_W)
-            z = tl.minimum(tl.maximum(z, 0), width - 1)
-            value = tl.load(x + (y + z) * channels + channel, mask=known, other=0.0)
-            largest = larger(largest, value.to(tl.float32))
+    largest = largest_in_windows(
+        x,
+        row,
+        column,
+        channel,
+        channels,
+        height,
+        width,
+        KERNEL_H,
+        KERNEL_W,
+        STRIDE_H,
+        STRIDE_W,
+        PADDING_H,
+        PADDING_W,
+    )
     result += image * out_height * out_width * channels
-    inside = (row < out_height) & (column < out_width) & known
+    inside = (row < out_height) & (column < out_width) & (channel < channels)
     place = (row * out_width + column) * channels + channel
+    tl.store(result + place, largest.to(result.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def to_planes_kernel(
+    x,
+    result,
+    channels,
+    height,
+    width,
+    out_height,
+    out_width,
+    KERNEL_H: tl.constexpr,
+    KERNEL_W: tl.constexpr,
+    STRIDE_H: tl.constexpr,
+    STRIDE_W: tl.constexpr,
+    PADDING_H: tl.constexpr,
+    PADDING_W: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    PIXELS: tl.constexpr,
+    CHANNELS: tl.constexpr,
+):
+    """Outputs one after the other in some planes of one image, whose channels are contiguous."""
+    pixels = known_multiple(out_height * out_width, ALIGNED)
+    groups = tl.cdiv(channels, CHANNELS)
+    tiles = tl.cdiv(pixels, PIXELS)
+    channel = ((tl.program_id(0) % groups) * CHANNELS + tl.arange(0, CHANNELS))[None, :]
+    pixel = ((tl.program_id(0) // groups % tiles) * PIXELS + tl.arange(0, PIXELS))[:, None]
+    image = (tl.program_id(0) // groups // tiles).to(tl.int64)
+    x += image * height * width * channels
+    largest = largest_in_windows(
+        x,
+        pixel // out_width,
+        pixel % out_width,
+        channel,
+        channels,
+        height,
+        width,
+        KERNEL_H,
+        KERNEL_W,
+        STRIDE_H,
+        STRIDE_W,
+        PADDING_H,
+        PADDING_W,
+    )
+    result += image * pixels * channels
+    inside = (pixel < pixels) & (channel < channels)
+    place = channel * pixels + pixel
     tl.store(result + place, largest.to(result.dtype.element_ty), mask=inside)
 
 
@@ -191,10 +275,31 @@ def halving_tile(planes: int, height: int, width: int, itemsize: int) -> tuple[i
     return rows, pairs, step
 
 
+def planes_tile(images: int, channels: int, pixels: int, itemsize: int) -> tuple[int, int]:
+    """Outputs side by side in a plane and planes of a program that reads channels_last."""
+    # Lines of memory: whole ones are written, and read where there are as many channels.
+    block, run = min(power_of_two(channels), 32), min(power_of_two(pixels), 128 // itemsize)
+
+    def few() -> bool:
+        programs: int = images * triton.cdiv(channels, block) * triton.cdiv(pixels, run)
+        return programs < PROGRAMS
+
+    while run * itemsize > 32 and few():
+        run //= 2
+    while block * itemsize > 32 and few():
+        block //= 2
+    return run, block
+
+
 def relu_max_pool2d(
-    x: torch.Tensor, kernel: tuple[int, int], stride: tuple[int, int], padding: tuple[int, int]
+    x: torch.Tensor,
+    kernel: tuple[int, int],
+    stride: tuple[int, int],
+    padding: tuple[int, int],
+    *,
+    contiguous: bool,
 ) -> torch.Tensor:
-    """The pool of relu(x), in the memory format of x."""
+    """The pool of relu(x), in the memory format of x, or else contiguous."""
     images, channels, height, width = x.shape
     out_height = pooled_size(height, kernel[0], stride[0], padding[0])
     out_width = pooled_size(width, kernel[1], stride[1], padding[1])
@@ -203,7 +308,7 @@ def relu_max_pool2d(
         (images, channels, out_height, out_width),
         dtype=x.dtype,
         device=x.device,
-        memory_format=torch.contiguous_format if planes else torch.channels_last,
+        memory_format=torch.contiguous_format if planes or contiguous else torch.channels_last,
     )
     sizes = height, width, out_height, out_width
     window = {
@@ -237,6 +342,22 @@ def relu_max_pool2d(
             ROWS=rows,
             COLUMNS=columns,
             num_warps=max(1, rows * columns // 32),
+        )
+        return result
+    if contiguous:
+        pixels = out_height * out_width
+        run, block = planes_tile(images, channels, pixels, x.dtype.itemsize)
+        to_planes_kernel[(images * triton.cdiv(channels, block) * triton.cdiv(pixels, run),)](
+            x,
+            result,
+            channels,
+            *sizes,
+            **window,
+            ALIGNED=aligned(pixels, x.dtype.itemsize),
+            PIXELS=run,
+            CHANNELS=block,
+            # Eight outputs a thread: with more, the loads of their windows need too many registers.
+            num_warps=max(1, run * block // 256),
         )
         return result
     block = min(power_of_two(channels), 64)

@@ -11,6 +11,11 @@ def power_of_two(number: int) -> int:
     return 1 << max(0, number - 1).bit_length()
 
 
+def aligned(number: int, itemsize: int) -> int:
+    """The elements that divide a number, of those that one load of 16 bytes has."""
+    return min(number & -number, 16 // itemsize)
+
+
 def row_block(rows: int, columns: int, size: int = 1024, least: int = 1) -> tuple[int, int, int]:
     """Rows a program, its block of columns and its warps, where a row lies in one program.
 
