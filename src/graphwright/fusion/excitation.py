@@ -14,6 +14,8 @@ from .passes import Change, Pass
 
 aten = torch.ops.aten
 
+# A program reads all pixels of some channels: of more of them PyTorch makes several.
+_MOST_PIXELS = 4096
 _GATES: dict[Any, str] = {
     aten.sigmoid.default: "sigmoid",
     aten.hardsigmoid.default: "hardsigmoid",
@@ -26,6 +28,8 @@ def _means(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     for node in calls(graph, aten.adaptive_avg_pool2d.default, aten.mean.dim):
         x, result = value_of(inputs(node)[0]), value_of(node)
         if x is None or result is None or x.dim() != 4 or not wants_channels_last(x):
+            continue
+        if x.shape[2] * x.shape[3] > _MOST_PIXELS:
             continue
         if not x.numel() or tuple(result.shape) != (*x.shape[:2], 1, 1) or x.dtype != result.dtype:
             continue

@@ -156,9 +156,7 @@ def _pool_arguments(node: fx.Node) -> tuple[Any, ...]:
     return tuple(given[name] for name in ("x", "kernel_size", "stride", "padding"))
 
 
-def _inputs_turned(
-    graph: fx.GraphModule, strides: dict[fx.Node, tuple[int, ...]]
-) -> list[Change]:
+def _inputs_turned(graph: fx.GraphModule, strides: dict[fx.Node, tuple[int, ...]]) -> list[Change]:
     """Turn what convolutions in channels_last find contiguous: PyTorch's own copy is slower."""
     found = []
     turned: dict[fx.Node, fx.Node] = {}

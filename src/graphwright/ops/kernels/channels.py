@@ -71,7 +71,9 @@ def gate_kernel(
     factor = tl.load(gate + image * channels + channel, mask=known).to(tl.float32)
     if BIAS:
         factor += tl.load(bias + channel, mask=known, eviction_policy="evict_last").to(tl.float32)
-    value = value * activated(factor, ACTIVATION, result.dtype.element_ty != tl.float32)
+    factor = activated(factor, ACTIVATION, result.dtype.element_ty != tl.float32)
+    # Rounded as PyTorch's: infinity times a factor that is rounded to 0 is NaN.
+    value = value * factor.to(result.dtype.element_ty).to(tl.float32)
     tl.store(result + place, value.to(result.dtype.element_ty), mask=inside)
 
 
