@@ -5,6 +5,7 @@ from .activations import bias_silu as bias_silu
 from .activations import channel_activation as channel_activation
 from .activations import swiglu as swiglu
 from .compiled import compile_for_cpu as compile_for_cpu
+from .depthwise import depthwise_conv2d as depthwise_conv2d
 from .extension import Extension as Extension
 from .extension import extension as extension
 from .norms import add_layer_norm as add_layer_norm

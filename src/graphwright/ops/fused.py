@@ -14,6 +14,8 @@ from .activations import bias_silu as bias_silu
 from .activations import channel_activation as channel_activation
 from .activations import swiglu as swiglu
 from .defining import FusedOperator
+from .depthwise import DEPTHWISE
+from .depthwise import depthwise_conv2d as depthwise_conv2d
 from .norms import LAYER_NORM, RMS_NORM
 from .norms import add_layer_norm as add_layer_norm
 from .norms import add_rms_norm as add_rms_norm
@@ -30,6 +32,7 @@ OPERATORS: dict[str, FusedOperator] = {
         BIAS_GELU,
         BIAS_SILU,
         CHANNELS,
+        DEPTHWISE,
         SWIGLU,
         POOL,
         MASKED_SOFTMAX,

@@ -54,14 +54,32 @@ def channel_activation(
     total = x + bias.view(-1, *[1] * (x.dim() - 2))
     if other is not None:
         total = total + other
+    return _activated(total, activation)
+
+
+def _activated(x: torch.Tensor, activation: str) -> torch.Tensor:
+    """An activation by its name."""
     if activation == "none":
-        return total
+        return x
     if activation == "gelu_tanh":
-        return F.gelu(total, approximate="tanh")
+        return F.gelu(x, approximate="tanh")
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation is {activation!r}, not one of {', '.join(ACTIVATIONS)}")
-    result: torch.Tensor = getattr(F, activation)(total)
+    result: torch.Tensor = getattr(F, activation)(x)
     return result
+
+
+def depthwise_conv2d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    activation: str = "none",
+) -> torch.Tensor:
+    """An activation of a convolution of each channel by itself."""
+    total = F.conv2d(x, weight, bias, stride, padding, groups=weight.shape[0])
+    return _activated(total, activation)
 
 
 def bias_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
