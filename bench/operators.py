@@ -39,6 +39,17 @@ REPEATS, ROUNDS, WARMUPS = 20, 60, 5
 # Bytes of an input whose bandwidth is taken, and at most of all inputs that a graph goes through.
 LARGE, ALTOGETHER = 128 * 2**20, 2**31
 COPIED_BY = 2 * 2**20
+# Of MobileNetV3's convolutions: channels, size, window, stride, activation.
+MOBILENET = (
+    (16, 112, 3, 1, "relu"),
+    (64, 112, 3, 2, "relu"),
+    (72, 56, 5, 2, "relu"),
+    (120, 28, 5, 1, "relu"),
+    (240, 28, 3, 2, "hardswish"),
+    (480, 14, 3, 1, "hardswish"),
+    (672, 14, 5, 2, "hardswish"),
+    (960, 7, 5, 1, "hardswish"),
+)
 
 
 @dataclass(frozen=True)
@@ -122,8 +133,28 @@ def _gated(count: int, channels: int, size: int, dtype: torch.dtype, activation:
     return *_pixels(count, channels, size, dtype), gate, _new(channels, dtype=dtype), activation
 
 
+def _depthwise(
+    count: int, channels: int, size: int, window: int, stride: int, dtype: torch.dtype,
+    activation: str,
+) -> Args:  # fmt: skip
+    """The weight lies as the kernel has it best, which is how fuse() lays it."""
+    x = _new(count, channels, size, size, dtype=dtype).to(memory_format=torch.channels_last)
+    weight = _new(window, window, channels, dtype=dtype).permute(2, 0, 1)[:, None]
+    return x, weight, _new(channels, dtype=dtype), stride, window // 2, activation
+
+
+def as_peers_have_it(case: Case, args: Args) -> Args:
+    """The arguments for PyTorch: a convolution would copy a weight that lies as ours each time."""
+    if case.operator != "depthwise_conv2d":
+        return args
+    return args[0], args[1].contiguous(), *args[2:]
+
+
 def large_cases(nbytes: int) -> Iterator[Case]:
-    """Each operator in each dtype, its inputs of so many bytes."""
+    """Each operator in each dtype, its inputs of so many bytes.
+
+    But the convolution, which has more to do than to move.
+    """
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         count = nbytes // dtype.itemsize
         kind = str(dtype).removeprefix("torch.")
@@ -164,7 +195,7 @@ def large_cases(nbytes: int) -> Iterator[Case]:
 
 
 def model_cases(*, quick: bool) -> Iterator[Case]:
-    """The calls of BERT base, GPT-2 small, a block like Llama's and the stem of ResNet."""
+    """The calls of BERT base, GPT-2 small, a block like Llama's, and of images' networks."""
     half, brain = torch.float16, torch.bfloat16
 
     def case(model: str, operator: str, make: Callable[..., Args], *args: Any, **named: Any):
@@ -199,6 +230,14 @@ def model_cases(*, quick: bool) -> Iterator[Case]:
         yield case("resnet", "to_channels_last", _planes, 4 * batch, 3, 8 if quick else 224, half)
         yield case("classifier", "relu_max_pool2d", _halved, 8 * batch, 64, 8 if quick else 56,
                    torch.float32)  # fmt: skip
+        for channels, size in ((96, 56), (192, 28), (384, 14), (768, 7)):
+            yield case("convnext", "depthwise_conv2d", _depthwise, batch,
+                       8 if quick else channels, 7 if quick else size, 7, 1, half,
+                       "none")  # fmt: skip
+        for channels, size, window, stride, activation in MOBILENET:
+            yield case("mobilenet", "depthwise_conv2d", _depthwise, batch,
+                       8 if quick else channels, 7 if quick else size, window, stride, half,
+                       activation)  # fmt: skip
         for last in (False, True):
             yield case(
                 "resnet", "relu_max_pool2d", _images, batch, 8 if quick else 112, half, last=last
@@ -321,7 +360,11 @@ def beside_inductor(case: Case, *, quick: bool) -> Row:
     row: Row = {"case": case.name, "kernel": kernel_used(case, one), "bytes": bytes_of(one)}
     row["difference"] = difference(ours(*one), plain(*one))
     peer = "inductor" if on_gpu else "eager"
-    ways = {"ours": repeated(ours, sets), peer: repeated(other, sets)}
+    theirs = {id(args): as_peers_have_it(case, args) for args in sets}
+    ways = {
+        "ours": repeated(ours, sets),
+        peer: repeated(other, [theirs[id(args)] for args in sets]),
+    }
     found = in_turns(ways, 3 if quick else ROUNDS)
     row |= times(found, repeats)
     row["ratio"] = statistics.median(a / b for a, b in zip(found["ours"], found[peer], strict=True))

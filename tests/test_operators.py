@@ -22,6 +22,7 @@ from torch.utils import _pytree as pytree
 import graphwright as gw
 from graphwright.accuracy import error_of, special_values
 from graphwright.ops import compiled, defining, fused, reference
+from graphwright.ops.kernels import sizes
 from graphwright.ops.kernels.sizes import PROGRAMS, row_block, tile
 from graphwright.ops.layout import row_stride
 
@@ -51,6 +52,17 @@ WINDOWS = [
     *[((2, k), (3, 2), (1, p)) for k in range(1, 6) for p in range(k // 2 + 1)],
 ]
 LAST = torch.channels_last
+# Shapes of an image and of its window, stride, padding.
+DEPTHWISE: list[tuple[tuple[int, ...], tuple[int, int], Any, Any]] = [
+    ((2, 3, 9, 12), (3, 3), 1, 1),
+    ((1, 17, 8, 6), (5, 5), 2, 2),
+    ((1, 65, 5, 4), (7, 7), 1, 3),
+    ((1, 64, 7, 35), (3, 3), 2, 0),
+    ((3, 16, 5, 4), (3, 5), (1, 2), (0, 2)),
+    ((1, 8, 3, 17), (1, 7), 1, (0, 3)),
+    ((2, 4, 5, 6), (2, 2), 1, 2),
+    ((1, 40, 6, 2), (1, 1), 1, 0),
+]
 OF_CHANNELS = ["channel_gate", "channel_mean", "to_channels_last"]
 
 
@@ -78,6 +90,10 @@ def of_names(name: str, shape: tuple[int, ...], **options: Any) -> tuple[Any, ..
         x = in_steps(new(*shape)).to(memory_format=form)
         more = {"channel_gate": (new(*shape[:2], 1, 1), new(shape[1]), "sigmoid")}
         return x, *more.get(name, ())
+    if name == "depthwise_conv2d":
+        shape = shape if len(shape) == 4 else (0 if 0 in shape else 1, 3, 6, 7)
+        x, weight = new(*shape).to(memory_format=LAST), new(shape[1], 1, 3, 3)
+        return x, weight, new(shape[1]), [2, 1], [1, 1], "silu"
     x, width = new(*shape), shape[-1]
     if name == "layer_norm":
         return x, new(width), new(width), 1e-5
@@ -153,7 +169,11 @@ def expected(device: torch.device, name: str, applies: bool) -> list[str]:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(
     "name",
-    [n for n in NAMES if n not in ("relu_max_pool2d", "channel_activation", *OF_CHANNELS)],
+    [
+        n
+        for n in NAMES
+        if n not in ("relu_max_pool2d", "channel_activation", "depthwise_conv2d", *OF_CHANNELS)
+    ],
 )
 def test_values_of_any_size(
     name: str, dtype: torch.dtype, device: torch.device, launches: list[str]
@@ -300,6 +320,73 @@ def test_other_gates_are_the_references(device: torch.device, launches: list[str
     as_near_as_eager("channel_gate", (x, gate, bias.double(), "none"))
     with pytest.raises(ValueError, match="not one of none, relu"):
         fused.channel_gate(x, gate, bias, "softmax")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", DEPTHWISE, ids=str)
+def test_convolutions_of_each_channel(
+    case: Any, dtype: torch.dtype, device: torch.device, launches: list[str]
+) -> None:
+    shape, (high, wide), stride, padding = case
+    x, bias = (torch.randn(*s, dtype=dtype, device=device) for s in (shape, shape[1:2]))
+    weight = torch.randn(high, wide, shape[1], dtype=dtype, device=device)
+    for form in (LAST, torch.contiguous_format):
+        x = x.to(memory_format=form)
+        for lies in (weight.permute(2, 0, 1)[:, None], weight.view(-1, 1, high, wide)):
+            more = stride, padding
+            for args in ((x, lies, bias, *more, "hardswish"), (x, lies, None, *more)):
+                launches.clear()
+                as_near_as_eager("depthwise_conv2d", args)
+                takes = dtype is not torch.float64 and form is LAST
+                assert launches == expected(device, "depthwise_conv2d", takes)
+
+
+@pytest.mark.parametrize("activation", reference.ACTIVATIONS)
+def test_activations_of_convolutions(
+    activation: str, device: torch.device, launches: list[str]
+) -> None:
+    for dtype in (torch.float32, *HALVES):
+        for value in (0.0, torch.nan, torch.inf, -torch.inf):
+            x, weight, bias, *_ = of_names(
+                "depthwise_conv2d", (2, 5, 6, 7), dtype=dtype, device=device
+            )
+            x[1, 2, 3, 4] = value
+            as_near_as_eager("depthwise_conv2d", (x, weight, bias, 1, 1, activation))
+    assert launches == expected(device, "depthwise_conv2d", True) * 12
+
+
+@pytest.mark.parametrize("strip", sizes.STRIPS, ids=str)
+def test_convolutions_in_strips(
+    strip: tuple[int, int],
+    device: torch.device,
+    launches: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As they are cut up where there are more outputs."""
+    monkeypatch.setattr(sizes, "STRIPS", (strip,))
+    monkeypatch.setattr(sizes, "PROGRAMS", 1)
+    for dtype in (torch.float32, torch.float16):
+        for shape, window in (((2, 64, 9, 28), 7), ((3, 96, 5, 17), 3), ((1, 20, 6, 16), 5)):
+            x, _, bias, *_ = of_names("depthwise_conv2d", shape, dtype=dtype, device=device)
+            weight = torch.randn(shape[1], 1, window, window, dtype=dtype, device=device)
+            for stride in (1, 2):
+                as_near_as_eager("depthwise_conv2d", (x, weight, bias, stride, window // 2, "relu"))
+    assert launches == expected(device, "depthwise_conv2d", True) * 12
+
+
+def test_other_arguments_of_convolutions_are_the_references(
+    device: torch.device, launches: list[str]
+) -> None:
+    x, weight, bias, *_ = of_names("depthwise_conv2d", (2, 3, 9, 9), device=device)
+    large = torch.randn(3, 1, 8, 8, device=device)
+    as_near_as_eager("depthwise_conv2d", (x, large, bias, 1, 1, "relu"))
+    as_near_as_eager("depthwise_conv2d", (x, weight, bias.repeat(2)[::2], 1, 1, "relu"))
+    as_near_as_eager("depthwise_conv2d", (x[0], weight, bias, 1, 1, "relu"))
+    one = x[:, :1].contiguous(memory_format=LAST)
+    as_near_as_eager("depthwise_conv2d", (one, weight[:1], None, 1, 1, "relu"))
+    as_near_as_eager("depthwise_conv2d", (x[:, :, ::2], weight, None, [1], [2], "none"))
+    with pytest.raises(ValueError, match="not one of none, relu"):
+        fused.depthwise_conv2d(x, weight, bias, activation="softmax")
     assert launches == []
 
 
@@ -459,6 +546,7 @@ def test_other_arguments_are_the_references(device: torch.device, launches: list
 
 
 X = torch.ones(2, 4)
+Y = torch.ones(1, 3, 4, 5).to(memory_format=LAST)
 WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("layer_norm", (X, torch.ones(3))),
     ("add_layer_norm", (X, torch.ones(2, 3), None, None, 1e-5)),
@@ -479,6 +567,13 @@ WRONG: list[tuple[str, tuple[Any, ...]]] = [
     ("channel_mean", (X,)),
     ("to_channels_last", (X,)),
     ("channel_mean", (X[None, None].int(),)),
+    ("depthwise_conv2d", (Y, torch.ones(2, 1, 3, 3))),
+    ("depthwise_conv2d", (Y, torch.ones(3, 1, 7, 7))),
+    ("depthwise_conv2d", (Y, torch.ones(3, 1, 3, 3), torch.ones(2))),
+    ("depthwise_conv2d", (Y, torch.ones(3, 1, 3, 3), None, 0)),
+    ("depthwise_conv2d", (Y, torch.ones(3, 1, 3, 3), None, 1, -1)),
+    ("depthwise_conv2d", (Y, torch.ones(3, 1, 3, 3), None, [1, 1, 1])),
+    ("depthwise_conv2d", (Y, torch.ones(3, 1, 3, 3).double())),
     ("masked_softmax", (X, torch.ones(3, dtype=torch.bool), 1.0)),
     ("masked_softmax", (X, X, 1.0)),
 ]
@@ -667,6 +762,23 @@ def test_how_work_is_cut_up(rows: int, columns: int) -> None:
     assert width & (width - 1) == height & (height - 1) == 0
 
 
+@pytest.mark.parametrize("channels", [1, 3, 16, 17, 72, 96, 120, 184, 768, 960])
+@pytest.mark.parametrize("rows", [1, 7, 56, 112, 32 * 56])
+@pytest.mark.parametrize("width", [1, 7, 14, 56, 97])
+def test_how_convolutions_are_cut_up(rows: int, width: int, channels: int) -> None:
+    block = sizes.channel_block(channels)
+    groups = -(-channels // block)
+    assert (groups - 1) * block < channels <= groups * block <= max(1.125 * channels, channels + 15)
+    pixels, each = sizes.strips(rows, width, channels)
+    across = -(-width // pixels)
+    assert 1 <= pixels <= 8
+    assert (across - 1) * pixels < width <= across * pixels < width + across
+    together = sizes.strips_together(rows, across * groups, block, each)
+    assert together & (together - 1) == block & (block - 1) == 0
+    assert together * block <= 128 * each
+    assert together == 1 or together // 2 < rows
+
+
 @pytest.mark.parametrize("width", [1, 7, 112, 240, 241, 242, 500, 1023])
 def test_pools_of_wide_rows_are_the_references_exactly(width: int, device: torch.device) -> None:
     """Several tiles side by side, which share what windows at their edges reach over."""
@@ -686,7 +798,8 @@ def test_the_benchmark_runs_and_writes_every_sample(tmp_path: Path) -> None:
     operators.benchmark(tmp_path, quick=True)
     result = json.loads((tmp_path / "operators.json").read_text("utf-8"))
     assert len(result["targets"]) == len(result["bandwidth"]) + len(result["models"])
-    assert {row["case"].split()[0] for row in result["bandwidth"]} == set(NAMES)
+    names = {row["case"].split()[0] for row in result["bandwidth"]}
+    assert names == set(NAMES) - {"depthwise_conv2d"}
     assert all(len(row["ours"]["samples"]) == 3 for row in result["models"])
     assert all(row["difference"] < 0.05 for row in result["models"])
     assert not any(target["met"] for target in result["targets"])  # No kernel was used.

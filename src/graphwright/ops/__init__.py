@@ -8,6 +8,7 @@ from .channels import channel_gate as channel_gate
 from .channels import channel_mean as channel_mean
 from .channels import to_channels_last as to_channels_last
 from .compiled import compile_for_cpu as compile_for_cpu
+from .depthwise import depthwise_conv2d as depthwise_conv2d
 from .extension import Extension as Extension
 from .extension import extension as extension
 from .norms import add_layer_norm as add_layer_norm

@@ -18,6 +18,8 @@ from .channels import channel_gate as channel_gate
 from .channels import channel_mean as channel_mean
 from .channels import to_channels_last as to_channels_last
 from .defining import FusedOperator
+from .depthwise import DEPTHWISE
+from .depthwise import depthwise_conv2d as depthwise_conv2d
 from .norms import ADD_LAYER_NORM, ADD_RMS_NORM, LAYER_NORM
 from .norms import add_layer_norm as add_layer_norm
 from .norms import add_rms_norm as add_rms_norm
@@ -39,6 +41,7 @@ OPERATORS: dict[str, FusedOperator] = {
         GATE,
         MEAN,
         TO_LAST,
+        DEPTHWISE,
         SWIGLU,
         POOL,
         MASKED_SOFTMAX,

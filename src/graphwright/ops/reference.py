@@ -103,6 +103,19 @@ def to_channels_last(x: torch.Tensor) -> torch.Tensor:
     return x.clone(memory_format=torch.channels_last)
 
 
+def depthwise_conv2d(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    stride: Pair = 1,
+    padding: Pair = 0,
+    activation: str = "none",
+) -> torch.Tensor:
+    """An activation of a convolution of each channel by itself."""
+    total = F.conv2d(x, weight, bias, stride, padding, groups=weight.shape[0])
+    return _activated(total, activation)
+
+
 def bias_silu(x: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     """SiLU of x + bias."""
     return F.silu(x + bias)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 # Two for each multiprocessor of an H100 or H200, so that a small call uses the whole device.
 PROGRAMS = 2 * 132
+# Outputs of a strip, at most, and channels of a thread: the more, the fewer loads and conversions
+# a product. The first pair that leaves each scheduler two warps is taken, else the last.
+STRIPS = (8, 4), (8, 2), (4, 2), (2, 2)
 
 
 def power_of_two(number: int) -> int:
@@ -43,3 +46,32 @@ def tile(rows: int, columns: int, largest: int = 2048, least: int = 512) -> tupl
     width = dividing if dividing >= 256 else power_of_two(columns)
     width = min(width, size)
     return min(size // width, power_of_two(rows)), width
+
+
+def channel_block(channels: int) -> int:
+    """Channels of a program: at most 64, and fewer where more than a ninth were idle."""
+    block = min(64, power_of_two(channels))
+    while block > 16 and 8 * block * -(-channels // block) > 9 * channels:
+        block //= 2
+    return block
+
+
+def strips(rows: int, width: int, channels: int) -> tuple[int, int]:
+    """Outputs of a strip, as even as the strips of a row can be, and channels of a thread."""
+    for most, each in STRIPS:
+        across = -(-width // most)
+        if rows * across * channels >= 4 * PROGRAMS * 32 * each:
+            break
+    return -(-width // across), each
+
+
+def strips_together(rows: int, others: int, block: int, each: int) -> int:
+    """Rows of a program, with a strip of each; there are `others` programs to the same rows.
+
+    Four warps of them share what they load; where programs would be few, it is down to one warp,
+    which is given more registers for what is under way.
+    """
+    together = max(1, 128 * each // block)
+    while together * block > 32 * each and others * -(-rows // together) < 4 * PROGRAMS:
+        together //= 2
+    return min(together, power_of_two(rows))
