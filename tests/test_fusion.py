@@ -83,6 +83,7 @@ def after(model: nn.Module, args: tuple[Any, ...], *passes: Pass) -> tuple[list[
         graph, changes = result.model, [*changes, *result.changes]
     left = targets(graph)
     restored(graph, traced.strides, *args)
+    graph.recompile()
     with torch.no_grad():
         same(traced.call(graph)(*args), model(*args))
     return changes, left

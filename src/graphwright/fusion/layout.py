@@ -97,7 +97,7 @@ def restored(
     """Put eager's strides back where they can be seen.
 
     In results, where views need them, and before operations that are not known here. The graph is
-    changed in place.
+    changed in place, but not its code.
 
     Args:
         graph: after passes that change layouts.
@@ -141,8 +141,6 @@ def restored(
             if user in wanting or is_view(user):
                 user.replace_input_with(source, new)
         found.append(Change("eager's layout", (source.name,)))
-    if found:
-        graph.recompile()
     return tuple(found)
 
 

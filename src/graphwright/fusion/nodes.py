@@ -153,16 +153,25 @@ def replace(
     return new
 
 
+class _Draft(fx.GraphModule):
+    """A copy that is changed: its code, most of the time of a copy, is made when it is asked for."""
+
+    def recompile(self) -> Any:
+        """Make the code, but not for every graph that is set."""
+        return super().recompile() if getattr(self, "made", False) else None
+
+
 def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with the same constants, to be changed."""
-    return fx.GraphModule(graph, copy.deepcopy(graph.graph))
+    """The same graph with the same constants, to be changed; it has no code before `recompile`."""
+    draft = _Draft(graph, copy.deepcopy(graph.graph))
+    draft.made = True  # type: ignore[assignment]  # no tensor and no module
+    return draft
 
 
 def finished(graph: fx.GraphModule) -> fx.GraphModule:
-    """Dead nodes and unused constants gone, and the code made anew."""
+    """Dead nodes and unused constants gone, and the code made."""
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
-    graph.recompile()
     return fx.GraphModule(graph, graph.graph)
 
 
