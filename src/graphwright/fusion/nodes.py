@@ -154,7 +154,7 @@ def replace(
 
 
 class _Draft(fx.GraphModule):
-    """A copy that is changed: its code, most of the time of a copy, is made when it is asked for."""
+    """A copy that is changed: its code, which takes long, is made when it is asked for."""
 
     def recompile(self) -> Any:
         """Make the code, but not for every graph that is set."""
