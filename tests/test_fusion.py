@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.fusion import Change, Pass, epilogues, fusing
+from graphwright.fusion import Change, Pass, epilogues, fusing, layout
 from graphwright.fusion.attention import ATTENTION, MASKS
 from graphwright.fusion.by_hand import BY_HAND
 from graphwright.fusion.epilogues import EPILOGUES
@@ -30,6 +30,7 @@ from graphwright.fusion.patches import PATCHES
 from graphwright.fusion.pools import POOLS
 from graphwright.fusion.residuals import NORMS, RESIDUALS
 from graphwright.fusion.tracing import Untraceable, trace
+from graphwright.snapshots import same_bits
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
@@ -840,6 +841,33 @@ def test_masks_are_made_once(dtype: torch.dtype) -> None:
     assert left.count("aten.where.ScalarOther") == 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_rows_that_are_masked_altogether_are_eagers(
+    dtype: torch.dtype, device: torch.device
+) -> None:
+    """What is added where a mask is false depends on whose attention it is: cuDNN's has its own."""
+
+    def work(self: Any, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        attention = F.scaled_dot_product_attention
+        return attention(attention(x, x, x, mask), x, x, mask)
+
+    x = torch.randn(2, 3, 16, 64, dtype=dtype, device=device)
+    mask = torch.rand(2, 1, 16, 16, device=device) > 0.4
+    mask[1, 0, 2] = False
+    model = Model(work)
+    fused = gw.fuse(model, (x, mask), passes=["masks"], verify=False)
+    with torch.no_grad():
+        assert same_bits(fused(x, mask), model(x, mask))
+    assert "2 × mask made once" in fused.explain()
+
+
+def test_masks_that_turn_out_otherwise_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphwright.fusion.attention.same_bits", lambda a, b: False)
+    x, mask = torch.randn(2, 3, 4, 4), torch.ones(4, 4, dtype=torch.bool)
+    model = Model(lambda self, x, mask: F.scaled_dot_product_attention(x, x, x, mask))
+    assert after(model, (x, mask), MASKS)[0] == []
+
+
 @pytest.mark.parametrize(
     "work",
     [
@@ -1493,6 +1521,127 @@ def test_autocast_is_left_to_the_model() -> None:
         assert fused.regions == []
         assert "autocast" in fused.explain()
         same(fused(x), model(x))
+
+
+# In half precision, as on the GPU, where convolutions turn what comes contiguous.
+LAID_OUT: dict[str, tuple[Callable[..., Any], dict[str, nn.Module]]] = {
+    "single pixels": (lambda self, x: self.conv(x), {"conv": CONV(4, 6, 1, bias=False)}),
+    "single pixels, viewed": (
+        lambda self, x: self.conv(x).view(2, -1),
+        {"conv": CONV(4, 6, 1, bias=False)},
+    ),
+    "depthwise": (lambda self, x: self.conv(x), {"conv": CONV(4, 4, 3, groups=4)}),
+    "depthwise, flat": (
+        lambda self, x: F.silu(self.conv(x)).flatten(1),
+        {"conv": CONV(4, 4, 3, groups=4)},
+    ),
+    "an image without a batch": (lambda self, x: self.conv(x[0]), {"conv": CONV(4, 6, 3)}),
+    "two convolutions of one": (
+        lambda self, x: self.conv(x) + self.other(x),
+        {"conv": CONV(4, 6, 3), "other": CONV(4, 6, 3)},
+    ),
+    "patches with more behind": (
+        lambda self, x: self.conv(x).flatten(2),
+        {"conv": CONV(4, 2049, 2, stride=2)},
+    ),
+    "pooled": (
+        lambda self, x: F.max_pool2d(F.relu(self.conv(x) * 2), 2),
+        {"conv": CONV(4, 6, 3, padding=1)},
+    ),
+}
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
+    """All passes, those for the GPU too; without cuDNN's own operations."""
+    monkeypatch.setattr(layout, "_turns", layout.wants_channels_last)
+    kernel = on_gpu(monkeypatch)
+    return [kernel if each is EPILOGUES else everywhere(each) for each in fusing.PASSES]
+
+
+@pytest.mark.parametrize("name", LAID_OUT)
+def test_results_lie_as_eagers(name: str, as_on_a_gpu: list[Pass]) -> None:
+    work, parts = LAID_OUT[name]
+    model = Model(work, **parts).half()
+    x = torch.randn(2, 4, 8, 8).half()
+    for form in (torch.contiguous_format, torch.channels_last):
+        if form is torch.channels_last and "viewed" in name:
+            continue  # Eager cannot.
+        model.to(memory_format=form)
+        fused = gw.fuse(model, (x.to(memory_format=form),), passes=as_on_a_gpu, verify=False)
+        with torch.no_grad():
+            y = torch.randn_like(x).to(memory_format=form)
+            same(fused(y), model(y))
+        assert fused.calls == {"fused": 1}
+
+
+def test_a_turned_image_is_not_kept_over_a_write(as_on_a_gpu: list[Pass]) -> None:
+    def work(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        y = x * 1
+        before = self.conv(y)
+        y[:, :2].add_(5.0)
+        return before, self.conv(y)
+
+    model = Model(work, conv=CONV(4, 6, 3)).half().to(memory_format=torch.channels_last)
+    x = torch.randn(2, 4, 8, 8).half()
+    fused = gw.fuse(model, (x,), passes=as_on_a_gpu, verify=False)
+    with torch.no_grad():
+        for mine, right in zip(fused(x), model(x), strict=True):
+            same(mine, right)
+
+
+@pytest.mark.parametrize(
+    "ends",
+    [
+        lambda y: (y, y[:, 3:9]),
+        lambda y: (y.t(), y.view(-1)),
+        lambda y: y.split(1024, 1),
+        lambda y: (y.unsqueeze(1).expand(5, 3, 2049),),
+        lambda y: (y[1:4].unflatten(1, (3, 683)).transpose(1, 2), y),
+    ],
+)
+def test_results_that_share_memory_go_on_sharing_it(
+    ends: Callable[..., Any], as_on_a_gpu: list[Pass]
+) -> None:
+    model = Model(lambda self, x: ends(self.linear(x)), linear=nn.Linear(6, 2049)).half()
+    x = torch.randn(5, 6).half()
+    fused = gw.fuse(model, (x,), passes=as_on_a_gpu, verify=False)
+    with torch.no_grad():
+        found, expected = fused(x), model(x)
+    for mine, right in zip(found, expected, strict=True):
+        same(mine, right)
+    assert len({t.untyped_storage().data_ptr() for t in found}) == 1
+    assert "outputs in eights" in fused.explain()
+
+
+def test_a_pass_of_ones_own_may_run_and_copy_what_it_changes() -> None:
+    seen = []
+
+    def look(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+        seen.extend([graph(torch.ones(3, 4)), copy.deepcopy(graph)(torch.ones(3, 4)), graph.code])
+        return []
+
+    model = nn.Sequential(nn.Linear(4, 5), nn.ReLU()).eval()
+    fused = gw.fuse(model, (torch.randn(3, 4),), passes=[Pass("look", look)])
+    assert fused.regions[0].left_out == []
+    assert len(seen) == 3
+
+
+def test_numbers_of_ones_own_operation_are_reads() -> None:
+    """PyTorch's attention returns lengths; another operation of that name may return anything."""
+    name = "fusion_tests::counting_attention"
+    if not hasattr(torch.ops.fusion_tests, "counting_attention"):
+        torch.library.define(name, "(Tensor x) -> (Tensor, SymInt)")
+        torch.library.impl(name, "CPU", lambda x: (x.clone(), int((x > 0).sum())))
+
+    def work(self: Any, x: torch.Tensor) -> torch.Tensor:
+        y, count = torch.ops.fusion_tests.counting_attention(self.linear(x))
+        return y.relu() * count
+
+    model = Model(work, linear=nn.Linear(6, 6))
+    fused = gw.fuse(model, (torch.randn(5, 6),), verify=False)
+    assert fused.regions == []
+    assert fused.untraced
 
 
 def test_weights_in_channels_last() -> None:

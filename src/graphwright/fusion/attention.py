@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
+from ..snapshots import same_bits
 from .nodes import add_constant, arguments, calls, inputs, is_op, only_user, replace, value_of
 from .passes import Change, Pass
 
@@ -136,27 +138,77 @@ def _masks(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     It makes them anew in each layer, in three passes over memory.
     """
     found = []
-    known: dict[tuple[fx.Node, torch.dtype], fx.Node] = {}
+    known: dict[tuple[Any, ...], fx.Node] = {}
+    masked: dict[tuple[Any, ...], float | None] = {}
     for node in calls(graph, aten.scaled_dot_product_attention.default):
         given = arguments(node)
         query, mask = value_of(given["query"]), value_of(given["attn_mask"])
-        if query is None or mask is None or mask.dtype != torch.bool:
+        if query is None or mask is None or mask.dtype != torch.bool or given["dropout_p"]:
             continue
-        key = given["attn_mask"], query.dtype
+        kind = tuple(_kind(given[name]) for name in ("query", "key", "value", "attn_mask"))
+        kind = (*kind, given["is_causal"], given["scale"], given["enable_gqa"])
+        if kind not in masked:
+            masked[kind] = _masked_with(given)
+        if masked[kind] is None:
+            continue
+        key = given["attn_mask"], query.dtype, masked[kind]
         if key not in known:
-            known[key] = _as_sum(graph, key[0], query, node)
+            known[key] = _as_sum(graph, key[0], query, masked[kind], node)
         node.replace_input_with(key[0], known[key])
         found.append(Change("mask made once", (node.name,)))
     return found
 
 
-def _as_sum(graph: fx.GraphModule, mask: fx.Node, query: torch.Tensor, before: fx.Node) -> fx.Node:
-    """0 where a mask is true, minus infinity elsewhere."""
+def _kind(node: Any) -> tuple[Any, ...]:
+    value = node.meta["val"]
+    return value.dtype, value.device, tuple(value.shape), tuple(value.stride())
+
+
+def _masked_with(given: dict[str, Any]) -> float | None:
+    """What PyTorch adds to scores that are masked, in this very operation.
+
+    Minus infinity, but -65504 where cuDNN computes it: rows that are masked altogether show that.
+    None where it is neither.
+    """
+    tensors = [_like(given[name]) for name in ("query", "key", "value")]
+    _, device, shape, _ = _kind(given["attn_mask"])
+    if len(shape) < 2 or not math.prod(shape) or any(tensor is None for tensor in tensors):
+        return None
+    some = (torch.arange(math.prod(shape)) % 3 > 0).view(shape).to(device)
+    none = some.clone()
+    none[..., 0, :] = False
+    how = {name: given[name] for name in ("is_causal", "scale", "enable_gqa")}
+
+    def attention(mask: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = aten.scaled_dot_product_attention.default(*tensors, mask, **how)
+        return result
+
+    zero = torch.zeros((), dtype=_kind(given["query"])[0], device=device)
+    for fill in (-torch.inf, -65504.0):
+        sums = [(mask, torch.where(mask, zero, fill)) for mask in (some, none)]
+        if all(same_bits(attention(mask), attention(added)) for mask, added in sums):
+            return fill
+    return None
+
+
+def _like(node: fx.Node) -> torch.Tensor | None:
+    """A tensor of other numbers; None for one that lies over itself."""
+    dtype, device, shape, strides = _kind(node)
+    if any(size > 1 and not stride for size, stride in zip(shape, strides, strict=True)):
+        return None
+    numbers = torch.randn(shape, generator=torch.Generator().manual_seed(len(shape)))
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device).copy_(numbers)
+
+
+def _as_sum(
+    graph: fx.GraphModule, mask: fx.Node, query: torch.Tensor, fill: float | None, before: fx.Node
+) -> fx.Node:
+    """0 where a mask is true, what PyTorch adds elsewhere."""
     zero = torch.zeros((), dtype=query.dtype, device=query.device)
     shown = add_constant(graph, zero, before)
     base = inputs(mask)[0] if is_op(mask, aten.expand.default) else mask
     with graph.graph.inserting_before(before):
-        new = graph.graph.call_function(aten.where.ScalarOther, (base, shown, -torch.inf))
+        new = graph.graph.call_function(aten.where.ScalarOther, (base, shown, fill))
         new.meta["val"] = base.meta["val"].new_empty(base.meta["val"].shape, dtype=query.dtype)
         if base is not mask:
             value = new.meta["val"].expand(mask.meta["val"].shape)

@@ -61,6 +61,8 @@ def _depthwise(graph: fx.GraphModule, conv: Convolution) -> Change | None:
         return None
     if height * width > LARGEST_WINDOW or not _kernels_work(conv):
         return None
+    if not conv.weight.isfinite().all():
+        return None  # Times zeros beyond the edge it is NaN here, and nothing elsewhere.
     user, activation = _following(conv.node)
     # The channels of a tap side by side, as those of an image.
     weight = conv.weight.permute(2, 3, 1, 0).contiguous().permute(3, 2, 0, 1)

@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..ops.fused import OPERATORS
-from .nodes import Op, add_constant, arguments, calls, constant, inputs, is_view, value_of
+from .nodes import (
+    Op,
+    add_constant,
+    arguments,
+    calls,
+    constant,
+    inputs,
+    is_mutable,
+    is_view,
+    is_view_of,
+    shared,
+    value_of,
+)
 from .passes import Change, Pass
 
 aten = torch.ops.aten
@@ -22,6 +34,8 @@ _CONVOLUTIONS = (
     aten.cudnn_convolution_add_relu.default,
     _DEPTHWISE,
 )
+# As often are copies of copies looked for.
+_ROUNDS = 4
 HALVES = (torch.float16, torch.bfloat16)
 
 
@@ -34,8 +48,8 @@ def _channels_last(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     found = []
     for node in calls(graph, aten.conv2d.default):
         given = arguments(node)
-        weight = constant(graph, given["weight"])
-        if weight is None or weight.dim() != 4:
+        weight, x = constant(graph, given["weight"]), value_of(given["input"])
+        if weight is None or weight.dim() != 4 or x is None or x.dim() != 4:
             continue
         if weight.is_contiguous(memory_format=torch.channels_last) and not weight.is_contiguous():
             continue
@@ -77,6 +91,27 @@ class _Strides(fx.Interpreter):
             self.found[n] = result.stride()
         return result
 
+    @classmethod
+    def of(cls, graph: fx.GraphModule, samples: Sequence[torch.Tensor]) -> _Strides:
+        """Run a graph."""
+        seen = cls(graph)
+        with torch.no_grad():
+            seen.run(*samples)
+        return seen
+
+    def differs(self, node: fx.Node) -> bool:
+        """Whether a result lies in another way than eager's."""
+        expected, now = value_of(node), self.found.get(node)
+        if expected is None or now is None or node.op != "call_function" or not expected.numel():
+            return False
+        return now != tuple(expected.stride())
+
+    def shows(self, node: fx.Node, wanting: Container[fx.Node]) -> bool:
+        """Whether that can be seen: in the result itself, or in a view of it."""
+        if self.differs(node) and any(user in wanting for user in node.users):
+            return True
+        return any(self.shows(user, wanting) for user in node.users if is_view_of(user, node))
+
 
 def _as_traced(value: Any, node: fx.Node) -> Any:
     """A tensor with the strides that it had when the graph was traced."""
@@ -104,29 +139,44 @@ def restored(
         strides: those of eager's results.
         samples: tensors to call it with.
     """
-    seen = _Strides(graph)
-    with torch.no_grad():
-        seen.run(*samples)
+    seen = _Strides.of(graph, samples)
     last = next(iter(reversed(graph.graph.nodes)))
     for source, stride in zip(inputs(last)[0], strides, strict=True):
         value = value_of(source)
         if value is not None and value.stride() != stride:
             source.meta["val"] = value.new_empty_strided(value.shape, stride)
+    found = new = _inputs_turned(graph, seen.found)
+    # What was copied may turn what comes of it.
+    for _ in range(_ROUNDS):
+        if new:
+            seen = _Strides.of(graph, samples)
+        new = _copied(graph, seen)
+        found = [*found, *new]
+        if not new:
+            break
+    return tuple(found)
+
+
+def _copied(graph: fx.GraphModule, seen: _Strides) -> list[Change]:
+    """Copy what lies in another way than eager's and shows; what is a view of that can wait."""
+    last = next(iter(reversed(graph.graph.nodes)))
     unknown = [n for n in graph.graph.nodes if isinstance(n.target, Op) and not _is_known(n)]
     wanting = {*seen.wants, *unknown, last}
-    found = _inputs_turned(graph, seen.found)
+    found: list[Change] = []
+    later: set[fx.Node] = set()
     for source in list(graph.graph.nodes):
-        expected, now = value_of(source), seen.found.get(source)
-        if expected is None or now is None or source.op != "call_function":
+        expected, users = value_of(source), list(source.users)
+        if is_view(source) and not later.isdisjoint(shared(source)):
+            later.add(source)
             continue
-        if expected.numel() == 0 or now == tuple(expected.stride()):
+        if expected is None or not seen.differs(source) or not seen.shows(source, wanting):
             continue
-        users = list(source.users)
-        if wanting.isdisjoint(users):
-            continue
-        if _pools_contiguous(source, expected) and all(u in wanting or is_view(u) for u in users):
+        later.add(source)
+        found.append(Change("eager's layout", (source.name,)))
+        # All that may share its memory: results that are views of each other stay so.
+        theirs = [u for u in users if u in wanting or is_view_of(u, source)]
+        if _pools_contiguous(source, expected) and theirs == users:
             source.args = (*_pool_arguments(source), True)
-            found.append(Change("eager's layout", (source.name,)))
             continue
         with graph.graph.inserting_after(source):
             empty = graph.graph.call_function(
@@ -136,12 +186,10 @@ def restored(
         with graph.graph.inserting_after(empty):
             new = graph.graph.call_function(aten.copy_.default, (empty, source))
         empty.meta["val"] = new.meta["val"] = expected
-        for user in users:
-            # All that may share its memory: results that are views of each other stay so.
-            if user in wanting or is_view(user):
-                user.replace_input_with(source, new)
-        found.append(Change("eager's layout", (source.name,)))
-    return tuple(found)
+        later |= {empty, new}
+        for user in theirs:
+            user.replace_input_with(source, new)
+    return found
 
 
 def _pools_contiguous(node: fx.Node, expected: torch.Tensor) -> bool:
@@ -156,15 +204,20 @@ def _pool_arguments(node: fx.Node) -> tuple[Any, ...]:
 
 def _inputs_turned(graph: fx.GraphModule, strides: dict[fx.Node, tuple[int, ...]]) -> list[Change]:
     """Turn what convolutions in channels_last find contiguous: PyTorch's own copy is slower."""
-    found = []
+    found: list[Change] = []
+    if any(map(is_mutable, graph.graph.nodes)):
+        return found  # A copy would not see what is written later.
     turned: dict[fx.Node, fx.Node] = {}
     for node in calls(graph, *_CONVOLUTIONS):
         source, weight = inputs(node)[:2]
         x, kept = value_of(source), constant(graph, weight)
-        if x is None or kept is None or not kept.is_cuda or source not in strides:
+        if x is None or kept is None or not _turns(kept) or source not in strides:
+            continue
+        if x.dim() != 4:
             continue
         lies = torch.empty_strided(x.shape, strides[source], device="meta")
-        wanted = wants_channels_last(kept) and (node.target is _DEPTHWISE or _is_last(kept))
+        # A weight of single pixels lies either way, and says nothing.
+        wanted = node.target is _DEPTHWISE or (_is_last(kept) and not kept.is_contiguous())
         if not wanted or not lies.is_contiguous() or _is_last(lies):
             continue
         if source not in turned:
@@ -175,6 +228,10 @@ def _inputs_turned(graph: fx.GraphModule, strides: dict[fx.Node, tuple[int, ...]
             found.append(Change("turned to channels_last", (source.name,)))
         node.replace_input_with(source, turned[source])
     return found
+
+
+def _turns(weight: torch.Tensor) -> bool:
+    return weight.is_cuda and wants_channels_last(weight)
 
 
 def _is_last(tensor: torch.Tensor) -> bool:

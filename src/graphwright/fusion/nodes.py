@@ -79,13 +79,18 @@ def roots(node: fx.Node) -> set[fx.Node]:
     while todo:
         one = todo.pop()
         if one.op == "call_function" and is_view(one):
-            todo += _shared(one)
+            todo += shared(one)
         else:
             found.add(one)
     return found
 
 
-def _shared(node: fx.Node) -> list[fx.Node]:
+def is_view_of(node: fx.Node, other: fx.Node) -> bool:
+    """Whether a node's result may lie in another one's memory."""
+    return is_view(node) and other in shared(node)
+
+
+def shared(node: fx.Node) -> list[fx.Node]:
     """The arguments in whose memory a view may lie."""
     if isinstance(node.target, Op):
         formal, given = node.target._schema.arguments, arguments(node)
@@ -154,18 +159,15 @@ def replace(
 
 
 class _Draft(fx.GraphModule):
-    """A copy that is changed: its code, which takes long, is made when it is asked for."""
+    """A graph without code, which would take longer to make than all else of a copy."""
 
     def recompile(self) -> Any:
-        """Make the code, but not for every graph that is set."""
-        return super().recompile() if getattr(self, "made", False) else None
+        """Make nothing."""
 
 
-def copy_of(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph with the same constants, to be changed; it has no code before `recompile`."""
-    draft = _Draft(graph, copy.deepcopy(graph.graph))
-    draft.made = True  # type: ignore[assignment]  # no tensor and no module
-    return draft
+def copy_of(graph: fx.GraphModule, *, code: bool = False) -> fx.GraphModule:
+    """The same graph with the same constants, to be changed; without code it cannot be called."""
+    return (fx.GraphModule if code else _Draft)(graph, copy.deepcopy(graph.graph))
 
 
 def finished(graph: fx.GraphModule) -> fx.GraphModule:

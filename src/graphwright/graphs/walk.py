@@ -408,8 +408,8 @@ def _has_masks(indices: Iterable[torch.Tensor | None]) -> bool:
 
 
 def _is_attention(func: Any) -> bool:
-    """Whether an operation returns the state of its random generator, mostly on the host."""
-    return "attention" in func._opname
+    """Whether PyTorch's operation returns the state of its random generator, mostly on the host."""
+    return "attention" in func._opname and getattr(func, "namespace", "") == "aten"
 
 
 def _only_looks(func: Any) -> bool:

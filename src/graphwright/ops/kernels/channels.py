@@ -116,12 +116,12 @@ def transposed_tile(images: int, channels: int, pixels: int, itemsize: int) -> t
 
 def mean_block(images: int, channels: int, pixels: int, itemsize: int) -> tuple[int, int, int]:
     """Pixels at a time and channels of a program, and its warps."""
-    # A sector of memory, so that there are many programs; more of them where there are enough.
+    # Few pixels at a time of two sectors of memory, in many programs.
+    block = min(power_of_two(channels), 64 // itemsize)
+    if 4 * images * triton.cdiv(channels, block) >= PROGRAMS:
+        return min(power_of_two(pixels), 16), block, 4
+    # Where there are few programs, a sector, so that there are more.
     block = min(power_of_two(channels), 32 // itemsize)
-    while block < min(channels, 128 // itemsize) and (
-        images * triton.cdiv(channels, 2 * block) >= 4 * PROGRAMS
-    ):
-        block *= 2
     # All at once where they are 32 KiB or less: what is under way is not waited for in turns.
     together = min(power_of_two(pixels), 32768 // itemsize // block)
     return together, block, min(16, max(1, together * block * itemsize // 1024))

@@ -86,7 +86,9 @@ def norm(
     rows = x.numel() // columns
     normalized = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     total = x if residual is None else torch.empty_like(normalized)
-    together, block, warps = row_block(rows, columns)
+    # A row alone is half of what is under way where there is a residual.
+    alone = residual is None and x.dtype.itemsize == 2
+    together, block, warps = row_block(rows, columns, *(2048, 2048) if alone else ())
     norm_kernel[(triton.cdiv(rows, together),)](
         x,
         residual,
