@@ -67,7 +67,7 @@ def trained(model: nn.Module) -> None:
 
 def everywhere(each: Pass) -> Pass:
     """A pass for the GPU, on the CPU too: its operations are there."""
-    return Pass(each.name, each.rewrite)
+    return Pass(each.name, each.rewrite, starts=each.starts)
 
 
 def targets(graph: fx.GraphModule) -> list[str]:

@@ -217,5 +217,5 @@ def _as_sum(
     return new
 
 
-ATTENTION = Pass("attention", _attention)
-MASKS = Pass("masks", _masks)
+ATTENTION = Pass("attention", _attention, starts=(aten.matmul.default,))
+MASKS = Pass("masks", _masks, starts=(aten.scaled_dot_product_attention.default,))

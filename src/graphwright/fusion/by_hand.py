@@ -137,4 +137,4 @@ def _plus(node: Any, number: float) -> Any:
     return x if isinstance(added, int | float) and added == number else None
 
 
-BY_HAND = Pass("by_hand", _by_hand)
+BY_HAND = Pass("by_hand", _by_hand, starts=(aten.mul.Tensor,))

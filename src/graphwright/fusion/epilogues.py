@@ -171,4 +171,4 @@ def _epilogues(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     return (by_onednn if device.type == "cpu" else on_gpu)(graph, device)
 
 
-EPILOGUES = Pass("convolutions", _epilogues)
+EPILOGUES = Pass("convolutions", _epilogues, starts=(aten.conv2d.default,))

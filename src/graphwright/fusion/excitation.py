@@ -77,5 +77,10 @@ def _gated(graph: fx.GraphModule, node: fx.Node, x: Any, gate: Any) -> Change | 
     return Change("a factor a channel" + (" with its bias" if bias is not None else ""), names)
 
 
-MEANS = Pass("channel_means", _means, devices=("cuda",))
-CHANNEL_GATES = Pass("channel_gates", _gates, devices=("cuda",))
+MEANS = Pass(
+    "channel_means",
+    _means,
+    devices=("cuda",),
+    starts=(aten.adaptive_avg_pool2d.default, aten.mean.dim),
+)
+CHANNEL_GATES = Pass("channel_gates", _gates, devices=("cuda",), starts=tuple(_GATES))

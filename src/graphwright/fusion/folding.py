@@ -256,5 +256,5 @@ def _scale(graph: fx.GraphModule, node: fx.Node, source: Any, factor: Any) -> Ch
 
 CLEAN = Pass("clean", _clean)
 CONSTANTS = Pass("constants", _constants)
-BATCH_NORM = Pass("batch_norm", _batch_norms)
-SCALES = Pass("scales", _scales)
+BATCH_NORM = Pass("batch_norm", _batch_norms, starts=(aten.batch_norm.default,))
+SCALES = Pass("scales", _scales, starts=(aten.mul.Tensor,))

@@ -243,4 +243,6 @@ def _is_known(node: fx.Node) -> bool:
     return str(node.target).partition(".")[0] in ("aten", "mkldnn", "graphwright")
 
 
-CHANNELS_LAST = Pass("channels_last", _channels_last, devices=("cuda",))
+CHANNELS_LAST = Pass(
+    "channels_last", _channels_last, devices=("cuda",), starts=(aten.conv2d.default,)
+)

@@ -255,7 +255,7 @@ def _gates(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     return found
 
 
-PADDED = Pass("padded", _padded, devices=("cuda",))
-GATES = Pass("gates", _gates, devices=("cuda",))
-ACTIVATIONS = Pass("activations", _activations, devices=("cuda",))
-PROJECTIONS = Pass("projections", _projections, devices=("cuda",))
+PADDED = Pass("padded", _padded, devices=("cuda",), starts=(aten.linear.default,))
+GATES = Pass("gates", _gates, devices=("cuda",), starts=(aten.silu.default,))
+ACTIVATIONS = Pass("activations", _activations, devices=("cuda",), starts=_FOLLOWING)
+PROJECTIONS = Pass("projections", _projections, devices=("cuda",), starts=(aten.linear.default,))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .nodes import copy_of, finished
+from .nodes import Op, copy_of, finished, is_op
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,13 @@ class Pass:
         name: by which it is asked for.
         rewrite: changes a graph for a device in place and says what it did.
         devices: kinds of device that it is for.
+        starts: operations; a graph without any of these has nothing for it. () for any graph.
     """
 
     name: str
     rewrite: Callable[[fx.GraphModule, torch.device], list[Change]]
     devices: tuple[str, ...] = ("cpu", "cuda")
+    starts: tuple[Op, ...] = ()
 
     def __call__(self, graph: fx.GraphModule, device: torch.device) -> PassResult:
         """Rewrite a copy of a graph.
@@ -61,9 +63,10 @@ class Pass:
         Before and after, the graph is well formed, and has the same arguments and the same number
         of results: else ValueError or RuntimeError is raised.
         """
-        graph.graph.lint()
-        if device.type not in self.devices:
+        here = not self.starts or any(is_op(node, *self.starts) for node in graph.graph.nodes)
+        if device.type not in self.devices or not here:
             return PassResult(graph, ())
+        graph.graph.lint()
         # Somebody else's may run what it changes, or print it.
         ours = getattr(self.rewrite, "__module__", "").startswith(__package__)
         changed = copy_of(graph, code=not ours)

@@ -64,4 +64,4 @@ def _as_linear(graph: fx.GraphModule, conv: Convolution) -> Change:
     return Change("windows side by side as a linear layer", (name,))
 
 
-PATCHES = Pass("patches", _patches, devices=("cuda",))
+PATCHES = Pass("patches", _patches, devices=("cuda",), starts=(aten.conv2d.default,))

@@ -38,4 +38,4 @@ def _pools(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     return found
 
 
-POOLS = Pass("pools", _pools, devices=("cuda",))
+POOLS = Pass("pools", _pools, devices=("cuda",), starts=(aten.max_pool2d.default,))

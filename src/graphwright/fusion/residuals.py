@@ -104,5 +104,10 @@ def _norms(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     return found
 
 
-NORMS = Pass("norms", _norms, devices=("cuda",))
-RESIDUALS = Pass("residuals", _residuals, devices=("cuda",))
+NORMS = Pass("norms", _norms, devices=("cuda",), starts=(aten.layer_norm.default,))
+RESIDUALS = Pass(
+    "residuals",
+    _residuals,
+    devices=("cuda",),
+    starts=(aten.layer_norm.default, aten.rms_norm.default),
+)

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._guards import TracingContext, tracing
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
@@ -116,9 +118,12 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
             undo.check()
             first = pytree.tree_leaves(on_leaves(clone_leaves(leaves)))
             undo.check()
-            graph = make_fx(on_tensors, pre_dispatch=True)(
-                *[leaf for leaf in clone_leaves(leaves) if isinstance(leaf, torch.Tensor)]
-            )
+            given = [leaf for leaf in clone_leaves(leaves) if isinstance(leaf, torch.Tensor)]
+            # One mode for what the graph's nodes are like: else there is one for each of them,
+            # a third of the time.
+            shared = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
+            with tracing(shared):
+                graph = make_fx(on_tensors, pre_dispatch=True)(*given)
             undo.check()
             read = reads_of_arguments(on_leaves, leaves, device)
     except GraphwrightError as error:
