@@ -1614,6 +1614,26 @@ def test_results_that_share_memory_go_on_sharing_it(
     assert "outputs in eights" in fused.explain()
 
 
+def test_a_pass_that_fails_is_left_out_without_verification_too() -> None:
+    """What it has done to the graph until then is gone."""
+
+    def breaks(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+        for node in calls(graph, aten.relu.default):
+            node.target = aten.neg.default
+        raise RuntimeError("half done")
+
+    breaks.__module__ = "graphwright.fusion.folding"  # It is given the graph itself.
+    model = nn.Sequential(nn.Linear(4, 2049), nn.Dropout(), nn.ReLU()).eval()
+    fused = gw.fuse(
+        model, (torch.randn(3, 4),), passes=[CLEAN, Pass("breaks", breaks)], verify=False
+    )
+    assert [name for name, _ in fused.regions[0].left_out] == ["breaks"]
+    assert [name for name, _ in fused.regions[0].done] == ["clean"]
+    x = torch.randn(3, 4)
+    with torch.no_grad():
+        same(fused(x), model(x))
+
+
 def test_a_pass_of_ones_own_may_run_and_copy_what_it_changes() -> None:
     seen = []
 

@@ -205,8 +205,13 @@ def _optimised(
     passes: Sequence[Pass],
     check: bool,
     region: Region,
+    *,
+    in_place: bool = True,
 ) -> tuple[Callable[..., Any], str]:
-    """A traced call after all passes; what is wrong with it, if anything is."""
+    """A traced call after all passes; what is wrong with it, if anything is.
+
+    Where nothing is checked, passes change one copy, unless one of them fails.
+    """
     leaves, _ = flatten(args, kwargs)
     samples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = samples[0].device
@@ -219,7 +224,8 @@ def _optimised(
         verdict = _verdict(traced.call(traced.graph), known)
         if verdict:
             return module, f"its graph computes something else: {verdict}"
-    graph = traced.graph
+    in_place = in_place and not check
+    graph = copy_of(traced.graph) if in_place else traced.graph
     for each in passes:
         if each is not CLEAN:
             if writes is None and (writes := any(map(is_mutable, graph.graph.nodes))):
@@ -228,7 +234,7 @@ def _optimised(
             if writes:
                 continue
         try:
-            result = each(graph, device)
+            result = each(graph, device, in_place=in_place)
             if not result.changes:
                 continue
             verdict = ""
@@ -236,6 +242,11 @@ def _optimised(
                 candidate = _in_layout(traced, result.model, samples, state)
                 verdict = _verdict(traced.call(candidate), known)
         except Exception as error:
+            if in_place:
+                region.done.clear()
+                region.left_out.clear()
+                again = traced, module, args, kwargs, passes, check, region
+                return _optimised(*again, in_place=False)
             verdict = f"{type(error).__name__}: {first_line(error)}"
         if verdict:
             region.left_out.append((each.name, verdict))

@@ -170,11 +170,16 @@ def copy_of(graph: fx.GraphModule, *, code: bool = False) -> fx.GraphModule:
     return (fx.GraphModule if code else _Draft)(graph, copy.deepcopy(graph.graph))
 
 
-def finished(graph: fx.GraphModule) -> fx.GraphModule:
-    """Dead nodes and unused constants gone, and the code made."""
+def tidied(graph: fx.GraphModule) -> fx.GraphModule:
+    """The same graph, dead nodes gone, and well formed: else RuntimeError is raised."""
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
-    return fx.GraphModule(graph, graph.graph)
+    return graph
+
+
+def finished(graph: fx.GraphModule) -> fx.GraphModule:
+    """Dead nodes and unused constants gone, and the code made."""
+    return fx.GraphModule(tidied(graph), graph.graph)
 
 
 def leaf_names(node: fx.Node) -> str:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from .nodes import Op, copy_of, finished, is_op
+from .nodes import Op, copy_of, finished, is_op, tidied
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,10 @@ class Pass:
     devices: tuple[str, ...] = ("cpu", "cuda")
     starts: tuple[Op, ...] = ()
 
-    def __call__(self, graph: fx.GraphModule, device: torch.device) -> PassResult:
-        """Rewrite a copy of a graph.
+    def __call__(
+        self, graph: fx.GraphModule, device: torch.device, *, in_place: bool = False
+    ) -> PassResult:
+        """Rewrite a copy of a graph; the graph itself, without making its code, if `in_place`.
 
         Before and after, the graph is well formed, and has the same arguments and the same number
         of results: else ValueError or RuntimeError is raised.
@@ -69,13 +71,14 @@ class Pass:
         graph.graph.lint()
         # Somebody else's may run what it changes, or print it.
         ours = getattr(self.rewrite, "__module__", "").startswith(__package__)
-        changed = copy_of(graph, code=not ours)
+        in_place = in_place and ours
+        changed, ends = graph if in_place else copy_of(graph, code=not ours), _ends(graph)
         with torch.no_grad():
             changes = tuple(self.rewrite(changed, device))
         if not changes:
             return PassResult(graph, ())
-        changed = finished(changed)
-        if _ends(changed) != _ends(graph):
+        changed = tidied(changed) if in_place else finished(changed)
+        if _ends(changed) != ends:
             raise ValueError(f"{self.name} has changed what goes in or comes out")
         return PassResult(changed, changes)
 
