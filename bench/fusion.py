@@ -242,20 +242,27 @@ def to_markdown(result: Row) -> str:
     how = ", each as a CUDA graph" if gpu else ""
     lines = [
         f"`fuse()` beside other ways ({place}, PyTorch {where['torch']}){how}: medians in ms.",
+        "Set-up in seconds, with Triton's and Inductor's caches filled; in brackets the first time.",
         "",
-        "| model | " + " | ".join(used) + " | fused over eager | set-up of fused, s | first time |",
-        "| --- |" + " ---: |" * (len(used) + 3),
+        "| model | "
+        + " | ".join(used)
+        + " | fused: times eager | of inductor's time | set-up of fused | of inductor |",
+        "| --- |" + " ---: |" * (len(used) + 4),
     ]
     for row in result["models"]:
         cells = []
         for way in used:
             one = row["ways"].get(way, {})
             cells.append(f"{one['median'] * 1e3:.3f}" if "median" in one else "–")
-        fused = row["ways"].get("fused", {})
-        gain = f"{1 / ratio(row, 'eager'):.2f}×" if "samples" in fused else "–"
-        first = row.get("cold_s", {}).get("fused")
-        seconds = [f"{v:.2f}" if v is not None else "–" for v in (fused.get("setup_s"), first)]
-        lines.append(f"| {row['model']} | {' | '.join([*cells, gain, *seconds])} |")
+        gain, share = "–", over_inductor(row)
+        if "samples" in row["ways"].get("fused", {}):
+            gain = f"{1 / ratio(row, 'eager'):.2f}×"
+        cells += [gain, "–" if share is None else f"{share:.2f}"]
+        for way in ("fused", "inductor"):
+            seconds = row["ways"].get(way, {}).get("setup_s"), row.get("cold_s", {}).get(way)
+            warm, first = (f"{v:.1f}" if v is not None else "–" for v in seconds)
+            cells.append(f"{warm} ({first})")
+        lines.append(f"| {row['model']} | {' | '.join(cells)} |")
     for row in result["models"]:
         lines += ["", *(f"{row['model']}: no {w}: {why}." for w, why in row["skipped"].items())]
     return "\n".join([*lines, ""])
