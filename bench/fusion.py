@@ -242,7 +242,7 @@ def to_markdown(result: Row) -> str:
     how = ", each as a CUDA graph" if gpu else ""
     lines = [
         f"`fuse()` beside other ways ({place}, PyTorch {where['torch']}){how}: medians in ms.",
-        "Set-up in seconds, with Triton's and Inductor's caches filled; in brackets the first time.",
+        "Set-up in seconds, with Triton's and Inductor's caches filled (at first in brackets).",
         "",
         "| model | "
         + " | ".join(used)
