@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
+from graphwright.graphs.graph import GraphClosed
 
 THREADS = 4
 KEPT_INPUTS = 4
@@ -158,7 +159,9 @@ def test_every_output_is_eager_s(device: torch.device, calls: int) -> None:
                 dice.choice((pool.release, one.graphed.release))()
             if number % (calls // 20) == 0:
                 with gw.capture(torch.neg, torch.ones(4, device=device), pool=pool) as brief:
-                    assert bool((brief(torch.ones(4, device=device)) == -1).all())
+                    # Another thread may release the pool, and this graph with it.
+                    with contextlib.suppress(GraphClosed):
+                        assert bool((brief(torch.ones(4, device=device)) == -1).all())
             index = dice.randrange(len(one.inputs))
             with turn.reading(), torch.no_grad():
                 result = first(one.graphed(**one.inputs[index]))
