@@ -1083,6 +1083,28 @@ def test_what_each_device_fuses(name: str, dtype: torch.dtype, device: torch.dev
     assert torch.equal(found_special, special)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("channels", [(3, 64, 7), (16, 16, 3), (64, 64, 3), (64, 256, 1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_libraries_relu_keeps_nan(dtype: torch.dtype, channels: tuple[int, int, int]) -> None:
+    """What oneDNN's does not: else their fused kernels could not be taken."""
+    inputs, outputs, window = channels
+    how: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
+    weight, bias = torch.randn(outputs, inputs, window, window, **how), torch.randn(outputs, **how)
+    for form in (torch.channels_last, torch.contiguous_format):
+        x = torch.full((2, inputs, 12, 12), torch.nan, **how).contiguous(memory_format=form)
+        w, one, pad = weight.contiguous(memory_format=form), [1, 1], [window // 2] * 2
+        alone = torch.cudnn_convolution_relu(x, w, bias, one, pad, one, 1)
+        other = torch.randn_like(alone)
+        added = torch.cudnn_convolution_add_relu(x, w, other, 1.0, bias, one, pad, one, 1)
+        assert bool(alone.isnan().all())
+        assert bool(added.isnan().all())
+    rows = torch.full((24, inputs * 8), torch.nan, **how)
+    for gelu in (False, True):
+        matrix = torch.randn(inputs * 8, outputs, **how)
+        assert bool(torch._addmm_activation(bias, rows, matrix, use_gelu=gelu).isnan().all())
+
+
 def test_other_calls_are_fused_when_they_come() -> None:
     model = resnet()
     fused = gw.fuse(model)
