@@ -439,6 +439,13 @@ def test_layouts(layout: str, device: torch.device, launches: list[str]) -> None
         assert launches == expected(device, name, taken)
 
 
+def test_triton_is_prepared_once_and_nowhere_missed() -> None:
+    thread = defining.prepare_triton()
+    assert defining.prepare_triton() is thread
+    thread.join(60)
+    assert not thread.is_alive()
+
+
 def test_halves_are_told_apart_by_a_stride() -> None:
     gate, up = torch.randn(2, 3, 16).chunk(2, -1)
     assert row_stride(gate) == row_stride(up) == 16

@@ -14,6 +14,7 @@ from torch import fx, nn
 
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
 from ..graphs.undo import Undo
+from ..ops.defining import prepare_triton
 from ..proxy import ModuleProxy
 from ..reference import Reference, reference
 from ..signature import Args, CallSignature, Kwargs, flatten, tensors_of, unflatten
@@ -127,6 +128,8 @@ def fused_call(
     """
     found = Fused(None, [], [])
     places = {t.device for t in tensors_of((args, kwargs)) if t.device.type == "cuda"}
+    if places:
+        prepare_triton()
     with _LOCK:
         state, undo = State(module), Undo(module)
         try:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -29,6 +30,22 @@ def triton_works() -> bool:
     except Exception:
         return False
     return True
+
+
+@functools.cache
+def prepare_triton() -> threading.Thread:
+    """Begin what the first kernel of a process would wait for: Triton's hash of its own files.
+
+    It takes a third of a second, nearly all of it without Python's lock.
+    """
+
+    def hashed() -> None:
+        with contextlib.suppress(Exception):
+            importlib.import_module("triton.runtime.cache").triton_key()
+
+    thread = threading.Thread(target=hashed, name="graphwright: Triton's hash", daemon=True)
+    thread.start()
+    return thread
 
 
 @dataclass
