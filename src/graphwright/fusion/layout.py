@@ -138,6 +138,9 @@ def restored(
         graph: after passes that change layouts.
         strides: those of eager's results.
         samples: tensors to call it with.
+
+    Raises:
+        RuntimeError: copies do not bring all of them back.
     """
     seen = _Strides.of(graph, samples)
     last = next(iter(reversed(graph.graph.nodes)))
@@ -153,8 +156,8 @@ def restored(
         new = _copied(graph, seen)
         found = [*found, *new]
         if not new:
-            break
-    return tuple(found)
+            return tuple(found)
+    raise RuntimeError("its results cannot be laid out as eager's")
 
 
 def _copied(graph: fx.GraphModule, seen: _Strides) -> list[Change]:
