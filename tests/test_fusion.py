@@ -17,7 +17,7 @@ from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.fusion import Change, Pass, epilogues, fusing, layout
+from graphwright.fusion import Change, Pass, epilogues, fusing, layout, linears
 from graphwright.fusion.attention import ATTENTION, MASKS
 from graphwright.fusion.by_hand import BY_HAND
 from graphwright.fusion.epilogues import EPILOGUES
@@ -1083,26 +1083,81 @@ def test_what_each_device_fuses(name: str, dtype: torch.dtype, device: torch.dev
     assert torch.equal(found_special, special)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("channels", [(3, 64, 7), (16, 16, 3), (64, 64, 3), (64, 256, 1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_the_libraries_relu_keeps_nan(dtype: torch.dtype, channels: tuple[int, int, int]) -> None:
-    """What oneDNN's does not: else their fused kernels could not be taken."""
+def with_relu(channels: tuple[int, int, int]) -> nn.Module:
+    """A convolution with ReLU, one with a sum too, and a linear layer with ReLU."""
     inputs, outputs, window = channels
-    how: dict[str, Any] = {"dtype": dtype, "device": "cuda"}
-    weight, bias = torch.randn(outputs, inputs, window, window, **how), torch.randn(outputs, **how)
-    for form in (torch.channels_last, torch.contiguous_format):
-        x = torch.full((2, inputs, 12, 12), torch.nan, **how).contiguous(memory_format=form)
-        w, one, pad = weight.contiguous(memory_format=form), [1, 1], [window // 2] * 2
-        alone = torch.cudnn_convolution_relu(x, w, bias, one, pad, one, 1)
-        other = torch.randn_like(alone)
-        added = torch.cudnn_convolution_add_relu(x, w, other, 1.0, bias, one, pad, one, 1)
-        assert bool(alone.isnan().all())
-        assert bool(added.isnan().all())
-    rows = torch.full((24, inputs * 8), torch.nan, **how)
-    for gelu in (False, True):
-        matrix = torch.randn(inputs * 8, outputs, **how)
-        assert bool(torch._addmm_activation(bias, rows, matrix, use_gelu=gelu).isnan().all())
+
+    def work(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y = F.relu(self.conv(x))
+        return y, F.relu(self.again(x) + self.conv(x)), F.relu(self.linear(x.flatten(2)))
+
+    convs = (CONV(inputs, outputs, window, padding=window // 2) for _ in range(2))
+    return Model(work, conv=next(convs), again=next(convs), linear=nn.Linear(144, outputs))
+
+
+def loses_nan(model: nn.Module, x: torch.Tensor) -> bool:
+    """Whether NaN in every element leaves something else, where eager has NaN."""
+    fused = gw.fuse(model, (x,), verify=False)
+    nothing = torch.full_like(x, torch.nan)
+    with torch.no_grad():
+        pairs = zip(fused(nothing), model(nothing), strict=True)
+        return any(bool((right.isnan() & ~mine.isnan()).any()) for mine, right in pairs)
+
+
+WITH_RELU = [(3, 64, 7), (16, 16, 3), (64, 64, 3), (64, 256, 1)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("form", [torch.channels_last, torch.contiguous_format], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("channels", WITH_RELU, ids=str)
+def test_the_libraries_kernels_that_are_taken_keep_nan(
+    channels: tuple[int, int, int], dtype: torch.dtype, form: torch.memory_format
+) -> None:
+    model = with_relu(channels).to("cuda", dtype).to(memory_format=form)
+    x = torch.randn(2, channels[0], 12, 12).to("cuda", dtype).contiguous(memory_format=form)
+    assert not loses_nan(model, x)
+
+
+@pytest.mark.gpu
+def test_unasked_some_of_them_lose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing would have to be asked."""
+    for module in (epilogues, linears):
+        monkeypatch.setattr(module, "keeps_nan", lambda x, eager, fused: True)
+    lost = []
+    for channels in WITH_RELU:
+        for form in (torch.channels_last, torch.contiguous_format):
+            model = with_relu(channels).to("cuda").to(memory_format=form)
+            x = torch.randn(2, channels[0], 12, 12).to("cuda").contiguous(memory_format=form)
+            lost.append(loses_nan(model, x))
+    assert any(lost)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_a_kernel_that_loses_nan_is_not_taken(keeps: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def relu(x: torch.Tensor) -> torch.Tensor:
+        return x.relu() if keeps else x.nan_to_num().relu()
+
+    def alone(x: torch.Tensor, *given: Any) -> torch.Tensor:
+        return relu(torch.conv2d(x, *given))
+
+    def summed(x: torch.Tensor, weight: Any, other: Any, alpha: float, *given: Any) -> torch.Tensor:
+        return relu(alpha * other + torch.conv2d(x, weight, *given))
+
+    def linear(bias: Any, x: Any, weight: Any, use_gelu: bool) -> torch.Tensor:
+        return relu(torch.addmm(bias, x, weight))
+
+    monkeypatch.setattr(torch, "cudnn_convolution_relu", alone)
+    monkeypatch.setattr(torch, "cudnn_convolution_add_relu", summed)
+    monkeypatch.setattr(torch, "_addmm_activation", linear)
+
+    def work(self: Any, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return F.relu(self.conv(x)), F.relu(self.conv(x) + x), F.relu(self.linear(x))
+
+    model = Model(work, conv=CONV(4, 4, 3, padding=1), linear=nn.Linear(9, 5))
+    _, left = after(model, (images(),), CLEAN, on_gpu(monkeypatch), everywhere(ACTIVATIONS))
+    taken = ("cudnn_convolution_relu", "cudnn_convolution_add_relu", "_addmm_activation")
+    assert [any(name in each for each in left) for name in taken] == [keeps] * 3
 
 
 def test_other_calls_are_fused_when_they_come() -> None:

@@ -137,9 +137,8 @@ def random_model(seed: int) -> tuple[nn.Module, str]:
 
 @pytest.fixture
 def passes(monkeypatch: pytest.MonkeyPatch) -> tuple[Pass, ...]:
-    """Those for the GPU too; what cuDNN would do with ReLU our own kernel's reference does."""
+    """Those for the GPU too; cuDNN's own kernels are not there, so ours' references are taken."""
     monkeypatch.setattr(epilogues, "_cudnn_works", lambda conv: True)
-    monkeypatch.setattr(epilogues, "_with_relu", lambda graph, conv: None)
     monkeypatch.setattr(layout, "_turns", layout.wants_channels_last)
     kernels = Pass(EPILOGUES.name, epilogues.on_gpu, starts=EPILOGUES.starts)
     everywhere = [Pass(each.name, each.rewrite, starts=each.starts) for each in fusing.PASSES]

@@ -30,6 +30,11 @@ class Convolution:
     dilation: list[int]
     groups: int
 
+    @property
+    def how(self) -> tuple[list[int], list[int], list[int], int]:
+        """Stride, padding, dilation and groups, in the order of operations' arguments."""
+        return self.stride, self.padding, self.dilation, self.groups
+
 
 def convolution_of(graph: fx.GraphModule, node: Any) -> Convolution | None:
     """The convolution that a node is, of images in a batch."""
@@ -89,7 +94,7 @@ def forget(graph: fx.GraphModule, *nodes: fx.Node) -> None:
 
 def without_bias(graph: fx.GraphModule, conv: Convolution) -> fx.Node:
     """The same convolution without its bias, in front of it."""
-    args = (conv.x, conv.weight_node, None, conv.stride, conv.padding, conv.dilation, conv.groups)
+    args = (conv.x, conv.weight_node, None, *conv.how)
     with graph.graph.inserting_before(conv.node):
         bare = graph.graph.call_function(aten.conv2d.default, args)
     bare.meta["val"] = conv.node.meta["val"]

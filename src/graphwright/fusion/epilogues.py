@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import fx
 from ..ops.pooling import LARGEST_WINDOW
 from .convolutions import Convolution, added, convolution_of, forget, without_bias
 from .layout import HALVES, wants_channels_last
+from .nans import Known, keeps_nan
 from .nodes import add_constant, arguments, calls, is_op, only_user, replace, value_of
 from .onednn import by_onednn
 from .passes import Change, Pass
@@ -20,11 +22,12 @@ aten = torch.ops.aten
 def on_gpu(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """Each convolution in the first way that it can be computed, with what follows it."""
     found = []
+    kept: Known = {}
     for node in calls(graph, aten.conv2d.default):
         conv = convolution_of(graph, node)
         if conv is None or not _cudnn_works(conv):
             continue
-        for way in (_depthwise, _with_relu, _pointwise, _with_kernel):
+        for way in (_depthwise, partial(_with_relu, kept), _pointwise, _with_kernel):
             change = way(graph, conv)
             if change is not None:
                 found.append(change)
@@ -32,9 +35,8 @@ def on_gpu(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     return found
 
 
-def _with_relu(graph: fx.GraphModule, conv: Convolution) -> Change | None:
-    """Convolution + bias (+ another tensor) + ReLU as one kernel of cuDNN."""
-    how = conv.stride, conv.padding, conv.dilation, conv.groups
+def _with_relu(kept: Known, graph: fx.GraphModule, conv: Convolution) -> Change | None:
+    """Convolution + bias (+ another tensor) + ReLU as one kernel of cuDNN, if that keeps NaN."""
     relu, adds = only_user(conv.node, aten.relu.default), added(conv.node)
     gone = [conv.node]
     if relu is None and adds is not None:
@@ -44,14 +46,38 @@ def _with_relu(graph: fx.GraphModule, conv: Convolution) -> Change | None:
         return None
     gone.append(relu)
     names = tuple(node.name for node in gone)
+    if not _cudnn_keeps_nan(kept, conv, adds is not None):
+        return None
     if adds is None:
-        args: tuple[Any, ...] = conv.x, conv.weight_node, conv.bias_node, *how
+        args: tuple[Any, ...] = conv.x, conv.weight_node, conv.bias_node, *conv.how
         replace(graph, relu, aten.cudnn_convolution_relu.default, args)
     else:
-        args = conv.x, conv.weight_node, adds[1], 1.0, conv.bias_node, *how
+        args = conv.x, conv.weight_node, adds[1], 1.0, conv.bias_node, *conv.how
         replace(graph, relu, aten.cudnn_convolution_add_relu.default, args)
     forget(graph, *reversed(gone))
     return Change(f"convolution{', sum' if adds else ''} and relu by cuDNN", names)
+
+
+def _cudnn_keeps_nan(kept: Known, conv: Convolution, summed: bool) -> bool:
+    """Whether the kernel that cuDNN takes for this very convolution does."""
+    x, (weight, bias, how) = value_of(conv.x), (conv.weight, conv.bias, conv.how)
+    assert x is not None
+
+    def eager(x: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = aten.conv2d.default(x, weight, bias, *how).relu()
+        return result
+
+    def fused(x: torch.Tensor) -> torch.Tensor:
+        if not summed:
+            return torch.cudnn_convolution_relu(x, weight, bias, *how)
+        other = torch.zeros_like(aten.conv2d.default(x, weight, None, *how))
+        return torch.cudnn_convolution_add_relu(x, weight, other, 1.0, bias, *how)
+
+    layouts = tuple(x.stride()), tuple(weight.stride())
+    kind = x.shape, x.dtype, weight.shape, bias is None, *layouts, str(how), summed
+    if kind not in kept:
+        kept[kind] = keeps_nan(x, eager, fused)
+    return kept[kind]
 
 
 def _depthwise(graph: fx.GraphModule, conv: Convolution) -> Change | None:

@@ -10,6 +10,7 @@ from torch import fx
 from torch.nn import functional
 
 from .layout import HALVES
+from .nans import Known, keeps_nan
 from .nodes import (
     add_constant,
     arguments,
@@ -30,6 +31,7 @@ aten = torch.ops.aten
 def _activations(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """Linear + bias + ReLU or tanh-GELU by cuBLASLt; other GELU and SiLU by a kernel of ours."""
     found = []
+    kept: Known = {}
     for node in calls(graph, aten.linear.default, aten.addmm.default):
         product = _product(graph, node)
         if product is None:
@@ -44,8 +46,8 @@ def _activations(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         if user is None or result is None or after is None or not result.numel():
             continue
         names = (node.name, user.name)
-        if is_op(user, aten.silu.default) or not _by_cublas(user, result):
-            if result.shape[-1:] != product.bias_shape:
+        if is_op(user, aten.silu.default) or not _by_cublas(kept, graph, product, user):
+            if result.shape[-1:] != product.bias_shape or is_op(user, aten.relu.default):
                 continue
             found.append(_with_kernel(graph, product, end, user, names))
         else:
@@ -88,11 +90,26 @@ def _product(graph: fx.GraphModule, node: fx.Node) -> _Product | None:
     return _Product(node, source, weight, bias_node, bias.shape)
 
 
-def _by_cublas(user: fx.Node, result: torch.Tensor) -> bool:
-    """Whether cuBLASLt has an activation: GELU with tanh, short of float32's digits."""
-    if is_op(user, aten.gelu.default):
-        return result.dtype in HALVES and arguments(user)["approximate"] == "tanh"
-    return True
+def _by_cublas(kept: Known, graph: fx.GraphModule, product: _Product, user: fx.Node) -> bool:
+    """Whether cuBLASLt has an activation, and keeps NaN: GELU with tanh, short of float32's digits.
+
+    Whether NaN is kept is asked of the kernel that it takes for this very product.
+    """
+    x, bias, weight = value_of(product.x), constant(graph, product.bias), product.weight
+    gelu = is_op(user, aten.gelu.default)
+    assert x is not None
+    assert bias is not None
+    if gelu and (x.dtype not in HALVES or arguments(user)["approximate"] != "tanh"):
+        return False
+
+    def fused(x: torch.Tensor) -> torch.Tensor:
+        return torch._addmm_activation(bias, x, weight, use_gelu=gelu)
+
+    rows = x.reshape(-1, x.shape[-1])
+    kind = rows.shape, x.dtype, weight.shape, weight.stride(), gelu
+    if kind not in kept:
+        kept[kind] = keeps_nan(rows, lambda x: torch.addmm(bias, x, weight), fused)
+    return kept[kind]
 
 
 def _with_kernel(
