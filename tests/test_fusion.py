@@ -1155,7 +1155,10 @@ def test_a_kernel_that_loses_nan_is_not_taken(keeps: bool, monkeypatch: pytest.M
         return F.relu(self.conv(x)), F.relu(self.conv(x) + x), F.relu(self.linear(x))
 
     model = Model(work, conv=CONV(4, 4, 3, padding=1), linear=nn.Linear(9, 5))
-    _, left = after(model, (images(),), CLEAN, on_gpu(monkeypatch), everywhere(ACTIVATIONS))
+    graph = trace(model, (images(),), {}).graph
+    for each in (CLEAN, on_gpu(monkeypatch), everywhere(ACTIVATIONS)):
+        graph = each(graph, CPU).model
+    left = targets(graph)
     taken = ("cudnn_convolution_relu", "cudnn_convolution_add_relu", "_addmm_activation")
     assert [any(name in each for each in left) for name in taken] == [keeps] * 3
 
