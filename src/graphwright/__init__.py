@@ -4,10 +4,13 @@ Importing it does no GPU work.
 """
 
 from ._version import __version__ as __version__
+from .artifacts import load as load
+from .artifacts import save as save
 from .checker import Finding as Finding
 from .checker import Severity as Severity
 from .checker import check as check
 from .dispatch import GraphedCallable as GraphedCallable
+from .errors import ArtifactError as ArtifactError
 from .errors import CaptureError as CaptureError
 from .errors import ExtensionError as ExtensionError
 from .errors import GraphwrightError as GraphwrightError
@@ -45,6 +48,7 @@ from .tuned import TunedModule as TunedModule
 from .tuner import tune as tune
 
 __all__ = [
+    "ArtifactError",
     "BucketStatistics",
     "Buckets",
     "CaptureError",
@@ -82,7 +86,9 @@ __all__ = [
     "fuse",
     "graph",
     "graph_step",
+    "load",
     "make_graphed_callables",
+    "save",
     "triton_op",
     "tune",
 ]

@@ -80,6 +80,10 @@ class StrategyFailed(GraphwrightError):
     """A strategy is available but could not build or run this model."""
 
 
+class ArtifactError(GraphwrightError):
+    """A tuned model cannot be saved, or a file cannot be loaded as one."""
+
+
 class ExtensionError(GraphwrightError):
     """An operator of the user's could not be built, or is not what was said of it."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -14,9 +15,10 @@ from torch.utils import _pytree as pytree
 from .proxy import ModuleProxy
 from .report import Report
 from .report.result import EAGER
-from .shortcut import MISS, Shortcut
+from .shortcut import MISS, Shortcut, shortcut
 from .signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
-from .watch import ModuleWatch
+from .strategies import Built, Candidate
+from .watch import ModuleWatch, in_training
 
 if TYPE_CHECKING:
     from .filled import FilledCalls
@@ -37,6 +39,23 @@ def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any
     return call
 
 
+@dataclass(frozen=True)
+class Origin:
+    """What a TunedModule was made of, for `save`.
+
+    Attributes:
+        candidate: that was chosen.
+        builts: what was built for each sample.
+        samples: the calls, with what they are judged by.
+        device: where they run.
+    """
+
+    candidate: Candidate
+    builts: Sequence[Built]
+    samples: Sequence[Any]
+    device: torch.device
+
+
 class _Choice:
     """What a TunedModule knows beside the module: the winner and when it may be called."""
 
@@ -50,6 +69,8 @@ class _Choice:
         quiet: bool,
         filled: FilledCalls | None,
         shortcuts: Sequence[Shortcut],
+        origin: Origin | None,
+        loaded: Sequence[str],
     ) -> None:
         self.module = module
         self.report = report
@@ -59,6 +80,8 @@ class _Choice:
         self.quiet = quiet
         self.filled = filled
         self.shortcuts = tuple(shortcuts)
+        self.origin = origin
+        self.loaded = tuple(loaded)
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
@@ -147,9 +170,13 @@ class TunedModule(ModuleProxy):
         quiet: bool = True,
         filled: FilledCalls | None = None,
         shortcuts: Sequence[Shortcut] = (),
+        origin: Origin | None = None,
+        loaded: Sequence[str] = (),
     ) -> None:
         super().__init__(module)
-        choice = _Choice(module, report, table, watch, pure, quiet, filled, shortcuts)
+        choice = _Choice(
+            module, report, table, watch, pure, quiet, filled, shortcuts, origin, loaded
+        )
         object.__setattr__(self, "_choice", choice)
 
     _choice: _Choice
@@ -202,6 +229,7 @@ class TunedModule(ModuleProxy):
         """What runs now and why, what it costs, and how the calls went so far."""
         choice = self._choice
         lines = [f"strategy: {choice.report.chosen}", choice.report.reason]
+        lines += [f"loaded from a file: {what}" for what in choice.loaded]
         change = None if choice.watch is None else choice.watch.changed()
         if not choice.table:
             lines.append("This copy was not tuned: every call goes to the module itself.")
@@ -231,6 +259,49 @@ class TunedModule(ModuleProxy):
     def __reduce__(self) -> tuple[Any, ...]:
         choice = self._choice
         return TunedModule, (choice.module, choice.report, (), None, False, choice.quiet)
+
+
+def assembled(
+    module: nn.Module,
+    report: Report,
+    signatures: Sequence[CallSignature],
+    origin: Origin,
+    *,
+    pure: bool,
+    quiet: bool,
+    filling: Callable[[list[tuple[CallSignature, Callable[..., Any]]]], FilledCalls] | None = None,
+    loaded: Sequence[str] = (),
+) -> TunedModule:
+    """The module with one of the candidates to answer its calls.
+
+    Args:
+        module: that was tuned.
+        report: of it.
+        signatures: of the calls that something was built for.
+        origin: the candidate, and what was built for each of them.
+        pure: whether a call changes nothing.
+        quiet: whether eager computes the same under no_grad.
+        filling: makes of what was built what answers calls between the buckets.
+        loaded: what was done to load it from a file, in words.
+    """
+    builts, eager = origin.builts, origin.candidate.name == EAGER
+    watch = None
+    if origin.candidate.name.split(":")[0] != EAGER:  # Eager needs no watching.
+        watch = ModuleWatch(module, values=any(built.holds_weights for built in builts))
+    calls: list[Callable[..., Any]] = [built.call for built in builts]
+    if eager:  # What tune() gives never requires grad, eager included.
+        calls = [quiet_eager(module, quiet)] * len(builts)
+    table = list(zip(signatures, calls, strict=True))
+    filled = filling(table) if filling is not None and pure and not eager else None
+    found: list[Shortcut | None] = []
+    if watch is not None and pure:
+        unchanged, training = watch.unchanged, in_training(module)
+        found = [
+            shortcut(signature, built.launch, unchanged, training=training)
+            for signature, built in zip(signatures, builts, strict=True)
+        ]
+    short = [each for each in found if each is not None]
+    return TunedModule(module, report, table, watch, pure, quiet, filled, short, origin, loaded)
 
 
 def _wants_grad(args: Args, kwargs: Kwargs) -> bool:

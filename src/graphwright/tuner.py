@@ -30,7 +30,6 @@ from .report.reason import sentence
 from .report.result import EAGER
 from .request import Request
 from .screening import Screening, Terms
-from .shortcut import Shortcut, shortcut
 from .signature import Args, Kwargs
 from .snapshots import State
 from .strategies import (
@@ -40,9 +39,9 @@ from .strategies import (
     is_ours,
 )
 from .strategies.base import without_grad
-from .tuned import TunedModule, quiet_eager
+from .tuned import Origin, TunedModule, assembled
 from .verification import verify
-from .watch import FunctionModule, ModuleWatch, in_training
+from .watch import FunctionModule
 
 if TYPE_CHECKING:
     from .shapes.buckets import Buckets
@@ -426,34 +425,15 @@ class Tuning:
 
     def _tuned(self, name: str, builts: Sequence[Built]) -> TunedModule:
         """The module with one of the candidates to answer its calls."""
-        pure = all(sample.reference.pure for sample in self.evaluator.samples)
-        watch = None
-        if name.split(":")[0] != EAGER:  # Eager needs no watching.
-            holds = any(built.holds_weights for built in builts)
-            watch = ModuleWatch(self.asked.module, values=holds)
-        calls: list[Callable[..., Any]] = [built.call for built in builts]
-        if name == EAGER:  # What tune() gives never requires grad, eager included.
-            calls = [quiet_eager(self.asked.module, self._quiet)] * len(builts)
-        table = list(zip(self.asked.signatures, calls, strict=True))
-        filled = None
-        if self.asked.buckets is not None and pure and name != EAGER:
-            filled = self.asked.buckets.filled(table)
-        found: list[Shortcut | None] = []
-        if watch is not None and pure:
-            unchanged, training = watch.unchanged, in_training(self.asked.module)
-            found = [
-                shortcut(signature, built.launch, unchanged, training=training)
-                for signature, built in zip(self.asked.signatures, builts, strict=True)
-            ]
-        return TunedModule(
+        samples, buckets = self.evaluator.samples, self.asked.buckets
+        return assembled(
             self.asked.module,
             self.report,
-            table,
-            watch,
-            pure,
-            self._quiet,
-            filled,
-            [short for short in found if short is not None],
+            self.asked.signatures,
+            Origin(self._by_name[name], builts, samples, self.asked.device),
+            pure=all(sample.reference.pure for sample in samples),
+            quiet=self._quiet,
+            filling=None if buckets is None else buckets.filled,
         )
 
     def _restore(self) -> None:

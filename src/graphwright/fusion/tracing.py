@@ -8,7 +8,7 @@ once: nothing is compiled, and a graph of some hundred operations takes some ten
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,27 +52,48 @@ class Traced:
     results: Sequence[Any]
     spec: pytree.TreeSpec
 
-    def call(self, graph: fx.GraphModule) -> Callable[..., Any]:
+    def call(self, graph: fx.GraphModule) -> GraphCall:
         """A function that is called as the model is, by a graph that came of this one."""
-        slots, results, spec = self.slots, self.results, self.spec
-        places = [n for n, value in enumerate(results) if isinstance(value, _Here)]
+        return GraphCall(graph, self.slots, self.results, self.spec)
+
+
+class GraphCall:
+    """A graph that is called as the model is.
+
+    Args:
+        graph: from the tensors among a call's leaves to those among its results.
+        slots: which of the leaves these are.
+        results: the results' leaves, `HERE` where a tensor comes.
+        spec: the results' tree.
+    """
+
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        slots: Sequence[int],
+        results: Sequence[Any],
+        spec: pytree.TreeSpec,
+    ) -> None:
+        self.graph, self.slots, self.results, self.spec = graph, slots, results, spec
+        self._places = [n for n, value in enumerate(results) if value is HERE]
         # Not as a module, at whose calls global hooks run.
-        forward = graph.forward
+        self._forward = graph.forward
 
-        def run(*args: Any, **kwargs: Any) -> Any:
-            leaves, _ = flatten(args, kwargs)
-            with torch.no_grad():
-                found = forward(*[leaves[slot] for slot in slots])
-            outputs = list(results)
-            for place, value in zip(places, found, strict=True):
-                outputs[place] = value
-            return pytree.tree_unflatten(outputs, spec)
-
-        return run
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = flatten(args, kwargs)
+        with torch.no_grad():
+            found = self._forward(*[leaves[slot] for slot in self.slots])
+        outputs = list(self.results)
+        for place, value in zip(self._places, found, strict=True):
+            outputs[place] = value
+        return pytree.tree_unflatten(outputs, self.spec)
 
 
 class _Here:
     """Stands where a tensor is returned."""
+
+
+HERE = _Here()
 
 
 def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
@@ -105,7 +126,7 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
         found, tree = pytree.tree_flatten(on_leaves(given))
         for place, leaf in enumerate(found):
             describe(leaf, f"result {place}")  # An object that may hold tensors is refused.
-        kept[:] = [tree, [_Here() if isinstance(v, torch.Tensor) else v for v in found]]
+        kept[:] = [tree, [HERE if isinstance(v, torch.Tensor) else v for v in found]]
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
     state, undo = State(model, weights=False), Undo(model)

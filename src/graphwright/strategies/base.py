@@ -12,7 +12,8 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import nn
@@ -41,7 +42,8 @@ class Built:
     `holds_weights` says that it keeps values of its own (copied, folded or frozen), so that later
     in-place changes of the model's parameters would go unseen. `launch` is a quicker way to call
     it with its tensors in a row, if there is one. `plain` says that it runs the model's own Python
-    and operations, which can be seen one by one.
+    and operations, which can be seen one by one. `save` writes what it was made of into a folder,
+    for the compiler's `load`.
     """
 
     call: Callable[..., Any]
@@ -49,6 +51,7 @@ class Built:
     holds_weights: bool = False
     launch: Callable[[Sequence[torch.Tensor]], Any] | None = None
     plain: bool = False
+    save: Callable[[Path], None] | None = None
 
 
 class Compiler(Protocol):
@@ -69,6 +72,27 @@ class Compiler(Protocol):
         """Make a callable for these sample inputs; raise anything at all if that fails."""
 
 
+@runtime_checkable
+class Loader(Protocol):
+    """A compiler whose results can be saved and loaded without the model.
+
+    `holds_code` says that what is loaded may execute whatever was put there; `bound_to` names what
+    of the environment has to be the same, or else it is built again; with `portable` it is tried
+    nevertheless where it cannot be.
+    """
+
+    holds_code: bool
+    bound_to: tuple[str, ...]
+    portable: bool
+
+    def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
+        """The callable that was built for these arguments, from what its `save` wrote."""
+
+
+# From the compiled model to what is called as the original is.
+Finish = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
 @dataclass
 class Rewritten:
     """What a rewrite made: a model, the sample inputs as it wants them, and what comes after.
@@ -79,7 +103,7 @@ class Rewritten:
     model: nn.Module
     args: Args
     kwargs: Kwargs
-    finish: Callable[[Callable[..., Any]], Callable[..., Any]]
+    finish: Finish
     copies_weights: bool
 
 
@@ -88,7 +112,8 @@ class Rewrite:
     """A change of the model before it is compiled.
 
     `lossy_ulp` is the unit in the last place of a reduced precision, which the caller has to
-    allow by the rewrite's name; None for a change that keeps the numbers.
+    allow by the rewrite's name; None for a change that keeps the numbers. `finish` gives what comes
+    after a compiled model that was saved, from the leaves of eager's results.
     """
 
     name: str
@@ -96,6 +121,7 @@ class Rewrite:
     probe: Callable[[torch.device], Availability]
     apply: Callable[[nn.Module, Args, Kwargs], Rewritten]
     lossy_ulp: float | None = None
+    finish: Callable[[Sequence[Any]], Finish] = lambda results: lambda inner: inner
 
 
 @dataclass(frozen=True)
@@ -178,6 +204,36 @@ class Candidate:
                 remedy="Make or load the model outside inference_mode.",
             )
         return built
+
+    @property
+    def loader(self) -> Loader | None:
+        """What makes it again from what was saved of it, without the model; None if nothing."""
+        return self.compiler if isinstance(self.compiler, Loader) else None
+
+    def load(self, folder: Path, args: Args, kwargs: Kwargs, results: Sequence[Any]) -> Built:
+        """What `Built.save` has written, as it was built.
+
+        Args:
+            folder: that was written to.
+            args: of the call that it was built for.
+            kwargs: likewise.
+            results: the leaves of eager's results.
+
+        Raises:
+            StrategyFailed: whatever went wrong, with the original error as its cause.
+        """
+        try:
+            assert self.loader is not None
+            built = self.loader.load(folder, args, kwargs)
+            if self.rewrite is not None:
+                built.call = self.rewrite.finish(results)(without_grad(built.call))
+            if self.runner is not None:
+                built = self.runner.wrap(built, args, kwargs)
+            return built
+        except Exception as error:
+            raise StrategyFailed(
+                f"{self.name} could not be loaded: {first_line(error)}", where=user_frame(error)
+            ) from error
 
     def _build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         try:

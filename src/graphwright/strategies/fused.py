@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import json
 from dataclasses import dataclass
+from pathlib import Path
+from typing import ClassVar
 
 import torch
 from torch import nn
@@ -11,8 +15,11 @@ from torch.utils import _pytree as pytree
 from ..accuracy import ROUNDING, error_of
 from ..errors import StrategyFailed
 from ..fusion import PASSES, Fused, fused_call
-from ..signature import Args, Kwargs, flatten, unflatten
+from ..fusion.tracing import HERE, GraphCall
+from ..ops.defining import prepare_triton
+from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import State, clone_leaves
+from ..storage import packed, read_tensors, tree_of, tree_text, unpacked, write_tensors
 from .base import AVAILABLE, Availability, Built, tiny_model
 
 
@@ -22,6 +29,10 @@ class FusedCompiler:
 
     name: str = "fused"
     complexity: int = 9
+    holds_code: ClassVar[bool] = False
+    # Which of cuDNN's and cuBLAS's kernels may be taken was asked of those of that machine.
+    bound_to: ClassVar[tuple[str, ...]] = ("graphwright", "torch", "gpu", "cudnn")
+    portable: ClassVar[bool] = True
 
     def probe(self, device: torch.device) -> Availability:
         """Fuse a tiny model."""
@@ -47,7 +58,42 @@ class FusedCompiler:
         ]
         for region in fused.regions:
             notes += [f"pass {name} was left out: {why}" for name, why in region.left_out]
-        return Built(fused.call, notes, holds_weights=True, plain=True)
+        save = functools.partial(_save, fused.call) if isinstance(fused.call, GraphCall) else None
+        return Built(fused.call, notes, holds_weights=True, plain=True, save=save)
+
+    def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
+        """The graph that was saved, with its constants.
+
+        Raises:
+            ArtifactError: it cannot be made again here.
+            StrategyFailed: likewise.
+        """
+        from ..fusion.stored import read
+
+        known = json.loads((folder / _GRAPH).read_bytes())
+        device = tensors_of((args, kwargs))[0].device
+        if device.type == "cuda":
+            prepare_triton()
+        graph = read(known["nodes"], read_tensors(folder / _CONSTANTS, device), device)
+        results = [HERE if leaf == _HERE else unpacked(leaf, {}) for leaf in known["results"]]
+        spec = tree_of(known["spec"])
+        call = GraphCall(graph, [int(slot) for slot in known["slots"]], results, spec)
+        return Built(call, holds_weights=True, plain=True, save=functools.partial(_save, call))
+
+
+_GRAPH, _CONSTANTS, _HERE = "graph.json", "constants.safetensors", {"here": 0}
+
+
+def _save(call: GraphCall, folder: Path) -> None:
+    """Write a fused call as operations and their constants."""
+    from ..fusion.stored import stored
+
+    nodes, constants = stored(call.graph)
+    results = [_HERE if leaf is HERE else packed(leaf, {}, "") for leaf in call.results]
+    slots, spec = [*call.slots], tree_text(call.spec)
+    known = {"nodes": nodes, "results": results, "slots": slots, "spec": spec}
+    (folder / _GRAPH).write_text(json.dumps(known), encoding="ascii")
+    write_tensors(folder / _CONSTANTS, constants)
 
 
 def _near(fused: Fused, model: nn.Module, args: Args, kwargs: Kwargs) -> bool:

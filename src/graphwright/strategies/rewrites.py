@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,7 +17,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import StrategyFailed
 from ..signature import Args, Kwargs
-from .base import AVAILABLE, Availability, Rewrite, Rewritten
+from .base import AVAILABLE, Availability, Finish, Rewrite, Rewritten
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
@@ -34,19 +34,24 @@ def _available(device: torch.device) -> Availability:
 def _channels_last(model: nn.Module, args: Args, kwargs: Kwargs) -> Rewritten:
     changed: nn.Module = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks this form of to()
     with torch.no_grad():
-        strides = [
-            leaf.stride() if isinstance(leaf, torch.Tensor) else None
-            for leaf in pytree.tree_leaves(model(*args, **kwargs))
-        ]
+        results = pytree.tree_leaves(model(*args, **kwargs))
+    args, kwargs = pytree.tree_map(_turned, (args, dict(kwargs)))
+    return Rewritten(changed, args, kwargs, _turning(results), copies_weights=True)
 
-    def layout_in(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.dim() == 4:
-            return leaf.contiguous(memory_format=torch.channels_last)
-        return leaf
+
+def _turned(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.dim() == 4:
+        return leaf.contiguous(memory_format=torch.channels_last)
+    return leaf
+
+
+def _turning(results: Sequence[Any]) -> Finish:
+    """Arguments turned to channels_last, results laid out as eager's."""
+    strides = [leaf.stride() if isinstance(leaf, torch.Tensor) else None for leaf in results]
 
     def finish(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = pytree.tree_map(layout_in, (args, kwargs))
+            args, kwargs = pytree.tree_map(_turned, (args, kwargs))
             leaves, spec = pytree.tree_flatten(inner(*args, **kwargs))
             for index, (leaf, stride) in enumerate(zip(leaves, strides, strict=True)):
                 # Callers may view() what eager gives them: strides belong to the contract.
@@ -59,8 +64,7 @@ def _channels_last(model: nn.Module, args: Args, kwargs: Kwargs) -> Rewritten:
 
         return call
 
-    args, kwargs = pytree.tree_map(layout_in, (args, dict(kwargs)))
-    return Rewritten(changed, args, kwargs, finish, copies_weights=True)
+    return finish
 
 
 def _cast(dtype: torch.dtype, model: nn.Module, args: Args, kwargs: Kwargs) -> Rewritten:
@@ -109,20 +113,21 @@ _tf32_lock = threading.Lock()
 
 
 def _tf32(model: nn.Module, args: Args, kwargs: Kwargs) -> Rewritten:
-    def finish(inner: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            # One switch for the whole process: two threads would put back each other's value.
-            with _tf32_lock:
-                before = torch.backends.cuda.matmul.fp32_precision
-                torch.backends.cuda.matmul.fp32_precision = "tf32"
-                try:
-                    return inner(*args, **kwargs)
-                finally:
-                    torch.backends.cuda.matmul.fp32_precision = before
+    return Rewritten(model, args, kwargs, _under_tf32, copies_weights=False)
 
-        return call
 
-    return Rewritten(model, args, kwargs, finish, copies_weights=False)
+def _under_tf32(inner: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        # One switch for the whole process: two threads would put back each other's value.
+        with _tf32_lock:
+            before = torch.backends.cuda.matmul.fp32_precision
+            torch.backends.cuda.matmul.fp32_precision = "tf32"
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                torch.backends.cuda.matmul.fp32_precision = before
+
+    return call
 
 
 def _probe_tf32(device: torch.device) -> Availability:
@@ -133,8 +138,10 @@ def _probe_tf32(device: torch.device) -> Availability:
     )
 
 
-CHANNELS_LAST = Rewrite("channels_last", 1, _available, _channels_last)
-TF32 = Rewrite("tf32", 2, _probe_tf32, _tf32, lossy_ulp=2.0**-10)
+CHANNELS_LAST = Rewrite("channels_last", 1, _available, _channels_last, finish=_turning)
+TF32 = Rewrite(
+    "tf32", 2, _probe_tf32, _tf32, lossy_ulp=2.0**-10, finish=lambda results: _under_tf32
+)
 BF16 = Rewrite(
     "bf16",
     3,

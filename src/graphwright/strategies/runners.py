@@ -44,7 +44,7 @@ def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
         return result
 
     notes = [*built.notes, *_segments(graph)]
-    return Built(call, notes, built.holds_weights, graph.launcher())
+    return Built(call, notes, built.holds_weights, graph.launcher(), save=built.save)
 
 
 def _segments(graph: CallGraph) -> list[str]:

@@ -1,0 +1,190 @@
+"""The file that an artifact is: a ZIP archive, not compressed, with a manifest of its members.
+
+The manifest names each member with its size and SHA-256, and has a digest of itself. All of it is
+checked before anything is used: that finds damage; it is no protection against somebody who means
+harm, for which there is `trust`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import shutil
+import tempfile
+import zipfile
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ..errors import ArtifactError
+
+SCHEMA = "graphwright.artifact"
+SCHEMA_VERSION = 1
+MANIFEST = "manifest.json"
+_REMEDY = "Copy the file again, or save it anew."
+# Relative, without steps upwards.
+_NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*")
+_CHUNK = 1 << 22
+
+
+def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
+    """Write all files of a folder, and facts in the manifest, as one file.
+
+    It is complete or not there at all, whenever the process ends; another one gives way to it.
+
+    Raises:
+        ArtifactError: it cannot be written.
+    """
+    names = sorted(str(f.relative_to(folder)) for f in folder.rglob("*") if f.is_file())
+    members = {name: [(folder / name).stat().st_size, _sha256(folder / name)] for name in names}
+    manifest = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **facts, "members": members}
+    manifest["digest"] = _digest(manifest)
+    temporary: str | None = None
+    try:
+        descriptor, temporary = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
+        with open(descriptor, "wb") as file:
+            with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
+                archive.writestr(MANIFEST, json.dumps(manifest, indent=1))
+                for name in names:
+                    archive.write(folder / name, name)
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o666 & ~_umask())
+        os.replace(temporary, path)
+        temporary = None
+    except OSError as error:
+        raise ArtifactError(
+            f"{path} cannot be written: {error}.", remedy="Choose a folder that can be."
+        ) from error
+    finally:
+        if temporary is not None:
+            with contextlib.suppress(OSError):
+                os.unlink(temporary)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def opened(path: Path, *, leave_out: str = "") -> Iterator[tuple[dict[str, Any], Path]]:
+    """The manifest of an artifact, and a folder with its members, which goes at the end.
+
+    Args:
+        path: of the file.
+        leave_out: a member that is checked and not put into the folder.
+
+    Raises:
+        ArtifactError: it is no artifact, is damaged, or is of another version's making.
+    """
+    folder = Path(tempfile.mkdtemp(prefix="graphwright-"))
+    try:
+        yield _unpacked(path, folder, leave_out), folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unpacked(path: Path, folder: Path, leave_out: str) -> dict[str, Any]:
+    try:
+        with zipfile.ZipFile(path) as archive:
+            manifest = _manifest(path, archive)
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            # Each opens the file for itself: they would wait for each other.
+            jobs = [
+                pool.submit(_checked, path, name, manifest, None if name == leave_out else folder)
+                for name in manifest["members"]
+            ]
+            for job in jobs:
+                job.result()
+    except FileNotFoundError as error:
+        raise ArtifactError(f"There is no file {path}.") from error
+    except zipfile.BadZipFile as error:
+        raise ArtifactError(
+            f"{path.name} is no artifact, or is cut short: {error}.", remedy=_REMEDY
+        ) from error
+    except OSError as error:
+        raise ArtifactError(f"{path} cannot be read: {error}.") from error
+    return manifest
+
+
+def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
+    try:
+        found = json.loads(archive.read(MANIFEST))
+    except KeyError as error:
+        raise ArtifactError(
+            f"{path.name} is a ZIP archive without a manifest: no artifact of graphwright's."
+        ) from error
+    except (ValueError, RecursionError, zipfile.BadZipFile) as error:
+        raise ArtifactError(
+            f"The manifest of {path.name} is damaged: {error}.", remedy=_REMEDY
+        ) from error
+    if not isinstance(found, dict) or found.get("schema") != SCHEMA:
+        raise ArtifactError(f"{path.name} is no artifact of graphwright's.")
+    if found.get("schema_version") != SCHEMA_VERSION:
+        raise ArtifactError(
+            f"{path.name} has schema version {found.get('schema_version')}, and only "
+            f"{SCHEMA_VERSION} can be read.",
+            remedy="Use the version of graphwright that saved it, or save it anew.",
+        )
+    if found.pop("digest", None) != _digest(found):
+        raise ArtifactError(
+            f"The manifest of {path.name} is damaged: its digest is another one.", remedy=_REMEDY
+        )
+    infos = archive.infolist()
+    there, listed = [info.filename for info in infos], [MANIFEST, *found["members"]]
+    for name in listed:
+        if name not in there:
+            raise ArtifactError(f"{path.name} lacks its member {name}.", remedy=_REMEDY)
+    if len(there) != len(listed):
+        more = sorted(set(there) - set(listed)) or ["one of them twice"]
+        raise ArtifactError(f"{path.name} has members that it does not list: {', '.join(more)}.")
+    if not all(map(_NAME.fullmatch, there)):
+        raise ArtifactError(f"{path.name} has members whose names lead elsewhere.")
+    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
+        raise ArtifactError(f"{path.name} was packed by something else: it is compressed.")
+    return found
+
+
+def _checked(path: Path, name: str, manifest: dict[str, Any], folder: Path | None) -> None:
+    """Copy a member into a folder, if one is given; size and hash have to be the listed ones."""
+    size, expected = manifest["members"][name]
+    hashed, length = hashlib.sha256(), 0
+    with contextlib.ExitStack() as stack:
+        out = None
+        if folder is not None:
+            target = folder / name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            out = stack.enter_context(open(target, "wb"))
+        try:
+            archive = stack.enter_context(zipfile.ZipFile(path))
+            member = stack.enter_context(archive.open(name))
+            while chunk := member.read(_CHUNK):
+                hashed.update(chunk)
+                length += len(chunk)
+                if out is not None:
+                    out.write(chunk)
+        except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError) as error:
+            raise ArtifactError(
+                f"The member {name} of {path.name} is damaged: {error}.", remedy=_REMEDY
+            ) from error
+    if length != size or hashed.hexdigest() != expected:
+        raise ArtifactError(
+            f"The member {name} of {path.name} is not the one that was saved: its hash is another "
+            "one.",
+            remedy=_REMEDY,
+        )
+
+
+def _sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,106 @@
+"""What an artifact is verified by: sample inputs, and what eager and float64 made of them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..accuracy import ErrorMeasure
+from ..errors import ArtifactError
+from ..evaluation import Sample
+from ..reference import Case, Reference
+from ..snapshots import Call, Outcome, State
+from ..storage import packed, read_tensors, tree_of, tree_text, unpacked, write_tensors
+
+_FILE, _TENSORS = "evidence.json", "evidence.safetensors"
+# Of each sample: its own values, and others, by which staleness shows.
+_CASES = 2
+
+
+def write(folder: Path, samples: Sequence[Sample], device: torch.device) -> None:
+    """Write what samples are judged by.
+
+    Raises:
+        ArtifactError: they hold what cannot be written down.
+    """
+    tensors: dict[str, torch.Tensor] = {}
+    found = []
+    for index, sample in enumerate(samples):
+        ref, prefix = sample.reference, str(index)
+        cases = []
+        for case in ref.cases[:_CASES]:
+            call, eager = case.call, case.eager
+            given = {"args": tuple(call.args), "kwargs": dict(call.kwargs)}
+            came = {"outputs": eager.outputs, "inputs": eager.inputs, "buffers": eager.buffers}
+            came["exact"] = case.exact
+            cases.append(
+                {
+                    "name": call.name,
+                    **{n: packed(tree, tensors, prefix) for n, tree in given.items()},
+                    **{n: packed(t, tensors, prefix, shared=True) for n, t in came.items()},
+                }
+            )
+        found.append(
+            {
+                "name": sample.name,
+                "weight": sample.weight,
+                "cases": cases,
+                "spec": tree_text(ref.cases[0].eager.spec),
+                "eager_error": {n: [e.rms, e.max] for n, e in ref.eager_error.items()},
+                "aliases": sorted(ref.aliases),
+                "tolerance": ref.tolerance,
+                "tf32": ref.tf32,
+            }
+        )
+    text = json.dumps({"device": device.type, "samples": found})
+    (folder / _FILE).write_text(text, encoding="ascii")
+    write_tensors(folder / _TENSORS, tensors)
+
+
+def read(folder: Path, module: nn.Module, device: torch.device, *, imports: bool) -> list[Sample]:
+    """The samples that `write` has written, on a device.
+
+    Args:
+        folder: that was written to.
+        module: that is to be judged, or stands for it.
+        device: of the tensors.
+        imports: whether modules may be imported that define the results' classes.
+
+    Raises:
+        ArtifactError: they cannot be made of it.
+    """
+    tensors = read_tensors(folder / _TENSORS, device)
+    try:
+        known = json.loads((folder / _FILE).read_bytes())
+        state = State(module)
+        return [_sample(each, tensors, state, imports) for each in known["samples"]]
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise ArtifactError(f"The evidence makes no sense: {error!r}.") from error
+
+
+def device_type(folder: Path) -> str:
+    """The kind of device that the samples were on."""
+    try:
+        return str(json.loads((folder / _FILE).read_bytes())["device"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise ArtifactError(f"The evidence makes no sense: {error!r}.") from error
+
+
+def _sample(known: Any, tensors: dict[str, torch.Tensor], state: State, imports: bool) -> Sample:
+    spec = tree_of(known["spec"], imports=imports)
+    cases = []
+    for case in known["cases"]:
+        parts = {n: unpacked(v, tensors) for n, v in case.items() if n != "name"}
+        call = Call(str(case["name"]), parts["args"], parts["kwargs"])
+        outcome = Outcome(spec, parts["outputs"], parts["inputs"], parts["buffers"])
+        cases.append(Case(call, outcome, parts["exact"]))
+    errors = {n: ErrorMeasure(float(r), float(m)) for n, (r, m) in known["eager_error"].items()}
+    aliases = frozenset((str(a), str(b)) for a, b in known["aliases"])
+    tolerance, tf32 = known["tolerance"], bool(known["tf32"])
+    ref = Reference(cases, state, errors, aliases, tolerance, tf32)
+    return Sample(str(known["name"]), float(known["weight"]), cases[0].call, ref)

@@ -1,0 +1,272 @@
+"""load(): a tuned model from a file, verified before it answers anything."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ArtifactError, GraphwrightError, SignatureError, in_words
+from ..evaluation import Sample
+from ..report import Report
+from ..report.environment import environment
+from ..report.result import EAGER
+from ..signature import CallSignature, switches
+from ..storage import read_tensors
+from ..strategies import LOSSY, Built, Candidate, parse_candidates
+from ..strategies.base import Loader
+from ..tuned import Origin, TunedModule, assembled
+from ..verification import verify
+from ..watch import FunctionModule
+from . import container, evidence
+from .saving import REPORT, STRATEGY, WEIGHTS, weights_of
+
+
+def load(
+    path: str | os.PathLike[str],
+    model: Callable[..., Any] | None = None,
+    *,
+    trust: bool = False,
+) -> TunedModule:
+    """Load what `save` has written, and verify it on the inputs and results stored in it.
+
+    On another GPU, or with another version of PyTorch or of a driver, it is built again from the
+    model where it belongs to the old one, and eager takes its place where that fails: `explain()`
+    of the result says what was done and why.
+
+    Args:
+        path: of the file.
+        model: the same architecture, in eval mode, on the device that it is to run on; it gets the
+            saved weights. It answers calls that are unlike the sample's. None where what was saved
+            needs no model: other calls raise SignatureError then.
+        trust: whether code may be executed that the file can hold (TorchScript, the libraries of
+            AOTInductor, caches of torch.compile), and modules be imported that it names.
+
+    Raises:
+        ArtifactError: the file is damaged, belongs to another model, needs the model or trust, or
+            cannot be run here.
+    """
+    file = Path(path)
+    with container.opened(file, leave_out="" if model is not None else WEIGHTS) as (facts, folder):
+        loading = _Loading(file, facts, folder, model, trust)
+        return loading.loaded()
+
+
+class _Loading:
+    """One artifact on its way into this process."""
+
+    def __init__(
+        self,
+        file: Path,
+        facts: dict[str, Any],
+        folder: Path,
+        model: Callable[..., Any] | None,
+        trust: bool,
+    ) -> None:
+        self.file, self.facts, self.folder, self.trust = file, facts, folder, trust
+        try:
+            self.report = Report.from_json((folder / REPORT).read_text(encoding="utf-8"))
+            (self.candidate,) = parse_candidates([facts["strategy"]], LOSSY)
+            self.saved_on = dict(facts["environment"])
+        except (GraphwrightError, KeyError, TypeError, ValueError, OSError) as error:
+            raise ArtifactError(f"{file.name} makes no sense: {error}.") from error
+        self.loader = self.candidate.loader if facts["loads"] else None
+        code = getattr(self.candidate.compiler, "holds_code", True) and (folder / STRATEGY).exists()
+        if code and not trust:
+            raise ArtifactError(
+                f"What {file.name} holds of {self.candidate.name} is code, which would be executed "
+                "by loading it.",
+                remedy="Load with trust=True (--trust) if it comes from someone whose code you "
+                "would run.",
+            )
+        self.model = model
+        self.module = _module_for(model)
+        self.device = self._device()
+        self.notes: list[str] = []
+
+    def _device(self) -> torch.device:
+        saved = evidence.device_type(self.folder)
+        tensors = [*weights_of(self.module).values()] if self.model is not None else []
+        if tensors:
+            return tensors[0].device
+        if saved == "cuda":
+            if not torch.cuda.is_available():
+                raise ArtifactError(
+                    f"{self.file.name} was saved on a GPU, and there is none here.",
+                    remedy="Pass the model, on the CPU, to run it there.",
+                )
+            return torch.device("cuda", torch.cuda.current_device())
+        return torch.device("cpu")
+
+    def loaded(self) -> TunedModule:
+        """What was saved; else built again; else eager."""
+        if self.model is not None:
+            self._give_weights()
+        samples = evidence.read(self.folder, self.module, self.device, imports=self.trust)
+        self.changes = self._changes()
+        tries: list[tuple[str, Callable[[Sequence[Sample]], tuple[Candidate, list[Built]]]]] = []
+        if self.loader is not None and not self._belongs_elsewhere(self.loader):
+            tries.append(("as it was saved", self._as_saved))
+        if self.model is not None:
+            tries.append(("built again", self._rebuilt))
+            if self.candidate.name != EAGER:
+                tries.append(("eager in its place", self._eager))
+        elif self.loader is not None and not tries and self.loader.portable:
+            tries.append(("as it was saved", self._as_saved))
+        if not tries:
+            raise ArtifactError(
+                f"{self.candidate.name} is built from the model{self._why_rebuilt()}.",
+                remedy="Pass it: load(path, model), or graphwright run ARTIFACT --model TARGET.",
+            )
+        problems: list[str] = []
+        for how, attempt in tries:
+            try:
+                candidate, builts = attempt(samples)
+                problem = self._wrong(candidate, builts, samples)
+            except GraphwrightError as error:
+                problem = ": ".join(filter(None, in_words(error)[:1]))
+            if problem is None:
+                why = "; ".join(problems) or self._why_rebuilt().removeprefix(", since ")
+                if how != "as it was saved" or self.changes:
+                    self.notes.append(f"{how}: {why}" if why else how)
+                return self._tuned(candidate, builts, samples)
+            problems.append(f"{how} it is wrong: {problem}" if how else problem)
+        raise ArtifactError(
+            f"{self.file.name} cannot be used here: {'; '.join(problems)}.",
+            remedy="Save it anew on this machine." if self.model is not None else "Pass the model.",
+        )
+
+    def _changes(self) -> list[str]:
+        """What differs between the machine and versions of then and now, in words."""
+        now = environment(self.device)
+        left_out = ("threads", "cores", "python")
+        found = [
+            f"{name} was {self.saved_on.get(name, 'none')} and is {now.get(name, 'none')}"
+            for name in sorted({*now, *self.saved_on})
+            if name not in left_out and now.get(name) != self.saved_on.get(name)
+        ]
+        if repr(switches()) != self.facts.get("switches"):
+            found.append("switches of torch.backends or the default dtype are set otherwise")
+        return found
+
+    def _belongs_elsewhere(self, loader: Loader) -> bool:
+        now = environment(self.device)
+        return any(now.get(name) != self.saved_on.get(name) for name in loader.bound_to)
+
+    def _why_rebuilt(self) -> str:
+        return f", since {', '.join(self.changes)}" if self.changes else ""
+
+    def _give_weights(self) -> None:
+        """Put the saved weights into the model, which has to be of the same architecture."""
+        mine = weights_of(self.module)
+        saved = read_tensors(self.folder / WEIGHTS)
+        wrong = [f"it has no {name}" for name in saved if name not in mine]
+        wrong += [f"{name} was not saved" for name in mine if name not in saved]
+        wrong += [
+            f"{name} is {_kind(mine[name])}, and was {_kind(saved[name])}"
+            for name in mine
+            if name in saved and _kind(mine[name]) != _kind(saved[name])
+        ]
+        if wrong:
+            raise ArtifactError(
+                f"{self.file.name} belongs to another model than the one that was passed: "
+                f"{'; '.join(wrong[:4])}{'; …' * (len(wrong) > 4)}.",
+                remedy="Pass the model that was tuned, in its dtype.",
+            )
+        with torch.no_grad():
+            for name, tensor in mine.items():
+                tensor.copy_(saved[name])
+
+    def _as_saved(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
+        builts = []
+        for index, sample in enumerate(samples):
+            call, outcome = sample.call.clone(), sample.reference.cases[0].eager
+            results = [*outcome.outputs.values()]
+            place = self.folder / STRATEGY / str(index)
+            builts.append(self.candidate.load(place, call.args, call.kwargs, results))
+        return self.candidate, builts
+
+    def _rebuilt(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
+        warm = getattr(self.candidate.compiler, "warm", None)
+        builts = []
+        for index, sample in enumerate(samples):
+            place = self.folder / STRATEGY / str(index)
+            if warm is not None and place.exists():
+                warm(place)
+            call = sample.call.clone()
+            builts.append(self.candidate.build(self.module, call.args, call.kwargs))
+        return self.candidate, builts
+
+    def _eager(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
+        self.report.chosen = EAGER
+        (eager,) = parse_candidates([EAGER], ())
+        calls = [sample.call for sample in samples]
+        return eager, [eager.build(self.module, call.args, call.kwargs) for call in calls]
+
+    def _wrong(
+        self, candidate: Candidate, builts: Sequence[Built], samples: Sequence[Sample]
+    ) -> str | None:
+        """How what was loaded differs from what was saved, in words, or None."""
+        for sample, built in zip(samples, builts, strict=True):
+            try:
+                verdict = verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
+            except Exception as error:
+                return in_words(error)[0]
+            if not verdict.ok:
+                return verdict.reason
+        return None
+
+    def _tuned(
+        self, candidate: Candidate, builts: list[Built], samples: list[Sample]
+    ) -> TunedModule:
+        self.report.notes += [f"Loaded from {self.file.name}: {note}." for note in self.notes]
+        calls = [sample.call for sample in samples]
+        signatures = [CallSignature.of(call.args, call.kwargs) for call in calls]
+        if isinstance(self.module, _Absent):
+            self.module.signatures = signatures
+        pure, quiet = bool(self.facts["pure"]), bool(self.facts["quiet"])
+        return assembled(
+            self.module,
+            self.report,
+            signatures,
+            Origin(candidate, builts, samples, self.device),
+            pure=pure,
+            quiet=quiet,
+            loaded=self.notes or ["as it was saved"],
+        )
+
+
+class _Absent(nn.Module):
+    """Stands for a model that was not passed: it answers no call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training = False
+        self.signatures: list[CallSignature] = []
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        told = [signature.differences(args, kwargs) for signature in self.signatures]
+        why = min(filter(None, told), key=len, default="gradients are wanted")
+        raise SignatureError(
+            f"This call is not like the one that was saved: {why}.",
+            remedy="Pass the model to load(), which answers other calls.",
+        )
+
+
+def _module_for(model: Callable[..., Any] | None) -> nn.Module:
+    if model is None:
+        return _Absent()
+    if isinstance(model, TunedModule):
+        model = model.module
+    module = model if isinstance(model, nn.Module) else FunctionModule(model)
+    if module.training:
+        raise ArtifactError("The model is in training mode.", remedy="Call model.eval() first.")
+    return module
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{'×'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype)[6:]}"

@@ -1,0 +1,100 @@
+"""save(): a tuned model as one file, with the evidence for it."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ArtifactError, StrategyFailed
+from ..report.environment import environment
+from ..signature import switches
+from ..storage import write_tensors
+from ..strategies import is_ours
+from ..tuned import TunedModule
+from . import container, evidence
+
+WEIGHTS, REPORT, STRATEGY = "weights.safetensors", "report.json", "strategy"
+
+
+def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
+    """Save what `tune` has found: the choice, its evidence, the weights, and what was built.
+
+    What was built by `fused`, TorchScript, ONNX Runtime and AOTInductor is loaded without the model
+    and without being built again; of torch.compile the cache is kept. Everything else is built
+    again from the model by `load`. The file is written as a whole or not at all.
+
+    Args:
+        tuned: what `tune` returned, not a copy of it.
+        path: of the file; one that is there gives way.
+
+    Raises:
+        ArtifactError: it cannot be saved: the text says why.
+    """
+    if not isinstance(tuned, TunedModule):
+        raise ArtifactError(
+            f"save() was given a {type(tuned).__name__}.", remedy="Pass what tune() returned."
+        )
+    origin, target = tuned._choice.origin, Path(path)
+    if origin is None:
+        raise ArtifactError(
+            "This copy was not tuned, so that there is nothing to save.",
+            remedy="Save what tune() itself returned.",
+        )
+    change = None if tuned._choice.watch is None else tuned._choice.watch.changed()
+    if change is not None:
+        raise ArtifactError(
+            f"The model was changed after it was tuned: {change}.", remedy="Tune it again."
+        )
+    candidate = origin.candidate
+    if not is_ours(candidate):
+        raise ArtifactError(
+            f"{candidate.name} is a strategy of your own, which load() would not know.",
+            remedy="Tune with strategies of graphwright's.",
+        )
+    unsavable = getattr(candidate.compiler, "unsavable", None)
+    if unsavable is not None:
+        raise ArtifactError(
+            f"{candidate.name} cannot be saved: {unsavable}.",
+            remedy="Tune without it: strategies=[…] names those to try.",
+        )
+    if not target.parent.is_dir():
+        raise ArtifactError(f"There is no folder {target.parent}.", remedy="Make it first.")
+    with tempfile.TemporaryDirectory(prefix="graphwright-") as made, torch.no_grad():
+        folder = Path(made)
+        loads = False
+        try:
+            for index, built in enumerate(origin.builts):
+                if built.save is not None:
+                    place = folder / STRATEGY / str(index)
+                    place.mkdir(parents=True)
+                    built.save(place)
+                    loads = candidate.loader is not None
+        except StrategyFailed as error:
+            raise ArtifactError(
+                f"{candidate.name} cannot be saved: {error.what}.", remedy=error.remedy
+            ) from error
+        device = origin.device
+        evidence.write(folder, origin.samples, device)
+        write_tensors(folder / WEIGHTS, weights_of(tuned._choice.module))
+        (folder / REPORT).write_text(tuned.report.to_json(), encoding="utf-8")
+        facts: dict[str, Any] = {
+            "strategy": candidate.name,
+            "loads": loads,
+            "model": tuned.report.model,
+            "pure": tuned._choice.pure,
+            "quiet": tuned._choice.quiet,
+            "environment": environment(device),
+            "switches": repr(switches()),
+        }
+        container.write(target, folder, facts)
+
+
+def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
+    """Parameters and buffers by name, each once."""
+    found = [*module.named_parameters(), *module.named_buffers()]
+    return {name: tensor.detach() for name, tensor in found if tensor.layout is torch.strided}

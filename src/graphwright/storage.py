@@ -1,0 +1,192 @@
+"""Trees of tensors and plain values as files: tensors by safetensors, all else as JSON.
+
+Reading executes nothing and imports nothing, unless a tree's own class is asked for by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from .errors import ArtifactError
+
+Json = Any
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors with their strides; each by its own values, whatever memory they share."""
+    from safetensors.torch import save_file
+
+    dense = {}
+    for name, tensor in tensors.items():
+        for dim, step in enumerate(tensor.stride()):
+            if not step:  # An expanded dimension is the same again and again.
+                tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+        whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        dense[name] = whole.detach().contiguous().cpu().clone()
+    layouts = {
+        name: [[*t.shape], [*t.stride()], str(t.dtype).removeprefix("torch."), t.requires_grad]
+        for name, t in tensors.items()
+    }
+    save_file(dense, path, metadata={"layouts": json.dumps(layouts)})
+
+
+def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """What `write_tensors` has written: same values, shapes, strides and dtypes, on a device.
+
+    Raises:
+        ArtifactError: the file is not of its making.
+    """
+    from safetensors import safe_open
+
+    found = {}
+    try:
+        with safe_open(path, framework="pt", device=str(device)) as file:
+            layouts = json.loads((file.metadata() or {})["layouts"])
+            if set(layouts) != set(file.keys()):
+                raise ValueError("its table of layouts names other tensors")
+            for name, (shape, strides, kind, wants_grad) in layouts.items():
+                dtype = getattr(torch, kind)
+                dense = file.get_tensor(name)
+                tensor = torch.view_as_complex(dense) if dtype.is_complex else dense
+                if tensor.dtype is not dtype:
+                    raise ValueError(f"{name} has dtype {tensor.dtype}")
+                found[name] = _laid_out(tensor, shape, strides).requires_grad_(wants_grad)
+    except Exception as error:  # Whatever safetensors makes of it.
+        raise ArtifactError(f"{path.name} holds no tensors that can be read: {error}.") from error
+    return found
+
+
+def _laid_out(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+    given = [size if step else min(size, 1) for size, step in zip(shape, strides, strict=True)]
+    if list(tensor.shape) != given:
+        raise ValueError(f"a tensor has shape {list(tensor.shape)}, not {given}")
+    if list(tensor.stride()) != list(strides) or list(shape) != given:
+        tensor = torch.empty_strided(
+            given, strides, dtype=tensor.dtype, device=tensor.device
+        ).copy_(tensor)
+        tensor = tensor.expand(list(shape))
+    return tensor
+
+
+def packed(
+    tree: Any, tensors: dict[str, torch.Tensor], prefix: str, *, shared: bool = False
+) -> Json:
+    """Tuples, lists, dictionaries by text, tensors and plain values as JSON.
+
+    Tensors are added to `tensors` under names that begin with the prefix; one that comes twice is
+    the same tensor again. Those that share memory come back apart, if `shared` allows it.
+
+    Raises:
+        ArtifactError: there is something else, or two tensors share memory.
+    """
+    if isinstance(tree, torch.Tensor):
+        for name, known in tensors.items():
+            if known is tree:
+                return {"tensor": name}
+        mine = tree.untyped_storage()
+        for name, known in tensors.items() if not shared else ():
+            if mine.nbytes() and known.untyped_storage().data_ptr() == mine.data_ptr():
+                raise ArtifactError(
+                    f"Two tensors to be saved share memory, one of them {name}.",
+                    remedy="Tune with inputs that are tensors of their own.",
+                )
+        tensors[f"{prefix}.{len(tensors)}"] = tree
+        return {"tensor": f"{prefix}.{len(tensors) - 1}"}
+    if type(tree) in (tuple, list):
+        return {
+            type(tree).__name__: [packed(each, tensors, prefix, shared=shared) for each in tree]
+        }
+    if isinstance(tree, Mapping) and all(isinstance(key, str) for key in tree):
+        inner = {key: packed(v, tensors, prefix, shared=shared) for key, v in tree.items()}
+        return {"dict": inner}
+    if tree is None or isinstance(tree, bool | str):
+        return tree
+    if type(tree) is int:
+        return {"int": str(tree)}
+    if type(tree) is float:
+        return {"float": tree.hex()}
+    if isinstance(tree, torch.dtype):
+        return {"dtype": str(tree).removeprefix("torch.")}
+    if isinstance(tree, torch.device):
+        return {"device": str(tree)}
+    raise ArtifactError(
+        f"A value of type {type(tree).__name__} among the sample's inputs or results cannot be "
+        "saved.",
+        remedy="Tensors, plain values, tuples, lists and dictionaries by text can.",
+    )
+
+
+def unpacked(given: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
+    """What `packed` has made JSON of; raises KeyError, TypeError or ValueError where it has not."""
+    if not isinstance(given, dict):
+        return given
+    ((kind, inner),) = given.items()
+    if kind == "tensor":
+        return tensors[inner]
+    if kind in ("tuple", "list"):
+        return (tuple if kind == "tuple" else list)(unpacked(each, tensors) for each in inner)
+    if kind == "dict":
+        return {key: unpacked(each, tensors) for key, each in inner.items()}
+    if kind == "int":
+        return int(inner)
+    if kind == "float":
+        return float.fromhex(inner)
+    if kind == "device":
+        return torch.device(inner)
+    if kind == "dtype" and isinstance(getattr(torch, inner, None), torch.dtype):
+        return getattr(torch, inner)
+    raise ValueError(f"there is no value of kind {kind!r}")
+
+
+def tree_text(spec: pytree.TreeSpec) -> str:
+    """The tree of a call's results as text.
+
+    Raises:
+        ArtifactError: it has a node of a class that PyTorch does not know by name.
+    """
+    try:
+        return pytree.treespec_dumps(spec)
+    except Exception as error:
+        raise ArtifactError(
+            f"The structure of the results cannot be written down: {error}.",
+            remedy="Return tuples, lists, dictionaries, or classes that are registered with "
+            "torch.utils._pytree under a serialized_type_name.",
+        ) from error
+
+
+def tree_of(text: str, *, imports: bool = False) -> pytree.TreeSpec:
+    """The tree that `tree_text` wrote.
+
+    Args:
+        text: of the tree.
+        imports: whether a module may be imported that defines a class of the tree's.
+
+    Raises:
+        ArtifactError: it is none, or names a class that this process has not imported.
+    """
+    try:
+        unknown = _classes(json.loads(text)[1]) - set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE)
+        if "__enum__" in text and not imports:
+            unknown.add("an enumeration")  # PyTorch would import whatever is named there.
+        for name in sorted(unknown) if imports else ():
+            importlib.import_module(name.rpartition(".")[0])
+        if not unknown or imports:
+            return pytree.treespec_loads(text)
+    except Exception as error:
+        raise ArtifactError(f"The structure of the results cannot be made: {error}.") from error
+    raise ArtifactError(
+        f"The results are made of {', '.join(sorted(unknown))}, which is not imported here.",
+        remedy="Import it first, pass the model, or load with trust=True.",
+    )
+
+
+def _classes(schema: Json) -> set[str]:
+    inner = set().union(*map(_classes, schema["children_spec"]))
+    return inner | ({schema["type"]} if schema["type"] is not None else set())
