@@ -16,11 +16,12 @@ from ..report import Report
 from ..report.environment import environment
 from ..report.result import EAGER
 from ..signature import CallSignature, switches
+from ..snapshots import run
 from ..storage import read_tensors
 from ..strategies import LOSSY, Built, Candidate, parse_candidates
 from ..strategies.base import Loader
 from ..tuned import Origin, TunedModule, assembled
-from ..verification import verify
+from ..verification import compare, verify
 from ..watch import FunctionModule
 from . import container, evidence
 from .saving import REPORT, STRATEGY, WEIGHTS, weights_of
@@ -54,6 +55,9 @@ def load(
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as (facts, folder):
         loading = _Loading(file, facts, folder, model, trust)
         return loading.loaded()
+
+
+_AS_SAVED = "as it was saved"
 
 
 class _Loading:
@@ -110,13 +114,13 @@ class _Loading:
         self.changes = self._changes()
         tries: list[tuple[str, Callable[[Sequence[Sample]], tuple[Candidate, list[Built]]]]] = []
         if self.loader is not None and not self._belongs_elsewhere(self.loader):
-            tries.append(("as it was saved", self._as_saved))
+            tries.append((_AS_SAVED, self._as_saved))
         if self.model is not None:
             tries.append(("built again", self._rebuilt))
             if self.candidate.name != EAGER:
                 tries.append(("eager in its place", self._eager))
         elif self.loader is not None and not tries and self.loader.portable:
-            tries.append(("as it was saved", self._as_saved))
+            tries.append((_AS_SAVED, self._as_saved))
         if not tries:
             raise ArtifactError(
                 f"{self.candidate.name} is built from the model{self._why_rebuilt()}.",
@@ -126,12 +130,13 @@ class _Loading:
         for how, attempt in tries:
             try:
                 candidate, builts = attempt(samples)
-                problem = self._wrong(candidate, builts, samples)
+                known = how == _AS_SAVED and not self.changes
+                problem = _wrong(candidate, builts, samples, thorough=not known)
             except GraphwrightError as error:
                 problem = ": ".join(filter(None, in_words(error)[:1]))
             if problem is None:
                 why = "; ".join(problems) or self._why_rebuilt().removeprefix(", since ")
-                if how != "as it was saved" or self.changes:
+                if how != _AS_SAVED or self.changes:
                     self.notes.append(f"{how}: {why}" if why else how)
                 return self._tuned(candidate, builts, samples)
             problems.append(f"{how} it is wrong: {problem}" if how else problem)
@@ -195,7 +200,7 @@ class _Loading:
         builts = []
         for index, sample in enumerate(samples):
             place = self.folder / STRATEGY / str(index)
-            if warm is not None and place.exists():
+            if warm is not None and place.exists() and not self.changes:
                 warm(place)
             call = sample.call.clone()
             builts.append(self.candidate.build(self.module, call.args, call.kwargs))
@@ -206,19 +211,6 @@ class _Loading:
         (eager,) = parse_candidates([EAGER], ())
         calls = [sample.call for sample in samples]
         return eager, [eager.build(self.module, call.args, call.kwargs) for call in calls]
-
-    def _wrong(
-        self, candidate: Candidate, builts: Sequence[Built], samples: Sequence[Sample]
-    ) -> str | None:
-        """How what was loaded differs from what was saved, in words, or None."""
-        for sample, built in zip(samples, builts, strict=True):
-            try:
-                verdict = verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
-            except Exception as error:
-                return in_words(error)[0]
-            if not verdict.ok:
-                return verdict.reason
-        return None
 
     def _tuned(
         self, candidate: Candidate, builts: list[Built], samples: list[Sample]
@@ -236,8 +228,34 @@ class _Loading:
             Origin(candidate, builts, samples, self.device),
             pure=pure,
             quiet=quiet,
-            loaded=self.notes or ["as it was saved"],
+            loaded=self.notes or [_AS_SAVED],
         )
+
+
+def _wrong(
+    candidate: Candidate, builts: Sequence[Built], samples: Sequence[Sample], *, thorough: bool
+) -> str | None:
+    """How what was loaded differs from what was saved, in words, or None.
+
+    By the stored inputs and results; `thorough` repeats, holds and interleaves calls too.
+    """
+    ulp = candidate.lossy_ulp
+    for sample, built in zip(samples, builts, strict=True):
+        ref = sample.reference
+        try:
+            if thorough:
+                verdict = verify(built.call, ref, ulp=ulp)
+            else:
+                for case in ref.cases:
+                    verdict = compare(run(built.call, case.call, ref.state), case, ref, ulp)
+                    if not verdict.ok:
+                        break
+                ref.state.restore()
+        except Exception as error:
+            return in_words(error)[0]
+        if not verdict.ok:
+            return verdict.reason
+    return None
 
 
 class _Absent(nn.Module):

@@ -25,6 +25,7 @@ from ..graphs.observation import reads_of_arguments
 from ..graphs.undo import Undo
 from ..signature import Args, Kwargs, describe, flatten, unflatten
 from ..snapshots import State, clone_leaves
+from ..storage import HERE
 from ..watch import FunctionModule
 from .nodes import arguments, constant, is_mutable, leaf_names, roots
 
@@ -87,13 +88,6 @@ class GraphCall:
         for place, value in zip(self._places, found, strict=True):
             outputs[place] = value
         return pytree.tree_unflatten(outputs, self.spec)
-
-
-class _Here:
-    """Stands where a tensor is returned."""
-
-
-HERE = _Here()
 
 
 def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:

@@ -15,11 +15,11 @@ from torch.utils import _pytree as pytree
 from ..accuracy import ROUNDING, error_of
 from ..errors import StrategyFailed
 from ..fusion import PASSES, Fused, fused_call
-from ..fusion.tracing import HERE, GraphCall
+from ..fusion.tracing import GraphCall
 from ..ops.defining import prepare_triton
 from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import State, clone_leaves
-from ..storage import packed, read_tensors, tree_of, tree_text, unpacked, write_tensors
+from ..storage import read_tensors, results_read, results_written, write_tensors
 from .base import AVAILABLE, Availability, Built, tiny_model
 
 
@@ -75,13 +75,11 @@ class FusedCompiler:
         if device.type == "cuda":
             prepare_triton()
         graph = read(known["nodes"], read_tensors(folder / _CONSTANTS, device), device)
-        results = [HERE if leaf == _HERE else unpacked(leaf, {}) for leaf in known["results"]]
-        spec = tree_of(known["spec"])
-        call = GraphCall(graph, [int(slot) for slot in known["slots"]], results, spec)
+        call = GraphCall(graph, [int(slot) for slot in known["slots"]], *results_read(known))
         return Built(call, holds_weights=True, plain=True, save=functools.partial(_save, call))
 
 
-_GRAPH, _CONSTANTS, _HERE = "graph.json", "constants.safetensors", {"here": 0}
+_GRAPH, _CONSTANTS = "graph.json", "constants.safetensors"
 
 
 def _save(call: GraphCall, folder: Path) -> None:
@@ -89,9 +87,8 @@ def _save(call: GraphCall, folder: Path) -> None:
     from ..fusion.stored import stored
 
     nodes, constants = stored(call.graph)
-    results = [_HERE if leaf is HERE else packed(leaf, {}, "") for leaf in call.results]
-    slots, spec = [*call.slots], tree_text(call.spec)
-    known = {"nodes": nodes, "results": results, "slots": slots, "spec": spec}
+    known = {"nodes": nodes, "slots": [*call.slots]}
+    known |= results_written(call.results, call.spec)
     (folder / _GRAPH).write_text(json.dumps(known), encoding="ascii")
     write_tensors(folder / _CONSTANTS, constants)
 

@@ -9,12 +9,14 @@ from __future__ import annotations
 import types
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..errors import StrategyFailed
 from ..signature import Args, Kwargs, flatten, unflatten
 from ..snapshots import clone_leaves
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
@@ -79,6 +81,7 @@ class Inductor:
     complexity: int
     cuda_graphs: bool = False
     freezing: bool = False
+    holds_code: ClassVar[bool] = True
 
     def probes_late(self, device: torch.device) -> bool:
         """Whether the probe compiles, which takes as long as a build."""
@@ -99,7 +102,7 @@ class Inductor:
                 compiled = torch.compile(fresh_entry(model), mode=mode, dynamic=False)
                 compile_and_run(compiled, (x,), {}, 3)
         except Exception as error:
-            return _explain(error)
+            return explained(error)
         return AVAILABLE
 
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
@@ -115,7 +118,7 @@ class Inductor:
         with torch.no_grad(), torch._inductor.config.patch(_FROZEN if self.freezing else {}):
             notes, delta = compile_and_run(compiled, args, kwargs, 3 if self.cuda_graphs else 1)
         if not self.cuda_graphs:
-            return Built(without_grad(compiled), notes, frozen)
+            return Built(without_grad(compiled), notes, frozen, save=_save_cache)
         if delta["skips"]:
             notes.append("torch.compile skipped CUDA graphs for this model")
         notes.append("outputs are copied out: the next call would overwrite them")
@@ -124,7 +127,25 @@ class Inductor:
             torch.compiler.cudagraph_mark_step_begin()
             return pytree.tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
 
-        return Built(without_grad(call), notes, frozen)
+        return Built(without_grad(call), notes, frozen, save=_save_cache)
+
+    def warm(self, folder: Path) -> None:
+        """Give torch.compile the cache that was saved, so that a build compiles nothing."""
+        torch.compiler.load_cache_artifacts((folder / _CACHE).read_bytes())
+
+
+_CACHE = "cache.bin"
+
+
+def _save_cache(folder: Path) -> None:
+    """Write what this process has compiled, or found in torch.compile's cache."""
+    found = torch.compiler.save_cache_artifacts()
+    if found is None:
+        raise StrategyFailed(
+            "torch.compile's cache is switched off, so that there is nothing to keep",
+            remedy="Leave torch._inductor.config.fx_graph_cache on.",
+        )
+    (folder / _CACHE).write_bytes(found[0])
 
 
 # The user's module keeps its weights, whatever the user has chosen for code of their own.
@@ -146,7 +167,8 @@ def _frozen_backend() -> Callable[..., Any]:
     return frozen
 
 
-def _explain(error: Exception) -> Availability:
+def explained(error: Exception) -> Availability:
+    """Why a compilation cannot work here; other errors are raised again."""
     text = f"{type(error).__name__}: {error}"
     if "InvalidCxxCompiler" in text or "No working C++ compiler" in text:
         return Availability(

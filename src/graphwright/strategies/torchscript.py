@@ -6,17 +6,21 @@ TorchScript is deprecated since torch 2.10 and still works.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+import dataclasses
+import json
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import StrategyFailed, first_line
-from ..signature import Args, Kwargs, flatten, unflatten
+from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import clone_leaves
+from ..storage import HERE, results_read, results_written
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 
 # The profiling executor specialises a graph during its first runs.
@@ -52,6 +56,9 @@ class TorchScript:
     variant: str
     name: str
     complexity: int
+    holds_code: ClassVar[bool] = True
+    bound_to: ClassVar[tuple[str, ...]] = ()
+    portable: ClassVar[bool] = True
 
     def probe(self, device: torch.device) -> Availability:
         """Script a tiny model; for the fuser, look for a fused group in the optimised graph."""
@@ -65,59 +72,110 @@ class TorchScript:
         """Script the model, or trace it with the reason why it could not be scripted."""
         notes: list[str] = []
         with torch.no_grad():
+            known: _Scripted | _Traced
             try:
-                call = self._script(model, args, kwargs)
+                known = self._script(model, args, kwargs)
             except Exception as error:
                 notes.append(f"traced, since torch.jit.script failed: {first_line(error, 160)}")
-                call = self._trace(model, args, kwargs, notes)
-            fuser = _fuser() if self.variant == "fuser" else contextlib.nullcontext()
-            with fuser:
-                for _ in range(_PROFILING_RUNS):
-                    call(*args, **kwargs)
-        return Built(without_grad(call), notes, holds_weights=self.variant != "plain")
+                known = self._trace(model, args, kwargs)
+            return self._run(known, args, kwargs, notes)
 
-    def _script(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Callable[..., Any]:
-        scripted = self._finish(torch.jit.script(model))
+    def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
+        """The script that was saved; what comes after freezing is done again."""
+        known = json.loads((folder / _CALL).read_bytes())
+        device = tensors_of((args, kwargs))[0].device
+        script = torch.jit.load(folder / _SCRIPT, map_location=device)
+        call = _Traced.read(known, script) if known else _Scripted(script)
+        with torch.no_grad():
+            return self._run(call, args, kwargs, [])
+
+    def _run(
+        self, known: _Scripted | _Traced, args: Args, kwargs: Kwargs, notes: list[str]
+    ) -> Built:
+        """The callable that a script is, once the executor has settled."""
+        call = dataclasses.replace(known, script=self._finish(known.script))
+        fuser = _fuser() if self.variant == "fuser" else contextlib.nullcontext()
+        with fuser:
+            for _ in range(_PROFILING_RUNS):
+                call(*args, **kwargs)
+
+        def save(folder: Path) -> None:
+            # Not what optimize_for_inference has made: torch.jit.load cannot read that.
+            torch.jit.save(known.script, folder / _SCRIPT)
+            text = json.dumps(known.written() if isinstance(known, _Traced) else None)
+            (folder / _CALL).write_text(text, encoding="ascii")
+
+        holds = self.variant != "plain"
+        return Built(without_grad(call), notes, holds_weights=holds, save=save)
+
+    def _script(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Scripted:
+        found = _Scripted(self._frozen(torch.jit.script(model)))
+        finished = self._finish(found.script)
         leaves, spec = flatten(args, kwargs)
         mine, named = unflatten(clone_leaves(leaves), spec)
-        if pytree.tree_structure(scripted(*mine, **named)) != pytree.tree_structure(
+        if pytree.tree_structure(finished(*mine, **named)) != pytree.tree_structure(
             model(*args, **kwargs)
         ):
             raise StrategyFailed("the scripted model returns another structure")
-        return scripted
+        return found
 
-    def _trace(
-        self, model: nn.Module, args: Args, kwargs: Kwargs, notes: list[str]
-    ) -> Callable[..., Any]:
+    def _trace(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Traced:
         leaves, spec = flatten(args, kwargs)
         flat = _Flat(model, leaves, spec)
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
         traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
-        out_leaves = [None if isinstance(v, torch.Tensor) else v for v in flat.out_leaves]
-        tensor_slots = [i for i, v in enumerate(flat.out_leaves) if isinstance(v, torch.Tensor)]
-        out_spec, slots = flat.out_spec, flat._slots
+        results = [HERE if isinstance(v, torch.Tensor) else v for v in flat.out_leaves]
         flat.out_leaves = []
-        assert out_spec is not None  # The trace has run the model.
-        script = self._finish(traced)
+        assert flat.out_spec is not None  # The trace has run the model.
+        return _Traced(self._frozen(traced), flat._slots, results, flat.out_spec)
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            leaves, _ = flatten(args, kwargs)
-            results = script(*[leaves[slot] for slot in slots])
-            outputs = list(out_leaves)
-            for slot, value in zip(tensor_slots, results, strict=True):
-                outputs[slot] = value
-            return pytree.tree_unflatten(outputs, out_spec)
-
-        return call
+    def _frozen(self, script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+        return script if self.variant == "plain" else torch.jit.freeze(script)
 
     def _finish(self, script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
-        if self.variant in ("freeze", "fuser"):
-            script = torch.jit.freeze(script)
-        elif self.variant == "optimize":
-            script = torch.jit.optimize_for_inference(torch.jit.freeze(script))
+        """What is done anew wherever it is loaded."""
+        if self.variant == "optimize":
+            return torch.jit.optimize_for_inference(script)
         return script
+
+
+@dataclass(frozen=True)
+class _Scripted:
+    """A scripted model, called as the model is."""
+
+    script: Any
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.script(*args, **kwargs)
+
+
+@dataclass(frozen=True)
+class _Traced:
+    """A traced model: from the tensors among a call's leaves to those among its results."""
+
+    script: Any
+    slots: Sequence[int]
+    results: Sequence[Any]
+    spec: pytree.TreeSpec
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        leaves, _ = flatten(args, kwargs)
+        found = iter(self.script(*[leaves[slot] for slot in self.slots]))
+        outputs = [next(found) if leaf is HERE else leaf for leaf in self.results]
+        return pytree.tree_unflatten(outputs, self.spec)
+
+    def written(self) -> Any:
+        """How it is called, as JSON."""
+        return {"slots": [*self.slots], **results_written(self.results, self.spec)}
+
+    @classmethod
+    def read(cls, known: Any, script: Any) -> _Traced:
+        return cls(script, [int(slot) for slot in known["slots"]], *results_read(known))
+
+
+_SCRIPT, _CALL = "script.pt", "call.json"
 
 
 @contextlib.contextmanager
