@@ -12,6 +12,7 @@ import functools
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -41,7 +42,8 @@ class Built:
     `holds_weights` says that it keeps values of its own (copied, folded or frozen), so that later
     in-place changes of the model's parameters would go unseen. `launch` is a quicker way to call
     it with its tensors in a row, if there is one. `plain` says that it runs the model's own Python
-    and operations, which can be seen one by one.
+    and operations, which can be seen one by one. `save` writes what this was made of into a
+    folder, for `load`.
     """
 
     call: Callable[..., Any]
@@ -49,6 +51,7 @@ class Built:
     holds_weights: bool = False
     launch: Callable[[Sequence[torch.Tensor]], Any] | None = None
     plain: bool = False
+    save: Callable[[Path], None] | None = None
 
 
 class Compiler(Protocol):

@@ -18,31 +18,10 @@ from ..errors import StrategyFailed, first_line
 from ..signature import Args, Kwargs, flatten, unflatten
 from ..snapshots import clone_leaves
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
+from .flat import Flat, Row
 
 # The profiling executor specialises a graph during its first runs.
 _PROFILING_RUNS = 3
-
-
-class _Flat(nn.Module):
-    """A model from a tuple of tensors to a tuple of tensors, which is all that a trace takes."""
-
-    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
-        super().__init__()
-        self.training = False  # eval() would reach into the user's own submodules.
-        self.model = model
-        self._leaves = list(leaves)
-        self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._spec = spec
-        self.out_leaves: list[Any] = []
-        self.out_spec: pytree.TreeSpec | None = None
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = list(self._leaves)
-        for slot, tensor in zip(self._slots, tensors, strict=True):
-            leaves[slot] = tensor
-        args, kwargs = unflatten(leaves, self._spec)
-        self.out_leaves, self.out_spec = pytree.tree_flatten(self.model(*args, **kwargs))
-        return tuple(leaf for leaf in self.out_leaves if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -90,25 +69,18 @@ class TorchScript:
         self, model: nn.Module, args: Args, kwargs: Kwargs, notes: list[str]
     ) -> Callable[..., Any]:
         leaves, spec = flatten(args, kwargs)
-        flat = _Flat(model, leaves, spec)
+        flat = Flat(model, Row.of(leaves, spec))
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
         traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
-        out_leaves = [None if isinstance(v, torch.Tensor) else v for v in flat.out_leaves]
-        tensor_slots = [i for i, v in enumerate(flat.out_leaves) if isinstance(v, torch.Tensor)]
-        out_spec, slots = flat.out_spec, flat._slots
-        flat.out_leaves = []
-        assert out_spec is not None  # The trace has run the model.
+        out, slots = flat.out, flat.call.slots
+        assert out is not None  # The trace has run the model.
         script = self._finish(traced)
 
         def call(*args: Any, **kwargs: Any) -> Any:
             leaves, _ = flatten(args, kwargs)
-            results = script(*[leaves[slot] for slot in slots])
-            outputs = list(out_leaves)
-            for slot, value in zip(tensor_slots, results, strict=True):
-                outputs[slot] = value
-            return pytree.tree_unflatten(outputs, out_spec)
+            return out.fill(script(*[leaves[slot] for slot in slots]))
 
         return call
 
