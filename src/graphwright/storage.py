@@ -190,26 +190,3 @@ def tree_of(text: str, *, imports: bool = False) -> pytree.TreeSpec:
 def _classes(schema: Json) -> set[str]:
     inner = set().union(*map(_classes, schema["children_spec"]))
     return inner | ({schema["type"]} if schema["type"] is not None else set())
-
-
-class _Here:
-    """Stands where a tensor is returned."""
-
-
-HERE = _Here()
-
-
-def results_written(results: Sequence[Any], spec: pytree.TreeSpec) -> dict[str, Json]:
-    """The leaves of a call's results, `HERE` where a tensor comes, and their tree, as JSON.
-
-    Raises:
-        ArtifactError: there is something that cannot be written down.
-    """
-    leaves = [{"here": 0} if leaf is HERE else packed(leaf, {}, "") for leaf in results]
-    return {"results": leaves, "spec": tree_text(spec)}
-
-
-def results_read(known: Mapping[str, Json]) -> tuple[list[Any], pytree.TreeSpec]:
-    """The leaves and the tree that `results_written` wrote."""
-    leaves = [HERE if leaf == {"here": 0} else unpacked(leaf, {}) for leaf in known["results"]]
-    return leaves, tree_of(known["spec"])

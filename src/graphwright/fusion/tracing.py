@@ -23,9 +23,9 @@ from ..errors import GraphwrightError, first_line
 from ..graphs.journal import capturing_seems_on
 from ..graphs.observation import reads_of_arguments
 from ..graphs.undo import Undo
+from ..rows import Row
 from ..signature import Args, Kwargs, describe, flatten, unflatten
 from ..snapshots import State, clone_leaves
-from ..storage import HERE
 from ..watch import FunctionModule
 from .nodes import arguments, constant, is_mutable, leaf_names, roots
 
@@ -44,18 +44,17 @@ class Untraceable(Exception):
 class Traced:
     """A graph from the tensors among a call's leaves to those among its results.
 
-    `strides` are those of eager's results.
+    `strides` are those of eager's results, `out` is what these belong to.
     """
 
     graph: fx.GraphModule
     strides: Sequence[tuple[int, ...]]
     slots: Sequence[int]
-    results: Sequence[Any]
-    spec: pytree.TreeSpec
+    out: Row
 
     def call(self, graph: fx.GraphModule) -> GraphCall:
         """A function that is called as the model is, by a graph that came of this one."""
-        return GraphCall(graph, self.slots, self.results, self.spec)
+        return GraphCall(graph, self.slots, self.out)
 
 
 class GraphCall:
@@ -64,30 +63,18 @@ class GraphCall:
     Args:
         graph: from the tensors among a call's leaves to those among its results.
         slots: which of the leaves these are.
-        results: the results' leaves, `HERE` where a tensor comes.
-        spec: the results' tree.
+        out: what the results belong to.
     """
 
-    def __init__(
-        self,
-        graph: fx.GraphModule,
-        slots: Sequence[int],
-        results: Sequence[Any],
-        spec: pytree.TreeSpec,
-    ) -> None:
-        self.graph, self.slots, self.results, self.spec = graph, slots, results, spec
-        self._places = [n for n, value in enumerate(results) if value is HERE]
+    def __init__(self, graph: fx.GraphModule, slots: Sequence[int], out: Row) -> None:
+        self.graph, self.slots, self.out = graph, tuple(slots), out
         # Not as a module, at whose calls global hooks run.
         self._forward = graph.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten(args, kwargs)
         with torch.no_grad():
-            found = self._forward(*[leaves[slot] for slot in self.slots])
-        outputs = list(self.results)
-        for place, value in zip(self._places, found, strict=True):
-            outputs[place] = value
-        return pytree.tree_unflatten(outputs, self.spec)
+            return self.out.fill(self._forward(*[leaves[slot] for slot in self.slots]))
 
 
 def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
@@ -120,7 +107,7 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
         found, tree = pytree.tree_flatten(on_leaves(given))
         for place, leaf in enumerate(found):
             describe(leaf, f"result {place}")  # An object that may hold tensors is refused.
-        kept[:] = [tree, [HERE if isinstance(v, torch.Tensor) else v for v in found]]
+        kept[:] = [Row.of(found, tree)]
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
     state, undo = State(model, weights=False), Undo(model)
@@ -152,9 +139,8 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
         where = "" if read.place is None else f" at {read.place}"
         raise Untraceable(f"the host reads a value that comes from the arguments{where}")
     _check(graph, model)
-    tree, results = kept
     strides = [leaf.stride() for leaf in first if isinstance(leaf, torch.Tensor)]
-    return Traced(graph, strides, slots, results, tree)
+    return Traced(graph, strides, slots, kept[0])
 
 
 def global_hooks() -> bool:

@@ -292,6 +292,12 @@ def _dims(tree: Any) -> list[Any]:
     return [] if _size(tree) is None else [tree]
 
 
+def named(tree: Any) -> tuple[str, ...]:
+    """Names of the dimensions in a tree of them, each once."""
+    sizes = (_size(getattr(dim, "root", dim)) for dim in _dims(tree))
+    return tuple(dict.fromkeys(size.name for size in sizes if size is not None))
+
+
 def portable(tree: Any) -> Any:
     """The same tree of dimensions; those that follow from others in a form that can be pickled."""
     if isinstance(tree, Mapping):

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import OptionError
-from . import aot_autograd, eager, fused, inductor, rewrites, runners, torchscript
+from . import aot_autograd, eager, fused, inductor, onnxruntime, rewrites, runners, torchscript
 from .base import Availability as Availability
 from .base import Built as Built
 from .base import Candidate as Candidate
@@ -28,6 +28,8 @@ COMPILERS: tuple[Compiler, ...] = (
     torchscript.FREEZE,
     torchscript.OPTIMIZE,
     torchscript.FUSER,
+    onnxruntime.ONNXRUNTIME,
+    onnxruntime.GRAPH,
     aot_autograd.AOT_AUTOGRAD,
     inductor.INDUCTOR,
     inductor.FREEZE,
@@ -44,6 +46,7 @@ RUNNERS: tuple[Runner, ...] = (runners.GRAPH,)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
 _ON_REQUEST = {inductor.MAX_AUTOTUNE.name}
+_ONLY_ON_CUDA = {onnxruntime.GRAPH.name}
 _UNDER_GRAPH = (
     eager.EAGER,
     fused.FUSED,
@@ -60,7 +63,8 @@ def default_candidates(
     model: nn.Module, device: torch.device, allow: Sequence[str]
 ) -> list[Candidate]:
     """What `tune` tries when it is not told, in the order of what it promises."""
-    plain = [Candidate(c) for c in COMPILERS if c.name not in _ON_REQUEST]
+    left_out = _ON_REQUEST if device.type == "cuda" else _ON_REQUEST | _ONLY_ON_CUDA
+    plain = [Candidate(c) for c in COMPILERS if c.name not in left_out]
     graphs = [Candidate(c, runner=runners.GRAPH) for c in _UNDER_GRAPH]
     if device.type != "cuda":
         # One row says why graphs are out; four would say the same.
@@ -90,6 +94,8 @@ _USUAL = {
         "torchscript:freeze": (1.2, 0.5),
         "torchscript:optimize": (1.4, 1.0),
         "torchscript:fuser": (1.15, 1.0),
+        "onnxruntime": (1.3, 6.0),
+        "onnxruntime:graph": (2.5, 6.0),
         "aot_autograd": (0.9, 3.0),
         "inductor": (1.5, 10.0),
         "inductor:freeze": (1.6, 12.0),
@@ -105,6 +111,8 @@ _USUAL = {
         "torchscript:freeze": (1.15, 0.5),
         "torchscript:optimize": (1.3, 1.0),
         "torchscript:fuser": (1.05, 1.0),
+        "onnxruntime": (1.3, 4.0),
+        "onnxruntime:graph": (1.3, 4.0),
         "aot_autograd": (0.95, 3.0),
         "inductor": (1.3, 15.0),
         "inductor:freeze": (1.4, 20.0),

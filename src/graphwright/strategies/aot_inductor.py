@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import json
 import tempfile
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,35 +17,16 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..errors import StrategyFailed
-from ..signature import Args, Kwargs, flatten, unflatten
+from ..rows import Row
+from ..signature import Args, Kwargs, flatten
 from ..snapshots import clone_leaves
-from ..storage import HERE, results_read, results_written
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
+from .flat import Flat, dims_of
 from .inductor import explained
 
 _PACKAGE, _CALL = "package.pt2", "call.json"
-
-
-class _Flat(nn.Module):
-    """A model from tensors to a list of tensors."""
-
-    def __init__(self, model: nn.Module, leaves: Sequence[Any], spec: pytree.TreeSpec) -> None:
-        super().__init__()
-        self.training = False  # eval() would reach into the user's own submodules.
-        self.model = model
-        self.slots = [n for n, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._leaves, self._spec = list(leaves), spec
-
-    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
-        leaves = list(self._leaves)
-        for slot, tensor in zip(self.slots, tensors, strict=True):
-            leaves[slot] = tensor
-        args, kwargs = unflatten(leaves, self._spec)
-        found = pytree.tree_leaves(self.model(*args, **kwargs))
-        return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
 
 @dataclass(frozen=True)
@@ -78,33 +60,29 @@ class AotInductor:
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         """Export, compile into a package, load it."""
         leaves, spec = flatten(args, kwargs)
-        flat = _Flat(model, leaves, spec)
+        flat = Flat(model, Row.of(leaves, spec))
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.export needs a tensor among the inputs")
+        dims = dims_of(self.dynamic_shapes, model, args, kwargs)
         with torch.no_grad():
-            found, tree = pytree.tree_flatten(model(*args, **kwargs))
-            results = [HERE if isinstance(leaf, torch.Tensor) else leaf for leaf in found]
-            shapes = None if self.dynamic_shapes is None else (self._shapes(args, kwargs),)
+            flat(*samples)
+            out = flat.out
+            assert out is not None
+            shapes = None if dims is None else {"tensors": tuple(dims)}
             exported = torch.export.export(flat, samples, dynamic_shapes=shapes)
             package = tempfile.TemporaryDirectory(prefix="graphwright-")
             path = Path(package.name) / _PACKAGE
             with _quiet():
                 torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
-        known = _Packaged(path, flat.slots, results, tree, package)
+        known = _Packaged(path, flat.call.slots, out, package)
         return Built(without_grad(known), holds_weights=True, save=known.save)
-
-    def _shapes(self, args: Args, kwargs: Kwargs) -> list[Any]:
-        """The dimensions that vary, in the order of the tensors."""
-        from ..shapes.dimensions import dims_of_leaves
-
-        return dims_of_leaves(self.dynamic_shapes, args, kwargs)
 
     def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
         """The package that was saved."""
         known = json.loads((folder / _CALL).read_bytes())
         slots = [int(slot) for slot in known["slots"]]
-        call = _Packaged(folder / _PACKAGE, slots, *results_read(known), None)
+        call = _Packaged(folder / _PACKAGE, slots, Row.read(known["out"]), None)
         return Built(without_grad(call), holds_weights=True, save=call.save)
 
 
@@ -114,8 +92,7 @@ class _Packaged:
     Args:
         path: of the package.
         slots: which of a call's leaves are its tensors.
-        results: the results' leaves, `HERE` where a tensor comes.
-        spec: the results' tree.
+        out: what its results belong to.
         folder: that the package lies in, if it is to go with this.
     """
 
@@ -123,27 +100,27 @@ class _Packaged:
         self,
         path: Path,
         slots: Sequence[int],
-        results: Sequence[Any],
-        spec: pytree.TreeSpec,
+        out: Row,
         folder: tempfile.TemporaryDirectory[str] | None,
     ) -> None:
-        self._path, self._slots, self._folder = path, slots, folder
-        self._results, self._spec = results, spec
-        # It shares one runner between calls, whose state belongs to one of them.
+        self._package, self._slots, self._out, self._folder = path, slots, out, folder
+        # Its own locks would break a capture; this one is never taken at a replay.
         self._run: Callable[..., Any] = torch._inductor.aoti_load_package(
             str(path), run_single_threaded=True
         )
+        self._lock = threading.Lock()
+        self._content = None if folder is not None else path.read_bytes()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten(args, kwargs)
-        found = iter(self._run(*[leaves[slot] for slot in self._slots]))
-        outputs = [next(found) if leaf is HERE else leaf for leaf in self._results]
-        return pytree.tree_unflatten(outputs, self._spec)
+        with self._lock:
+            return self._out.fill(self._run(*[leaves[slot] for slot in self._slots]))
 
     def save(self, folder: Path) -> None:
         """Write the package, and how it is called."""
-        (folder / _PACKAGE).write_bytes(self._path.read_bytes())
-        known = {"slots": [*self._slots], **results_written(self._results, self._spec)}
+        content = self._package.read_bytes() if self._content is None else self._content
+        (folder / _PACKAGE).write_bytes(content)
+        known = {"slots": [*self._slots], "out": self._out.written()}
         (folder / _CALL).write_text(json.dumps(known), encoding="ascii")
 
 

@@ -17,9 +17,10 @@ from ..errors import StrategyFailed
 from ..fusion import PASSES, Fused, fused_call
 from ..fusion.tracing import GraphCall
 from ..ops.defining import prepare_triton
+from ..rows import Row
 from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import State, clone_leaves
-from ..storage import read_tensors, results_read, results_written, write_tensors
+from ..storage import read_tensors, write_tensors
 from .base import AVAILABLE, Availability, Built, tiny_model
 
 
@@ -75,7 +76,7 @@ class FusedCompiler:
         if device.type == "cuda":
             prepare_triton()
         graph = read(known["nodes"], read_tensors(folder / _CONSTANTS, device), device)
-        call = GraphCall(graph, [int(slot) for slot in known["slots"]], *results_read(known))
+        call = GraphCall(graph, [int(n) for n in known["slots"]], Row.read(known["out"]))
         return Built(call, holds_weights=True, plain=True, save=functools.partial(_save, call))
 
 
@@ -87,8 +88,7 @@ def _save(call: GraphCall, folder: Path) -> None:
     from ..fusion.stored import stored
 
     nodes, constants = stored(call.graph)
-    known = {"nodes": nodes, "slots": [*call.slots]}
-    known |= results_written(call.results, call.spec)
+    known = {"nodes": nodes, "slots": [*call.slots], "out": call.out.written()}
     (folder / _GRAPH).write_text(json.dumps(known), encoding="ascii")
     write_tensors(folder / _CONSTANTS, constants)
 

@@ -18,35 +18,14 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import StrategyFailed, first_line
+from ..rows import Row
 from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import clone_leaves
-from ..storage import HERE, results_read, results_written
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
+from .flat import Flat
 
 # The profiling executor specialises a graph during its first runs.
 _PROFILING_RUNS = 3
-
-
-class _Flat(nn.Module):
-    """A model from a tuple of tensors to a tuple of tensors, which is all that a trace takes."""
-
-    def __init__(self, model: nn.Module, leaves: list[Any], spec: pytree.TreeSpec) -> None:
-        super().__init__()
-        self.training = False  # eval() would reach into the user's own submodules.
-        self.model = model
-        self._leaves = list(leaves)
-        self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._spec = spec
-        self.out_leaves: list[Any] = []
-        self.out_spec: pytree.TreeSpec | None = None
-
-    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        leaves = list(self._leaves)
-        for slot, tensor in zip(self._slots, tensors, strict=True):
-            leaves[slot] = tensor
-        args, kwargs = unflatten(leaves, self._spec)
-        self.out_leaves, self.out_spec = pytree.tree_flatten(self.model(*args, **kwargs))
-        return tuple(leaf for leaf in self.out_leaves if isinstance(leaf, torch.Tensor))
 
 
 @dataclass(frozen=True)
@@ -85,7 +64,9 @@ class TorchScript:
         known = json.loads((folder / _CALL).read_bytes())
         device = tensors_of((args, kwargs))[0].device
         script = torch.jit.load(folder / _SCRIPT, map_location=device)
-        call = _Traced.read(known, script) if known else _Scripted(script)
+        call: _Scripted | _Traced = _Scripted(script)
+        if known is not None:
+            call = _Traced(script, [int(n) for n in known["slots"]], Row.read(known["out"]))
         with torch.no_grad():
             return self._run(call, args, kwargs, [])
 
@@ -102,8 +83,10 @@ class TorchScript:
         def save(folder: Path) -> None:
             # Not what optimize_for_inference has made: torch.jit.load cannot read that.
             torch.jit.save(known.script, folder / _SCRIPT)
-            text = json.dumps(known.written() if isinstance(known, _Traced) else None)
-            (folder / _CALL).write_text(text, encoding="ascii")
+            row = None
+            if isinstance(known, _Traced):
+                row = {"slots": [*known.slots], "out": known.out.written()}
+            (folder / _CALL).write_text(json.dumps(row), encoding="ascii")
 
         holds = self.variant != "plain"
         return Built(without_grad(call), notes, holds_weights=holds, save=save)
@@ -121,15 +104,13 @@ class TorchScript:
 
     def _trace(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Traced:
         leaves, spec = flatten(args, kwargs)
-        flat = _Flat(model, leaves, spec)
+        flat = Flat(model, Row.of(leaves, spec))
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
         traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
-        results = [HERE if isinstance(v, torch.Tensor) else v for v in flat.out_leaves]
-        flat.out_leaves = []
-        assert flat.out_spec is not None  # The trace has run the model.
-        return _Traced(self._frozen(traced), flat._slots, results, flat.out_spec)
+        assert flat.out is not None  # The trace has run the model.
+        return _Traced(self._frozen(traced), flat.call.slots, flat.out)
 
     def _frozen(self, script: torch.jit.ScriptModule) -> torch.jit.ScriptModule:
         return script if self.variant == "plain" else torch.jit.freeze(script)
@@ -157,22 +138,11 @@ class _Traced:
 
     script: Any
     slots: Sequence[int]
-    results: Sequence[Any]
-    spec: pytree.TreeSpec
+    out: Row
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten(args, kwargs)
-        found = iter(self.script(*[leaves[slot] for slot in self.slots]))
-        outputs = [next(found) if leaf is HERE else leaf for leaf in self.results]
-        return pytree.tree_unflatten(outputs, self.spec)
-
-    def written(self) -> Any:
-        """How it is called, as JSON."""
-        return {"slots": [*self.slots], **results_written(self.results, self.spec)}
-
-    @classmethod
-    def read(cls, known: Any, script: Any) -> _Traced:
-        return cls(script, [int(slot) for slot in known["slots"]], *results_read(known))
+        return self.out.fill(self.script(*[leaves[slot] for slot in self.slots]))
 
 
 _SCRIPT, _CALL = "script.pt", "call.json"

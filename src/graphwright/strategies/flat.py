@@ -1,0 +1,57 @@
+"""A model from tensors in a row to tensors in a row, which tracers and exporters take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from ..rows import Row
+from ..shapes.dimensions import Dimensions, named
+from ..signature import Args, Kwargs, flatten
+
+
+class Flat(nn.Module):
+    """A model from a row of tensors to a row of tensors; `out` is what its results belong to."""
+
+    def __init__(self, model: nn.Module, call: Row) -> None:
+        super().__init__()
+        self.training = False  # eval() would reach into the user's own submodules.
+        self.model = model
+        self.call = call
+        self.out: Row | None = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.call.fill(tensors)
+        leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        self.out = Row.of(leaves, spec)
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def dims_of(
+    dynamic_shapes: Any, model: nn.Module, args: Args, kwargs: Kwargs
+) -> list[dict[int, Any]] | None:
+    """For each tensor of a call, its dynamic dimensions as torch.export takes them; None for none.
+
+    `dynamic_shapes` mirrors the call's arguments with `torch.export.Dim`s.
+
+    Raises:
+        OptionError: it makes no sense.
+        SignatureError: the call does not have these dimensions.
+    """
+    if dynamic_shapes is None:
+        return None
+    dimensions = Dimensions(model, named(dynamic_shapes), dynamic_shapes)
+    dims = {
+        name: Dim(name, min=bounds.low, max=bounds.high)
+        for name, bounds in dimensions.bounds.items()
+    }
+    leaves, _ = flatten(args, kwargs)
+    return [
+        {axis: size.factor * dims[size.name] + size.offset for axis, size in axes.items()}
+        for axes, leaf in zip(dimensions.axes(args, kwargs), leaves, strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
