@@ -69,6 +69,7 @@ class Evaluator:
         device: where they run.
         objective: what `slower` is judged by.
         screening_s: seconds of timing a candidate in turns with eager, over all samples.
+        dynamic_shapes: the dimensions that vary, as torch.export names them; None for none.
     """
 
     def __init__(
@@ -79,6 +80,7 @@ class Evaluator:
         *,
         objective: str,
         screening_s: float,
+        dynamic_shapes: Any = None,
     ) -> None:
         self.module = module
         self.samples = list(samples)
@@ -86,6 +88,7 @@ class Evaluator:
         self.device = device
         self.objective = objective
         self.screening_s = screening_s
+        self.dynamic_shapes = dynamic_shapes
 
     @property
     def model(self) -> Callable[..., Any]:
@@ -113,10 +116,14 @@ class Evaluator:
         if not found.available:
             row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
             return trial
+        ranged = self._ranged(trial)
         try:
             for sample, part in zip(self.samples, trial.parts(self.samples), strict=True):
                 with self._told(row, sample):
-                    built, part.setup_s = self._build(candidate, sample.call)
+                    if ranged is None:
+                        built, part.setup_s = self._build(candidate, sample.call)
+                    else:
+                        (built, part.setup_s), ranged = ranged, (ranged[0], 0.0)
                     trial.builts.append(built)
                     row.notes += [note for note in built.notes if note not in row.notes]
                     verdict = self.verified(candidate, built, sample)
@@ -133,6 +140,25 @@ class Evaluator:
             self._leave(row)  # Verification does so by itself where it comes to its end.
         self._sum_up(trial)
         return trial
+
+    def _ranged(self, trial: Trial) -> tuple[Built, float] | None:
+        """What is built for all sizes at once, and the seconds of that; None where nothing is."""
+        if self.dynamic_shapes is None:
+            return None
+        ranged = trial.candidate.ranged(self.dynamic_shapes)
+        if ranged is None:
+            return None
+        # A size of 1 would be taken for a constant.
+        largest = max(self.samples, key=lambda s: sum(t.numel() for t in s.call.tensors()))
+        try:
+            built, seconds = self._build(ranged, largest.call)
+        except Exception as error:
+            why = in_words(error)[0]
+            trial.row.notes.append(f"built for each size, as for all at once it fails: {why}")
+            self.restore()
+            return None
+        built.ranged = True
+        return built, seconds
 
     def verified(self, candidate: Candidate, built: Built, sample: Sample) -> Verdict:
         """Whether what was built for a sample is right."""

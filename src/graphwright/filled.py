@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from .dispatch import quick_key
 from .errors import GraphwrightError, OptionError, SignatureError, first_line
 from .graphs.memory import MemoryPool
+from .ranges import Range
 from .shapes.bucketing import Bucketing
 from .shapes.buckets import Buckets
 from .shapes.kinds import Kind
@@ -160,6 +161,25 @@ class BucketedCall:
         subject, words = self._kind.subject, self._bucketing.words
         points = self._bucketing.buckets.points
         return {words(bucket): unflatten(subject.at(bucket), subject.spec) for bucket in points}
+
+    def ranges(self) -> tuple[Range, ...] | None:
+        """The sizes of the call's dimensions, from the least that may come to the largest.
+
+        None where a dimension follows from another one, or a tensor is not contiguous.
+        """
+        subject, dimensions = self._kind.subject, self._bucketing.dimensions
+        args, kwargs = unflatten(subject.at(self._bucketing.buckets.points[-1]), subject.spec)
+        leaves, _ = flatten(args, kwargs)
+        found = []
+        for index, axes in enumerate(dimensions.axes(args, kwargs)):
+            if axes and not leaves[index].is_contiguous():
+                return None
+            for axis, size in axes.items():
+                bounds = dimensions.bounds[size.name]
+                if (size.factor, size.offset) != (1, 0):
+                    return None
+                found.append(Range(index, axis, size.name, bounds.low, bounds.high))
+        return tuple(found)
 
     def weights(self, given: Any) -> list[float] | None:
         """The buckets' weights in the order of `samples`, from weights by bucket.

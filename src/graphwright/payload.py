@@ -34,6 +34,7 @@ class Task:
     device: torch.device
     objective: str
     screening_s: float
+    dynamic_shapes: Any
     settings: Settings
 
     @classmethod
@@ -45,6 +46,7 @@ class Task:
             evaluator.device,
             evaluator.objective,
             evaluator.screening_s,
+            evaluator.dynamic_shapes,
             Settings.taken(),
         )
 
@@ -59,6 +61,7 @@ class Task:
             self.device,
             objective=self.objective,
             screening_s=self.screening_s,
+            dynamic_shapes=self.dynamic_shapes,
         )
 
 

@@ -16,6 +16,7 @@ from .errors import OptionError, SignatureError
 from .graphs.memory import parse_bytes
 from .nursery import CANDIDATE
 from .report.result import Shape
+from .shapes.dimensions import portable
 from .signature import Args, CallSignature, Kwargs
 from .snapshots import Call
 from .strategies import (
@@ -47,6 +48,7 @@ class Request:
         calls: to tune for, with their weights.
         signatures: of these calls.
         buckets: where the calls are those of buckets.
+        dynamic_shapes: of these buckets, where they were named.
         device: where all of it is.
         candidates: eager first.
     """
@@ -56,6 +58,7 @@ class Request:
     calls: list[tuple[float, Call]]
     signatures: list[CallSignature]
     buckets: BucketedCall | None
+    dynamic_shapes: Any
     device: torch.device
     candidates: list[Candidate]
     objective: str
@@ -147,6 +150,7 @@ class Request:
             calls,
             signatures,
             bucketed,
+            None if bucketed is None else portable(dynamic_shapes),
             device,
             [eager, *by_name.values()],
             objective,

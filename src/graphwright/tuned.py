@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .proxy import ModuleProxy
+from .ranges import Range, RangedSignature
 from .report import Report
 from .report.result import EAGER
 from .shortcut import MISS, Shortcut, shortcut
@@ -39,6 +40,10 @@ def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any
     return call
 
 
+# The calls that something was built for, and that.
+Entry = tuple[CallSignature | RangedSignature, Callable[..., Any]]
+
+
 @dataclass(frozen=True)
 class Origin:
     """What a TunedModule was made of, for `save`.
@@ -48,12 +53,14 @@ class Origin:
         builts: what was built for each sample.
         samples: the calls, with what they are judged by.
         device: where they run.
+        ranges: of sizes, all of which what was built answers.
     """
 
     candidate: Candidate
     builts: Sequence[Built]
     samples: Sequence[Any]
     device: torch.device
+    ranges: tuple[Range, ...] = ()
 
 
 class _Choice:
@@ -63,7 +70,7 @@ class _Choice:
         self,
         module: nn.Module,
         report: Report,
-        table: Sequence[tuple[CallSignature, Callable[..., Any]]],
+        table: Sequence[Entry],
         watch: ModuleWatch | None,
         pure: bool,
         quiet: bool,
@@ -85,7 +92,7 @@ class _Choice:
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
-    def fitting(self, args: Args, kwargs: Kwargs) -> tuple[CallSignature, Any] | None:
+    def fitting(self, args: Args, kwargs: Kwargs) -> Entry | None:
         """What answers a call, and the signature it was built for; None where nothing does."""
         for entry in self.table:
             if entry[0].fits(args, kwargs):
@@ -164,7 +171,7 @@ class TunedModule(ModuleProxy):
         self,
         module: nn.Module,
         report: Report,
-        table: Sequence[tuple[CallSignature, Callable[..., Any]]] = (),
+        table: Sequence[Entry] = (),
         watch: ModuleWatch | None = None,
         pure: bool = False,
         quiet: bool = True,
@@ -291,8 +298,12 @@ def assembled(
     calls: list[Callable[..., Any]] = [built.call for built in builts]
     if eager:  # What tune() gives never requires grad, eager included.
         calls = [quiet_eager(module, quiet)] * len(builts)
-    table = list(zip(signatures, calls, strict=True))
-    filled = filling(table) if filling is not None and pure and not eager else None
+    table: list[Entry] = list(zip(signatures, calls, strict=True))
+    filled = None
+    if origin.ranges:
+        table.append((RangedSignature(signatures[-1], origin.ranges), calls[-1]))
+    elif filling is not None and pure and not eager:
+        filled = filling(list(zip(signatures, calls, strict=True)))
     found: list[Shortcut | None] = []
     if watch is not None and pure:
         unchanged, training = watch.unchanged, in_training(module)

@@ -22,6 +22,7 @@ from .errors import ModelFailed, in_words
 from .evaluation import Evaluator, Sample, status_of
 from .finals import Finals
 from .measurement import load_note
+from .ranges import Range
 from .reference import reference
 from .report import Report, Row, Status
 from .report.environment import environment
@@ -281,6 +282,7 @@ class Tuning:
             self.asked.device,
             objective=self.asked.objective,
             screening_s=SCREENING_S,
+            dynamic_shapes=self.asked.dynamic_shapes,
         )
 
     @property
@@ -430,11 +432,17 @@ class Tuning:
             self.asked.module,
             self.report,
             self.asked.signatures,
-            Origin(self._by_name[name], builts, samples, self.asked.device),
+            Origin(self._by_name[name], builts, samples, self.asked.device, self._ranges(builts)),
             pure=all(sample.reference.pure for sample in samples),
             quiet=self._quiet,
             filling=None if buckets is None else buckets.filled,
         )
+
+    def _ranges(self, builts: Sequence[Built]) -> tuple[Range, ...]:
+        """The sizes that what was built answers all of; none where it is for single sizes."""
+        if self.asked.buckets is None or not all(built.ranged for built in builts):
+            return ()
+        return self.asked.buckets.ranges() or ()
 
     def _restore(self) -> None:
         """Leave the module's buffers and parameters as they were found."""

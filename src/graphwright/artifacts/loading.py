@@ -12,6 +12,7 @@ from torch import nn
 
 from ..errors import ArtifactError, GraphwrightError, SignatureError, in_words
 from ..evaluation import Sample
+from ..ranges import Range
 from ..report import Report
 from ..report.environment import environment
 from ..report.result import EAGER
@@ -76,6 +77,7 @@ class _Loading:
             self.report = Report.from_json((folder / REPORT).read_text(encoding="utf-8"))
             (self.candidate,) = parse_candidates([facts["strategy"]], LOSSY)
             self.saved_on = dict(facts["environment"])
+            self.ranges = tuple(Range(*each) for each in facts["ranges"])
         except (GraphwrightError, KeyError, TypeError, ValueError, OSError) as error:
             raise ArtifactError(f"{file.name} makes no sense: {error}.") from error
         self.loader = self.candidate.loader if facts["loads"] else None
@@ -187,13 +189,15 @@ class _Loading:
                 tensor.copy_(saved[name])
 
     def _as_saved(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
+        # What answers a range of sizes was built for the last, which is the largest.
+        one = bool(self.ranges)
         builts = []
-        for index, sample in enumerate(samples):
+        for index, sample in enumerate(samples[-1:] if one else samples):
             call, outcome = sample.call.clone(), sample.reference.cases[0].eager
             results = [*outcome.outputs.values()]
             place = self.folder / STRATEGY / str(index)
             builts.append(self.candidate.load(place, call.args, call.kwargs, results))
-        return self.candidate, builts
+        return self.candidate, builts * len(samples) if one else builts
 
     def _rebuilt(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
         warm = getattr(self.candidate.compiler, "warm", None)
@@ -217,6 +221,7 @@ class _Loading:
     ) -> TunedModule:
         self.report.notes += [f"Loaded from {self.file.name}: {note}." for note in self.notes]
         calls = [sample.call for sample in samples]
+        ranges = self.ranges if builts[0] is builts[-1] else ()
         signatures = [CallSignature.of(call.args, call.kwargs) for call in calls]
         if isinstance(self.module, _Absent):
             self.module.signatures = signatures
@@ -225,7 +230,7 @@ class _Loading:
             self.module,
             self.report,
             signatures,
-            Origin(candidate, builts, samples, self.device),
+            Origin(candidate, builts, samples, self.device, ranges),
             pure=pure,
             quiet=quiet,
             loaded=self.notes or [_AS_SAVED],

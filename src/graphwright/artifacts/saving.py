@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import tempfile
 from pathlib import Path
@@ -68,7 +69,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         folder = Path(made)
         loads = False
         try:
-            for index, built in enumerate(origin.builts):
+            for index, built in enumerate(origin.builts[:1] if origin.ranges else origin.builts):
                 if built.save is not None:
                     place = folder / STRATEGY / str(index)
                     place.mkdir(parents=True)
@@ -90,6 +91,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             "quiet": tuned._choice.quiet,
             "environment": environment(device),
             "switches": repr(switches()),
+            "ranges": [dataclasses.astuple(each) for each in origin.ranges],
         }
         container.write(target, folder, facts)
 

@@ -9,7 +9,17 @@ import torch
 from torch import nn
 
 from ..errors import OptionError
-from . import aot_autograd, eager, fused, inductor, onnxruntime, rewrites, runners, torchscript
+from . import (
+    aot_autograd,
+    aot_inductor,
+    eager,
+    fused,
+    inductor,
+    onnxruntime,
+    rewrites,
+    runners,
+    torchscript,
+)
 from .base import Availability as Availability
 from .base import Built as Built
 from .base import Candidate as Candidate
@@ -31,6 +41,7 @@ COMPILERS: tuple[Compiler, ...] = (
     onnxruntime.ONNXRUNTIME,
     onnxruntime.GRAPH,
     aot_autograd.AOT_AUTOGRAD,
+    aot_inductor.AOT_INDUCTOR,
     inductor.INDUCTOR,
     inductor.FREEZE,
     inductor.REDUCE_OVERHEAD,
@@ -45,7 +56,8 @@ REWRITES: tuple[Rewrite, ...] = (
 RUNNERS: tuple[Runner, ...] = (runners.GRAPH,)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
-_ON_REQUEST = {inductor.MAX_AUTOTUNE.name}
+# It takes minutes; as fast as inductor, and worth its time where it is saved.
+_ON_REQUEST = {inductor.MAX_AUTOTUNE.name, aot_inductor.AOT_INDUCTOR.name}
 _ONLY_ON_CUDA = {onnxruntime.GRAPH.name}
 _UNDER_GRAPH = (
     eager.EAGER,
@@ -97,6 +109,7 @@ _USUAL = {
         "onnxruntime": (1.3, 6.0),
         "onnxruntime:graph": (2.5, 6.0),
         "aot_autograd": (0.9, 3.0),
+        "aot_inductor": (1.5, 25.0),
         "inductor": (1.5, 10.0),
         "inductor:freeze": (1.6, 12.0),
         "inductor:reduce-overhead": (3.0, 12.0),
@@ -114,6 +127,7 @@ _USUAL = {
         "onnxruntime": (1.3, 4.0),
         "onnxruntime:graph": (1.3, 4.0),
         "aot_autograd": (0.95, 3.0),
+        "aot_inductor": (1.3, 25.0),
         "inductor": (1.3, 15.0),
         "inductor:freeze": (1.4, 20.0),
         "inductor:reduce-overhead": (1.3, 15.0),

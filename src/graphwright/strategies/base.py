@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
@@ -43,7 +43,7 @@ class Built:
     in-place changes of the model's parameters would go unseen. `launch` is a quicker way to call
     it with its tensors in a row, if there is one. `plain` says that it runs the model's own Python
     and operations, which can be seen one by one. `save` writes what it was made of into a folder,
-    for the compiler's `load`.
+    for the compiler's `load`. `ranged` says that it answers a whole range of sizes.
     """
 
     call: Callable[..., Any]
@@ -52,6 +52,7 @@ class Built:
     launch: Callable[[Sequence[torch.Tensor]], Any] | None = None
     plain: bool = False
     save: Callable[[Path], None] | None = None
+    ranged: bool = False
 
 
 class Compiler(Protocol):
@@ -204,6 +205,16 @@ class Candidate:
                 remedy="Make or load the model outside inference_mode.",
             )
         return built
+
+    def ranged(self, dynamic_shapes: Any) -> Candidate | None:
+        """The same candidate for all sizes of some dimensions at once; None where it has one size.
+
+        `dynamic_shapes` is torch.export's.
+        """
+        if self.runner is not None or not hasattr(self.compiler, "dynamic_shapes"):
+            return None
+        compiler: Any = self.compiler
+        return replace(self, compiler=replace(compiler, dynamic_shapes=dynamic_shapes))
 
     @property
     def loader(self) -> Loader | None:
