@@ -10,6 +10,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..errors import StrategyFailed
+
 
 @dataclass(frozen=True)
 class Row:
@@ -47,5 +49,7 @@ class Flat(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.fill(tensors)
         leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
+            raise StrategyFailed("an output is a number that depends on a dynamic size")
         self.out = Row.of(leaves, spec)
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
