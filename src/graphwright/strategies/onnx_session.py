@@ -95,11 +95,6 @@ class Session:
                     result.record_stream(current)
             return results
 
-    def dynamic_inputs(self) -> list[tuple[int, tuple[int | str, ...]]]:
-        """Numbers and shapes of the inputs; a dimension that may change has a name for a size."""
-        shapes = [tuple(i.shape) for i in self._session.get_inputs()]
-        return list(zip(self._inputs, shapes, strict=True))
-
     def fallen(self, provider: str = "") -> list[str]:
         """A note on the nodes that another provider than the device's own runs, if there are."""
         provider = provider or PROVIDERS[self._device.type]

@@ -1,7 +1,6 @@
-"""ONNX Runtime: the model exported by torch.onnx, and run by a runtime without Python.
+"""ONNX Runtime: the model exported by torch.onnx, run without its Python.
 
-The exporter and the runtime are optional: what is missing is a sentence. `onnxruntime:graph` is the
-runtime's own CUDA-graph mode.
+The packages are optional. `onnxruntime:graph` is the runtime's own CUDA-graph mode.
 """
 
 from __future__ import annotations
@@ -212,12 +211,12 @@ def _export(
         program.save(path)
     shapes = {value.name: value.shape for value in program.model.graph.inputs}
     for number, axes in enumerate(dims or ()):
-        shape = shapes.get(f"in{number}")
-        fixed = [axis for axis in axes if shape is not None and isinstance(shape[axis], int)]
+        shape = shapes.get(f"in{number}") or ()
+        fixed = [axis for axis in axes if axis < len(shape) and isinstance(shape[axis], int)]
         if fixed:
             raise StrategyFailed(
                 f"dimension {fixed[0]} of tensor {number} was exported as fixed: the model goes "
-                f"by its size, {shapes[f'in{number}'][fixed[0]]}.",
+                f"by its size, {shape[fixed[0]]}.",
                 remedy="Leave it out of dynamic_shapes, or write the model for any size.",
             )
 
