@@ -66,7 +66,8 @@ def test_a_candidate_computes_the_same_or_says_why_it_cannot(
     found = candidate.availability(device)
     if not found.available:
         assert found.reason
-        assert device.type == "cpu", f"{name} ought to run on CUDA: {found.reason}"
+        optional = name.startswith("onnxruntime") and "pip install" in found.remedy
+        assert device.type == "cpu" or optional, f"{name} ought to run on CUDA: {found.reason}"
         return
     model = Net().eval().to(device)
     call = Call(

@@ -9,6 +9,7 @@ from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from ..errors import StrategyFailed
 from ..rows import Row
 from ..shapes.dimensions import Dimensions, named
 from ..signature import Args, Kwargs, flatten
@@ -27,6 +28,8 @@ class Flat(nn.Module):
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.fill(tensors)
         leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
+            raise StrategyFailed("an output is a number that depends on a dynamic size")
         self.out = Row.of(leaves, spec)
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 

@@ -1,7 +1,6 @@
-"""ONNX Runtime: the model exported by torch.onnx, and run by a runtime without Python.
+"""ONNX Runtime: the model exported by torch.onnx, run without its Python.
 
-The exporter and the runtime are optional: what is missing is a sentence. `onnxruntime:graph` is the
-runtime's own CUDA-graph mode.
+The packages are optional. `onnxruntime:graph` is the runtime's own CUDA-graph mode.
 """
 
 from __future__ import annotations
@@ -11,6 +10,7 @@ import importlib
 import logging
 import shutil
 import tempfile
+import warnings
 import weakref
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..errors import StrategyFailed, first_line
+from ..errors import StrategyFailed, first_line, user_frame
 from ..rows import Row
 from ..signature import Args, Kwargs, flatten
 from ..snapshots import clone_leaves
@@ -78,16 +78,8 @@ class OnnxRuntime:
             plan = self._plan(flat, samples)
             folder = Path(tempfile.mkdtemp(prefix="graphwright-onnx-"))
             try:
-                _export(
-                    flat, samples, folder / MODEL, dims_of(self.dynamic_shapes, model, args, kwargs)
-                )
-                if flat.out is not None and any(
-                    isinstance(leaf, torch.SymInt) for leaf in flat.out.leaves
-                ):
-                    raise StrategyFailed(
-                        "an output is a number that depends on a dynamic size.",
-                        remedy="Return it as a tensor, or let the receiver read the shape.",
-                    )
+                dims = dims_of(self.dynamic_shapes, model, args, kwargs)
+                _export(flat, samples, folder / MODEL, dims)
                 return self._built(folder, plan, device, samples, owned=True)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)
@@ -156,13 +148,15 @@ class OnnxRuntime:
             graph=self.cuda_graphs,
         )
 
-        def call(*args: Any, **kwargs: Any) -> Any:
-            leaves, _ = flatten(args, kwargs)
-            tensors = [leaves[slot] for slot in plan.slots]
+        def launch(tensors: Sequence[torch.Tensor]) -> Any:
             made = session(tensors)
             for number, (kind, which) in plan.same.items():
                 made[number] = tensors[which] if kind == "input" else made[which]
             return plan.out.fill(made[number] for number in range(len(plan.out.slots)))
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            leaves, _ = flatten(args, kwargs)
+            return launch([leaves[slot] for slot in plan.slots])
 
         def save(target: Path) -> None:
             text = plan.text()
@@ -175,7 +169,7 @@ class OnnxRuntime:
             # It lives as long as what can save it. TemporaryDirectory would warn when collected.
             weakref.finalize(session, shutil.rmtree, folder, ignore_errors=True)
         session(samples)
-        return Built(without_grad(call), session.fallen(), holds_weights=True, save=save)
+        return Built(without_grad(call), session.fallen(), True, without_grad(launch), save=save)
 
 
 def _export(
@@ -203,25 +197,34 @@ def _export(
         program.save(path)
     shapes = {value.name: value.shape for value in program.model.graph.inputs}
     for number, axes in enumerate(dims or ()):
-        shape = shapes.get(f"in{number}")
-        fixed = [axis for axis in axes if shape is not None and isinstance(shape[axis], int)]
+        shape = shapes.get(f"in{number}") or ()
+        fixed = [axis for axis in axes if axis < len(shape) and isinstance(shape[axis], int)]
         if fixed:
             raise StrategyFailed(
-                f"dimension {fixed[0]} of tensor {number} was exported as fixed: the model "
-                "computes with its size, or the sample has size 1 there.",
-                remedy="Give a sample of at least 2 in every dynamic dimension.",
+                f"dimension {fixed[0]} of tensor {number} was exported as fixed: the model goes "
+                f"by its size, {shape[fixed[0]]}.",
+                remedy="Leave it out of dynamic_shapes, or write the model for any size.",
             )
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """The exporter's log, which tells of what is not installed and not needed, only in errors."""
+    """Without the exporter's log of what is not installed and not needed, and of its own age."""
     loggers = [logging.getLogger(name) for name in _CHATTY]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        yield
+        with warnings.catch_warnings():
+            for old in (FutureWarning, DeprecationWarning):
+                warnings.simplefilter("ignore", old)
+            yield
+    except torch.onnx.OnnxExporterError as error:
+        # Its own text says which of three steps failed; the cause says why.
+        cause = error.__cause__ or error
+        raise StrategyFailed(
+            f"the export failed: {first_line(cause)}", where=user_frame(cause)
+        ) from error
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
