@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..errors import OptionError
-from . import aot_autograd, eager, fused, inductor, rewrites, runners, torchscript
+from . import aot_autograd, eager, fused, inductor, rewrites, runners, tensorrt, torchscript, xla
 from .base import Availability as Availability
 from .base import Built as Built
 from .base import Candidate as Candidate
@@ -33,6 +33,8 @@ COMPILERS: tuple[Compiler, ...] = (
     inductor.FREEZE,
     inductor.REDUCE_OVERHEAD,
     inductor.MAX_AUTOTUNE,
+    xla.XLA,
+    tensorrt.TENSORRT,
 )
 REWRITES: tuple[Rewrite, ...] = (
     rewrites.CHANNELS_LAST,
@@ -44,6 +46,7 @@ RUNNERS: tuple[Runner, ...] = (runners.GRAPH,)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
 _ON_REQUEST = {inductor.MAX_AUTOTUNE.name}
+_ON_GPUS = {tensorrt.TENSORRT.name}
 _UNDER_GRAPH = (
     eager.EAGER,
     fused.FUSED,
@@ -60,7 +63,8 @@ def default_candidates(
     model: nn.Module, device: torch.device, allow: Sequence[str]
 ) -> list[Candidate]:
     """What `tune` tries when it is not told, in the order of what it promises."""
-    plain = [Candidate(c) for c in COMPILERS if c.name not in _ON_REQUEST]
+    left_out = _ON_REQUEST if device.type == "cuda" else _ON_REQUEST | _ON_GPUS
+    plain = [Candidate(c) for c in COMPILERS if c.name not in left_out]
     graphs = [Candidate(c, runner=runners.GRAPH) for c in _UNDER_GRAPH]
     if device.type != "cuda":
         # One row says why graphs are out; four would say the same.
@@ -95,6 +99,8 @@ _USUAL = {
         "inductor:freeze": (1.6, 12.0),
         "inductor:reduce-overhead": (3.0, 12.0),
         "inductor:max-autotune": (1.5, 120.0),
+        "xla": (1.3, 15.0),
+        "tensorrt": (2.0, 60.0),
     },
     "cpu": {
         "eager": (1.0, 0.0),
@@ -110,6 +116,8 @@ _USUAL = {
         "inductor:freeze": (1.4, 20.0),
         "inductor:reduce-overhead": (1.3, 15.0),
         "inductor:max-autotune": (1.4, 120.0),
+        "xla": (1.05, 10.0),
+        "tensorrt": (1.0, 60.0),
     },
 }
 _USUAL_OF_GRAPHS = (3.0, 0.2)
