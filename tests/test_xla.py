@@ -126,6 +126,35 @@ def test_layers_that_take_other_ways_than_their_operations(
 
 
 @works
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_no_operation_widens_what_follows_it(dtype: torch.dtype) -> None:
+    """torchax's max_pool2d alone would make doubles of the rest of a network."""
+    layers = (nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.MaxPool2d(2), nn.Conv2d(4, 4, 3), nn.GELU())
+    model = nn.Sequential(*layers).eval().to(dtype)
+    x = torch.randn(2, 3, 12, 12, dtype=dtype)
+    built = XLA.build(model, (x,), {})
+    (program,) = (cell.cell_contents for cell in built.call.__closure__)
+    lines = [line for line in program._compiled.as_text().splitlines() if "jit(function)/" in line]
+    assert any("conv2d" in line for line in lines)
+    assert not [line for line in lines if "f64[" in line and "max_pool2d" not in line]
+    torch.testing.assert_close(built.call(x), model(x).detach(), rtol=0.02, atol=0.02)
+
+
+@works
+def test_conversions_that_a_model_asks_for_are_made() -> None:
+    x = torch.rand(3, 4)
+    for function in (
+        lambda m, x: (x.double() + 1e-12 - 1).float() + 1,
+        lambda m, x: (x.to(torch.float64) + 1e-12).sub(x).float() * 1e12,
+        lambda m, x: x.sum(dtype=torch.float64),
+    ):
+        call, expected = build(function, x)
+        torch.testing.assert_close(call(x), expected)
+    call, expected = build(lambda m, x: (x.bfloat16() + x.half(), x.bfloat16().mul_(x)), x)
+    torch.testing.assert_close(call(x), expected, rtol=0.02, atol=0.02)
+
+
+@works
 def test_tensors_cross_without_a_copy(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory is compared: 64 bytes aligned, as torch gives it, is what JAX takes as it is."""
     jax, _ = load(CPU)

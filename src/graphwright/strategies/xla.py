@@ -7,6 +7,7 @@ imported before a probe or a build asks for them.
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.metadata
 import importlib.util
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
 from ..errors import StrategyFailed, first_line
@@ -27,7 +29,8 @@ from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .foreign import Expected, tf32_allowed
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
-# torchax 0.0.13 names overloads of operators for named tensors, which later torch lacks.
+_CONVERSIONS = ("double", "float", "to", "type", "type_as")
+# It names overloads of operators for named tensors, which later torch lacks.
 _KNOWN_TO_WORK = "torchax 0.0.13 is known to work with torch 2.11."
 
 
@@ -100,9 +103,7 @@ class _Program:
         self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
         self._weights = [_shared(jax, weight, device) for weight in weights.values()]
         plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        # Mixed with JAX's, a tensor of torch's would be a constant that nobody watches.
-        config = torchax.config.Configuration(allow_mixed_math_with_scalar_tensor=False)
-        env = torchax.tensor.Environment(config)
+        env = _environment(torchax)
         seed = env.prng_key
         dtypes = [torchax.ops.mappings.t2j_dtype(r.dtype) for r in expected.results]
 
@@ -150,6 +151,43 @@ class _Program:
             self._jax.block_until_ready(outputs)
             # XLA gives each result memory of its own, that of an input handed through included.
             return self._expected.restored([from_dlpack(array) for array in outputs])
+
+
+def _environment(torchax: Any) -> Any:
+    """Where torchax answers operations, with floating-point results no wider than torch's.
+
+    Some of its operations widen to JAX's default, double (max_pool2d), and all that follows them.
+    """
+    # Mixed with JAX's, a tensor of torch's would be a constant that nobody watches.
+    config = torchax.config.Configuration(allow_mixed_math_with_scalar_tensor=False)
+    env = torchax.tensor.Environment(config)
+    plain, answer = torchax.tensor.Tensor, env.dispatch
+
+    def dispatch(func: Any, types: Any, args: Args, kwargs: Kwargs | None) -> Any:
+        given = pytree.tree_leaves((args, dict(kwargs or {})))
+        tensors = [leaf for leaf in given if isinstance(leaf, torch.Tensor)]
+        kinds = [t.dtype for t in tensors if t.dtype.is_floating_point]
+        # Before the answer: an operation in place changes what it is given.
+        kind = functools.reduce(torch.promote_types, kinds or [torch.get_default_dtype()])
+        result = answer(func, types, args, kwargs)
+        named = getattr(func, "__name__", "").partition(".")[0] in _CONVERSIONS
+        if not tensors or named or any(isinstance(leaf, torch.dtype) for leaf in given):
+            return result
+        narrow = torchax.ops.mappings.t2j_dtype(kind)
+
+        def narrowed(value: Any) -> Any:
+            if not value.dtype.is_floating_point or value.dtype.itemsize <= narrow.itemsize:
+                return value
+            array = value.jax().astype(narrow)
+            if not any(value is tensor for tensor in tensors):
+                return plain(array, env)
+            value._elem = array
+            return value
+
+        return pytree.tree_map_only(plain, narrowed, result)
+
+    env.dispatch = dispatch
+    return env
 
 
 def load(device: torch.device) -> tuple[Any, Any]:
