@@ -250,6 +250,15 @@ def test_nothing_of_torch_is_changed_or_kept() -> None:
 
 
 @works
+def test_torch_compile_still_works_beside_torchax(device: torch.device) -> None:
+    load(device)
+    (candidate,) = parse_candidates(["aot_autograd"], ())
+    x = torch.randn(2, 4, device=device)
+    model = nn.Linear(4, 4).eval().to(device)
+    torch.testing.assert_close(candidate.build(model, (x,), {}).call(x), model(x).detach())
+
+
+@works
 def test_calls_are_refused_where_their_work_would_not_be_seen() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 

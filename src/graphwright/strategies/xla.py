@@ -215,6 +215,9 @@ def load(device: torch.device) -> tuple[Any, Any]:
             torchax = importlib.import_module("torchax")
             for part in ("config", "tensor", "ops.mappings"):
                 importlib.import_module(f"torchax.{part}")
+        if "torchax" not in before:
+            # Else torch takes it for an accelerator, and TorchDynamo asks it for its stream.
+            torchax.device_module.is_available = lambda: False
     except Exception as error:
         for name in set(sys.modules) - before:
             if name.partition(".")[0] == "torchax":
