@@ -18,7 +18,9 @@ from . import (
     onnxruntime,
     rewrites,
     runners,
+    tensorrt,
     torchscript,
+    xla,
 )
 from .base import Availability as Availability
 from .base import Built as Built
@@ -46,6 +48,8 @@ COMPILERS: tuple[Compiler, ...] = (
     inductor.FREEZE,
     inductor.REDUCE_OVERHEAD,
     inductor.MAX_AUTOTUNE,
+    xla.XLA,
+    tensorrt.TENSORRT,
 )
 REWRITES: tuple[Rewrite, ...] = (
     rewrites.CHANNELS_LAST,
@@ -56,9 +60,10 @@ REWRITES: tuple[Rewrite, ...] = (
 RUNNERS: tuple[Runner, ...] = (runners.GRAPH,)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
-# It takes minutes; as fast as inductor, and worth its time where it is saved.
-_ON_REQUEST = {inductor.MAX_AUTOTUNE.name, aot_inductor.AOT_INDUCTOR.name}
-_ONLY_ON_CUDA = {onnxruntime.GRAPH.name}
+# The first takes minutes; the second is as fast as inductor, and worth its time where it is saved;
+# the third brings torchax into the process, which gives one of PyTorch's back ends another name.
+_ON_REQUEST = {inductor.MAX_AUTOTUNE.name, aot_inductor.AOT_INDUCTOR.name, xla.XLA.name}
+_ON_GPUS = {onnxruntime.GRAPH.name, tensorrt.TENSORRT.name}
 _UNDER_GRAPH = (
     eager.EAGER,
     fused.FUSED,
@@ -75,7 +80,7 @@ def default_candidates(
     model: nn.Module, device: torch.device, allow: Sequence[str]
 ) -> list[Candidate]:
     """What `tune` tries when it is not told, in the order of what it promises."""
-    left_out = _ON_REQUEST if device.type == "cuda" else _ON_REQUEST | _ONLY_ON_CUDA
+    left_out = _ON_REQUEST if device.type == "cuda" else _ON_REQUEST | _ON_GPUS
     plain = [Candidate(c) for c in COMPILERS if c.name not in left_out]
     graphs = [Candidate(c, runner=runners.GRAPH) for c in _UNDER_GRAPH]
     if device.type != "cuda":
@@ -114,6 +119,8 @@ _USUAL = {
         "inductor:freeze": (1.6, 12.0),
         "inductor:reduce-overhead": (3.0, 12.0),
         "inductor:max-autotune": (1.5, 120.0),
+        "xla": (1.3, 15.0),
+        "tensorrt": (2.0, 60.0),
     },
     "cpu": {
         "eager": (1.0, 0.0),
@@ -132,6 +139,8 @@ _USUAL = {
         "inductor:freeze": (1.4, 20.0),
         "inductor:reduce-overhead": (1.3, 15.0),
         "inductor:max-autotune": (1.4, 120.0),
+        "xla": (1.05, 10.0),
+        "tensorrt": (1.0, 60.0),
     },
 }
 _USUAL_OF_GRAPHS = (3.0, 0.2)
