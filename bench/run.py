@@ -5,6 +5,7 @@ scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a pr
 scripts/bench buckets [--out DIR]                     a model over batch × length, by buckets
 scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
 scripts/bench check [--out DIR]                       which models can be captured
+scripts/bench engines [--out DIR] [--only MODEL ...]  other engines; first answers of what is saved
 scripts/bench fusion [--out DIR] [--only MODEL ...]   fuse() beside TorchScript and Inductor
 scripts/bench operators [--out DIR]                   our operators: bandwidth, and beside Inductor
 scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
@@ -313,6 +314,7 @@ def tables() -> None:
     from buckets import to_markdown as buckets_to_markdown
     from capture_table import to_markdown as capture_to_markdown
     from check import to_markdown as check_to_markdown
+    from engines import to_markdown as engines_to_markdown
     from fusion import to_markdown as fusion_to_markdown
     from operators import to_markdown as operators_to_markdown
     from training_table import to_markdown as training_to_markdown
@@ -349,6 +351,9 @@ def tables() -> None:
     for file in sorted(RESULTS.glob("fusion*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         lines += [f"## `{file.name}`, commit {data['commit']}", "", fusion_to_markdown(data)]
+    for file in sorted(RESULTS.glob("engines*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        lines += [f"## `{file.name}`, commit {data['commit']}", "", engines_to_markdown(data)]
     text = "\n".join(lines).rstrip() + "\n"
     (ROOT / "docs" / "results.md").write_text(text, encoding="utf-8")
     for file in RESULTS.glob("architectures*.json"):
@@ -416,6 +421,10 @@ def main() -> None:
     operating = commands.add_parser("operators", help="our operators beside a copy and Inductor")
     operating.add_argument("--out", type=Path, default=RESULTS)
     operating.add_argument("--quick", action="store_true", help="try the script: no result")
+    others = commands.add_parser("engines", help="other engines, and first answers")
+    others.add_argument("--only", nargs="+", default=[], metavar="MODEL")
+    others.add_argument("--out", type=Path, default=RESULTS)
+    others.add_argument("--quick", action="store_true", help="try the script: no result")
     fusing = commands.add_parser("fusion", help="fuse() beside TorchScript and Inductor")
     fusing.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     fusing.add_argument("--out", type=Path, default=RESULTS)
@@ -459,6 +468,10 @@ def main() -> None:
         from operators import benchmark as operators
 
         sys.exit(operators(given.out, quick=given.quick))
+    elif given.command == "engines":
+        from engines import benchmark as engines
+
+        sys.exit(engines(given.out, given.only, quick=given.quick, commit=commit()))
     elif given.command == "fusion":
         from fusion import benchmark as fusion
 
