@@ -5,6 +5,7 @@ What can be named in it are PyTorch's operations of tensors and our own, with pl
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -103,13 +104,19 @@ def _operation(name: str) -> Callable[..., Any]:
     if len(parts) == 3 and parts[0] in _NAMESPACES and parts[1].strip("_") not in _REFUSED:
         qualified = f"{parts[0]}::{parts[1]}" + ("" if parts[2] == "default" else f".{parts[2]}")
         # What TorchScript alone knows as an operation may do anything.
-        if qualified in torch._C._dispatch_get_all_op_names():
+        if qualified in _known():
             found = getattr(getattr(getattr(torch.ops, parts[0]), parts[1]), parts[2], None)
     if not isinstance(found, torch._ops.OpOverload):
         raise StrategyFailed(
             f"{name!r} is no operation of tensors that may stand in a stored graph"
         )
     return found
+
+
+@functools.cache
+def _known() -> frozenset[str]:
+    """All operations that PyTorch dispatches; ours are among them when this is asked."""
+    return frozenset(torch._C._dispatch_get_all_op_names())
 
 
 def _packing(node: fx.Node) -> Json:
