@@ -16,7 +16,8 @@ import shutil
 import tempfile
 import zipfile
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -72,9 +73,34 @@ def _umask() -> int:
     return mask
 
 
+@dataclass
+class Members:
+    """The members of an artifact on their way into a folder, each checked by a thread.
+
+    Attributes:
+        facts: the manifest.
+        folder: where they come to lie; it goes at the end.
+    """
+
+    facts: dict[str, Any]
+    folder: Path
+    _jobs: dict[str, Future[None]]
+
+    def ready(self, *names: str) -> Path:
+        """The folder, once some members lie there as they were saved; all, if none is named.
+
+        Raises:
+            ArtifactError: one of them is damaged.
+        """
+        for name in names or self._jobs:
+            if name in self._jobs:
+                self._jobs[name].result()
+        return self.folder
+
+
 @contextlib.contextmanager
-def opened(path: Path, *, leave_out: str = "") -> Iterator[tuple[dict[str, Any], Path]]:
-    """The manifest of an artifact, and a folder with its members, which goes at the end.
+def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
+    """The members of an artifact.
 
     Args:
         path: of the file.
@@ -85,32 +111,27 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[tuple[dict[str, Any],
     """
     folder = Path(tempfile.mkdtemp(prefix="graphwright-"))
     try:
-        yield _unpacked(path, folder, leave_out), folder
+        try:
+            with zipfile.ZipFile(path) as archive:
+                manifest = _manifest(path, archive)
+        except FileNotFoundError as error:
+            raise ArtifactError(f"There is no file {path}.") from error
+        except zipfile.BadZipFile as error:
+            raise ArtifactError(
+                f"{path.name} is no artifact, or is cut short: {error}.", remedy=_REMEDY
+            ) from error
+        except OSError as error:
+            raise ArtifactError(f"{path} cannot be read: {error}.") from error
+        with ThreadPoolExecutor(max_workers=4) as pool:
+            # Small ones first: they are waited for. Each opens the file for itself.
+            names = sorted(manifest["members"], key=lambda name: manifest["members"][name][0])
+            jobs = {
+                name: pool.submit(_checked, path, name, manifest, folder, name == leave_out)
+                for name in names
+            }
+            yield Members(manifest, folder, jobs)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _unpacked(path: Path, folder: Path, leave_out: str) -> dict[str, Any]:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            manifest = _manifest(path, archive)
-        with ThreadPoolExecutor(max_workers=4) as pool:
-            # Each opens the file for itself: they would wait for each other.
-            jobs = [
-                pool.submit(_checked, path, name, manifest, None if name == leave_out else folder)
-                for name in manifest["members"]
-            ]
-            for job in jobs:
-                job.result()
-    except FileNotFoundError as error:
-        raise ArtifactError(f"There is no file {path}.") from error
-    except zipfile.BadZipFile as error:
-        raise ArtifactError(
-            f"{path.name} is no artifact, or is cut short: {error}.", remedy=_REMEDY
-        ) from error
-    except OSError as error:
-        raise ArtifactError(f"{path} cannot be read: {error}.") from error
-    return manifest
 
 
 def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
@@ -151,13 +172,13 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
     return found
 
 
-def _checked(path: Path, name: str, manifest: dict[str, Any], folder: Path | None) -> None:
-    """Copy a member into a folder, if one is given; size and hash have to be the listed ones."""
+def _checked(path: Path, name: str, manifest: dict[str, Any], folder: Path, left_out: bool) -> None:
+    """Copy a member into a folder, unless it is left out; size and hash have to be as listed."""
     size, expected = manifest["members"][name]
     hashed, length = hashlib.sha256(), 0
     with contextlib.ExitStack() as stack:
         out = None
-        if folder is not None:
+        if not left_out:
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             out = stack.enter_context(open(target, "wb"))
@@ -169,7 +190,7 @@ def _checked(path: Path, name: str, manifest: dict[str, Any], folder: Path | Non
                 length += len(chunk)
                 if out is not None:
                     out.write(chunk)
-        except (zipfile.BadZipFile, NotImplementedError, EOFError, RuntimeError) as error:
+        except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError, RuntimeError) as error:
             raise ArtifactError(
                 f"The member {name} of {path.name} is damaged: {error}.", remedy=_REMEDY
             ) from error

@@ -17,7 +17,7 @@ from ..reference import Case, Reference
 from ..snapshots import Call, Outcome, State
 from ..storage import packed, read_tensors, tree_of, tree_text, unpacked, write_tensors
 
-_FILE, _TENSORS = "evidence.json", "evidence.safetensors"
+FILES = _FILE, _TENSORS = "evidence.json", "evidence.safetensors"
 # Of each sample: its own values, and others, by which staleness shows.
 _CASES = 2
 

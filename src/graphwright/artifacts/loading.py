@@ -53,9 +53,8 @@ def load(
             cannot be run here.
     """
     file = Path(path)
-    with container.opened(file, leave_out="" if model is not None else WEIGHTS) as (facts, folder):
-        loading = _Loading(file, facts, folder, model, trust)
-        return loading.loaded()
+    with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
+        return _Loading(file, members, model, trust).loaded()
 
 
 _AS_SAVED = "as it was saved"
@@ -67,12 +66,13 @@ class _Loading:
     def __init__(
         self,
         file: Path,
-        facts: dict[str, Any],
-        folder: Path,
+        members: container.Members,
         model: Callable[..., Any] | None,
         trust: bool,
     ) -> None:
-        self.file, self.facts, self.folder, self.trust = file, facts, folder, trust
+        self.file, self.members, self.trust = file, members, trust
+        facts = self.facts = members.facts
+        folder = self.folder = members.ready(REPORT, *evidence.FILES)
         try:
             self.report = Report.from_json((folder / REPORT).read_text(encoding="utf-8"))
             (self.candidate,) = parse_candidates([facts["strategy"]], LOSSY)
@@ -81,7 +81,8 @@ class _Loading:
         except (GraphwrightError, KeyError, TypeError, ValueError, OSError) as error:
             raise ArtifactError(f"{file.name} makes no sense: {error}.") from error
         self.loader = self.candidate.loader if facts["loads"] else None
-        code = getattr(self.candidate.compiler, "holds_code", True) and (folder / STRATEGY).exists()
+        stored = any(name.startswith(f"{STRATEGY}/") for name in facts["members"])
+        code = stored and getattr(self.candidate.compiler, "holds_code", True)
         if code and not trust:
             raise ArtifactError(
                 f"What {file.name} holds of {self.candidate.name} is code, which would be executed "
@@ -111,8 +112,10 @@ class _Loading:
     def loaded(self) -> TunedModule:
         """What was saved; else built again; else eager."""
         if self.model is not None:
+            self.members.ready()
             self._give_weights()
         samples = evidence.read(self.folder, self.module, self.device, imports=self.trust)
+        self.members.ready()
         self.changes = self._changes()
         tries: list[tuple[str, Callable[[Sequence[Sample]], tuple[Candidate, list[Built]]]]] = []
         if self.loader is not None and not self._belongs_elsewhere(self.loader):

@@ -1,0 +1,620 @@
+"""save() and load(): what comes back is what was saved, or a sentence why not."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import sys
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+from torch.export import Dim
+
+import graphwright as gw
+from graphwright.artifacts import container
+from graphwright.fusion.stored import read, stored
+from graphwright.storage import packed, read_tensors, tree_of, unpacked, write_tensors
+
+CPU = torch.device("cpu")
+
+
+class Net(nn.Module):
+    """Convolution, batch norm, a dictionary of results with a plain value among them."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, width, 3, padding=1)
+        self.norm = nn.BatchNorm2d(width)
+        self.head = nn.Linear(width, 4)
+
+    def forward(self, x: torch.Tensor, *, scale: float = 2.0) -> dict[str, Any]:
+        y = torch.relu(self.norm(self.conv(x)))
+        return {"y": self.head(y.mean((2, 3))) * scale, "n": 3}
+
+
+class Rows(nn.Module):
+    """Two linear layers on a batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.relu(self.up(x)))
+
+
+def net(device: torch.device = CPU, width: int = 8) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    model = Net(width).eval().to(device)
+    model.norm.running_mean.normal_()
+    return model, torch.randn(2, 3, 8, 8, device=device)
+
+
+@contextlib.contextmanager
+def choosing(name: str) -> Iterator[None]:
+    """Have tune() choose a strategy, whatever its time is."""
+    with (
+        mock.patch("graphwright.tuner.ranked", lambda report, rows: _first(name, rows)),
+        mock.patch("graphwright.finals.near_best", lambda report: report.rows),
+        mock.patch("graphwright.tuner.near_best", lambda report: report.rows),
+        mock.patch("graphwright.evaluation._SLOWER", 1e9),
+        mock.patch.multiple("graphwright.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02),
+    ):
+        yield
+
+
+def _first(name: str, rows: list[gw.report.Row]) -> list[gw.report.Row]:
+    return sorted((r for r in rows if r.status == "ok"), key=lambda row: row.strategy != name)
+
+
+def tuned_with(
+    name: str, model: Any, args: tuple[Any, ...], kwargs: Any = None, **options: Any
+) -> gw.TunedModule:
+    given = {"strategies": [name], "remember": False, "isolate": False, "progress": False}
+    with choosing(name):
+        tuned = gw.tune(model, args, kwargs, **given | options)
+    row = tuned.report.row(name)
+    assert row is not None
+    if row.status == "unavailable":
+        pytest.skip(row.reason)
+    assert tuned.report.chosen == name, row.reason
+    return tuned
+
+
+def same(actual: Any, expected: Any) -> None:
+    assert set(actual) == set(expected)
+    assert actual["n"] == expected["n"]
+    torch.testing.assert_close(actual["y"], expected["y"], rtol=2e-4, atol=2e-5)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A fused model of the CPU, as it was saved."""
+    path = tmp_path_factory.mktemp("saved") / "net.gw"
+    model, x = net()
+    gw.save(tuned_with("fused", model, (x,), {"scale": 3.0}), path)
+    return path
+
+
+# Each strategy, in another process.
+
+LOADED = """
+import sys, torch, graphwright as gw
+from pathlib import Path
+folder, trust, device = Path(sys.argv[1]), sys.argv[2] == "trust", sys.argv[3]
+model = None
+if sys.argv[4] == "model":
+    sys.path.insert(0, sys.argv[5])
+    from test_artifacts import Net
+    torch.manual_seed(1)
+    model = Net().eval().to(device)
+tuned = gw.load(folder / "net.gw", model, trust=trust)
+x = torch.load(folder / "x.pt", map_location=device)
+torch.save(tuned(x, scale=3.0), folder / "y.pt")
+from torch._dynamo.utils import counters
+print(dict(tuned.calls), counters["inductor"]["fxgraph_cache_miss"], "| ".join(tuned._choice.loaded))
+"""
+STRATEGIES = {
+    # The name, whether it needs trust, whether it needs the model.
+    "eager:no_grad": (False, True),
+    "fused": (False, False),
+    "channels_last+fused": (False, False),
+    "torchscript": (True, False),
+    "torchscript:optimize": (True, False),
+    "channels_last+torchscript:freeze": (True, False),
+    "onnxruntime": (False, False),
+    "aot_autograd": (False, True),
+    "aot_inductor": (True, False),
+    "inductor": (True, True),
+    "inductor:freeze": (True, True),
+    "fused+graph": (False, False),
+    "inductor+graph": (True, True),
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_a_strategy_is_the_same_in_another_process(
+    name: str, tmp_path: Path, device: torch.device
+) -> None:
+    if name.endswith("+graph") and device.type == "cpu":
+        return  # Not to be chosen there.
+    trust, needs_model = STRATEGIES[name]
+    model, x = net(device)
+    # Caches of its own: what is compiled here is unknown to the process that loads.
+    mine = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "mine")}
+    with mock.patch.dict(os.environ, mine):
+        tuned = tuned_with(name, model, (x,), {"scale": 3.0})
+        gw.save(tuned, tmp_path / "net.gw")
+    if trust:
+        with pytest.raises(gw.ArtifactError, match=r"is code.*\n.*trust=True"):
+            gw.load(tmp_path / "net.gw", model)
+    if needs_model:
+        with pytest.raises(gw.ArtifactError, match=r"built from the model"):
+            gw.load(tmp_path / "net.gw", trust=True)
+    torch.save(x, tmp_path / "x.pt")
+    result = subprocess.run(
+        [
+            *(sys.executable, "-c", LOADED, str(tmp_path), "trust" if trust else "", str(device)),
+            *("model" if needs_model else "", str(Path(__file__).parent)),
+        ],
+        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "other")},
+        capture_output=True,
+        text=True,
+    )
+    assert result.returncode == 0, result.stderr
+    told = result.stdout.splitlines()[-1]
+    assert "{'tuned': 1} 0" in told, told  # Nothing went to eager, nothing was compiled.
+    assert ("as it was saved" in told) is not needs_model
+    with torch.no_grad():
+        same(torch.load(tmp_path / "y.pt", map_location=device), model(x, scale=3.0))
+
+
+@pytest.mark.parametrize(
+    "name", ["onnxruntime", pytest.param("aot_inductor", marks=pytest.mark.long)]
+)
+def test_what_was_saved_for_a_range_of_sizes_answers_all_of_them(
+    name: str, tmp_path: Path, device: torch.device
+) -> None:
+    torch.manual_seed(0)
+    model, x = Rows().eval().to(device), torch.randn(32, 16, device=device)
+    shapes = ({0: Dim("batch", min=1, max=32)},)
+    buckets = gw.Buckets(batch=[1, 8, 32])
+    tuned = tuned_with(name, model, (x,), dynamic_shapes=shapes, buckets=buckets)
+    gw.save(tuned, tmp_path / "rows.gw")
+    loaded = gw.load(tmp_path / "rows.gw", trust=name == "aot_inductor")
+    for size in range(1, 33):
+        x = torch.randn(size, 16, device=device)
+        with torch.no_grad():
+            expected = model(x)
+        torch.testing.assert_close(tuned(x), expected, rtol=2e-4, atol=2e-5)
+        torch.testing.assert_close(loaded(x), expected, rtol=2e-4, atol=2e-5)
+    assert loaded.calls == tuned.calls == {"tuned": 32}
+    with pytest.raises(gw.SignatureError, match="batch is 33; what was built answers 1 to 32"):
+        loaded(torch.randn(33, 16, device=device))
+    with pytest.raises(gw.SignatureError, match="args"):
+        loaded(torch.randn(16, 8, device=device).t()[:, :16])
+
+
+# What is loaded keeps the contracts of what was tuned.
+
+
+def test_with_the_model_other_calls_are_eager_and_it_gets_the_weights(saved: Path) -> None:
+    right, x = net()
+    torch.manual_seed(7)
+    model = Net().eval()
+    tuned = gw.load(saved, model)
+    same(tuned(x, scale=3.0), right(x, scale=3.0))
+    same(tuned(x[:1], scale=1.0), right(x[:1], scale=1.0))
+    assert tuned.calls == {"tuned": 1, "eager: another signature": 1}
+    assert "loaded from a file: as it was saved" in tuned.explain()
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    same(tuned(x, scale=3.0), model(x, scale=3.0))
+    assert tuned.calls["eager: the module changed"] == 1
+
+
+def test_without_the_model_other_calls_are_refused(saved: Path) -> None:
+    _, x = net()
+    tuned = gw.load(saved)
+    for args, kwargs, why in (
+        ((x[:1],), {"scale": 3.0}, r"args\[0\] is \(1, 3, 8, 8\)"),
+        ((x,), {"scale": 1.0}, "scale is 1.0"),
+        ((x,), {}, "tree of positional and keyword"),
+        ((x.double(),), {"scale": 3.0}, "float64"),
+    ):
+        with pytest.raises(gw.SignatureError, match=why):
+            tuned(*args, **kwargs)
+    assert list(tuned.parameters()) == []
+
+
+def test_what_was_loaded_can_be_saved_again(saved: Path, tmp_path: Path) -> None:
+    right, x = net()
+    gw.save(gw.load(saved), tmp_path / "again.gw")
+    same(gw.load(tmp_path / "again.gw")(x, scale=3.0), right(x, scale=3.0))
+
+
+def test_an_interrupted_save_leaves_what_was_there(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "net.gw"
+    shutil.copy(saved, target)
+    before = target.read_bytes()
+    tuned = gw.load(saved)
+
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(zipfile.ZipFile, "write", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        gw.save(tuned, target)
+    assert target.read_bytes() == before
+    assert [file.name for file in tmp_path.iterdir()] == ["net.gw"]
+
+
+# Another machine, other versions.
+
+
+def elsewhere(**others: str) -> Any:
+    import graphwright.artifacts.loading as module
+
+    plain = module.environment
+    return mock.patch.object(module, "environment", lambda device: plain(device) | others)
+
+
+def test_on_another_version_it_is_built_again_or_verified(saved: Path) -> None:
+    right, x = net()
+    with elsewhere(torch="9.9"):
+        tuned = gw.load(saved, Net().eval())
+        assert "built again: torch was" in tuned.explain()
+        same(tuned(x, scale=3.0), right(x, scale=3.0))
+        alone = gw.load(saved)
+        assert "as it was saved: torch was" in alone.explain()
+        same(alone(x, scale=3.0), right(x, scale=3.0))
+
+
+def test_what_cannot_be_built_again_gives_way_to_eager(saved: Path) -> None:
+    from graphwright.strategies.fused import FusedCompiler
+
+    right, x = net()
+    broken = mock.patch.object(FusedCompiler, "build", side_effect=RuntimeError("not here"))
+    with elsewhere(gpu="another"), broken:
+        tuned = gw.load(saved, Net().eval())
+    assert tuned.report.chosen == "eager"
+    assert "eager in its place: built again it is wrong" in tuned.explain()
+    assert "not here" in tuned.explain()
+    same(tuned(x, scale=3.0), right(x, scale=3.0))
+
+
+def test_one_that_computes_something_else_here_is_refused(saved: Path) -> None:
+    from graphwright.fusion.tracing import GraphCall
+
+    plain = GraphCall.__call__
+
+    def off(self: GraphCall, *args: Any, **kwargs: Any) -> Any:
+        result = plain(self, *args, **kwargs)
+        result["y"][0, 0] += 0.01
+        return result
+
+    with mock.patch.object(GraphCall, "__call__", off):
+        with pytest.raises(gw.ArtifactError, match=r"output\['y'\] is off by"):
+            gw.load(saved)
+        assert gw.load(saved, Net().eval()).report.chosen == "eager"
+
+
+# Damage: each with its own sentence, and nothing is executed.
+
+
+def rewritten(path: Path, change: Callable[[dict[str, bytes], dict[str, Any]], None]) -> None:
+    """Change an artifact's members, and its manifest, as somebody would who knows the format."""
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    manifest = json.loads(members.pop("manifest.json"))
+    change(members, manifest)
+    manifest["members"] = {
+        name: [len(data), hashlib.sha256(data).hexdigest()] for name, data in members.items()
+    }
+    manifest.pop("digest", None)
+    manifest["digest"] = container._digest(manifest)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("manifest.json", json.dumps(manifest))
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def cut(quarter: int) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        data = path.read_bytes()
+        path.write_bytes(data[: len(data) * quarter // 4])
+
+    return damage
+
+
+def flipped(member: str, place: float = 0.5) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            info, data = archive.getinfo(member), archive.read(member)
+        whole = bytearray(path.read_bytes())
+        start = whole.index(data, info.header_offset)
+        whole[start + int(place * (len(data) - 1))] ^= 1
+        path.write_bytes(whole)
+
+    return damage
+
+
+def in_place_of(member: str, data: bytes) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        def change(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+            members[member] = data
+
+        rewritten(path, change)
+
+    return damage
+
+
+def without(member: str, *, listed: bool) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            members = {name: archive.read(name) for name in archive.namelist()}
+        if listed:
+            del members[member]
+        with zipfile.ZipFile(path, "w") as archive:
+            for name, data in members.items():
+                archive.writestr(name, data)
+            if not listed:
+                archive.writestr("more.bin", b"more")
+
+    return damage
+
+
+def told(**facts: Any) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        rewritten(path, lambda members, manifest: manifest.update(facts))
+
+    return damage
+
+
+def other_weights(path: Path) -> None:
+    """Of the same shapes."""
+
+    def change(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        file = path.with_suffix(".weights")
+        torch.manual_seed(3)
+        tensors = {n: t.detach() for n, t in Net().named_parameters()}
+        tensors |= dict(Net().named_buffers())
+        write_tensors(file, tensors)
+        members["weights.safetensors"] = file.read_bytes()
+        file.unlink()
+
+    rewritten(path, change)
+
+
+class Bomb:
+    """Executes something where it is unpickled."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.system, (f"touch {os.environ['BOMB']}",)
+
+
+def graph_naming(target: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        def change(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+            known = json.loads(members["strategy/0/graph.json"])
+            node = next(n for n in known["nodes"] if n["op"] == "call_function")
+            node["target"] = target
+            members["strategy/0/graph.json"] = json.dumps(known).encode()
+
+        rewritten(path, change)
+
+    return damage
+
+
+def tree_naming(kind: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        def change(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+            known = json.loads(members["evidence.json"])
+            tree = json.loads(known["samples"][0]["spec"])
+            tree[1]["type"] = kind
+            known["samples"][0]["spec"] = json.dumps(tree)
+            members["evidence.json"] = json.dumps(known).encode()
+
+        rewritten(path, change)
+
+    return damage
+
+
+def as_directory(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
+    "cut to nothing": (cut(0), "is no artifact, or is cut short"),
+    "cut at a quarter": (cut(1), "is no artifact, or is cut short"),
+    "cut at a half": (cut(2), "is no artifact, or is cut short"),
+    "cut at three quarters": (cut(3), "is no artifact, or is cut short"),
+    "no file": (lambda path: path.unlink(), "There is no file"),
+    "a folder": (as_directory, "cannot be read: .*directory"),
+    "another archive": (lambda path: zipfile.ZipFile(path, "w").close(), "without a manifest"),
+    "a byte of the manifest": (flipped("manifest.json"), "manifest of .* is damaged"),
+    "a byte of the weights": (
+        flipped("weights.safetensors"),
+        "member weights.safetensors of .* is damaged",
+    ),
+    "a byte of the evidence": (flipped("evidence.json"), "evidence.json of .* is damaged"),
+    "a byte of the inputs": (flipped("evidence.safetensors"), "evidence.safetensors of .* damaged"),
+    "a byte of the report": (flipped("report.json"), "report.json of .* is damaged"),
+    "a byte of the graph": (flipped("strategy/0/graph.json"), "graph.json of .* is damaged"),
+    "a byte of its constants": (
+        flipped("strategy/0/constants.safetensors"),
+        "constants.safetensors of .* is damaged",
+    ),
+    "the last byte of the weights": (
+        flipped("weights.safetensors", 1.0),
+        "weights.safetensors of .* is damaged",
+    ),
+    "a missing member": (
+        without("strategy/0/constants.safetensors", listed=True),
+        "lacks its member strategy/0/constants.safetensors",
+    ),
+    "one member more": (without("", listed=False), "does not list: more.bin"),
+    "another version": (told(schema_version=2), "schema version 2, and only 1 can be read"),
+    "another schema": (told(schema="else"), "is no artifact of graphwright's"),
+    "an unknown strategy": (told(strategy="magic"), "makes no sense: Unknown strategy 'magic'"),
+    "a pickle for the constants": (
+        in_place_of("strategy/0/constants.safetensors", pickle.dumps(Bomb)),
+        "constants.safetensors holds no tensors that can be read",
+    ),
+    "a pickle for the inputs": (
+        in_place_of("evidence.safetensors", pickle.dumps(Bomb)),
+        "evidence.safetensors holds no tensors that can be read",
+    ),
+    "a pickle for the graph": (
+        in_place_of("strategy/0/graph.json", pickle.dumps(Bomb)),
+        "could not be loaded",
+    ),
+    "evidence of nothing": (in_place_of("evidence.json", b"[]"), "evidence makes no sense"),
+    "a report of nothing": (in_place_of("report.json", b"{}"), "no report of graphwright tune"),
+    "no operation": (graph_naming("os.system"), "no operation of tensors"),
+    "an operation that reads files": (graph_naming("aten.from_file.default"), "no operation of"),
+    "an operation of TorchScript's": (graph_naming("aten.save.default"), "no operation of tensors"),
+    "a class elsewhere": (tree_naming("this.That"), "made of this.That, which is not imported"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damage_is_told_and_nothing_is_executed(
+    kind: str, saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BOMB", str(tmp_path / "bomb"))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    path = tmp_path / "net.gw"
+    shutil.copy(saved, path)
+    damage, text = DAMAGE[kind]
+    damage(path)
+    with pytest.raises(gw.ArtifactError, match=text):
+        gw.load(path)
+    assert not (tmp_path / "bomb").exists()
+    # Nor is anything left behind.
+    assert {file.name for file in tmp_path.iterdir()} <= {"net.gw"}
+
+
+def test_the_damages_are_told_apart() -> None:
+    assert len(DAMAGE) >= 20
+    assert len({text for _, text in DAMAGE.values()}) >= 20
+
+
+def test_other_weights_are_noticed(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "net.gw"
+    shutil.copy(saved, path)
+    with pytest.raises(gw.ArtifactError, match=r"head.weight is 4×16 float32, and was 4×8"):
+        gw.load(path, net(width=16)[0])
+    with pytest.raises(gw.ArtifactError, match=r"it has no conv.weight"):
+        gw.load(path, Rows().eval())
+    other_weights(path)
+    with pytest.raises(gw.ArtifactError, match="cannot be used here"):
+        gw.load(path, Net().eval())
+
+
+def test_a_model_that_was_passed_and_refused_keeps_its_weights(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "net.gw"
+    shutil.copy(saved, path)
+    other_weights(path)
+    model = Net().eval()
+    before = {n: t.clone() for n, t in model.state_dict().items()}
+    with pytest.raises(gw.ArtifactError):
+        gw.load(path, model)
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name])
+
+
+# What cannot be saved.
+
+
+def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
+    model, x = net()
+    tuned = tuned_with("fused", model, (x,))
+    with pytest.raises(gw.ArtifactError, match="given a Net"):
+        gw.save(model, tmp_path / "net.gw")
+    with pytest.raises(gw.ArtifactError, match="There is no folder"):
+        gw.save(tuned, tmp_path / "nowhere" / "net.gw")
+    with torch.no_grad():
+        model.head.bias.add_(1.0)
+    with pytest.raises(gw.ArtifactError, match="changed after it was tuned"):
+        gw.save(tuned, tmp_path / "net.gw")
+    assert list(tmp_path.iterdir()) == []
+
+
+# Parts.
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.randn(2, 3).t(),
+        torch.randn(1, 4).expand(3, 4),
+        torch.randn(2, 3, 4, 5).contiguous(memory_format=torch.channels_last),
+        torch.zeros(0, 3),
+        torch.tensor(1.5),
+        torch.randn(3, dtype=torch.complex64),
+        torch.randn(4).bfloat16(),
+        torch.tensor([True, False]),
+        torch.tensor([torch.nan, torch.inf, -0.0]),
+    ],
+    ids=lambda t: f"{tuple(t.shape)}-{t.dtype}",
+)
+def test_tensors_come_back_as_they_lay(tensor: torch.Tensor, tmp_path: Path) -> None:
+    write_tensors(tmp_path / "t.safetensors", {"t": tensor})
+    (found,) = read_tensors(tmp_path / "t.safetensors").values()
+    assert found.dtype is tensor.dtype
+    assert found.stride() == tensor.stride()
+    torch.testing.assert_close(found, tensor, rtol=0, atol=0, equal_nan=True)
+
+
+def test_plain_values_come_back_with_their_types() -> None:
+    tree = {"a": (1, 1.0, True, None, -0.0, float("inf")), "b": [torch.float16, "x", CPU, 2**70]}
+    found = unpacked(json.loads(json.dumps(packed(tree, {}, ""))), {})
+    assert repr(found) == repr(tree)
+    with pytest.raises(gw.ArtifactError, match="share memory"):
+        x = torch.randn(4)
+        packed((x, x[1:]), {}, "")
+
+
+def test_a_tree_imports_nothing() -> None:
+    enum = json.dumps(
+        [1, {"type": "builtins.dict", "context": {"__enum__": True, "fqn": "this:A", "name": "B"}}]
+    )
+    for text in ("[]", enum, '[1, {"type": "this.That", "context": null, "children_spec": []}]'):
+        with pytest.raises(gw.ArtifactError):
+            tree_of(text)
+    assert "this" not in sys.modules
+
+
+def test_a_graph_comes_back_from_json() -> None:
+    from graphwright.fusion.tracing import trace
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        y = torch.nn.functional.pad(x, (1, 1), value=float("-inf"))
+        parts = y.to(torch.float64).split(2, 1)
+        return torch.cat([parts[0], torch.full((2, 1), 2.5, dtype=torch.float64)], -1)
+
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return work(x)
+
+    x = torch.randn(2, 3)
+    traced = trace(Model().eval(), (x,), {})
+    nodes, tensors = stored(traced.graph)
+    again = traced.call(read(json.loads(json.dumps(nodes)), tensors, CPU))
+    assert torch.equal(again(x), work(x))
