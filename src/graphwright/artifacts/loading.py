@@ -12,12 +12,12 @@ from torch import nn
 
 from ..errors import ArtifactError, GraphwrightError, SignatureError, in_words
 from ..evaluation import Sample
-from ..ranges import Range
+from ..ranges import Range, RangedSignature
 from ..report import Report
 from ..report.environment import environment
 from ..report.result import EAGER
 from ..signature import CallSignature, switches
-from ..snapshots import run
+from ..snapshots import run, same_bits
 from ..storage import read_tensors
 from ..strategies import LOSSY, Built, Candidate, parse_candidates
 from ..strategies.base import Loader
@@ -111,10 +111,31 @@ class _Loading:
 
     def loaded(self) -> TunedModule:
         """What was saved; else built again; else eager."""
-        if self.model is not None:
-            self.members.ready()
-            self._give_weights()
-        samples = evidence.read(self.folder, self.module, self.device, imports=self.trust)
+        if self.model is None:
+            return self._verified(self._samples())
+        before = self._give_weights()
+        try:
+            samples = self._samples()
+            eager, builts = self._eager(samples)
+            problem = _wrong(eager, builts, samples, thorough=False)
+            if problem is not None:
+                raise ArtifactError(
+                    "With the weights that were saved the model that was passed computes something "
+                    f"else than the one that was tuned: {problem}.",
+                    remedy="Pass the model that was tuned, in eval mode.",
+                )
+            return self._verified(samples)
+        except BaseException:
+            with torch.no_grad():
+                for tensor, values in before:
+                    tensor.copy_(values)
+            raise
+
+    def _samples(self) -> list[Sample]:
+        return evidence.read(self.folder, self.module, self.device, imports=self.trust)
+
+    def _verified(self, samples: list[Sample]) -> TunedModule:
+        """The first way that gives what was saved."""
         self.members.ready()
         self.changes = self._changes()
         tries: list[tuple[str, Callable[[Sequence[Sample]], tuple[Candidate, list[Built]]]]] = []
@@ -141,6 +162,7 @@ class _Loading:
                 problem = ": ".join(filter(None, in_words(error)[:1]))
             if problem is None:
                 why = "; ".join(problems) or self._why_rebuilt().removeprefix(", since ")
+                self.report.chosen = candidate.name
                 if how != _AS_SAVED or self.changes:
                     self.notes.append(f"{how}: {why}" if why else how)
                 return self._tuned(candidate, builts, samples)
@@ -170,8 +192,12 @@ class _Loading:
     def _why_rebuilt(self) -> str:
         return f", since {', '.join(self.changes)}" if self.changes else ""
 
-    def _give_weights(self) -> None:
-        """Put the saved weights into the model, which has to be of the same architecture."""
+    def _give_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Put the saved weights into the model, which has to be of the same architecture.
+
+        Returns the tensors that had other values, with these.
+        """
+        self.members.ready(WEIGHTS)
         mine = weights_of(self.module)
         saved = read_tensors(self.folder / WEIGHTS)
         wrong = [f"it has no {name}" for name in saved if name not in mine]
@@ -187,9 +213,14 @@ class _Loading:
                 f"{'; '.join(wrong[:4])}{'; …' * (len(wrong) > 4)}.",
                 remedy="Pass the model that was tuned, in its dtype.",
             )
+        before = []
         with torch.no_grad():
             for name, tensor in mine.items():
-                tensor.copy_(saved[name])
+                values = saved[name].to(tensor.device)
+                if not same_bits(tensor, values):
+                    before.append((tensor, tensor.clone()))
+                    tensor.copy_(values)
+        return before
 
     def _as_saved(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
         # What answers a range of sizes was built for the last, which is the largest.
@@ -214,7 +245,6 @@ class _Loading:
         return self.candidate, builts
 
     def _eager(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
-        self.report.chosen = EAGER
         (eager,) = parse_candidates([EAGER], ())
         calls = [sample.call for sample in samples]
         return eager, [eager.build(self.module, call.args, call.kwargs) for call in calls]
@@ -226,9 +256,10 @@ class _Loading:
         calls = [sample.call for sample in samples]
         ranges = self.ranges if builts[0] is builts[-1] else ()
         signatures = [CallSignature.of(call.args, call.kwargs) for call in calls]
-        if isinstance(self.module, _Absent):
-            self.module.signatures = signatures
         pure, quiet = bool(self.facts["pure"]), bool(self.facts["quiet"])
+        if isinstance(self.module, _Absent):  # Before it is watched.
+            ranged = [RangedSignature(signatures[-1], ranges)] if ranges else []
+            self.module.signatures = ranged or signatures
         return assembled(
             self.module,
             self.report,
@@ -272,10 +303,10 @@ class _Absent(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.training = False
-        self.signatures: list[CallSignature] = []
+        self.signatures: Sequence[CallSignature | RangedSignature] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        told = [signature.differences(args, kwargs) for signature in self.signatures]
+        told = [each.differences(args, kwargs) for each in self.signatures]
         why = min(filter(None, told), key=len, default="gradients are wanted")
         raise SignatureError(
             f"This call is not like the one that was saved: {why}.",

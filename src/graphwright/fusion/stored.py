@@ -44,7 +44,7 @@ def stored(graph: fx.GraphModule) -> tuple[list[Json], dict[str, torch.Tensor]]:
                 raise StrategyFailed(f"the graph holds {node.target}, which is no tensor")
             packed = tensor.layout is torch._mkldnn  # type: ignore[attr-defined]  # torch's stubs leave it out
             if packed:
-                entry["packed"] = _packing(node)
+                entry["packed"] = node.meta.get("packed") or _packing(node)
             tensors[node.name] = tensor.to_dense() if packed else tensor
         elif node.op == "call_function":
             entry["target"] = "getitem" if node.target is operator.getitem else str(node.target)
@@ -80,6 +80,8 @@ def read(
                     tensor = reorder(tensor, *how, groups, sizes)
                 module.register_buffer(name, tensor, persistent=False)
                 node = graph.get_attr(name)
+                if "packed" in entry:
+                    node.meta["packed"] = entry["packed"]
             elif op == "call_function":
                 args, kwargs = (_value(entry[n], known, device) for n in ("args", "kwargs"))
                 getitem = entry["target"] == "getitem"

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import tempfile
 import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +29,8 @@ from .flat import Flat, dims_of
 from .inductor import explained
 
 _PACKAGE, _CALL = "package.pt2", "call.json"
+# It is written to by a compilation, and is part of the keys of torch.compile's cache.
+_ITS_OWN: dict[str, Any] = {"aot_inductor.metadata": {}}
 
 
 @dataclass(frozen=True)
@@ -71,18 +75,24 @@ class AotInductor:
             assert out is not None
             shapes = None if dims is None else {"tensors": tuple(dims)}
             exported = torch.export.export(flat, samples, dynamic_shapes=shapes)
-            package = tempfile.TemporaryDirectory(prefix="graphwright-")
-            path = Path(package.name) / _PACKAGE
-            with _quiet():
-                torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
-        known = _Packaged(path, flat.call.slots, out, package)
+            folder = tempfile.mkdtemp(prefix="graphwright-")
+            try:
+                path = Path(folder) / _PACKAGE
+                with _quiet(), torch._inductor.config.patch(_ITS_OWN):
+                    torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+                known = _Packaged(path, flat.call.slots, out)
+            except BaseException:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+        # It lives as long as what can save it. TemporaryDirectory would warn when collected.
+        weakref.finalize(known, shutil.rmtree, folder, ignore_errors=True)
         return Built(without_grad(known), holds_weights=True, save=known.save)
 
     def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
         """The package that was saved."""
         known = json.loads((folder / _CALL).read_bytes())
         slots = [int(slot) for slot in known["slots"]]
-        call = _Packaged(folder / _PACKAGE, slots, Row.read(known["out"]), None)
+        call = _Packaged(folder / _PACKAGE, slots, Row.read(known["out"]), passing=True)
         return Built(without_grad(call), holds_weights=True, save=call.save)
 
 
@@ -93,23 +103,19 @@ class _Packaged:
         path: of the package.
         slots: which of a call's leaves are its tensors.
         out: what its results belong to.
-        folder: that the package lies in, if it is to go with this.
+        passing: whether the package goes before this does, so that its content has to be kept.
     """
 
     def __init__(
-        self,
-        path: Path,
-        slots: Sequence[int],
-        out: Row,
-        folder: tempfile.TemporaryDirectory[str] | None,
+        self, path: Path, slots: Sequence[int], out: Row, *, passing: bool = False
     ) -> None:
-        self._package, self._slots, self._out, self._folder = path, slots, out, folder
+        self._package, self._slots, self._out = path, slots, out
         # Its own locks would break a capture; this one is never taken at a replay.
         self._run: Callable[..., Any] = torch._inductor.aoti_load_package(
             str(path), run_single_threaded=True
         )
         self._lock = threading.Lock()
-        self._content = None if folder is not None else path.read_bytes()
+        self._content = path.read_bytes() if passing else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten(args, kwargs)

@@ -83,6 +83,11 @@ class Inductor:
     freezing: bool = False
     holds_code: ClassVar[bool] = True
 
+    @property
+    def unsavable(self) -> str | None:
+        """Why it cannot be saved; None where it can."""
+        return _NOT_KEPT if self.freezing else None
+
     def probes_late(self, device: torch.device) -> bool:
         """Whether the probe compiles, which takes as long as a build."""
         return not (self.cuda_graphs and device.type == "cpu")
@@ -135,6 +140,7 @@ class Inductor:
 
 
 _CACHE = "cache.bin"
+_NOT_KEPT = "torch.compile keeps no code with frozen weights in its cache"
 
 
 def _save_cache(folder: Path) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import io
 import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -74,6 +75,11 @@ class TorchScript:
         self, known: _Scripted | _Traced, args: Args, kwargs: Kwargs, notes: list[str]
     ) -> Built:
         """The callable that a script is, once the executor has settled."""
+        saved = None
+        if self.variant == "optimize":
+            # It changes the script that it is given, and torch.jit.load cannot read what it makes.
+            saved = io.BytesIO()
+            torch.jit.save(known.script, saved)
         call = dataclasses.replace(known, script=self._finish(known.script))
         fuser = _fuser() if self.variant == "fuser" else contextlib.nullcontext()
         with fuser:
@@ -81,8 +87,10 @@ class TorchScript:
                 call(*args, **kwargs)
 
         def save(folder: Path) -> None:
-            # Not what optimize_for_inference has made: torch.jit.load cannot read that.
-            torch.jit.save(known.script, folder / _SCRIPT)
+            if saved is None:
+                torch.jit.save(known.script, folder / _SCRIPT)
+            else:
+                (folder / _SCRIPT).write_bytes(saved.getvalue())
             row = None
             if isinstance(known, _Traced):
                 row = {"slots": [*known.slots], "out": known.out.written()}
@@ -93,10 +101,9 @@ class TorchScript:
 
     def _script(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Scripted:
         found = _Scripted(self._frozen(torch.jit.script(model)))
-        finished = self._finish(found.script)
         leaves, spec = flatten(args, kwargs)
         mine, named = unflatten(clone_leaves(leaves), spec)
-        if pytree.tree_structure(finished(*mine, **named)) != pytree.tree_structure(
+        if pytree.tree_structure(found(*mine, **named)) != pytree.tree_structure(
             model(*args, **kwargs)
         ):
             raise StrategyFailed("the scripted model returns another structure")
