@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -238,10 +239,15 @@ class _Loading:
         builts = []
         for index, sample in enumerate(samples):
             place = self.folder / STRATEGY / str(index)
-            if warm is not None and place.exists() and not self.changes:
+            warmed = warm is not None and place.exists() and not self.changes
+            if warm is not None and warmed:
                 warm(place)
-            call = sample.call.clone()
+            call, before = sample.call.clone(), _compiled()
             builts.append(self.candidate.build(self.module, call.args, call.kwargs))
+            if warmed and _compiled() > before:
+                self.notes.append(
+                    "torch.compile did not take the cache that was saved, and compiled again"
+                )
         return self.candidate, builts
 
     def _eager(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
@@ -295,6 +301,12 @@ def _wrong(
         if not verdict.ok:
             return verdict.reason
     return None
+
+
+def _compiled() -> int:
+    """How many graphs Inductor has compiled in this process, for want of a cache's entry."""
+    known = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
+    return int(known["inductor"]["fxgraph_cache_miss"]) if known else 0
 
 
 class _Absent(nn.Module):
