@@ -10,7 +10,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._functorch import compile_utils
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
@@ -35,6 +34,8 @@ def register(library: torch.library.Library, space: str, name: str, function: Fu
             f"{full} cannot be defined: {first_line(error)}", remedy="Take another name."
         ) from error
     if function.random:
+        from torch._functorch import compile_utils  # half a second, which few need
+
         # PyTorch merges two equal calls of an operator that is not on this list.
         compile_utils.rand_ops.append(getattr(getattr(torch.ops, space), name))
     fake = _nothing if function.fake is None else _with_defaults(function.fake, schema)
