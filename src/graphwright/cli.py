@@ -72,7 +72,7 @@ _INPUTS = click.option(
 @click.option("--device", help="cpu, cuda or cuda:1; by default a GPU if there is one.")
 @click.option(
     "--objective",
-    type=click.Choice(["latency", "throughput", "memory"]),
+    type=click.Choice(["latency", "throughput", "memory", "cold_start"]),
     default="latency",
     show_default=True,
 )
