@@ -1,7 +1,8 @@
-"""One first answer: `python -m graphwright._first FOLDER ANSWER PAYLOAD`, timed by its parent.
+"""One first answer: `python -m graphwright._first FOLDER ANSWER PAYLOAD PARENT`, timed by PARENT.
 
 FOLDER holds what to do, ANSWER is a handle to say in one line how it went, and PAYLOAD one of a
-file with the model and its references, or -1 where an artifact is loaded.
+file with the model and its references, or -1 where an artifact is loaded. PARENT is the number of
+the process that waits for it.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import contextlib
 import json
 import os
 import pickle
+import signal
 import sys
 import warnings
 from collections.abc import Sequence
@@ -18,6 +20,7 @@ from typing import Any
 
 import torch
 
+from ._worker import when_parent_ends
 from .artifacts import load
 from .coldstart import ARTIFACT, ORDER, Order
 from .errors import in_words
@@ -72,6 +75,7 @@ def judged(
 def main() -> None:
     """Say how it went, and end at once: what the process clears up is no part of the answer."""
     folder, handle, payload = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
+    when_parent_ends(signal.SIGKILL, int(sys.argv[4]))
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # A warning would stand in the log as the last word.

@@ -194,10 +194,10 @@ class ColdStarts:
             handles = [theirs.fileno(), *([] if payload < 0 else [payload])]
             if payload >= 0:
                 os.lseek(payload, 0, os.SEEK_SET)  # One place in the file, whoever reads it.
-            command = ["-m", "graphwright._first", str(folder), str(theirs.fileno()), str(payload)]
+            given = [str(folder), *map(str, (theirs.fileno(), payload, os.getpid()))]
             began = time.perf_counter()
             process = subprocess.Popen(
-                [sys.executable, *command],
+                [sys.executable, "-m", "graphwright._first", *given],
                 pass_fds=handles,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
