@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from chosen import choosing
 from click.testing import CliRunner, Result
 
 from graphwright.cli import main
 from graphwright.errors import TargetError
 from graphwright.targets import load_target, parse_input
+from graphwright.tuner import Tuning
 
 CPU = torch.device("cpu")
 SOURCE = """
@@ -71,6 +73,11 @@ class Deciding(Net):
 
 def deciding():
     return Deciding().eval(), (torch.randn(2, 8),)
+
+class Other(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.other = nn.Linear(8, 5)
 
 instance = Net().eval()
 constant = 5
@@ -264,6 +271,106 @@ def test_strategies_lists_all_with_reasons(monkeypatch: pytest.MonkeyPatch) -> N
     for name in ("channels_last", "eager:inference_mode", "torchscript:fuser", "aot_autograd"):
         assert name in result.stdout
     assert "CUDA graphs need a GPU" in result.stdout
+
+
+def test_strategies_says_what_loading_takes_and_how_to_get_what_is_missing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for package in ("onnxruntime", "jax"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("graphwright.strategies.base._probed", {})
+    monkeypatch.setenv("COLUMNS", "100")
+    result = invoke("strategies", "--device", "cpu")
+    assert result.exit_code == 0, result.output
+    assert max(map(len, result.stdout.splitlines())) <= 100
+    lines = [[cell.strip() for cell in line.split("│")] for line in result.stdout.splitlines()]
+    needs = {line[1]: line[3] for line in lines if len(line) > 4 and line[1]}
+    assert needs["fused"] == needs["onnxruntime"] == "nothing"
+    assert needs["torchscript"] == needs["aot_inductor"] == "trust"
+    assert needs["inductor"] == "model, trust"
+    assert needs["eager"] == needs["aot_autograd"] == "model"
+    assert needs["xla"] == needs["tensorrt"] == "never"
+    text = " ".join(line[4] for line in lines if len(line) > 4)
+    assert "onnxruntime cannot be imported" in text or "onnxruntime" in text
+    assert text.count("pip install") >= 2
+    assert "Not to be saved: XLA's" in text
+
+
+def test_what_tune_saves_runs(source: Path, tmp_path: Path) -> None:
+    file, alone = tmp_path / "net.gw", ("--strategies", "torchscript", "--device", "cpu")
+    with choosing("torchscript"):
+        result = invoke("tune", f"{source}:pair", *alone, "--fresh", "--save", file)
+    assert result.exit_code == 0, result.output
+    assert f"Saved as {file}" in result.stdout.replace("\n", "")
+    refused = invoke("run", file)
+    assert refused.exit_code == 2
+    assert "is code" in refused.stderr
+    assert "--trust" in refused.stderr
+    for more, how in (((), "as it was saved"), (("--model", f"{source}:Net"), "as it was saved")):
+        result = invoke("run", file, "--trust", "--calls", 3, "--device", "cpu", *more)
+        assert result.exit_code == 0, result.output
+        assert "net.gw: pair by torchscript" in result.stdout
+        assert how in result.stdout
+        assert "was chosen" in result.stdout
+        assert "first answer" in result.stdout
+        assert "args[0]: 2×8 float32" in result.stdout
+        assert max(map(len, result.stdout.splitlines())) <= 80
+    other = invoke("run", file, "--trust", "--model", f"{source}:Other")
+    assert other.exit_code == 2
+    assert "another model" in other.stderr
+
+
+def test_what_needs_the_model_says_so_and_is_built_again(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "net.gw"
+    with choosing("eager:no_grad"):
+        result = invoke("tune", f"{source}:pair", *QUICK, "--fresh", "--save", file)
+    assert result.exit_code == 0, result.output
+    refused = invoke("run", file)
+    assert refused.exit_code == 2
+    assert "--model TARGET" in refused.stderr
+    result = invoke("run", file, "--model", f"{source}:Net", "--device", "cpu", "--calls", 2)
+    assert result.exit_code == 0, result.output
+    assert "built again" in result.stdout
+
+
+def test_a_winner_that_cannot_be_saved_is_a_sentence_after_the_table(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graphwright.strategies.eager import NO_GRAD
+
+    monkeypatch.setattr(type(NO_GRAD), "unsavable", "it is of this moment", raising=False)
+    file, table = tmp_path / "net.gw", tmp_path / "table.md"
+    with choosing("eager:no_grad"):
+        files = ("--save", file, "--markdown", table)
+        result = invoke("tune", f"{source}:pair", *QUICK, "--fresh", *files)
+    assert result.exit_code == 2, result.output
+    assert "was chosen" in result.stdout
+    assert "cannot be saved: it is of this moment" in result.stderr
+    assert "was chosen" in table.read_text()
+    assert not file.exists()
+
+
+def test_where_it_cannot_be_saved_is_said_before_tuning(source: Path, tmp_path: Path) -> None:
+    for place in (tmp_path / "no" / "net.gw", tmp_path):
+        result = invoke("tune", f"{source}:pair", *QUICK, "--save", place)
+        assert result.exit_code == 2
+        assert "was chosen" not in result.output
+    assert invoke("run", tmp_path / "absent.gw").exit_code == 2
+
+
+def test_nothing_is_saved_after_an_interruption(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Tuning) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tuning, "_final_rounds", interrupted)
+    file = tmp_path / "net.gw"
+    result = invoke("tune", f"{source}:pair", *QUICK, "--fresh", "--save", file)
+    assert result.exit_code == 130
+    assert "nothing was saved" in result.stderr
+    assert "Interrupted" in result.stdout
+    assert not file.exists()
 
 
 def test_ctrl_c_prints_what_is_known_and_exits_130(source: Path) -> None:

@@ -81,7 +81,7 @@ class _Nursery:
         channel, log, payload, paper = handles
         try:
             os.setsid()
-            _when_parent_ends(signal.SIGKILL, mother)
+            when_parent_ends(signal.SIGKILL, mother)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._control.close()
             os.dup2(log, 1)
@@ -138,7 +138,7 @@ def _prctl(option: int, value: int) -> None:
         ctypes.CDLL(None).prctl(option, value)
 
 
-def _when_parent_ends(signum: int, parent: int) -> None:
+def when_parent_ends(signum: int, parent: int) -> None:
     """Let the kernel send a signal to this process then, also where the parent was killed."""
     _prctl(_PDEATHSIG, signum)
     if os.getppid() != parent:
@@ -201,7 +201,7 @@ def main() -> None:
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _prctl(_CHILD_SUBREAPER, 1)
     try:
-        _when_parent_ends(signal.SIGTERM, parent)
+        when_parent_ends(signal.SIGTERM, parent)
         nursery.run()
     finally:
         nursery.end()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 
 from .measurement import median_interval
@@ -19,7 +20,9 @@ def eligible(report: Report) -> list[Row]:
 
 
 def cost(report: Report, row: Row) -> float:
-    """What is to be small: time relative to eager's, or peak bytes."""
+    """What is to be small: time relative to eager's, peak bytes, or seconds to a first answer."""
+    if report.objective == "cold_start":
+        return math.inf if row.cold_start_s is None else row.cold_start_s
     if report.objective == "memory" and row.peak_bytes is not None:
         return float(row.peak_bytes)
     return statistics.median(report.ratios(row))
@@ -27,7 +30,7 @@ def cost(report: Report, row: Row) -> float:
 
 def _own_cost(report: Report, row: Row) -> float:
     """What is to be small, by the row's own samples."""
-    if report.objective == "memory" or row.screening is None:
+    if report.objective in ("memory", "cold_start") or row.screening is None:
         return cost(report, row)
     return statistics.median(row.screening.rounds(report.objective))
 
@@ -36,10 +39,11 @@ def near_best(report: Report) -> list[Row]:
     """The candidates to time again.
 
     Near the best by either measure: when eager itself wavers from one screening to the next, the
-    ratios of two candidates to it cannot be set against each other.
+    ratios of two candidates to it cannot be set against each other. Of those whose first answer is
+    asked for, and was not timed yet, nothing is known.
     """
     rows = eligible(report)
-    near: set[str] = set()
+    near = {row.strategy for row in rows if cost(report, row) == math.inf}
     for measure in (cost, _own_cost):
         limit = FINALIST_FACTOR * min((measure(report, row) for row in rows), default=0.0)
         near |= {row.strategy for row in rows if measure(report, row) <= limit}
@@ -59,7 +63,7 @@ def ranked(report: Report, rows: list[Row]) -> list[Row]:
 
 def _ties(report: Report, row: Row, best: Row) -> bool:
     """Whether a row is as good as the best, as far as these rounds can tell."""
-    if report.objective == "memory":
+    if report.objective in ("memory", "cold_start"):
         return cost(report, row) <= _WORTH_IT * cost(report, best)
     if row.final is not None and best.final is not None:
         # Set against each other directly: eager's noise would only widen both.

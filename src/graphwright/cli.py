@@ -1,4 +1,4 @@
-"""graphwright tune | check | strategies | report.
+"""graphwright tune | run | check | strategies | report.
 
 Exit codes: 0 done; 1 check has found what blocks or breaks a capture; 2 the command, the target or
 the model is wrong, said in one sentence; 130 interrupted, after what was known by then was printed.
@@ -6,6 +6,7 @@ the model is wrong, said in one sentence; 130 interrupted, after what was known 
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shlex
 import sys
@@ -71,7 +72,7 @@ _INPUTS = click.option(
 @click.option("--device", help="cpu, cuda or cuda:1; by default a GPU if there is one.")
 @click.option(
     "--objective",
-    type=click.Choice(["latency", "throughput", "memory"]),
+    type=click.Choice(["latency", "throughput", "memory", "cold_start"]),
     default="latency",
     show_default=True,
 )
@@ -98,6 +99,9 @@ _INPUTS = click.option(
 @click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Save all samples here.")
 @click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False), help="Save a table.")
 @click.option("--svg", "svg_file", type=click.Path(dir_okay=False), help="Save a picture.")
+@click.option(
+    "--save", "save_file", type=click.Path(dir_okay=False), help="Save the winner, for `run`."
+)
 def tune(
     target: str,
     inputs: Sequence[str],
@@ -114,6 +118,7 @@ def tune(
     json_file: str | None,
     markdown_file: str | None,
     svg_file: str | None,
+    save_file: str | None,
 ) -> None:
     """Try every way to run TARGET that this machine has, verify each, and name the best.
 
@@ -125,7 +130,7 @@ def tune(
     from .tuner import Tuning
 
     files = {"json": json_file, "markdown": markdown_file, "svg": svg_file}
-    _check_files(files)
+    _check_files(files | {"save": save_file})
     loaded = load_target(target, inputs, _device(device))
     tuning = Tuning(
         loaded.model,
@@ -155,15 +160,40 @@ def tune(
         ),
     )
     tuning.report.notes += loaded.notes
-    interrupted = False
-    with shown(True) as listener:
-        try:
-            tuning.run(listener)
-        except KeyboardInterrupt:
-            interrupted = True
+    tuned = None
+    with shown(True) as listener, contextlib.suppress(KeyboardInterrupt):
+        tuned = tuning.run(listener)
     _deliver(tuning.report, files)
-    if interrupted:
+    if tuned is None:
+        if save_file is not None:
+            click.echo("graphwright: interrupted, so that nothing was saved.", err=True)
         raise SystemExit(EXIT_INTERRUPTED)
+    if save_file is not None:
+        from .artifacts import save
+        from .report.table import memory
+
+        save(tuned, save_file)
+        click.echo(f"Saved as {save_file}, {memory(Path(save_file).stat().st_size)}.")
+
+
+@main.command()
+@click.argument("artifact", type=click.Path(dir_okay=False))
+@click.option("--model", "target", metavar="TARGET", help="The model that was tuned, as for tune.")
+@click.option("--trust", is_flag=True, help="Execute code that the file may hold.")
+@click.option("--device", help="cpu, cuda or cuda:1, for the model.")
+@click.option(
+    "--calls", type=click.IntRange(1), default=100, show_default=True, help="To time, of each call."
+)
+def run(artifact: str, target: str | None, trust: bool, device: str | None, calls: int) -> None:
+    """Load ARTIFACT, which `tune --save` wrote, and time its answers to its own sample inputs."""
+    from .running import show, tried
+    from .targets import load_target
+
+    place, model = None if device is None else _device(device), None
+    if target is not None:
+        place = place or _device(None)
+        model = load_target(target, (), place, inputs_needed=False).model
+    show(tried(Path(artifact), model, trust=trust, device=place, calls=calls))
 
 
 @main.command()
@@ -224,27 +254,50 @@ def report(file: str, markdown: bool, svg_file: str | None) -> None:
 def strategies(device: str | None) -> None:
     """List the strategies, which of them run here, and what would change that."""
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     from .strategies import COMPILERS, REWRITES, RUNNERS, probe
 
     place = _device(device)
     console = Console()
-    table = Table("strategy", "kind", "runs here", "why not, and what would change it")
-    kinds = (("rewrite", REWRITES), ("compiler", COMPILERS), ("runner", RUNNERS))
+    table = Table("strategy", "here", "loads with", "why not, and what would change it")
+    table.columns[0].no_wrap = table.columns[2].no_wrap = True
+    kinds = (("rewrites", REWRITES), ("compilers", COMPILERS), ("runners", RUNNERS))
     waiting = Console(stderr=True)
     with waiting.status("running a tiny model through each") as status:
         for kind, parts in kinds:
+            table.add_section()
+            table.add_row(kind, style="bold")
             for part in parts:
                 status.update(f"trying {part.name}")
                 found = probe(part, place)
-                text = " ".join(f"{t.rstrip('.')}." for t in (found.reason, found.remedy) if t)
-                style = None if found.available else "dim"
-                table.add_row(
-                    part.name, kind, "yes" if found.available else "no", text, style=style
-                )
+                told = [found.reason, found.remedy]
+                if unsavable := getattr(part, "unsavable", ""):
+                    told.append(f"Not to be saved: {unsavable}")
+                text = " ".join(f"{t.rstrip('.')}." for t in told if t)
+                answer, style = ("yes", None) if found.available else ("no", "dim")
+                needs = _needs(part) if kind == "compilers" else ""
+                table.add_row(f"  {part.name}", answer, needs, escape(text), style=style)
     console.print(table)
     console.print(f"device: {place}; combine parts as rewrite+compiler+runner.", style="dim")
+    console.print(
+        "What is saved loads with: nothing, as it was built; trust, as it is code; or the model, "
+        "when it is the choice, and is built again.",
+        style="dim",
+    )
+
+
+def _needs(compiler: Any) -> str:
+    """What `load` needs beside what was saved of a compiler."""
+    from .strategies.base import Loader
+
+    if hasattr(compiler, "unsavable"):
+        return "never"
+    if isinstance(compiler, Loader):
+        return "trust" if compiler.holds_code else "nothing"
+    # Caches of compilers are code as well.
+    return "model, trust" if hasattr(compiler, "warm") else "model"
 
 
 def _device(text: str | None) -> Any:
@@ -292,7 +345,8 @@ def _check_files(files: dict[str, str | None]) -> None:
         if name is None:
             continue
         path = Path(name).resolve()
-        place = path if path.exists() else path.parent
+        # What is saved replaces a file as a whole.
+        place = path if path.exists() and option != "save" else path.parent
         if not place.exists() or not os.access(place, os.W_OK):
             raise TargetError(
                 f"--{option} {name}: {place} does not exist or cannot be written to.",

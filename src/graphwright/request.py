@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from .filled import BucketedCall
     from .shapes.buckets import Buckets
 
-OBJECTIVES = ("latency", "throughput", "memory")
+OBJECTIVES = ("latency", "throughput", "memory", "cold_start")
+# Worth its time only where it is loaded: tried by default where that is what counts.
+_IF_LOADED = ("aot_inductor",)
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,9 @@ class Request:
         if isinstance(strategies, str):
             strategies = strategies.split(",")
         candidates = (
-            default_candidates(module, device, allow)
+            default_candidates(
+                module, device, allow, also=_IF_LOADED if objective == "cold_start" else ()
+            )
             if strategies is None
             else parse_candidates(strategies, allow)
         )

@@ -32,7 +32,9 @@ class Target:
     notes: tuple[str, ...] = ()
 
 
-def load_target(text: str, inputs: Sequence[str], device: torch.device) -> Target:
+def load_target(
+    text: str, inputs: Sequence[str], device: torch.device, *, inputs_needed: bool = True
+) -> Target:
     """Import, call and check TARGET: `path/file.py:name` or `package.module:name`.
 
     The name is a function that returns a model with or without its inputs, a module class, or a
@@ -57,7 +59,7 @@ def load_target(text: str, inputs: Sequence[str], device: torch.device) -> Targe
             f"{place} has no {name!r}.", remedy=f"It has: {', '.join(own) or 'nothing to call'}."
         ) from None
     given = tuple(parse_input(spec) for spec in inputs)
-    model, args, kwargs = _called(text, found, given)
+    model, args, kwargs = _called(text, found, given, inputs_needed)
     if given:
         args, kwargs = given, {}
     notes = []
@@ -96,7 +98,7 @@ def _import(place: str) -> ModuleType:
 
 
 def _called(
-    text: str, found: Any, given: tuple[torch.Tensor, ...]
+    text: str, found: Any, given: tuple[torch.Tensor, ...], needed: bool
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     result = found
     if not isinstance(found, nn.Module):
@@ -110,7 +112,7 @@ def _called(
                 f"{text}() fails: {first_line(error)}.", where=user_frame(error), remedy=remedy
             ) from error
     model, args, kwargs = _parts(text, result)
-    if not given and not args and not kwargs:
+    if needed and not given and not args and not kwargs:
         raise TargetError(
             f"{text} gives a model and no inputs.",
             remedy="Give one --input SHAPE:DTYPE an argument, for example --input 8x128:float32.",

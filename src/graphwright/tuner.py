@@ -18,6 +18,7 @@ import torch
 
 from . import choices
 from .choosing import near_best, ranked
+from .coldstart import ColdStarts
 from .errors import ModelFailed, in_words
 from .evaluation import Evaluator, Sample, status_of
 from .finals import Finals
@@ -47,7 +48,7 @@ from .watch import FunctionModule
 if TYPE_CHECKING:
     from .shapes.buckets import Buckets
 
-Objective = Literal["latency", "throughput", "memory"]
+Objective = Literal["latency", "throughput", "memory", "cold_start"]
 
 # Whether candidates are tried in processes of their own when tune() is not told.
 ISOLATED = True
@@ -104,8 +105,9 @@ def tune(
         pad: what they are filled up with, as `graph()` takes it.
         strategies: names such as "inductor+graph", strategies or candidates of your own; None
             tries all that usually pay. Eager is always added.
-        objective: "latency" (one synchronised call), "throughput" (calls issued back to back) or
-            "memory" (peak bytes).
+        objective: "latency" (one synchronised call), "throughput" (calls issued back to back),
+            "memory" (peak bytes) or "cold_start" (from the start of a process to the first right
+            answer, of what is loaded with `load` where it can be).
         tolerance: accepted error relative to the output's root mean square. None asks for a root
             mean square error of at most 3 times, and a largest error of at most 8 times, what
             eager itself has against float64.
@@ -241,6 +243,8 @@ class Tuning:
                 self.report.rows.append(row)
                 progress.row(row)
                 self._drop_the_beaten()
+        if self.asked.objective == "cold_start":
+            self._first_answers(progress)
         progress.step("finalists")
         self._final_rounds()
         chosen = self._choose()
@@ -312,6 +316,24 @@ class Tuning:
             del self._kept[name]
         if beaten:
             gc.collect()
+
+    def _first_answers(self, progress: Progress) -> None:
+        """Time from the start of a process to the first right answer of what is in the race."""
+        budget_s = self.asked.budget_s
+        starts = ColdStarts(
+            self.evaluator,
+            self._kept,
+            self._tuned,
+            self.asked.timeout_s,
+            None if budget_s is None else self._started + budget_s,
+        )
+        with starts:
+            for row in self.report.rows:
+                if row.status is Status.OK:
+                    progress.doing(f"first answer of {row.strategy}")
+                    starts.time(row, self._by_name[row.strategy])
+                    self._screening.repeatable(row)
+                    self._drop_the_beaten()
 
     def _final_rounds(self) -> None:
         """Time the finalists again, here and in common rounds with eager."""

@@ -8,7 +8,7 @@ from .table import closing, columns, explanations, ordered, shapes, title
 
 def to_markdown(report: Report) -> str:
     """Title, the table with all its columns, the choice, explanations and the machine."""
-    shown = columns()
+    shown = columns(report)
     lines = [f"### {title(report)}", ""]
     lines.append("| " + " | ".join(column.heading for column in shown) + " |")
     lines.append("| " + " | ".join("---" if i < 2 else "---:" for i in range(len(shown))) + " |")

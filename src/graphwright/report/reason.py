@@ -9,6 +9,8 @@ from .result import EAGER, Report, Row, Status
 
 def sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
     """Why this one, for a reader who looks at nothing else."""
+    if report.objective == "cold_start":
+        return _first_answer(report, chosen)
     what = {
         "latency": "the lowest latency",
         "throughput": "the highest throughput",
@@ -36,3 +38,20 @@ def sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
     if best is not chosen and report.objective != "memory":
         text += f"; {best.strategy} is not faster beyond the noise, and less simple"
     return text + "."
+
+
+def _first_answer(report: Report, chosen: Row) -> str:
+    """Why this one, where the first answer of a process is what counts."""
+    text = f"{chosen.strategy} was chosen"
+    late = len([row for row in report.rows if row.status is Status.NOT_TRIED])
+    untried = f" The budget did not suffice for {late} more." if late else ""
+    if chosen.cold_start_s is None:
+        return f"{text}: no first answer was timed.{untried}"
+    text += f": the earliest first answer: {chosen.cold_start_s:.1f} s from the start of a process"
+    eager = report.row(EAGER)
+    speed = report.speedup(chosen)
+    if chosen.strategy != EAGER and eager is not None and eager.cold_start_s is not None:
+        text += f", eager {eager.cold_start_s:.1f} s"
+    if chosen.strategy != EAGER and speed is not None:
+        text += f"; once it runs, {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast"
+    return f"{text}.{untried}"

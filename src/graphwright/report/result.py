@@ -47,7 +47,8 @@ class Row:
     with all other finalists and with the checks of a TunedModule; `bare`, of torch.compile's
     default among them, is the same without those checks, as a peer to compare with. Where there are
     several shapes, `by_shape` holds a row for each, and these figures are their means by the
-    shapes' weights. `repeat` tries this candidate alone again. Memory in bytes, times in seconds.
+    shapes' weights. `first_answers` are from the start of a process, `cold_start_s` the least of
+    them. `repeat` tries this candidate alone again. Memory in bytes, times in seconds.
     """
 
     strategy: str
@@ -65,6 +66,8 @@ class Row:
     bare: Measurement | None = None
     repeat: str = ""
     by_shape: dict[str, Row] = field(default_factory=dict)
+    cold_start_s: float | None = None
+    first_answers: list[float] = field(default_factory=list)
 
     def to_json(self) -> str:
         """The row as JSON, every raw sample included."""

@@ -32,16 +32,21 @@ def ordered(report: Report) -> list[Row]:
                 cost = row.measurement.back_to_back.median
         if report.objective == "memory":
             cost = float(row.peak_bytes or 0)
+        if report.objective == "cold_start":
+            cost = math.inf if row.cold_start_s is None else row.cold_start_s
         return _ORDER.index(row.status), cost
 
     return sorted(report.rows, key=key)
 
 
-def columns() -> list[Column]:
-    """All columns in the order they are shown."""
+def columns(report: Report) -> list[Column]:
+    """All columns that a report fills, in the order they are shown."""
+    timed = any(row.cold_start_s is not None for row in report.rows)
+    first = Column("first answer", lambda report, row: _seconds(row.cold_start_s), 0)
     return [
         Column("strategy", lambda report, row: row.strategy, 0),
         Column("status", lambda report, row: str(row.status), 0),
+        *([first] if timed else []),
         Column("latency", _latency, 0),
         Column("vs eager", lambda report, row: _speedup(report, row, EAGER), 0),
         Column("vs compile", lambda report, row: _speedup(report, row, COMPILE_DEFAULT), 1),
@@ -146,6 +151,11 @@ def closing(report: Report) -> list[str]:
     if peer is not None and peer.bare is not None:
         bare = duration(peer.bare.latencies.median)
         lines.append(f"torch.compile's default is compared without those checks: {bare}.")
+    if any(row.cold_start_s is not None for row in report.rows):
+        lines.append(
+            "First answer: from the start of a fresh process until it was right, the least of "
+            "some; what compiles found empty caches."
+        )
     saved = _saved(report)
     if saved:
         lines.append(f"Time that is saved against eager: {', '.join(saved)}.")

@@ -29,7 +29,7 @@ _WIDE = 160
 
 def render(report: Report, width: int) -> RenderableType:
     """The table with what belongs below it; columns that find no room are named there."""
-    shown = columns()
+    shown = columns(report)
     left_out: list[str] = []
     rows = ordered(report)
     while _width(report, rows, [c.heading for c in shown]) > width and len(shown) > 4:
@@ -72,7 +72,7 @@ def render(report: Report, width: int) -> RenderableType:
 
 def _width(report: Report, rows: list[Row], headings: list[str]) -> int:
     total = 1
-    for column in columns():
+    for column in columns(report):
         if column.heading in headings:
             cells = [len(column.cell(report, row)) for row in rows]
             total += max([len(column.heading), *cells]) + 3
@@ -84,7 +84,7 @@ def show(report: Report, console: Console | None = None) -> None:
     console = console or Console()
     if not console.is_terminal:
         rows = ordered(report)
-        needed = _width(report, rows, [column.heading for column in columns()])
+        needed = _width(report, rows, [column.heading for column in columns(report)])
         console = Console(file=console.file, width=max(_WIDE, needed))
     console.print(render(report, console.width))
 

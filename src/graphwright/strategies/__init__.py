@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import nn
@@ -77,10 +77,14 @@ _REWRITTEN = (eager.EAGER, fused.FUSED, torchscript.OPTIMIZE, inductor.INDUCTOR)
 
 
 def default_candidates(
-    model: nn.Module, device: torch.device, allow: Sequence[str]
+    model: nn.Module, device: torch.device, allow: Sequence[str], *, also: Collection[str] = ()
 ) -> list[Candidate]:
-    """What `tune` tries when it is not told, in the order of what it promises."""
+    """What `tune` tries when it is not told, in the order of what it promises.
+
+    `also` names what is tried on request only otherwise.
+    """
     left_out = _ON_REQUEST if device.type == "cuda" else _ON_REQUEST | _ON_GPUS
+    left_out = left_out.difference(also)
     plain = [Candidate(c) for c in COMPILERS if c.name not in left_out]
     graphs = [Candidate(c, runner=runners.GRAPH) for c in _UNDER_GRAPH]
     if device.type != "cuda":
