@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -11,13 +10,14 @@ import shutil
 import subprocess
 import sys
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+from chosen import choosing
 from torch import nn
 from torch.export import Dim
 
@@ -61,28 +61,12 @@ def net(device: torch.device = CPU, width: int = 8) -> tuple[nn.Module, torch.Te
     return model, torch.randn(2, 3, 8, 8, device=device)
 
 
-@contextlib.contextmanager
-def choosing(name: str) -> Iterator[None]:
-    """Have tune() choose a strategy, whatever its time is."""
-    with (
-        mock.patch("graphwright.tuner.ranked", lambda report, rows: _first(name, rows)),
-        mock.patch("graphwright.finals.near_best", lambda report: report.rows),
-        mock.patch("graphwright.tuner.near_best", lambda report: report.rows),
-        mock.patch("graphwright.evaluation._SLOWER", 1e9),
-        mock.patch.multiple("graphwright.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02),
-    ):
-        yield
-
-
-def _first(name: str, rows: list[gw.report.Row]) -> list[gw.report.Row]:
-    return sorted((r for r in rows if r.status == "ok"), key=lambda row: row.strategy != name)
-
-
 def tuned_with(
     name: str, model: Any, args: tuple[Any, ...], kwargs: Any = None, **options: Any
 ) -> gw.TunedModule:
     given = {"strategies": [name], "remember": False, "isolate": False, "progress": False}
-    with choosing(name):
+    quick = mock.patch.multiple("graphwright.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
+    with choosing(name), quick:
         tuned = gw.tune(model, args, kwargs, **given | options)
     row = tuned.report.row(name)
     assert row is not None

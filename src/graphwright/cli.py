@@ -292,7 +292,7 @@ def _needs(compiler: Any) -> str:
     """What `load` needs beside what was saved of a compiler."""
     from .strategies.base import Loader
 
-    if hasattr(compiler, "unsavable"):
+    if getattr(compiler, "unsavable", None) is not None:
         return "never"
     if isinstance(compiler, Loader):
         return "trust" if compiler.holds_code else "nothing"
