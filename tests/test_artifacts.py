@@ -430,6 +430,49 @@ def tree_naming(kind: str) -> Callable[[Path], None]:
     return damage
 
 
+def in_graph(path: Path, change: Callable[[str], str]) -> None:
+    def inner(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        name = "strategy/0/graph.json"
+        members[name] = change(members[name].decode()).encode()
+
+    rewritten(path, inner)
+
+
+BOMB = "__import__('os').system('touch $BOMB')"
+
+
+def graph_renamed(path: Path) -> None:
+    """A placeholder's name becomes an argument of a function; here one with a default."""
+    in_graph(path, lambda text: text.replace("arg0_1", f"arg0_1={BOMB}"))
+
+
+def graph_with_keyword(path: Path) -> None:
+    in_graph(path, lambda text: text.replace('{"dict": {}}', f'{{"dict": {{"x={BOMB}, y": 1}}}}'))
+
+
+def facts_without(name: str) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            members = {n: archive.read(n) for n in archive.namelist()}
+        manifest = json.loads(members["manifest.json"])
+        del manifest[name], manifest["digest"]
+        manifest["digest"] = container._digest(manifest)
+        members["manifest.json"] = json.dumps(manifest).encode()
+        with zipfile.ZipFile(path, "w") as archive:
+            for n, data in members.items():
+                archive.writestr(n, data)
+
+    return damage
+
+
+def no_samples(path: Path) -> None:
+    def change(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        known = json.loads(members["evidence.json"])
+        members["evidence.json"] = json.dumps(known | {"samples": []}).encode()
+
+    rewritten(path, change)
+
+
 def as_directory(path: Path) -> None:
     path.unlink()
     path.mkdir()
@@ -482,9 +525,24 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "evidence of nothing": (in_place_of("evidence.json", b"[]"), "evidence makes no sense"),
     "a report of nothing": (in_place_of("report.json", b"{}"), "no report of graphwright tune"),
-    "no operation": (graph_naming("os.system"), "no operation of tensors"),
-    "an operation that reads files": (graph_naming("aten.from_file.default"), "no operation of"),
-    "an operation of TorchScript's": (graph_naming("aten.save.default"), "no operation of tensors"),
+    "no operation": (graph_naming("os.system"), "may not check what they are given: os.system"),
+    "an operation that reads files": (graph_naming("aten.from_file.default"), "aten.from_file"),
+    "an operation of TorchScript's": (graph_naming("aten.save.default"), "aten.save.default"),
+    "a name that is Python": (graph_renamed, ""),
+    "a keyword that is Python": (graph_with_keyword, "could not be loaded|makes no sense"),
+    "an operation that looks beyond its memory": (
+        graph_naming("aten._reshape_alias.default"),
+        "operations that may not check.*_reshape_alias",
+    ),
+    "an operation of which nothing is known": (
+        graph_naming("aten.fbgemm_linear_fp16_weight.default"),
+        r"may not check.*fbgemm.*\n.*trust=True",
+    ),
+    "no list of members": (facts_without("members"), "lists no members|lacks|makes no sense"),
+    "no word on purity": (facts_without("pure"), "makes no sense: 'pure'"),
+    "ranges that are none": (told(ranges=[["q", 0, 5, 1, 2]]), "a range of sizes is none"),
+    "ranges of what has none": (told(ranges=[[0, 0, "b", 1, 9]]), "answers no ranges of sizes"),
+    "evidence of no sample": (no_samples, "there are no samples"),
     "a class elsewhere": (tree_naming("this.That"), "made of this.That, which is not imported"),
 }
 
@@ -499,8 +557,11 @@ def test_damage_is_told_and_nothing_is_executed(
     shutil.copy(saved, path)
     damage, text = DAMAGE[kind]
     damage(path)
-    with pytest.raises(gw.ArtifactError, match=text):
-        gw.load(path)
+    if not text:
+        gw.load(path)  # What it was about is of no consequence.
+    else:
+        with pytest.raises(gw.ArtifactError, match=text):
+            gw.load(path)
     assert not (tmp_path / "bomb").exists()
     # Nor is anything left behind.
     assert {file.name for file in tmp_path.iterdir()} <= {"net.gw"}
@@ -552,6 +613,91 @@ def test_what_cannot_be_saved_says_so(tmp_path: Path) -> None:
     with pytest.raises(gw.ArtifactError, match="changed after it was tuned"):
         gw.save(tuned, tmp_path / "net.gw")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_was_loaded_follows_the_model_that_was_passed(tmp_path: Path) -> None:
+    model, x = net()
+    gw.save(tuned_with("torchscript", model, (x,)), tmp_path / "net.gw")
+    tuned = gw.load(tmp_path / "net.gw", model, trust=True)
+    with torch.no_grad():
+        model.head.weight.add_(1.0)
+    same(tuned(x), model(x))
+    assert tuned.calls == {"eager: the module changed": 1}
+
+
+def test_weights_that_were_changed_since_are_not_saved(tmp_path: Path) -> None:
+    model, x = net()
+    tuned = tuned_with("eager:no_grad", model, (x,))
+    with torch.no_grad():
+        model.head.bias.add_(1.0)
+    with pytest.raises(gw.ArtifactError, match=r"head\.bias holds other values"):
+        gw.save(tuned, tmp_path / "net.gw")
+
+
+def test_other_settings_are_refused_by_name(saved: Path) -> None:
+    with torch.autocast("cpu", torch.bfloat16):
+        with pytest.raises(gw.ArtifactError, match="autocast on the CPU was False and is"):
+            gw.load(saved)
+    torch.use_deterministic_algorithms(True)
+    try:
+        with pytest.raises(
+            gw.ArtifactError, match=r"deterministic_algorithms was False and is True"
+        ):
+            gw.load(saved)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(
+    "name", ["onnxruntime", pytest.param("aot_inductor", marks=pytest.mark.long)]
+)
+def test_a_range_goes_no_further_than_what_was_verified(name: str) -> None:
+    class Branches(nn.Module):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+            y = x * 3
+            return (y * 2 if x.shape[0] == 1 else y), y[:8], x[:8]
+
+    model, x = Branches().eval(), torch.randn(8, 4)
+    options = {
+        "dynamic_shapes": ({0: Dim("b", min=1, max=32)},),
+        "buckets": gw.Buckets(b=[4, 8]),
+    }
+    quick = mock.patch.multiple("graphwright.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
+    given = {"strategies": [name], "remember": False, "isolate": False, "progress": False}
+    with choosing(name), quick:
+        tuned = gw.tune(model, (x,), **given, **options)
+    for size in (1, 3, 4, 6, 8, 9, 20):
+        x = torch.randn(size, 4)
+        for mine, right in zip(tuned(x), model(x), strict=True):
+            torch.testing.assert_close(mine, right)
+
+
+def test_an_expanded_buffer_gets_its_values_and_a_refused_model_keeps_its_own(
+    tmp_path: Path,
+) -> None:
+    class Expanded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("shift", torch.randn(1, 4).expand(3, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + self.shift
+
+    model, x = Expanded().eval(), torch.randn(3, 4)
+    gw.save(tuned_with("fused", model, (x,)), tmp_path / "m.gw")
+    other = Expanded().eval()
+    torch.testing.assert_close(gw.load(tmp_path / "m.gw", other)(x), model(x))
+    torch.testing.assert_close(other(x), model(x))
+
+
+def test_results_that_json_would_change_are_refused(tmp_path: Path) -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> Any:
+            return {("a", "b"): x * 2}
+
+    with pytest.raises(gw.ArtifactError, match="structure of the results"):
+        gw.save(tuned_with("fused", Odd().eval(), (torch.randn(3),)), tmp_path / "m.gw")
 
 
 # Parts.

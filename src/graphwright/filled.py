@@ -163,22 +163,30 @@ class BucketedCall:
         return {words(bucket): unflatten(subject.at(bucket), subject.spec) for bucket in points}
 
     def ranges(self) -> tuple[Range, ...] | None:
-        """The sizes of the call's dimensions, from the least that may come to the largest.
+        """The sizes of the call's dimensions, from the smallest bucket to the largest.
 
-        None where a dimension follows from another one, or a tensor is not contiguous.
+        What is built for a range is verified at the buckets: beyond them nothing is known. None
+        where a dimension follows from another one, a tensor is not contiguous, or two share memory.
         """
         subject, dimensions = self._kind.subject, self._bucketing.dimensions
-        args, kwargs = unflatten(subject.at(self._bucketing.buckets.points[-1]), subject.spec)
+        points = self._bucketing.buckets.points
+        args, kwargs = unflatten(subject.at(points[-1]), subject.spec)
         leaves, _ = flatten(args, kwargs)
+        if CallSignature.of(args, kwargs).aliases:
+            return None
+        names = self._bucketing.buckets.names
+        ends = {
+            name: (min(p[i] for p in points), max(p[i] for p in points))
+            for i, name in enumerate(names)
+        }
         found = []
         for index, axes in enumerate(dimensions.axes(args, kwargs)):
             if axes and not leaves[index].is_contiguous():
                 return None
             for axis, size in axes.items():
-                bounds = dimensions.bounds[size.name]
                 if (size.factor, size.offset) != (1, 0):
                     return None
-                found.append(Range(index, axis, size.name, bounds.low, bounds.high))
+                found.append(Range(index, axis, size.name, *ends[size.name]))
         return tuple(found)
 
     def weights(self, given: Any) -> list[float] | None:

@@ -18,14 +18,14 @@ class Range:
         axis: which dimension of it.
         name: of the dimension.
         low: smallest size.
-        high: largest size; None for no limit.
+        high: largest size.
     """
 
     leaf: int
     axis: int
     name: str
     low: int
-    high: int | None
+    high: int
 
 
 @dataclass(frozen=True)
@@ -73,9 +73,8 @@ class RangedSignature:
             expected = list(mine[0])
             for each in own:
                 n = expected[each.axis] = shape[each.axis]
-                if n < each.low or (each.high is not None and n > each.high):
-                    top = "" if each.high is None else f" to {each.high}"
-                    return f"{each.name} is {n}; what was built answers {each.low}{top}"
+                if not each.low <= n <= each.high:
+                    return f"{each.name} is {n}; what was built answers {each.low} to {each.high}"
                 if sizes.setdefault(each.name, n) != n:
                     return f"{each.name} is both {sizes[each.name]} and {n}"
             known = [mine[1], _contiguous(expected), *mine[3:]]

@@ -116,6 +116,25 @@ def _kind(tensor: torch.Tensor) -> str:
     return "a lazily conjugated or negated tensor (see torch.resolve_conj, torch.resolve_neg)"
 
 
+# What `switches` gives, by name.
+SWITCHES = (
+    "autocast on the CPU",
+    "autocast on CUDA",
+    "the default dtype",
+    "torch.use_deterministic_algorithms",
+    "torch.backends.mkldnn.enabled",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cuda.matmul.fp32_precision",
+    "torch.backends.cudnn.conv.fp32_precision",
+    "torch.backends.mkldnn.matmul.fp32_precision",
+    "torch.backends.cuda.flash_sdp",
+    "torch.backends.cuda.mem_efficient_sdp",
+    "torch.backends.cuda.math_sdp",
+    "torch.backends.cuda.cudnn_sdp",
+)
+
+
 def switches() -> tuple[Any, ...]:
     """The global switches that change which kernels a call runs or what they compute.
 

@@ -168,6 +168,17 @@ class State:
                 self._parameters[name].copy_(self._weights[name])
         return found[0] if found else None
 
+    def changed(self) -> str | None:
+        """The name of a tensor that holds other values than it did, or None; it is left so."""
+        found = [n for n, value in self._sums().items() if value != self._checksums[n]]
+        found += [
+            name
+            for name, (holder, key, _) in self._places.items()
+            if not isinstance(holder.get(key), torch.Tensor)
+            or not same_bits(holder[key], self._kept[name])
+        ]
+        return found[0] if found else None
+
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters and buffers by name."""
         return [*self._parameters.items(), *((n, t) for n, (_, _, t) in self._places.items())]

@@ -152,7 +152,10 @@ def tree_text(spec: pytree.TreeSpec) -> str:
         ArtifactError: it has a node of a class that PyTorch does not know by name.
     """
     try:
-        return pytree.treespec_dumps(spec)
+        text = pytree.treespec_dumps(spec)
+        if pytree.treespec_loads(text) != spec:
+            raise ValueError("it comes back as another one")
+        return text
     except Exception as error:
         raise ArtifactError(
             f"The structure of the results cannot be written down: {error}.",

@@ -15,10 +15,11 @@ import re
 import shutil
 import tempfile
 import zipfile
+import zlib
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from ..errors import ArtifactError
@@ -116,7 +117,7 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
                 manifest = _manifest(path, archive)
         except FileNotFoundError as error:
             raise ArtifactError(f"There is no file {path}.") from error
-        except zipfile.BadZipFile as error:
+        except (*_BROKEN, ValueError) as error:
             raise ArtifactError(
                 f"{path.name} is no artifact, or is cut short: {error}.", remedy=_REMEDY
             ) from error
@@ -134,14 +135,21 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
+# What zipfile raises where bytes of an archive are other ones.
+_BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error)
+
+
 def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
+    infos = archive.infolist()
+    if any(info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1 for info in infos):
+        raise ArtifactError(f"{path.name} was packed by something else, or is damaged.")
     try:
         found = json.loads(archive.read(MANIFEST))
     except KeyError as error:
         raise ArtifactError(
             f"{path.name} is a ZIP archive without a manifest: no artifact of graphwright's."
         ) from error
-    except (ValueError, RecursionError, zipfile.BadZipFile) as error:
+    except (ValueError, *_BROKEN) as error:
         raise ArtifactError(
             f"The manifest of {path.name} is damaged: {error}.", remedy=_REMEDY
         ) from error
@@ -157,7 +165,12 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
         raise ArtifactError(
             f"The manifest of {path.name} is damaged: its digest is another one.", remedy=_REMEDY
         )
-    infos = archive.infolist()
+    members = found.get("members")
+    if not isinstance(members, dict) or not all(map(_is_listed, members.values())):
+        raise ArtifactError(f"The manifest of {path.name} makes no sense: it lists no members.")
+    folders = {str(parent) for name in members for parent in PurePosixPath(name).parents}
+    if folders & set(members):
+        raise ArtifactError(f"{path.name} has a member that is a folder of another one.")
     there, listed = [info.filename for info in infos], [MANIFEST, *found["members"]]
     for name in listed:
         if name not in there:
@@ -167,9 +180,16 @@ def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
         raise ArtifactError(f"{path.name} has members that it does not list: {', '.join(more)}.")
     if not all(map(_NAME.fullmatch, there)):
         raise ArtifactError(f"{path.name} has members whose names lead elsewhere.")
-    if any(info.compress_type != zipfile.ZIP_STORED for info in infos):
-        raise ArtifactError(f"{path.name} was packed by something else: it is compressed.")
     return found
+
+
+def _is_listed(entry: Any) -> bool:
+    return (
+        isinstance(entry, list)
+        and len(entry) == 2
+        and type(entry[0]) is int
+        and isinstance(entry[1], str)
+    )
 
 
 def _checked(path: Path, name: str, manifest: dict[str, Any], folder: Path, left_out: bool) -> None:
@@ -190,7 +210,7 @@ def _checked(path: Path, name: str, manifest: dict[str, Any], folder: Path, left
                 length += len(chunk)
                 if out is not None:
                     out.write(chunk)
-        except (zipfile.BadZipFile, NotImplementedError, OSError, EOFError, RuntimeError) as error:
+        except (*_BROKEN, OSError) as error:
             raise ArtifactError(
                 f"The member {name} of {path.name} is damaged: {error}.", remedy=_REMEDY
             ) from error

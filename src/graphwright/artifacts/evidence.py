@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def write(folder: Path, samples: Sequence[Sample], device: torch.device) -> None
                 "spec": tree_text(ref.cases[0].eager.spec),
                 "eager_error": {n: [e.rms, e.max] for n, e in ref.eager_error.items()},
                 "aliases": sorted(ref.aliases),
-                "tolerance": ref.tolerance,
+                "tolerance": None if ref.tolerance is None else float(ref.tolerance),
                 "tf32": ref.tf32,
             }
         )
@@ -78,17 +79,22 @@ def read(folder: Path, module: nn.Module, device: torch.device, *, imports: bool
     try:
         known = json.loads((folder / _FILE).read_bytes())
         state = State(module)
-        return [_sample(each, tensors, state, imports) for each in known["samples"]]
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise ArtifactError(f"The evidence makes no sense: {error!r}.") from error
+        samples = [_sample(each, tensors, state, imports) for each in known["samples"]]
+        if not samples:
+            raise ValueError("there are no samples")
+        return samples
+    except ArtifactError:
+        raise
+    except Exception as error:  # Whatever the text makes of it.
+        raise ArtifactError(f"The evidence makes no sense: {error!r:.200}.") from error
 
 
 def device_type(folder: Path) -> str:
     """The kind of device that the samples were on."""
     try:
         return str(json.loads((folder / _FILE).read_bytes())["device"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise ArtifactError(f"The evidence makes no sense: {error!r}.") from error
+    except Exception as error:
+        raise ArtifactError(f"The evidence makes no sense: {error!r:.200}.") from error
 
 
 def _sample(known: Any, tensors: dict[str, torch.Tensor], state: State, imports: bool) -> Sample:
@@ -96,11 +102,15 @@ def _sample(known: Any, tensors: dict[str, torch.Tensor], state: State, imports:
     cases = []
     for case in known["cases"]:
         parts = {n: unpacked(v, tensors) for n, v in case.items() if n != "name"}
+        if not isinstance(parts["args"], tuple) or not isinstance(parts["kwargs"], dict):
+            raise ValueError("the arguments are none")
         call = Call(str(case["name"]), parts["args"], parts["kwargs"])
         outcome = Outcome(spec, parts["outputs"], parts["inputs"], parts["buffers"])
         cases.append(Case(call, outcome, parts["exact"]))
     errors = {n: ErrorMeasure(float(r), float(m)) for n, (r, m) in known["eager_error"].items()}
     aliases = frozenset((str(a), str(b)) for a, b in known["aliases"])
     tolerance, tf32 = known["tolerance"], bool(known["tf32"])
+    if tolerance is not None and not (type(tolerance) is float and math.isfinite(tolerance)):
+        raise ValueError(f"the tolerance is {tolerance!r}")
     ref = Reference(cases, state, errors, aliases, tolerance, tf32)
     return Sample(str(known["name"]), float(known["weight"]), cases[0].call, ref)

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ArtifactError, GraphwrightError, SignatureError, in_words
+from ..errors import ArtifactError, GraphwrightError, SignatureError, first_line, in_words
 from ..evaluation import Sample
 from ..ranges import Range, RangedSignature
 from ..report import Report
 from ..report.environment import environment
 from ..report.result import EAGER
-from ..signature import CallSignature, switches
+from ..signature import SWITCHES, CallSignature, switches
 from ..snapshots import run, same_bits
-from ..storage import read_tensors
+from ..storage import read_tensors, unpacked
 from ..strategies import LOSSY, Built, Candidate, parse_candidates
 from ..strategies.base import Loader
 from ..tuned import Origin, TunedModule, assembled
@@ -78,10 +78,16 @@ class _Loading:
             self.report = Report.from_json((folder / REPORT).read_text(encoding="utf-8"))
             (self.candidate,) = parse_candidates([facts["strategy"]], LOSSY)
             self.saved_on = dict(facts["environment"])
-            self.ranges = tuple(Range(*each) for each in facts["ranges"])
-        except (GraphwrightError, KeyError, TypeError, ValueError, OSError) as error:
+            self.ranges = tuple(_range(*each) for each in facts["ranges"])
+            if self.ranges and not hasattr(self.candidate.compiler, "dynamic_shapes"):
+                raise ValueError(f"{self.candidate.name} answers no ranges of sizes")
+            self.loader = self.candidate.loader if facts["loads"] else None
+            self.pure, self.quiet = bool(facts["pure"]), bool(facts["quiet"])
+            self._refuse_switches()
+        except ArtifactError:
+            raise
+        except (GraphwrightError, LookupError, TypeError, ValueError, OSError) as error:
             raise ArtifactError(f"{file.name} makes no sense: {error}.") from error
-        self.loader = self.candidate.loader if facts["loads"] else None
         stored = any(name.startswith(f"{STRATEGY}/") for name in facts["members"])
         code = stored and getattr(self.candidate.compiler, "holds_code", True)
         if code and not trust:
@@ -91,10 +97,31 @@ class _Loading:
                 remedy="Load with trust=True (--trust) if it comes from someone whose code you "
                 "would run.",
             )
+        doubtful = getattr(self.candidate.compiler, "doubtful", None)
+        if stored and doubtful is not None and not trust:
+            self._refuse_doubtful(doubtful)
         self.model = model
         self.module = _module_for(model)
         self.device = self._device()
         self.notes: list[str] = []
+
+    def _refuse_doubtful(self, doubtful: Callable[[Path], str | None]) -> None:
+        """Refuse what is data, and may do harm nevertheless."""
+        self.members.ready()
+        for place in sorted((self.folder / STRATEGY).iterdir()):
+            try:
+                found = doubtful(place)
+            except Exception as error:
+                raise ArtifactError(
+                    f"{self.file.name} makes no sense: {self.candidate.name} could not be loaded: "
+                    f"{first_line(error)}."
+                ) from error
+            if found is not None:
+                raise ArtifactError(
+                    f"{self.file.name} holds {found}.",
+                    remedy="Load with trust=True (--trust) if it comes from someone whose code "
+                    "you would run.",
+                )
 
     def _device(self) -> torch.device:
         saved = evidence.device_type(self.folder)
@@ -114,8 +141,9 @@ class _Loading:
         """What was saved; else built again; else eager."""
         if self.model is None:
             return self._verified(self._samples())
-        before = self._give_weights()
+        before: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
+            self._give_weights(before)
             samples = self._samples()
             eager, builts = self._eager(samples)
             problem = _wrong(eager, builts, samples, thorough=False)
@@ -129,7 +157,7 @@ class _Loading:
         except BaseException:
             with torch.no_grad():
                 for tensor, values in before:
-                    tensor.copy_(values)
+                    _put(tensor, values)
             raise
 
     def _samples(self) -> list[Sample]:
@@ -177,14 +205,22 @@ class _Loading:
         """What differs between the machine and versions of then and now, in words."""
         now = environment(self.device)
         left_out = ("threads", "cores", "python")
-        found = [
+        return [
             f"{name} was {self.saved_on.get(name, 'none')} and is {now.get(name, 'none')}"
             for name in sorted({*now, *self.saved_on})
             if name not in left_out and now.get(name) != self.saved_on.get(name)
         ]
-        if repr(switches()) != self.facts.get("switches"):
-            found.append("switches of torch.backends or the default dtype are set otherwise")
-        return found
+
+    def _refuse_switches(self) -> None:
+        """What was built computes as it was set then, and is taken for calls of that kind alone."""
+        saved = unpacked(self.facts["switches"], {})
+        pairs = zip(SWITCHES, saved, switches(), strict=True)
+        found = [f"{name} was {a} and is {b}" for name, a, b in pairs if a != b]
+        if found:
+            raise ArtifactError(
+                f"{self.file.name} was saved under other settings: {', '.join(found)}.",
+                remedy="Set them as they were, then load it, and call it under them.",
+            )
 
     def _belongs_elsewhere(self, loader: Loader) -> bool:
         now = environment(self.device)
@@ -193,10 +229,10 @@ class _Loading:
     def _why_rebuilt(self) -> str:
         return f", since {', '.join(self.changes)}" if self.changes else ""
 
-    def _give_weights(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    def _give_weights(self, before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
         """Put the saved weights into the model, which has to be of the same architecture.
 
-        Returns the tensors that had other values, with these.
+        `before` gets the tensors that had other values, with these.
         """
         self.members.ready(WEIGHTS)
         mine = weights_of(self.module)
@@ -214,14 +250,12 @@ class _Loading:
                 f"{'; '.join(wrong[:4])}{'; …' * (len(wrong) > 4)}.",
                 remedy="Pass the model that was tuned, in its dtype.",
             )
-        before = []
         with torch.no_grad():
             for name, tensor in mine.items():
                 values = saved[name].to(tensor.device)
                 if not same_bits(tensor, values):
                     before.append((tensor, tensor.clone()))
-                    tensor.copy_(values)
-        return before
+                    _put(tensor, values)
 
     def _as_saved(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
         # What answers a range of sizes was built for the last, which is the largest.
@@ -262,7 +296,6 @@ class _Loading:
         calls = [sample.call for sample in samples]
         ranges = self.ranges if builts[0] is builts[-1] else ()
         signatures = [CallSignature.of(call.args, call.kwargs) for call in calls]
-        pure, quiet = bool(self.facts["pure"]), bool(self.facts["quiet"])
         if isinstance(self.module, _Absent):  # Before it is watched.
             ranged = [RangedSignature(signatures[-1], ranges)] if ranges else []
             self.module.signatures = ranged or signatures
@@ -271,8 +304,8 @@ class _Loading:
             self.report,
             signatures,
             Origin(candidate, builts, samples, self.device, ranges),
-            pure=pure,
-            quiet=quiet,
+            pure=self.pure,
+            quiet=self.quiet,
             loaded=self.notes or [_AS_SAVED],
         )
 
@@ -301,6 +334,21 @@ def _wrong(
         if not verdict.ok:
             return verdict.reason
     return None
+
+
+def _range(leaf: Any, axis: Any, name: Any, low: Any, high: Any) -> Range:
+    if not isinstance(name, str) or any(type(n) is not int for n in (leaf, axis, low, high)):
+        raise ValueError("a range of sizes is none")
+    return Range(leaf, axis, name, low, high)
+
+
+def _put(tensor: torch.Tensor, values: torch.Tensor) -> None:
+    """Copy values into a tensor; what is expanded gets each of them once."""
+    for dim, step in enumerate(tensor.stride()):
+        if not step:
+            some = min(1, tensor.shape[dim])
+            tensor, values = tensor.narrow(dim, 0, some), values.narrow(dim, 0, some)
+    tensor.copy_(values)
 
 
 def _compiled() -> int:

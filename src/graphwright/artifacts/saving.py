@@ -14,7 +14,7 @@ from torch import nn
 from ..errors import ArtifactError, StrategyFailed
 from ..report.environment import environment
 from ..signature import switches
-from ..storage import write_tensors
+from ..storage import packed, write_tensors
 from ..strategies import is_ours
 from ..tuned import TunedModule
 from . import container, evidence
@@ -47,6 +47,9 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             remedy="Save what tune() itself returned.",
         )
     change = None if tuned._choice.watch is None else tuned._choice.watch.changed()
+    if change is None:
+        name = origin.samples[0].reference.state.changed()
+        change = None if name is None else f"{name} holds other values"
     if change is not None:
         raise ArtifactError(
             f"The model was changed after it was tuned: {change}.", remedy="Tune it again."
@@ -90,7 +93,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             "pure": tuned._choice.pure,
             "quiet": tuned._choice.quiet,
             "environment": environment(device),
-            "switches": repr(switches()),
+            "switches": packed(switches(), {}, ""),
             "ranges": [dataclasses.astuple(each) for each in origin.ranges],
         }
         container.write(target, folder, facts)

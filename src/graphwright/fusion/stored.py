@@ -1,12 +1,15 @@
 """A graph of operations as JSON and tensors, and back; reading executes and imports nothing.
 
-What can be named in it are PyTorch's operations of tensors and our own, with plain values.
+What can be named in it are PyTorch's operations of tensors and our own, with plain values. Some of
+PyTorch's trust their arguments: those that are known to check them are listed here, and `unlisted`
+names the others in a graph.
 """
 
 from __future__ import annotations
 
 import functools
 import operator
+import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -18,8 +21,36 @@ from .nodes import constant, finished
 
 Json = Any
 _NAMESPACES = ("aten", "mkldnn", "graphwright")
-# They are operations too, and reach beyond tensors.
-_REFUSED = ("from_file", "save", "print", "warn")
+# They are operations too, and reach beyond tensors, or beyond the memory of one.
+_REFUSED = re.compile(
+    "from_file|save|print|warn|.*unsafe.*|.*as_strided.*|_?reshape_alias.*|set|set_.*|resize.*|"
+    ".*storage.*|.*nested_view.*|.*from_blob.*|frombuffer"
+)
+# PyTorch's that check what they are given: what inference is made of.
+_NAMES = """
+abs acos adaptive_avg_pool1d adaptive_avg_pool2d adaptive_max_pool2d add addbmm addcdiv
+addcmul addmm addmm_activation alias all amax amin and any arange argmax argmin argsort asin
+atan atan2 avg_pool1d avg_pool2d avg_pool3d baddbmm batch_norm bitwise_and bitwise_not
+bitwise_or bmm cat ceil celu chunk clamp clamp_max clamp_min clone concat constant_pad_nd
+contiguous conv1d conv2d conv3d conv_transpose1d conv_transpose2d copy cos cosh
+cudnn_convolution_add_relu cudnn_convolution_relu cummax cumprod cumsum detach diagonal div
+dot dropout einsum elu embedding empty empty_like empty_strided eq erf exp expand expand_as
+expm1 fill flatten flip floor floor_divide fmod full full_like gather ge gelu glu group_norm
+gru gt hardsigmoid hardswish hardtanh index index_select instance_norm interpolate isfinite
+isinf isnan layer_norm le leaky_relu lift_fresh lift_fresh_copy linear log log10 log1p log2
+log_sigmoid log_softmax logical_and logical_not logical_or logical_xor logsumexp lstm lt
+masked_fill matmul max max_pool1d max_pool2d maximum mean meshgrid min minimum mish mm movedim
+mul mv narrow native_group_norm native_layer_norm ne neg new_empty new_empty_strided new_full
+new_ones new_zeros norm one_hot ones ones_like or outer pad permute pixel_shuffle pow prelu
+prod reciprocal reflection_pad2d relu relu6 remainder repeat repeat_interleave
+replication_pad2d reshape rms_norm rnn_relu rnn_tanh roll rot90 round rsqrt rsub scalar_tensor
+scaled_dot_product_attention scatter scatter_add select selu sigmoid sign silu sin sinh slice
+softmax softmax_backward softplus softsign sort split split_with_sizes sqrt square squeeze
+stack std sub sum swapaxes t tan tanh tensor_split tile to to_copy topk transpose tril triu
+true_divide type_as unbind unflatten unfold unsqueeze upsample_bicubic2d upsample_bilinear2d
+upsample_nearest2d var var_mean view view_as where xor zeros zeros_like
+"""
+_LISTED = frozenset(_NAMES.split())
 _PACKED_CONVOLUTION = "mkldnn._convolution_pointwise"
 # The kinds of plain objects that a graph's arguments name: by their names in torch.
 _NAMED: dict[str, type] = {
@@ -67,10 +98,11 @@ def read(
     module, graph = torch.nn.Module(), fx.Graph()
     known: dict[str, fx.Node] = {}
     try:
-        for entry in nodes:
-            name, op = str(entry["name"]), entry["op"]
+        for number, entry in enumerate(nodes):
+            # FX makes Python of names: none of the file's gets into it.
+            name, op, own = str(entry["name"]), entry["op"], f"value_{number}"
             if op == "placeholder":
-                node = graph.placeholder(name)
+                node = graph.placeholder(own)
             elif op == "get_attr":
                 tensor = tensors[name].to(device)
                 if "packed" in entry:
@@ -78,14 +110,18 @@ def read(
                     groups, sizes = int(entry["packed"][3]), [int(n) for n in entry["packed"][4]]
                     reorder = torch.ops.mkldnn._reorder_convolution_weight
                     tensor = reorder(tensor, *how, groups, sizes)
-                module.register_buffer(name, tensor, persistent=False)
-                node = graph.get_attr(name)
+                module.register_buffer(own, tensor, persistent=False)
+                node = graph.get_attr(own)
                 if "packed" in entry:
                     node.meta["packed"] = entry["packed"]
             elif op == "call_function":
                 args, kwargs = (_value(entry[n], known, device) for n in ("args", "kwargs"))
-                getitem = entry["target"] == "getitem"
-                target = operator.getitem if getitem else _operation(str(entry["target"]))
+                target: Any = operator.getitem
+                if entry["target"] != "getitem":
+                    target = _operation(str(entry["target"]))
+                formal = {a.name for a in target._schema.arguments} if kwargs else set()
+                if not set(kwargs) <= formal:
+                    raise ValueError(f"{target} has no arguments {', '.join(set(kwargs) - formal)}")
                 node = graph.call_function(target, args, kwargs)
             elif op == "output":
                 node = graph.output(_value(entry["args"], known, device)[0])
@@ -103,7 +139,8 @@ def _operation(name: str) -> Callable[..., Any]:
     """An operation of tensors by its name."""
     parts = name.split(".")
     found: Any = None
-    if len(parts) == 3 and parts[0] in _NAMESPACES and parts[1].strip("_") not in _REFUSED:
+    refused = len(parts) == 3 and parts[0] == "aten" and _REFUSED.fullmatch(parts[1].strip("_"))
+    if len(parts) == 3 and parts[0] in _NAMESPACES and not refused:
         qualified = f"{parts[0]}::{parts[1]}" + ("" if parts[2] == "default" else f".{parts[2]}")
         # What TorchScript alone knows as an operation may do anything.
         if qualified in _known():
@@ -113,6 +150,23 @@ def _operation(name: str) -> Callable[..., Any]:
             f"{name!r} is no operation of tensors that may stand in a stored graph"
         )
     return found
+
+
+def unlisted(nodes: Sequence[Json]) -> list[str]:
+    """The operations of PyTorch's that a graph names and of which nothing is known."""
+    named = {str(entry.get("target", "getitem")) for entry in nodes}
+    parts = [name.split(".") for name in sorted(named)]
+    return [
+        ".".join(each)
+        for each in parts
+        if each[0] != "graphwright" and each[0] != "getitem" and not _is_listed(each)
+    ]
+
+
+def _is_listed(parts: Sequence[str]) -> bool:
+    if parts[0] == "mkldnn":
+        return parts[1:2] == ["_convolution_pointwise"]
+    return parts[0] == "aten" and len(parts) == 3 and parts[1].strip("_") in _LISTED
 
 
 @functools.cache

@@ -211,7 +211,8 @@ class Candidate:
 
         `dynamic_shapes` is torch.export's.
         """
-        if self.runner is not None or not hasattr(self.compiler, "dynamic_shapes"):
+        alone = self.runner is None and self.rewrite is None
+        if not alone or not hasattr(self.compiler, "dynamic_shapes"):
             return None
         compiler: Any = self.compiler
         return replace(self, compiler=replace(compiler, dynamic_shapes=dynamic_shapes))
@@ -236,6 +237,7 @@ class Candidate:
         try:
             assert self.loader is not None
             built = self.loader.load(folder, args, kwargs)
+            built.holds_weights = True  # Whatever the strategy: they are the file's.
             if self.rewrite is not None:
                 built.call = self.rewrite.finish(results)(without_grad(built.call))
             if self.runner is not None:

@@ -62,6 +62,16 @@ class FusedCompiler:
         save = functools.partial(_save, fused.call) if isinstance(fused.call, GraphCall) else None
         return Built(fused.call, notes, holds_weights=True, plain=True, save=save)
 
+    def doubtful(self, folder: Path) -> str | None:
+        """What a saved graph has that is not known to be harmless, in words; None where all is."""
+        from ..fusion.stored import unlisted
+
+        found = unlisted(json.loads((folder / _GRAPH).read_bytes())["nodes"])
+        return (
+            f"operations that may not check what they are given: {', '.join(found)}" * bool(found)
+            or None
+        )
+
     def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
         """The graph that was saved, with its constants.
 

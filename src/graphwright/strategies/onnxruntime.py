@@ -115,11 +115,13 @@ class OnnxRuntime:
         same: dict[int, tuple[str, int]] = {}
         results: dict[int, Result] = {}
         for number, output in enumerate(outputs):
-            twin = _twin(output, samples)
+            # At another size a part of a tensor need not be all of it.
+            exact = self.dynamic_shapes is not None
+            twin = _twin(output, samples, exact=exact)
             if twin is not None:
                 same[number] = ("input", twin)
                 continue
-            twin = _twin(output, outputs[:number])
+            twin = _twin(output, outputs[:number], exact=exact)
             if twin is not None:
                 same[number] = ("output", twin)
             else:
@@ -270,11 +272,15 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _twin(tensor: torch.Tensor, others: Sequence[torch.Tensor]) -> int | None:
-    """Which of some tensors is the same one: the same elements in the same memory."""
+def _twin(tensor: torch.Tensor, others: Sequence[torch.Tensor], *, exact: bool) -> int | None:
+    """Which of some tensors is the same one: the same elements in the same memory.
+
+    Or, if `exact`, the very same object.
+    """
     for index, other in enumerate(others):
         if tensor is other or (
-            tensor.numel()
+            not exact
+            and tensor.numel()
             and tensor.data_ptr() == other.data_ptr()
             and Result.of(tensor) == Result.of(other)
         ):
