@@ -71,7 +71,10 @@ SAMPLES: dict[str, tuple[Callable[..., Any], torch.Tensor]] = {
     "odd strides": (lambda m, x: x * 2, torch.randn(24).as_strided((4, 1, 3), (6, 7, 1))),
     "empty": (lambda m, x: x * 2, torch.randn(0, 3)),
     "scalar": (lambda m, x: x * 2, torch.tensor(3.0)),
-    "made on the way": (lambda m, x: x + torch.arange(4) + torch.tensor(1.5), torch.randn(3, 4)),
+    "made on the way": (
+        lambda m, x: x + torch.arange(4, device=x.device) + torch.tensor(1.5),
+        torch.randn(3, 4),
+    ),
     "int to float": (lambda m, x: x / 2, torch.arange(4)),
 }
 
@@ -122,7 +125,9 @@ def test_layers_that_take_other_ways_than_their_operations(
     model, x = model.eval().to(device), x.to(device)
     with torch.no_grad():
         expected = model(x)
-    torch.testing.assert_close(XLA.build(model, (x,), {}).call(x), expected)
+    # On a GPU eager itself computes recurrent layers in TF32.
+    near = {"rtol": 1e-2, "atol": 1e-3} if device.type == "cuda" else {}
+    torch.testing.assert_close(XLA.build(model, (x,), {}).call(x), expected, **near)
 
 
 @works
