@@ -94,21 +94,21 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 # Each strategy, in another process.
 
 LOADED = """
-import sys, torch, graphwright as gw
+import json, sys, torch, graphwright as gw
 from pathlib import Path
-folder, trust, device = Path(sys.argv[1]), sys.argv[2] == "trust", sys.argv[3]
-model = None
-if sys.argv[4] == "model":
-    sys.path.insert(0, sys.argv[5])
-    from test_artifacts import Net
-    torch.manual_seed(1)
-    model = Net().eval().to(device)
-tuned = gw.load(folder / "net.gw", model, trust=trust)
-x = torch.load(folder / "x.pt", map_location=device)
-torch.save(tuned(x, scale=3.0), folder / "y.pt")
+folder, device, tests, known = Path(sys.argv[1]), sys.argv[2], sys.argv[3], json.loads(sys.argv[4])
+sys.path.insert(0, tests)
+x, told = torch.load(folder / "x.pt", map_location=device), {}
+for name, (trust, needs_model) in known.items():
+    model = None
+    if needs_model:
+        from test_artifacts import Net
+        model = Net().eval().to(device)
+    tuned = gw.load(folder / name / "net.gw", model, trust=trust)
+    torch.save(tuned(x, scale=3.0), folder / name / "y.pt")
+    told[name] = [dict(tuned.calls), tuned._choice.loaded]
 from torch._dynamo.utils import counters
-compiled = counters["inductor"]["fxgraph_cache_miss"]
-print(dict(tuned.calls), compiled, "| ".join(tuned._choice.loaded))
+print(json.dumps([told, counters["inductor"]["fxgraph_cache_miss"]]))
 """
 STRATEGIES = {
     # The name, whether it needs trust, whether it needs the model.
@@ -134,47 +134,47 @@ def saved_net(name: str, device: str, folder: str) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", STRATEGIES)
-def test_a_strategy_is_the_same_in_another_process(
-    name: str, tmp_path: Path, device: torch.device
-) -> None:
-    if name.endswith("+graph") and device.type == "cpu":
-        return  # Not to be chosen there.
-    trust, needs_model = STRATEGIES[name]
+def test_each_strategy_is_the_same_in_another_process(tmp_path: Path, device: torch.device) -> None:
+    names = [n for n in STRATEGIES if not (n.endswith("+graph") and device.type == "cpu")]
+    tests = str(Path(__file__).parent)
+    paths = os.pathsep.join([tests, *filter(None, sys.path)])
+    variables = os.environ | {"PYTHONPATH": paths}
+    for name in names:
+        (tmp_path / name).mkdir()
+    # Its cache is found by all of torch.compile's options, which other strategies change here.
+    mine = variables | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "mine")}
+    for name in filter(lambda name: name.startswith("inductor"), names):
+        given = repr((name, str(device), str(tmp_path / name)))
+        code = f"import test_artifacts; test_artifacts.saved_net(*{given})"
+        subprocess.run([sys.executable, "-c", code], env=mine, check=True)
     model, x = net(device)
-    if name.startswith("inductor"):
-        # Its cache is found by all of torch.compile's options, which other strategies change here.
-        code = (
-            f"import test_artifacts as t; t.saved_net({name!r}, {str(device)!r}, {str(tmp_path)!r})"
-        )
-        mine = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "mine")}
-        paths = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
-        environment = os.environ | mine | {"PYTHONPATH": paths}
-        subprocess.run([sys.executable, "-c", code], env=environment, check=True)
-    else:
-        saved_net(name, str(device), str(tmp_path))
-    if trust:
-        with pytest.raises(gw.ArtifactError, match=r"is code.*\n.*trust=True"):
-            gw.load(tmp_path / "net.gw", model)
-    if needs_model:
-        with pytest.raises(gw.ArtifactError, match=r"built from the model"):
-            gw.load(tmp_path / "net.gw", trust=True)
+    for name in names:
+        if not name.startswith("inductor"):
+            saved_net(name, str(device), str(tmp_path / name))
+        trust, needs_model = STRATEGIES[name]
+        if trust:
+            with pytest.raises(gw.ArtifactError, match=r"is code.*\n.*trust=True"):
+                gw.load(tmp_path / name / "net.gw", model)
+        if needs_model:
+            with pytest.raises(gw.ArtifactError, match=r"built from the model"):
+                gw.load(tmp_path / name / "net.gw", trust=True)
     torch.save(x, tmp_path / "x.pt")
+    known = json.dumps({name: STRATEGIES[name] for name in names})
     result = subprocess.run(
-        [
-            *(sys.executable, "-c", LOADED, str(tmp_path), "trust" if trust else "", str(device)),
-            *("model" if needs_model else "", str(Path(__file__).parent)),
-        ],
-        env=os.environ | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "other")},
+        [sys.executable, "-c", LOADED, str(tmp_path), str(device), tests, known],
+        env=variables | {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "other")},
         capture_output=True,
         text=True,
     )
     assert result.returncode == 0, result.stderr
-    told = result.stdout.splitlines()[-1]
-    assert "{'tuned': 1} 0" in told, told  # Nothing went to eager, nothing was compiled.
-    assert ("as it was saved" in told) is not needs_model
-    with torch.no_grad():
-        same(torch.load(tmp_path / "y.pt", map_location=device), model(x, scale=3.0))
+    told, compiled = json.loads(result.stdout.splitlines()[-1])
+    assert compiled == 0
+    for name in names:
+        calls, how = told[name]
+        assert calls == {"tuned": 1}, name  # Nothing went to eager.
+        assert (how == ["as it was saved"]) is not STRATEGIES[name][1], name
+        with torch.no_grad():
+            same(torch.load(tmp_path / name / "y.pt", map_location=device), model(x, scale=3.0))
 
 
 @pytest.mark.parametrize(
@@ -649,7 +649,7 @@ def test_other_settings_are_refused_by_name(saved: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["onnxruntime", pytest.param("aot_inductor", marks=pytest.mark.long)]
+    "name", ["onnxruntime", pytest.param("aot_inductor", marks=pytest.mark.gpu)]
 )
 def test_a_range_goes_no_further_than_what_was_verified(name: str) -> None:
     class Branches(nn.Module):

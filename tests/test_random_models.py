@@ -16,7 +16,7 @@ import graphwright as gw
 from graphwright.fusion import Pass, epilogues, fusing, layout
 from graphwright.fusion.epilogues import EPILOGUES
 
-MODELS = 60
+MODELS = 48
 
 # Steps from images of (2, 8, 8, 8) to such images. In braces: {a} and {b}, images that are there.
 STEPS = (
