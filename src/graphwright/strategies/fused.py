@@ -67,10 +67,9 @@ class FusedCompiler:
         from ..fusion.stored import unlisted
 
         found = unlisted(json.loads((folder / _GRAPH).read_bytes())["nodes"])
-        return (
-            f"operations that may not check what they are given: {', '.join(found)}" * bool(found)
-            or None
-        )
+        if not found:
+            return None
+        return f"operations that may not check what they are given: {', '.join(found)}"
 
     def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
         """The graph that was saved, with its constants.
