@@ -47,6 +47,7 @@ LIMIT_S, CANDIDATE_S = 240, 100
 OF_COMPILED, BEYOND_EAGER_S = 0.25, 1.5
 ROUNDS = 2
 MAIN = Path(__file__)
+ANSWERED = "answered"  # A line by itself.
 
 
 def measure(name: str, device: torch.device, *, quick: bool) -> Figures:
@@ -79,6 +80,7 @@ def measure(name: str, device: torch.device, *, quick: bool) -> Figures:
 def first_answers(name: str, path: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds from the start of a process to its first right answer, by what gives it, in turns."""
     found: dict[str, list[float]] = {}
+    command = [sys.executable, str(MAIN), name, str(path)]
     with tempfile.TemporaryDirectory() as caches:
         for number in range(rounds):
             for way in ("eager", "saved", "inductor, cold", "inductor, warm"):
@@ -88,15 +90,25 @@ def first_answers(name: str, path: Path, rounds: int) -> dict[str, list[float]]:
                 if way.startswith("inductor"):
                     variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(caches) / "inductor")
                     variables["TRITON_CACHE_DIR"] = str(Path(caches) / "triton")
-                command = [sys.executable, str(MAIN), name, str(path), "--first", way]
-                began = time.perf_counter()
-                subprocess.run(command, env=variables, check=True, capture_output=True)
-                found.setdefault(way, []).append(time.perf_counter() - began)
+                seconds = _answered([*command, "--first", way], variables)
+                found.setdefault(way, []).append(seconds)
     return found
 
 
+def _answered(command: Sequence[str], variables: dict[str, str]) -> float:
+    """Seconds from a process's start until it says that it has its answer."""
+    began = time.perf_counter()
+    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        said = any(line.strip() == ANSWERED for line in process.stdout)
+        seconds = time.perf_counter() - began
+    if not said:
+        raise RuntimeError(f"{' '.join(command)} gave no answer")
+    return seconds
+
+
 def first_answer(name: str, path: Path, way: str) -> None:
-    """Give one right answer; this process ends at once."""
+    """Give one right answer, say so, and end at once."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with torch.no_grad():
         if way == "saved":
@@ -112,7 +124,7 @@ def first_answer(name: str, path: Path, way: str) -> None:
             model(*args, **kwargs)
         if device.type == "cuda":
             torch.cuda.synchronize()
-    sys.stdout.flush()
+    print(ANSWERED, flush=True)
     os._exit(0)  # What the process clears up is no part of the answer.
 
 

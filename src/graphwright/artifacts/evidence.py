@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import TreeSpec
 
 from ..accuracy import ErrorMeasure
 from ..errors import ArtifactError
@@ -75,11 +76,13 @@ def read(folder: Path, module: nn.Module, device: torch.device, *, imports: bool
     Raises:
         ArtifactError: they cannot be made of it.
     """
-    tensors = read_tensors(folder / _TENSORS, device)
     try:
         known = json.loads((folder / _FILE).read_bytes())
-        state = State(module)
-        samples = [_sample(each, tensors, state, imports) for each in known["samples"]]
+        # Before a GPU is waited for: it may import what takes as long to.
+        specs = [tree_of(each["spec"], imports=imports) for each in known["samples"]]
+        tensors = read_tensors(folder / _TENSORS, device)
+        pairs, state = zip(known["samples"], specs, strict=True), State(module)
+        samples = [_sample(each, spec, tensors, state) for each, spec in pairs]
         if not samples:
             raise ValueError("there are no samples")
         return samples
@@ -97,8 +100,9 @@ def device_type(folder: Path) -> str:
         raise ArtifactError(f"The evidence makes no sense: {error!r:.200}.") from error
 
 
-def _sample(known: Any, tensors: dict[str, torch.Tensor], state: State, imports: bool) -> Sample:
-    spec = tree_of(known["spec"], imports=imports)
+def _sample(
+    known: Any, spec: TreeSpec, tensors: dict[str, torch.Tensor], state: State
+) -> Sample:
     cases = []
     for case in known["cases"]:
         parts = {n: unpacked(v, tensors) for n, v in case.items() if n != "name"}

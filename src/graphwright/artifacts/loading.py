@@ -27,6 +27,7 @@ from ..verification import compare, verify
 from ..watch import FunctionModule
 from . import container, evidence
 from .saving import REPORT, STRATEGY, WEIGHTS, weights_of
+from .starting import begun
 
 
 def load(
@@ -104,6 +105,8 @@ class _Loading:
         self.module = _module_for(model)
         self.device = self._device()
         self.notes: list[str] = []
+        prepare = getattr(self.candidate.compiler, "prepare", None)
+        self.started = begun(self.device, *([] if prepare is None else [prepare]))
 
     def _refuse_doubtful(self, doubtful: Callable[[Path], str | None]) -> None:
         """Refuse what is data, and may do harm nevertheless."""
@@ -166,6 +169,7 @@ class _Loading:
     def _verified(self, samples: list[Sample]) -> TunedModule:
         """The first way that gives what was saved."""
         self.members.ready()
+        self.started()
         self.changes = self._changes()
         tries: list[tuple[str, Callable[[Sequence[Sample]], tuple[Candidate, list[Built]]]]] = []
         if self.loader is not None and not self._belongs_elsewhere(self.loader):

@@ -71,6 +71,10 @@ class FusedCompiler:
             return None
         return f"operations that may not check what they are given: {', '.join(found)}"
 
+    def prepare(self) -> None:
+        """Begin what the first kernel in a process waits for."""
+        prepare_triton().join()
+
     def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
         """The graph that was saved, with its constants.
 
