@@ -209,7 +209,10 @@ def to_markdown(result: Figures) -> str:
 
 
 def benchmark(out: Path, only: Sequence[str], *, quick: bool, commit: str) -> int:
-    """Measure all models and write after each; the number that failed or missed a target."""
+    """Measure models and write after each; the number that failed or missed a target.
+
+    Others that the file has already, of the same commit and machine, are kept.
+    """
     from processes import figures_of
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -224,6 +227,10 @@ def benchmark(out: Path, only: Sequence[str], *, quick: bool, commit: str) -> in
     }
     out.mkdir(parents=True, exist_ok=True)
     where = out / "engines.json"
+    if where.exists():
+        earlier = json.loads(where.read_text(encoding="utf-8"))
+        if all(earlier[key] == result[key] for key in ("commit", "quick", "environment")):
+            result["models"] = earlier["models"]
     for name in only or cases.MODELS:
         began = time.perf_counter()
         found = figures_of("engines.py", name, ["--quick"] * quick, LIMIT_S)

@@ -9,6 +9,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
@@ -23,8 +24,10 @@ from torch.export import Dim
 
 import graphwright as gw
 from graphwright.artifacts import container
+from graphwright.artifacts.starting import begun
 from graphwright.fusion.stored import read, stored
 from graphwright.storage import packed, read_tensors, tree_of, unpacked, write_tensors
+from graphwright.strategies import parse_candidates
 
 CPU = torch.device("cpu")
 
@@ -135,7 +138,11 @@ def saved_net(name: str, device: str, folder: str) -> None:
 
 @pytest.mark.long
 def test_each_strategy_is_the_same_in_another_process(tmp_path: Path, device: torch.device) -> None:
-    names = [n for n in STRATEGIES if not (n.endswith("+graph") and device.type == "cpu")]
+    candidates = parse_candidates(STRATEGIES, ())
+    names = [c.name for c in candidates if c.availability(device).available]
+    # All but those that want a GPU, or the build of ONNX Runtime that goes with one.
+    optional = "+graph" if device.type == "cpu" else "onnxruntime"
+    assert {name for name in STRATEGIES if not name.endswith(optional)} <= set(names)
     tests = str(Path(__file__).parent)
     paths = os.pathsep.join([tests, *filter(None, sys.path)])
     variables = os.environ | {"PYTHONPATH": paths}
@@ -762,3 +769,11 @@ def test_a_graph_comes_back_from_json() -> None:
     nodes, tensors = stored(traced.graph)
     again = traced.call(read(json.loads(json.dumps(nodes)), tensors, CPU))
     assert torch.equal(again(x), work(x))
+
+
+def test_what_fails_while_cuda_starts_fails_where_it_is_wanted() -> None:
+    came: list[int] = []
+    wait = begun(torch.device("cuda"), lambda: 1 / 0, lambda: came.append(threading.get_ident()))
+    wait()
+    assert came
+    assert came != [threading.get_ident()]

@@ -100,9 +100,7 @@ def device_type(folder: Path) -> str:
         raise ArtifactError(f"The evidence makes no sense: {error!r:.200}.") from error
 
 
-def _sample(
-    known: Any, spec: TreeSpec, tensors: dict[str, torch.Tensor], state: State
-) -> Sample:
+def _sample(known: Any, spec: TreeSpec, tensors: dict[str, torch.Tensor], state: State) -> Sample:
     cases = []
     for case in known["cases"]:
         parts = {n: unpacked(v, tensors) for n, v in case.items() if n != "name"}

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import re
 import threading
 import warnings
 import weakref
@@ -38,8 +39,9 @@ _SMALL = 1 << 20
 # Parts of the memory that the allocator holds: what is much to be unused, and by how much it has to
 # have grown since something was handed back.
 _MUCH, _MORE = 0.25, 0.02
-# cudaErrorStreamCaptureInvalidated: what an operation reports that finds the capture broken.
-_BROKEN_BY_OTHERS = "previous error during capture"
+# cudaErrorStreamCaptureInvalidated: what an operation reports that finds the capture broken. And
+# what the attempt after it was told once, not again in many runs; giving up clears that too.
+_BROKEN_BY_OTHERS = re.compile("previous error during capture|already recording to mempool_id")
 
 
 # Streams and workspaces that no recorder uses, by device.
@@ -394,7 +396,7 @@ class CudaRecorder:
                 _end(graph)
             except BaseException as error:
                 self._abandon(graph, pool, users, others)
-                if isinstance(error, RuntimeError) and _BROKEN_BY_OTHERS in str(error):
+                if isinstance(error, RuntimeError) and _BROKEN_BY_OTHERS.search(str(error)):
                     raise Interrupted(
                         "Another thread has broken the capture.",
                         remedy="Synchronise and allocate on other threads before or after it.",
