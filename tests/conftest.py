@@ -29,7 +29,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.get_closest_marker("long") is None)
+    # Long ones first; last what takes a process's gradients on a GPU away (docs/strategies.md).
+    items.sort(key=lambda item: ("xla" in item.nodeid, item.get_closest_marker("long") is None))
     if torch.cuda.is_available():
         return
     for item in items:

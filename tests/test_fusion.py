@@ -1192,6 +1192,14 @@ def test_gradients_are_not_lost() -> None:
     assert fused.calls == {"eager: gradients are wanted": 1}
 
 
+def test_what_is_fused_can_be_captured_while_gradients_are_on(device: torch.device) -> None:
+    model, x = nn.Linear(4, 4).eval().to(device), torch.randn(3, 4, device=device)
+    call = fusing.fused_call(model, (x,), {}, fusing.PASSES, check=False).call
+    assert torch.is_grad_enabled()
+    with gw.capture(call, x) as graph:
+        torch.testing.assert_close(graph(x), model(x).detach())
+
+
 def test_it_is_a_module_like_the_original() -> None:
     model, x = resnet(), torch.randn(2, 3, 32, 32)
     fused = gw.fuse(model, (x,))

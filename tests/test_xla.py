@@ -19,11 +19,21 @@ from torch import nn
 from graphwright.errors import StrategyFailed
 from graphwright.strategies import parse_candidates, probe
 from graphwright.strategies.foreign import Expected
-from graphwright.strategies.xla import XLA, Unusable, Xla, load
+from graphwright.strategies.xla import NO_GRADIENTS, XLA, Unusable, Xla, load
 
 CPU = torch.device("cpu")
-FOUND = probe(XLA, CPU)
-works = pytest.mark.skipif(not FOUND.available, reason=f"{FOUND.reason}. {FOUND.remedy}")
+# Not asked when tests are collected: the answer changes the process that gives it.
+works = pytest.mark.usefixtures("usable")
+
+
+@pytest.fixture
+def usable() -> None:
+    """Skip where XLA cannot be used."""
+    before = torch.random.get_rng_state()
+    found = probe(XLA, CPU)
+    assert torch.equal(torch.random.get_rng_state(), before)
+    if not found.available:
+        pytest.skip(f"{found.reason}. {found.remedy}")
 
 
 class Of(nn.Module):
@@ -261,6 +271,16 @@ def test_torch_compile_still_works_beside_torchax(device: torch.device) -> None:
     x = torch.randn(2, 4, device=device)
     model = nn.Linear(4, 4).eval().to(device)
     torch.testing.assert_close(candidate.build(model, (x,), {}).call(x), model(x).detach())
+
+
+@works
+@pytest.mark.gpu
+def test_that_it_costs_the_process_its_gradients_is_told() -> None:
+    x = torch.randn(3, 4, device="cuda", requires_grad=True)
+    built = XLA.build(nn.Linear(4, 4).eval().to("cuda"), (x.detach(),), {})
+    assert NO_GRADIENTS in built.notes
+    with pytest.raises(RuntimeError, match="jax devices"):
+        (x * 2).sum().backward()
 
 
 @works

@@ -178,8 +178,8 @@ def tidied(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def finished(graph: fx.GraphModule) -> fx.GraphModule:
-    """Dead nodes and unused constants gone, and the code made."""
-    return fx.GraphModule(tidied(graph), graph.graph)
+    """Dead nodes and unused constants gone, and the code made: for inference, in eval mode."""
+    return fx.GraphModule(tidied(graph), graph.graph).eval()
 
 
 def leaf_names(node: fx.Node) -> str:
