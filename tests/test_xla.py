@@ -111,6 +111,13 @@ def test_results_are_eager_s_in_value_dtype_strides_and_tree(
 
 
 @works
+def test_weights_of_two_names_are_one(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4)).eval().to(device)
+    model[2].weight, x = model[0].weight, torch.randn(3, 4, device=device)
+    torch.testing.assert_close(XLA.build(model, (x,), {}).call(x), model(x).detach())
+
+
+@works
 def test_arguments_by_name_and_plain_arguments(device: torch.device) -> None:
     x = torch.randn(3, 4, device=device)
     call, expected = build(

@@ -104,7 +104,11 @@ class _Program:
         self._expected = expected = Expected.of(model, args, kwargs)
         leaves, spec = flatten(args, kwargs)
         self._slots = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        self._weights = [_shared(jax, weight, device) for weight in weights.values()]
+        # A weight of several names is one: torch refuses to tell apart what is tied.
+        distinct = {id(weight): weight for weight in weights.values()}
+        position = {known: i for i, known in enumerate(distinct)}
+        places = {name: position[id(weight)] for name, weight in weights.items()}
+        self._weights = [_shared(jax, weight, device) for weight in distinct.values()]
         plain = [None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
         env = _environment(torchax)
         seed = env.prng_key
@@ -117,7 +121,7 @@ class _Program:
             for slot, tensor in zip(self._slots, given, strict=True):
                 row[slot] = tensor
             mine, named = unflatten(row, spec)
-            state = dict(zip(weights, held, strict=True))
+            state = {name: held[place] for name, place in places.items()}
             # What the model makes without naming a device is JAX's as well.
             with torch.no_grad(), env, torch.device("jax"):
                 outputs = torch.func.functional_call(model, state, mine, named, strict=False)
