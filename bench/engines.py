@@ -128,11 +128,14 @@ def first_answer(name: str, path: Path, way: str) -> None:
     os._exit(0)  # What the process clears up is no part of the answer.
 
 
-def ratio(report: Report, row: Row) -> float | None:
-    """A way's time over eager's, in turns with it."""
-    if row.screening is None or row.baseline is None:
-        return None
-    return statistics.median(row.screening.ratios(row.baseline, "latency"))
+def _cell(row: Row | None) -> str:
+    """A way's time in ms, and over eager's where it was measured in turns with it."""
+    if row is None or row.screening is None:
+        return "–"
+    own = f"{statistics.median(row.screening.rounds('latency')) * 1e3:.3f}"
+    if row.baseline is None or row.strategy == "eager":
+        return own
+    return f"{own} ({statistics.median(row.screening.ratios(row.baseline, 'latency')):.2f})"
 
 
 def targets(result: Figures) -> list[Figures]:
@@ -160,13 +163,13 @@ def targets(result: Figures) -> list[Figures]:
 
 
 def to_markdown(result: Figures) -> str:
-    """A row a model: eager's time, and each way's share of it."""
+    """A row a model: each way's time, and its share of eager's."""
     where = result["environment"]
     ways = WAYS["cuda" if "gpu" in where else "cpu"]
     place = where.get("gpu", f"{where['processor']}, {where['threads']} threads")
     lines = [
-        f"Share of eager's time, in turns with it, synchronised calls; eager's in ms ({place}, "
-        f"PyTorch {where['torch']}). Each was verified against float64.",
+        f"Milliseconds of a synchronised call ({place}, PyTorch {where['torch']}), and the share of "
+        "eager's, in turns with it. Each was verified against float64.",
         "",
         f"| model | eager | {' | '.join(ways)} | chosen |",
         "| --- |" + " ---: |" * (len(ways) + 1) + " --- |",
@@ -177,17 +180,11 @@ def to_markdown(result: Figures) -> str:
             whys.setdefault(f"not measured: {model.get('failed', '?')}", []).append(name)
             continue
         report = Report.from_json(json.dumps(model["report"]))
-        eager = report.row("eager")
-        assert eager is not None
-        own = None
-        if eager.screening is not None:
-            own = statistics.median(eager.screening.rounds("latency"))
-        cells = ["–" if own is None else f"{own * 1e3:.3f}"]
-        for way in ways:
+        cells = []
+        for way in ("eager", *ways):
             row = report.row(way)
-            share = None if row is None else ratio(report, row)
             bad = row is not None and row.status not in ("ok", "slower")
-            cells.append(f"*{row.status}*" if row and bad else f"{share:.2f}" if share else "–")
+            cells.append(f"*{row.status}*" if row and bad else _cell(row))
             if row is not None and bad:
                 whys.setdefault(f"`{way}`, {row.status}: {row.reason}", []).append(name)
             for note in row.notes if row is not None and "onnx" in way else ():
