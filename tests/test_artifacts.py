@@ -548,6 +548,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no list of members": (facts_without("members"), "lists no members|lacks|makes no sense"),
     "no word on purity": (facts_without("pure"), "makes no sense: 'pure'"),
     "ranges that are none": (told(ranges=[["q", 0, 5, 1, 2]]), "a range of sizes is none"),
+    "weights in a file that is none": (
+        told(shared_weights={"head.weight": ["strategy/../../x.safetensors", "head.weight"]}),
+        "it has no file",
+    ),
+    "weights in a file of another kind": (
+        told(shared_weights={"head.weight": ["weights.safetensors", "head.weight"]}),
+        "it has no file",
+    ),
     "ranges of what has none": (told(ranges=[[0, 0, "b", 1, 9]]), "answers no ranges of sizes"),
     "evidence of no sample": (no_samples, "there are no samples"),
     "a class elsewhere": (tree_naming("this.That"), "made of this.That, which is not imported"),
@@ -588,6 +596,27 @@ def test_other_weights_are_noticed(saved: Path, tmp_path: Path) -> None:
         gw.load(path, Rows().eval())
     other_weights(path)
     with pytest.raises(gw.ArtifactError, match="computes something else than the one"):
+        gw.load(path, Net().eval())
+
+
+def test_weights_that_are_in_the_graph_are_stored_once(saved: Path, tmp_path: Path) -> None:
+    def held(file: str) -> dict[str, torch.Tensor]:
+        with zipfile.ZipFile(saved) as archive:
+            (tmp_path / "t.safetensors").write_bytes(archive.read(file))
+        return read_tensors(tmp_path / "t.safetensors")
+
+    with zipfile.ZipFile(saved) as archive:
+        shared = json.loads(archive.read("manifest.json"))["shared_weights"]
+    model = net()[0]
+    assert {"head.weight", "head.bias"} <= set(shared)  # The norm is folded into the convolution.
+    assert set(held("weights.safetensors")) == {*model.state_dict()} - set(shared)
+    for name, (file, inner) in shared.items():
+        assert torch.equal(held(file)[inner], model.state_dict()[name])
+    path = tmp_path / "net.gw"
+    shutil.copy(saved, path)
+    lost = {"head.weight": ["strategy/0/constants.safetensors", "nothing"]}
+    rewritten(path, lambda members, manifest: manifest.update(shared_weights=lost))
+    with pytest.raises(gw.ArtifactError, match=r"it lacks head\.weight"):
         gw.load(path, Net().eval())
 
 

@@ -5,6 +5,8 @@ Reading executes nothing and imports nothing, unless a tree's own class is asked
 
 from __future__ import annotations
 
+import ctypes
+import hashlib
 import importlib
 import json
 from collections.abc import Mapping, Sequence
@@ -61,6 +63,13 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
     except Exception as error:  # Whatever safetensors makes of it.
         raise ArtifactError(f"{path.name} holds no tensors that can be read: {error}.") from error
     return found
+
+
+def digest_of(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
+    """What two tensors have in common that hold the same bits in the same places."""
+    dense = tensor.detach().contiguous().cpu()
+    content = (ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()) if dense.nbytes else b""
+    return str(dense.dtype), tuple(dense.shape), hashlib.sha256(content).digest()
 
 
 def _laid_out(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +82,7 @@ class _Loading:
             self.ranges = tuple(_range(*each) for each in facts["ranges"])
             if self.ranges and not hasattr(self.candidate.compiler, "dynamic_shapes"):
                 raise ValueError(f"{self.candidate.name} answers no ranges of sizes")
+            self.shared = dict(_shared(facts["shared_weights"], facts["members"]))
             self.loader = self.candidate.loader if facts["loads"] else None
             self.pure, self.quiet = bool(facts["pure"]), bool(facts["quiet"])
             self._refuse_switches()
@@ -238,9 +239,7 @@ class _Loading:
 
         `before` gets the tensors that had other values, with these.
         """
-        self.members.ready(WEIGHTS)
-        mine = weights_of(self.module)
-        saved = read_tensors(self.folder / WEIGHTS)
+        mine, saved = weights_of(self.module), self._saved_weights()
         wrong = [f"it has no {name}" for name in saved if name not in mine]
         wrong += [f"{name} was not saved" for name in mine if name not in saved]
         wrong += [
@@ -260,6 +259,16 @@ class _Loading:
                 if not same_bits(tensor, values):
                     before.append((tensor, tensor.clone()))
                     _put(tensor, values)
+
+    def _saved_weights(self) -> dict[str, torch.Tensor]:
+        """All of them: those that the strategy has too are in its files alone."""
+        files = {WEIGHTS, *(file for file, _ in self.shared.values())}
+        self.members.ready(*files)
+        known = {file: read_tensors(self.folder / file) for file in files}
+        lost = [name for name, (file, inner) in self.shared.items() if inner not in known[file]]
+        if lost:
+            raise ArtifactError(f"{self.file.name} makes no sense: it lacks {', '.join(lost)}.")
+        return known[WEIGHTS] | {n: known[file][inner] for n, (file, inner) in self.shared.items()}
 
     def _as_saved(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
         # What answers a range of sizes was built for the last, which is the largest.
@@ -338,6 +347,14 @@ def _wrong(
         if not verdict.ok:
             return verdict.reason
     return None
+
+
+def _shared(given: Any, members: Any) -> Iterator[tuple[str, tuple[str, str]]]:
+    """Names of weights, each with a file of the strategy's and its name there."""
+    for name, (file, inner) in given.items():
+        if file not in members or not file.startswith(f"{STRATEGY}/"):
+            raise ValueError(f"it has no file {file!r:.80}")
+        yield str(name), (file, str(inner))
 
 
 def _range(leaf: Any, axis: Any, name: Any, low: Any, high: Any) -> Range:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import nn
 from ..errors import ArtifactError, StrategyFailed
 from ..report.environment import environment
 from ..signature import switches
-from ..storage import packed, write_tensors
+from ..storage import digest_of, packed, read_tensors, write_tensors
 from ..strategies import is_ours
 from ..tuned import TunedModule
 from . import container, evidence
@@ -84,7 +85,10 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             ) from error
         device = origin.device
         evidence.write(folder, origin.samples, device)
-        write_tensors(folder / WEIGHTS, weights_of(tuned._choice.module))
+        weights = weights_of(tuned._choice.module)
+        shared = _stored_already(weights, folder)
+        own = {name: tensor for name, tensor in weights.items() if name not in shared}
+        write_tensors(folder / WEIGHTS, own)
         (folder / REPORT).write_text(tuned.report.to_json(), encoding="utf-8")
         facts: dict[str, Any] = {
             "strategy": candidate.name,
@@ -94,9 +98,22 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             "quiet": tuned._choice.quiet,
             "environment": environment(device),
             "switches": packed(switches(), {}, ""),
+            "shared_weights": shared,
             "ranges": [dataclasses.astuple(each) for each in origin.ranges],
         }
         container.write(target, folder, facts)
+
+
+def _stored_already(
+    weights: Mapping[str, torch.Tensor], folder: Path
+) -> dict[str, tuple[str, str]]:
+    """The weights that a file of the strategy's holds too: which file, and by which name."""
+    known: dict[tuple[str, tuple[int, ...], bytes], tuple[str, str]] = {}
+    for file in sorted((folder / STRATEGY).rglob("*.safetensors")):
+        member = file.relative_to(folder).as_posix()
+        known |= {digest_of(t): (member, name) for name, t in read_tensors(file).items()}
+    digests = {name: digest_of(tensor) for name, tensor in weights.items()} if known else {}
+    return {name: known[digest] for name, digest in digests.items() if digest in known}
 
 
 def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
