@@ -210,6 +210,87 @@ def test_what_was_saved_for_a_range_of_sizes_answers_all_of_them(
         loaded(torch.randn(16, 8, device=device).t()[:, :16])
 
 
+class Parts(nn.Module):
+    """Results of several kinds, each of the batch's size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(16, 16), nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor, scale: float) -> dict[str, Any]:
+        y = torch.relu(self.first(x))
+        return {"y": self.second(y) * scale, "n": x.shape[0], "more": [y[:, :4], y.t() + 1, x]}
+
+
+def saved_parts(path: Path, device: torch.device) -> tuple[nn.Module, str]:
+    """A model tuned for three sizes of a batch and saved; and its strategy."""
+    name = "fused" if device.type == "cpu" else "fused+graph"
+    torch.manual_seed(0)
+    model, x = Parts().eval().to(device), torch.randn(32, 16, device=device)
+    shapes = ({0: Dim("batch", min=1, max=64)}, None)
+    buckets = gw.Buckets(batch=[1, 8, 32])
+    gw.save(tuned_with(name, model, (x, 2.0), dynamic_shapes=shapes, buckets=buckets), path)
+    return model, name
+
+
+def test_calls_between_buckets_are_filled_up_after_loading(
+    tmp_path: Path, device: torch.device
+) -> None:
+    model, name = saved_parts(tmp_path / "parts.gw", device)
+    loaded = gw.load(tmp_path / "parts.gw")
+    assert loaded.report.chosen == name
+    for size in range(1, 33):
+        x = torch.randn(size, 16, device=device)
+        with torch.no_grad():
+            found, expected = loaded(x, 2.0), model(x, 2.0)
+        torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-5)
+        for mine, eager in zip(found["more"], expected["more"], strict=True):
+            assert mine.stride() == eager.stride()
+        assert found["more"][2] is x
+    assert loaded.calls == {"tuned": 3, "tuned, filled up to a bucket": 29}
+    with pytest.raises(gw.SignatureError, match=r"args\[0\] is \(33, 16\)"):
+        loaded(torch.randn(33, 16, device=device), 2.0)
+    with pytest.raises(gw.SignatureError, match="strides"):
+        loaded(torch.randn(16, 5, device=device).t(), 2.0)
+    with pytest.raises(gw.SignatureError, match=r"3\.0"):
+        loaded(torch.randn(5, 16, device=device), 3.0)
+    both = gw.load(tmp_path / "parts.gw", model)
+    with torch.no_grad():
+        both(x[:5], 2.0)
+        model.first.weight.mul_(2)
+        torch.testing.assert_close(both(x[:5], 2.0), model(x[:5], 2.0))
+    assert both.calls == {"tuned, filled up to a bucket": 1, "eager: the module changed": 1}
+
+
+def test_plans_that_lead_out_of_a_bucket_are_refused(tmp_path: Path) -> None:
+    saved_parts(tmp_path / "parts.gw", CPU)
+    path = tmp_path / "changed.gw"
+
+    def refused(text: str, change: Callable[[dict[str, Any]], Any]) -> None:
+        def inner(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+            known = json.loads(members["between.json"])
+            change(known[3])
+            members["between.json"] = json.dumps(known).encode()
+
+        shutil.copy(tmp_path / "parts.gw", path)
+        rewritten(path, inner)
+        with pytest.raises(gw.ArtifactError, match=f"filled up makes no sense: .*{text}"):
+            gw.load(path)
+
+    refused("cuts", lambda plan: plan["cuts"][0].update(shape=[99, 4]))
+    refused("lays a result", lambda plan: plan["cuts"][0].update(stride=[10**9, 1]))
+    refused("no sizes", lambda plan: plan["cuts"][0].update(stride=[-4, 1]))
+    refused("whole number", lambda plan: plan.update(cuts=[{"whole": False, "number": "x"}]))
+    refused("other results", lambda plan: plan["cuts"].pop())
+    refused("fills a tensor up", lambda plan: plan.update(widths=[[0, 0, 0, 90], None]))
+    refused("its widths", lambda plan: plan.update(widths=[[1, 0, 0, 3], None]))
+    refused("what is no tensor", lambda plan: plan["widths"].__setitem__(1, [0, 1]))
+    refused("no number", lambda plan: plan.update(fills=["0", 0]))
+    refused("other arguments", lambda plan: plan.update(fills=[0]))
+    refused("other tensors", lambda plan: plan.update(call=[None, None]))
+    refused("IndexError", lambda plan: plan.update(bucket=9))
+
+
 # What is loaded keeps the contracts of what was tuned.
 
 

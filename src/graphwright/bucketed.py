@@ -24,7 +24,7 @@ from .shapes.bucketing import Bucketing
 from .shapes.buckets import PADDING, Buckets
 from .shapes.dimensions import portable
 from .shapes.kinds import Kind
-from .shapes.padding import Plan
+from .shapes.plans import Plan
 from .signature import (
     Args,
     CallSignature,

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
-from .dispatch import quick_key
-from .errors import GraphwrightError, OptionError, SignatureError, first_line
+from .errors import OptionError, SignatureError
+from .filling import OTHER_KIND, Filling, Known, Shapes, Tuned, shapes_of, strides_of
 from .graphs.memory import MemoryPool
 from .ranges import Range
 from .shapes.bucketing import Bucketing
 from .shapes.buckets import Buckets
 from .shapes.kinds import Kind
-from .shapes.outputs import Sizes
-from .shapes.padding import Plan
-from .signature import Args, CallSignature, Kwargs, are_plain, flatten, unflatten
-from .watch import ModuleWatch
+from .shapes.plans import Plan, Sizes
+from .signature import Args, CallSignature, Kwargs, flatten, unflatten
 
-Tuned = tuple[CallSignature, Callable[..., Any]]
-_MAX_KNOWN = 1 << 14
+# Sizes of which a file keeps how they are filled up.
+_MAX_STORED = 1 << 10
 
 
-@dataclass(frozen=True)
-class _Known:
-    """A way to answer calls of some shapes, if their strides are these."""
-
-    plan: Plan
-    tuned: Tuned
-    strides: tuple[tuple[int, ...], ...]
-
-
-class FilledCalls:
-    """Answers calls that fit no bucket exactly by what was built for the next larger bucket.
+class FilledCalls(Filling):
+    """By what was built for the next larger bucket, once it is proved that it may.
 
     Padding is proved to be harmless to the module before, as `graph(buckets=…)` does.
 
@@ -44,82 +30,56 @@ class FilledCalls:
         bucketing: the buckets of the module.
         kind: of the sample that was tuned with.
         table: what was built for each bucket, and for which call.
-        module: the model; what is proved holds for it as it is now, its weights included.
+        module: the model.
     """
 
     def __init__(
         self, bucketing: Bucketing, kind: Kind, table: Mapping[Sizes, Tuned], module: nn.Module
     ) -> None:
+        super().__init__(module)
         self._bucketing = bucketing
         self._kind = kind
         self._table = dict(table)
-        self._watch = ModuleWatch(module, values=True)
-        self._known: dict[Any, _Known] = {}
 
-    def outdated(self) -> str | None:
-        """What has changed of the module, so that nothing is known any more; None if nothing."""
-        return self._watch.changed()
-
-    def fitting(self, args: Args, kwargs: Kwargs) -> Callable[..., Any] | str:
-        """What answers a call, to be called with its arguments; or why nothing does.
-
-        To be asked of a module that is not `outdated`.
-        """
-        key = quick_key(args, kwargs)
-        known = None if key is None else self._known.get(key)
-        leaves, _ = flatten(args, kwargs)
-        if known is None or not are_plain(leaves) or known.strides != _strides(leaves):
-            try:
-                found = self._find(args, kwargs)
-            except GraphwrightError as error:
-                return error.what
-            except Exception as error:
-                return f"what was chosen fails on a filled-up call: {first_line(error)}"
-            if isinstance(found, str):
-                return found
-            known = found
-            if key is not None and are_plain(leaves):
-                if len(self._known) >= _MAX_KNOWN:
-                    self._known.clear()
-                self._known[key] = known
-        signature, call = known.tuned
-        plan = known.plan
-        with torch.no_grad():
-            values = plan.pad(leaves)
-        padded, named = unflatten(values, signature.spec)
-        if not signature.fits(padded, named):
-            return "it is of another kind than what was tuned for"
-
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            outputs, spec = pytree.tree_flatten(call(*padded, **named))
-            with torch.no_grad():
-                return pytree.tree_unflatten(plan.cut(outputs, leaves, values), spec)
-
-        return answer
-
-    def _find(self, args: Args, kwargs: Kwargs) -> _Known | str:
+    def _find(self, args: Args, kwargs: Kwargs) -> Known | str:
         kind = self._kind
         # Of other kinds nothing was built, and nothing is worth a proof.
         sizes = kind.form.sizes(CallSignature.of(args, kwargs), flatten(args, kwargs)[0])
         if sizes is None:
-            return "it is of another kind than what was tuned for"
+            return OTHER_KIND
         answer = self._bucketing.answer(kind, sizes)
         plan = answer.plan
         if plan is None:
-            return answer.reason or "it is of another kind than what was tuned for"
+            return answer.reason or OTHER_KIND
         tuned = self._table[plan.bucket]
         leaves, spec = flatten(args, kwargs)
         if not tuned[0].fits(*unflatten(plan.pad(leaves), spec)):
-            return "it is of another kind than what was tuned for"
+            return OTHER_KIND
         if not kind.is_checked(plan.bucket):
             off = kind.check(plan, lambda mine, named: tuned[1](*mine, **named), args, kwargs)
             if off is not None:
                 return off
-        return _Known(plan, tuned, _strides(leaves))
+        return Known(plan, tuned, strides_of(leaves))
 
+    def plans(self) -> dict[Shapes, tuple[Plan, int]]:
+        """For all sizes where these are few, else for those that were proved first.
 
-def _strides(leaves: Any) -> tuple[tuple[int, ...], ...]:
-    return tuple(leaf.stride() if isinstance(leaf, torch.Tensor) else () for leaf in leaves)
+        There are none where arguments share memory.
+        """
+        found = {}
+        for sizes in self._bucketing.between(_MAX_STORED):
+            args, kwargs = self._kind.subject.arguments(sizes)
+            try:
+                if CallSignature.of(args, kwargs).aliases:
+                    return {}
+                known = self._find(args, kwargs)
+            except Exception:  # As in `fitting`: then the call goes to the model.
+                continue
+            if not isinstance(known, str):
+                leaves, _ = flatten(args, kwargs)
+                place = [*self._table].index(known.plan.bucket)
+                found[shapes_of(leaves)] = known.plan, place
+        return found
 
 
 class BucketedCall:

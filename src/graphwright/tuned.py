@@ -22,7 +22,7 @@ from .strategies import Built, Candidate
 from .watch import ModuleWatch, in_training
 
 if TYPE_CHECKING:
-    from .filled import FilledCalls
+    from .filling import Filling
 
 
 def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any]:
@@ -74,7 +74,7 @@ class _Choice:
         watch: ModuleWatch | None,
         pure: bool,
         quiet: bool,
-        filled: FilledCalls | None,
+        filled: Filling | None,
         shortcuts: Sequence[Shortcut],
         origin: Origin | None,
         loaded: Sequence[str],
@@ -100,7 +100,7 @@ class _Choice:
         return None
 
     def filling(
-        self, filled: FilledCalls, args: Args, kwargs: Kwargs
+        self, filled: Filling, args: Args, kwargs: Kwargs
     ) -> tuple[str, Callable[..., Any] | None]:
         """What answers a call between the buckets; else the kind of reason why nothing does."""
         change = filled.outdated()
@@ -175,7 +175,7 @@ class TunedModule(ModuleProxy):
         watch: ModuleWatch | None = None,
         pure: bool = False,
         quiet: bool = True,
-        filled: FilledCalls | None = None,
+        filled: Filling | None = None,
         shortcuts: Sequence[Shortcut] = (),
         origin: Origin | None = None,
         loaded: Sequence[str] = (),
@@ -276,7 +276,7 @@ def assembled(
     *,
     pure: bool,
     quiet: bool,
-    filling: Callable[[list[tuple[CallSignature, Callable[..., Any]]]], FilledCalls] | None = None,
+    filling: Callable[[list[tuple[CallSignature, Callable[..., Any]]]], Filling] | None = None,
     loaded: Sequence[str] = (),
 ) -> TunedModule:
     """The module with one of the candidates to answer its calls.

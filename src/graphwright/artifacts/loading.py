@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +14,7 @@ from torch import nn
 
 from ..errors import ArtifactError, GraphwrightError, SignatureError, first_line, in_words
 from ..evaluation import Sample
+from ..filling import Filling, StoredFilling, Tuned
 from ..ranges import Range, RangedSignature
 from ..report import Report
 from ..report.environment import environment
@@ -25,7 +27,7 @@ from ..strategies.base import Loader
 from ..tuned import Origin, TunedModule, assembled
 from ..verification import compare, verify
 from ..watch import FunctionModule
-from . import container, evidence
+from . import between, container, evidence
 from .saving import REPORT, STRATEGY, WEIGHTS, weights_of
 from .starting import begun
 
@@ -302,9 +304,20 @@ class _Loading:
         calls = [sample.call for sample in samples]
         return eager, [eager.build(self.module, call.args, call.kwargs) for call in calls]
 
+    def _filling(self, samples: Sequence[Sample]) -> Callable[[list[Tuned]], Filling] | None:
+        """Makes what answers calls between the buckets, where that was saved."""
+        if between.FILE not in self.facts["members"]:
+            return None
+        if self.changes:
+            self.notes.append("calls between the buckets are not filled up: that was proved there")
+            return None
+        plans = between.read(self.folder, samples)
+        return functools.partial(StoredFilling, plans, module=self.module)
+
     def _tuned(
         self, candidate: Candidate, builts: list[Built], samples: list[Sample]
     ) -> TunedModule:
+        filling = self._filling(samples)
         self.report.notes += [f"Loaded from {self.file.name}: {note}." for note in self.notes]
         calls = [sample.call for sample in samples]
         ranges = self.ranges if builts[0] is builts[-1] else ()
@@ -319,6 +332,7 @@ class _Loading:
             Origin(candidate, builts, samples, self.device, ranges),
             pure=self.pure,
             quiet=self.quiet,
+            filling=filling,
             loaded=self.notes or [_AS_SAVED],
         )
 

@@ -18,7 +18,7 @@ from ..signature import switches
 from ..storage import digest_of, packed, read_tensors, write_tensors
 from ..strategies import is_ours
 from ..tuned import TunedModule
-from . import container, evidence
+from . import between, container, evidence
 
 WEIGHTS, REPORT, STRATEGY = "weights.safetensors", "report.json", "strategy"
 
@@ -85,6 +85,9 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             ) from error
         device = origin.device
         evidence.write(folder, origin.samples, device)
+        filled = tuned._choice.filled
+        if filled is not None:
+            between.write(folder, filled.plans(), origin.samples)
         weights = weights_of(tuned._choice.module)
         shared = _stored_already(weights, folder)
         own = {name: tensor for name, tensor in weights.items() if name not in shared}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,8 +15,7 @@ from .buckets import PADDING, Buckets
 from .dimensions import Dimensions
 from .form import Form
 from .kinds import Kind
-from .outputs import Sizes
-from .padding import Plan
+from .plans import Plan, Sizes
 
 _SERVED_A_DIMENSION = 12
 _MAX_KINDS = 64
@@ -162,6 +162,18 @@ class Bucketing:
         for sizes in itertools.product(*axes):
             if sizes != bucket and self.buckets.smallest(sizes) == bucket:
                 yield sizes
+
+    def between(self, most: int) -> Iterator[Sizes]:
+        """Sizes that buckets may answer, their own excepted: all, or those `served` if too many."""
+        ranges = [
+            range(self.dimensions.bounds[name].low, self.buckets.largest[name] + 1)
+            for name in self.dimensions.names
+        ]
+        points = self.buckets.points
+        if math.prod(map(len, ranges)) > most:
+            yield from itertools.chain.from_iterable(map(self.served, points))
+        else:
+            yield from (sizes for sizes in itertools.product(*ranges) if sizes not in points)
 
     def words(self, sizes: Sequence[int]) -> str:
         """Sizes with their names."""

@@ -10,8 +10,8 @@ import torch
 from ..accuracy import ROUNDING, as_float64, error_of, special_values
 from ..errors import first_line
 from ..snapshots import Outcome, layout, same_value
-from .outputs import Sizes
-from .padding import cut_to, cuts_of
+from .padding import cuts_of
+from .plans import Sizes, cut_to
 from .verdicts import Verdicts
 
 # Relative to each element, or to the small ones among an output's. In float64 only what a model

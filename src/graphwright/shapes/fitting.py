@@ -10,7 +10,8 @@ import sympy
 import torch
 from torch.utils import _pytree as pytree
 
-from .outputs import Leaf, OutputShapes, Sizes, Underivable, symbols_of
+from .outputs import Leaf, OutputShapes, Underivable, symbols_of
+from .plans import Sizes
 
 
 def fit(

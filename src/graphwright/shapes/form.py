@@ -11,8 +11,7 @@ from ..errors import SignatureError
 from ..signature import Args, CallSignature, Kwargs, flatten
 from ..snapshots import layout
 from .dimensions import Axes, Dimensions
-from .outputs import Sizes, contiguous_stride, memory_format
-from .padding import widths_of
+from .plans import Sizes, contiguous_stride, memory_format, widths_of
 from .sharing import twins_of
 
 

@@ -20,8 +20,8 @@ from ..snapshots import State, clone_leaves, layout
 from ..watch import FunctionModule
 from .form import Form
 from .observation import Observation, observe
-from .outputs import Sizes
-from .padding import Cut, Plan, Value, shape_at, widths_of
+from .padding import shape_at
+from .plans import Cut, Plan, Sizes, Value, widths_of
 from .proof import Prover
 from .sharing import pattern_of
 from .subject import Subject, varied

@@ -9,11 +9,9 @@ from typing import Any
 
 import sympy
 import torch
-from torch._prims_common import suggest_memory_format
 from torch.utils import _pytree as pytree
 
-Sizes = tuple[int, ...]
-Geometry = tuple[Sizes, Sizes]  # shape and strides
+from .plans import Geometry, Sizes
 
 _ZERO = sympy.Integer(0)
 
@@ -156,18 +154,6 @@ def _compiled(names: Sequence[str], expressions: Sequence[Any]) -> Callable[...,
     except Exception:
         return slowly  # An expression that the printer does not know.
     return slowly
-
-
-def memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """Channels last for images and volumes that are laid out so, else contiguous."""
-    # As PyTorch decides it by the strides, also where both would do.
-    return suggest_memory_format(tensor) if tensor.dim() in (4, 5) else torch.contiguous_format
-
-
-def contiguous_stride(shape: Sequence[int], form: torch.memory_format | None) -> Sizes:
-    """The strides of a new tensor of some shape and memory format."""
-    made = torch.empty(tuple(shape), device="meta", memory_format=form or torch.contiguous_format)
-    return made.stride()
 
 
 def steps_of(geometry: Geometry) -> list[int]:

@@ -27,7 +27,8 @@ from ..signature import flatten
 from ..snapshots import Call, Outcome, State, layout, run
 from .comparison import changed, effect_of_padding, joint, only_nan
 from .dimensions import Axes
-from .outputs import OutputShapes, Sizes, steps_of
+from .outputs import OutputShapes, steps_of
+from .plans import Sizes
 from .sharing import Sharing, shares_alike
 from .subject import Change, Subject
 from .verdicts import Impossible, Names, Verdicts

@@ -19,8 +19,8 @@ from ..signature import Args, Kwargs, unflatten
 from ..snapshots import Call
 from ..variations import drawn_like
 from .dimensions import Axes, Bounds
-from .outputs import Sizes, memory_format
-from .padding import Value, cut_to, fill, shape_at, widths_of
+from .padding import shape_at
+from .plans import Sizes, Value, cut_to, fill, memory_format, widths_of
 
 _FAR = 100.0
 _NEARLY = 1e-3

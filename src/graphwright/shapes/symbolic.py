@@ -25,7 +25,8 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError, first_line
 from ..modes import OperationMode
 from .dimensions import Axes
-from .outputs import Leaf, OutputShapes, Sizes, Underivable, memory_format, symbols_of
+from .outputs import Leaf, OutputShapes, Underivable, symbols_of
+from .plans import Sizes, memory_format
 from .subject import Subject
 
 

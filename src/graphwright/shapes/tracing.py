@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 from ..errors import CaptureError, first_line
 from ..snapshots import layout
 from .fitting import fit
-from .outputs import OutputShapes, Sizes, Underivable, steps_of
+from .outputs import OutputShapes, Underivable, steps_of
+from .plans import Sizes
 from .subject import Subject
 from .symbolic import derive
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .outputs import OutputShapes, Sizes
-from .padding import Cut, cuts_of
+from .outputs import OutputShapes
+from .padding import cuts_of
+from .plans import Cut, Sizes
 
 Names = tuple[str, ...]
 # Which dimensions are filled up, and which way the function takes at the true sizes.
