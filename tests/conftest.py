@@ -19,8 +19,11 @@ TALKING = threading.active_count() - 1
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int | None:
-    """A worker a core, each with one thread; but one process where all would share a GPU."""
-    return 0 if torch.cuda.is_available() else None
+    """One process where all would share a GPU; else a worker a core, and one more.
+
+    Each has one thread, and many a test waits for a process of its own.
+    """
+    return 0 if torch.cuda.is_available() else len(os.sched_getaffinity(0)) + 1
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -27,6 +27,7 @@ from graphwright.shapes import (
     kinds,
     outputs,
     padding,
+    plans,
     proof,
     sharing,
     subject,
@@ -364,13 +365,13 @@ _SEED = torch.Generator().manual_seed(1)
 
 
 def padding_is_whatever_was_there(patch: pytest.MonkeyPatch) -> None:
-    original = padding.fill
-    patch.setattr(padding, "fill", lambda leaf, widths, value: original(leaf, widths, float("nan")))
+    original = plans.fill
+    patch.setattr(plans, "fill", lambda leaf, widths, value: original(leaf, widths, float("nan")))
     graphs_are_not_compared(patch)
 
 
 def nothing_is_cut(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(padding.Cut, "__call__", lambda self, output: output)
+    patch.setattr(plans.Cut, "__call__", lambda self, output: output)
     nothing_is_proved(patch)
 
 
