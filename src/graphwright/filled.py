@@ -18,7 +18,7 @@ from .shapes.plans import Plan, Sizes
 from .signature import Args, CallSignature, Kwargs, flatten, unflatten
 
 # Sizes of which a file keeps how they are filled up.
-_MAX_STORED = 1 << 10
+_MAX_STORED = 1 << 12
 
 
 class FilledCalls(Filling):
