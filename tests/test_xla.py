@@ -19,7 +19,7 @@ from torch import nn
 from graphwright.errors import StrategyFailed
 from graphwright.strategies import parse_candidates, probe
 from graphwright.strategies.foreign import Expected
-from graphwright.strategies.xla import NO_GRADIENTS, XLA, Unusable, Xla, load
+from graphwright.strategies.xla import COSTS, XLA, Unusable, Xla, load
 
 CPU = torch.device("cpu")
 # Not asked when tests are collected: the answer changes the process that gives it.
@@ -282,12 +282,14 @@ def test_torch_compile_still_works_beside_torchax(device: torch.device) -> None:
 
 @works
 @pytest.mark.gpu
-def test_that_it_costs_the_process_its_gradients_is_told() -> None:
+def test_what_it_costs_the_process_is_told() -> None:
     x = torch.randn(3, 4, device="cuda", requires_grad=True)
     built = XLA.build(nn.Linear(4, 4).eval().to("cuda"), (x.detach(),), {})
-    assert NO_GRADIENTS in built.notes
+    assert COSTS in built.notes
     with pytest.raises(RuntimeError, match="jax devices"):
         (x * 2).sum().backward()
+    with pytest.raises(RuntimeError, match="PrivateUse1"):
+        torch.randn(4).pin_memory()
 
 
 @works

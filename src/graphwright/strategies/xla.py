@@ -30,8 +30,11 @@ from .foreign import Expected, tf32_allowed
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _CONVERSIONS = ("double", "float", "to", "type", "type_as")
-# PyTorch takes the device that torchax names for the accelerator, and asks it for its streams.
-NO_GRADIENTS = "torchax changes the process it is in: no gradients can be computed on a GPU there"
+# PyTorch takes the device that torchax names for the accelerator, and asks it for streams and more.
+COSTS = (
+    "torchax changes the process that it is in: gradients on a GPU and pinned memory are not to be "
+    "had there any more"
+)
 # It names overloads of operators for named tensors, which later torch lacks.
 _KNOWN_TO_WORK = "torchax 0.0.13 is known to work with torch 2.11."
 
@@ -77,7 +80,7 @@ class Xla:
         notes = []
         if device.type == "cuda":
             notes.append("each call waits until the GPU is done: JAX has streams of its own")
-            notes.append(NO_GRADIENTS)
+            notes.append(COSTS)
             if os.environ.get(_PREALLOCATE, "true").lower() not in ("false", "0"):
                 notes.append(
                     f"JAX may have reserved most of the GPU's memory: {_PREALLOCATE} was not "
