@@ -99,7 +99,9 @@ def _outside(cut: Cut, output: Any) -> str | None:
     """Why a result is no part of what the bucket returns, or None."""
     if cut.owner is not None:
         return "it makes views of views"
-    if cut.whole or cut.number is not None:
+    if cut.number is not None:
+        return None if type(output) is int else "it gives a number for what is none"
+    if cut.whole:
         return None
     if not isinstance(output, torch.Tensor) or len(cut.shape) != len(cut.stride):
         return "it cuts what is no tensor"
@@ -110,7 +112,20 @@ def _outside(cut: Cut, output: Any) -> str | None:
     span = sum((n - 1) * step for n, step in zip(cut.shape, cut.stride, strict=True)) + 1
     if math.prod(cut.shape) and span > max(output.untyped_storage().nbytes(), 1):
         return f"it lays a result of shape {cut.shape} out by {cut.stride}"
+    if not cut.is_prefix(output.stride()) and _overlaps(cut):
+        return f"it lays elements of a result over each other, by {cut.stride}"
     return None
+
+
+def _overlaps(cut: Cut) -> bool:
+    """Whether two elements of a result might lie in one place."""
+    reach = 0
+    for step, n in sorted(zip(cut.stride, cut.shape, strict=True)):
+        if n > 1:
+            if step <= reach:
+                return True
+            reach += (n - 1) * step
+    return False
 
 
 def _geometry(shape: Any, stride: Any) -> Geometry:
@@ -127,10 +142,12 @@ def _written(cut: Cut) -> Any:
 
 def _cut(given: Any) -> Cut:
     if "whole" in given:
-        number = given["number"]
-        if number is not None and type(number) is not int:
-            raise ValueError("a result is no whole number")
-        return Cut(whole=bool(given["whole"]), number=number)
+        whole, number = given["whole"], given["number"]
+        if type(whole) is not bool or (number is not None and type(number) is not int):
+            raise ValueError("a result is neither whole nor a whole number")
+        if whole is (number is not None):
+            raise ValueError("a result is whole and a number, or neither")
+        return Cut(whole=whole, number=number)
     factors = given["factors"]
     if factors is not None:
         (axis,), full, true = _whole([factors[0]]), _whole(factors[1]), _whole(factors[2])
