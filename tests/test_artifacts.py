@@ -19,6 +19,8 @@ from unittest import mock
 import pytest
 import torch
 from chosen import choosing
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 from torch.export import Dim
 
@@ -522,6 +524,39 @@ def tree_naming(kind: str) -> Callable[[Path], None]:
     return damage
 
 
+def constants_like(same: dict[str, str] | None) -> Callable[[Path], None]:
+    """Constants of which some are said to be others; None: each is itself."""
+
+    def change(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+        metadata["same"] = json.dumps({n: n for n in tensors} if same is None else same)
+        return tensors
+
+    return lambda path: in_constants(path, change)
+
+
+def constants_renamed(path: Path) -> None:
+    def change(tensors: dict[str, torch.Tensor], metadata: dict[str, str]) -> dict[str, Any]:
+        layouts = {f"1{name}": each for name, each in json.loads(metadata["layouts"]).items()}
+        metadata["layouts"] = json.dumps(layouts)
+        return {f"1{name}": tensor for name, tensor in tensors.items()}
+
+    in_constants(path, change)
+
+
+def in_constants(path: Path, change: Callable[..., dict[str, Any]]) -> None:
+    def inner(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        file = path.with_suffix(".constants")
+        file.write_bytes(members["constants.safetensors"])
+        with safe_open(file, framework="pt") as opened:
+            metadata = opened.metadata()
+            tensors = {name: opened.get_tensor(name) for name in opened.keys()}  # noqa: SIM118  # no mapping
+        save_file(change(tensors, metadata), file, metadata=metadata)
+        members["constants.safetensors"] = file.read_bytes()
+        file.unlink()
+
+    rewritten(path, inner)
+
+
 def in_graph(path: Path, change: Callable[[str], str]) -> None:
     def inner(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
         name = "strategy/0/graph.json"
@@ -588,7 +623,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "a byte of the report": (flipped("report.json"), "report.json of .* is damaged"),
     "a byte of the graph": (flipped("strategy/0/graph.json"), "graph.json of .* is damaged"),
     "a byte of its constants": (
-        flipped("strategy/0/constants.safetensors"),
+        flipped("constants.safetensors"),
         "constants.safetensors of .* is damaged",
     ),
     "the last byte of the weights": (
@@ -596,15 +631,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         "weights.safetensors of .* is damaged",
     ),
     "a missing member": (
-        without("strategy/0/constants.safetensors", listed=True),
-        "lacks its member strategy/0/constants.safetensors",
+        without("constants.safetensors", listed=True),
+        "lacks its member constants.safetensors",
     ),
     "one member more": (without("", listed=False), "does not list: more.bin"),
     "another version": (told(schema_version=2), "schema version 2, and only 1 can be read"),
     "another schema": (told(schema="else"), "is no artifact of graphwright's"),
     "an unknown strategy": (told(strategy="magic"), "makes no sense: Unknown strategy 'magic'"),
     "a pickle for the constants": (
-        in_place_of("strategy/0/constants.safetensors", pickle.dumps(Bomb)),
+        in_place_of("constants.safetensors", pickle.dumps(Bomb)),
         "constants.safetensors holds no tensors that can be read",
     ),
     "a pickle for the inputs": (
@@ -633,14 +668,13 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "no list of members": (facts_without("members"), "lists no members|lacks|makes no sense"),
     "no word on purity": (facts_without("pure"), "makes no sense: 'pure'"),
     "ranges that are none": (told(ranges=[["q", 0, 5, 1, 2]]), "a range of sizes is none"),
-    "weights in a file that is none": (
-        told(shared_weights={"head.weight": ["strategy/../../x.safetensors", "head.weight"]}),
-        "it has no file",
+    "weights that are shared with nothing": (told(shared_weights=7), "'int' object"),
+    "constants that are the same as none": (
+        constants_like({"0.more": "0.none"}),
+        "constants.safetensors holds no tensors that can be read: '0.none'",
     ),
-    "weights in a file of another kind": (
-        told(shared_weights={"head.weight": ["weights.safetensors", "head.weight"]}),
-        "it has no file",
-    ),
+    "constants of which one is there twice": (constants_like(None), "one of them is there twice"),
+    "constants of another bucket": (constants_renamed, "stored graph makes no sense: KeyError"),
     "ranges of what has none": (told(ranges=[[0, 0, "b", 1, 9]]), "answers no ranges of sizes"),
     "evidence of no sample": (no_samples, "there are no samples"),
     "a class elsewhere": (tree_naming("this.That"), "made of this.That, which is not imported"),
@@ -695,14 +729,30 @@ def test_weights_that_are_in_the_graph_are_stored_once(saved: Path, tmp_path: Pa
     model = net()[0]
     assert {"head.weight", "head.bias"} <= set(shared)  # The norm is folded into the convolution.
     assert set(held("weights.safetensors")) == {*model.state_dict()} - set(shared)
-    for name, (file, inner) in shared.items():
-        assert torch.equal(held(file)[inner], model.state_dict()[name])
+    for name, other in shared.items():
+        assert torch.equal(held("constants.safetensors")[other], model.state_dict()[name])
     path = tmp_path / "net.gw"
     shutil.copy(saved, path)
-    lost = {"head.weight": ["strategy/0/constants.safetensors", "nothing"]}
+    lost = {"head.weight": "nothing"}
     rewritten(path, lambda members, manifest: manifest.update(shared_weights=lost))
     with pytest.raises(gw.ArtifactError, match=r"it lacks head\.weight"):
         gw.load(path, Net().eval())
+
+
+def test_buckets_have_their_constants_once(tmp_path: Path, device: torch.device) -> None:
+    saved_parts(tmp_path / "parts.gw", device)
+    with zipfile.ZipFile(tmp_path / "parts.gw") as archive:
+        archive.extract("constants.safetensors", tmp_path)
+    with safe_open(tmp_path / "constants.safetensors", framework="pt") as file:
+        stored, metadata = [*file.keys()], file.metadata()
+    assert {name[:2] for name in stored} == {"0."}
+    assert len(json.loads(metadata["same"])) == 2 * len(stored)
+
+    loaded = gw.load(tmp_path / "parts.gw")
+    kept = [built.save(tmp_path) for built in loaded._choice.origin.builts]
+    memory = [{tensor.data_ptr() for tensor in each.values()} for each in kept]
+    assert len(memory[0]) == len(stored)
+    assert memory == memory[:1] * 3
 
 
 def test_a_model_that_was_passed_and_refused_keeps_its_weights(saved: Path, tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_the_weights_are_those_of_the_export(device: torch.device, tmp_path: Pat
     assert torch.equal(built.call(x), expected)
     assert built.save is not None
     built.save(tmp_path / "saved")
-    loaded = ONNXRUNTIME.load(tmp_path / "saved", (x,), {})
+    loaded = ONNXRUNTIME.load(tmp_path / "saved", {}, (x,), {})
     assert torch.equal(loaded.call(x), expected)
 
 
@@ -354,7 +354,7 @@ from pathlib import Path
 from graphwright.strategies.onnxruntime import ONNXRUNTIME
 folder = Path(sys.argv[1])
 sample = torch.load(folder / "sample.pt")
-built = ONNXRUNTIME.load(folder / "saved", sample["args"], sample["kwargs"])
+built = ONNXRUNTIME.load(folder / "saved", {}, sample["args"], sample["kwargs"])
 torch.save(built.call(*sample["args"], **sample["kwargs"]), folder / "result.pt")
 assert "torch.onnx" not in sys.modules or "onnxscript" not in sys.modules
 """
@@ -390,7 +390,7 @@ def test_a_dynamic_export_is_dynamic_after_loading(device: torch.device, tmp_pat
     built = compiler.build(model, (), {"x": x})
     assert built.save is not None
     built.save(tmp_path)
-    loaded = compiler.load(tmp_path, (), {"x": x})
+    loaded = compiler.load(tmp_path, {}, (), {"x": x})
     for batch in (1, 2, 32):
         other = torch.randn(batch, 16, device=device)
         torch.testing.assert_close(loaded.call(x=other), model(other).detach())
@@ -408,15 +408,15 @@ def test_what_cannot_be_saved_or_loaded_says_so(tmp_path: Path) -> None:
         built.save(tmp_path / "none")
     assert not (tmp_path / "none").exists()
     with pytest.raises(StrategyFailed, match="holds no saved model"):
-        ONNXRUNTIME.load(tmp_path / "none", (x,), {})
+        ONNXRUNTIME.load(tmp_path / "none", {}, (x,), {})
     built = built_for(nn.ReLU().eval(), x)
     assert built.save is not None
     built.save(tmp_path)
     with pytest.raises(StrategyFailed, match="among its leaves"):
-        ONNXRUNTIME.load(tmp_path, (3, x), {})
+        ONNXRUNTIME.load(tmp_path, {}, (3, x), {})
     (tmp_path / "call.json").write_text(json.dumps({"inputs": [0]}))
     with pytest.raises(StrategyFailed, match=r"call\.json cannot be read"):
-        ONNXRUNTIME.load(tmp_path, (x,), {})
+        ONNXRUNTIME.load(tmp_path, {}, (x,), {})
 
 
 def test_temporary_files_go_with_what_was_built(

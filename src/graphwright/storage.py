@@ -21,11 +21,20 @@ from .errors import ArtifactError
 Json = Any
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Write tensors with their strides; each by its own values, whatever memory they share."""
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, once: bool = False) -> None:
+    """Write tensors with their strides; each by its own values, whatever memory they share.
+
+    With `once` those that hold the same bits are written once, and come back as one tensor.
+    """
     from safetensors.torch import save_file
 
-    dense = {}
+    first: dict[Any, str] = {}
+    same = {
+        name: first.setdefault((digest_of(t), t.stride(), t.requires_grad), name)
+        for name, t in (tensors if once else {}).items()
+    }
+    same = {name: other for name, other in same.items() if name != other}
+    dense, tensors = {}, {name: t for name, t in tensors.items() if name not in same}
     for name, tensor in tensors.items():
         for dim, step in enumerate(tensor.stride()):
             if not step:  # An expanded dimension is the same again and again.
@@ -36,7 +45,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
         name: [[*t.shape], [*t.stride()], str(t.dtype).removeprefix("torch."), t.requires_grad]
         for name, t in tensors.items()
     }
-    save_file(dense, path, metadata={"layouts": json.dumps(layouts)})
+    metadata = {"layouts": json.dumps(layouts), "same": json.dumps(same)}
+    save_file(dense, path, metadata=metadata)
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
@@ -50,7 +60,8 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
     found = {}
     try:
         with safe_open(path, framework="pt", device=str(device)) as file:
-            layouts = json.loads((file.metadata() or {})["layouts"])
+            metadata = file.metadata() or {}
+            layouts, same = (json.loads(metadata[name]) for name in ("layouts", "same"))
             if set(layouts) != set(file.keys()):
                 raise ValueError("its table of layouts names other tensors")
             for name, (shape, strides, kind, wants_grad) in layouts.items():
@@ -60,6 +71,9 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
                 if tensor.dtype is not dtype:
                     raise ValueError(f"{name} has dtype {tensor.dtype}")
                 found[name] = _laid_out(tensor, shape, strides).requires_grad_(wants_grad)
+            if not set(layouts).isdisjoint(same):
+                raise ValueError("one of them is there twice")
+            found |= {name: found[other] for name, other in same.items()}
     except Exception as error:  # Whatever safetensors makes of it.
         raise ArtifactError(f"{path.name} holds no tensors that can be read: {error}.") from error
     return found

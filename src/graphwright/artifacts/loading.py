@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from ..tuned import Origin, TunedModule, assembled
 from ..verification import compare, verify
 from ..watch import FunctionModule
 from . import between, container, evidence
-from .saving import REPORT, STRATEGY, WEIGHTS, weights_of
+from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
 from .starting import begun
 
 
@@ -84,7 +84,8 @@ class _Loading:
             self.ranges = tuple(_range(*each) for each in facts["ranges"])
             if self.ranges and not hasattr(self.candidate.compiler, "dynamic_shapes"):
                 raise ValueError(f"{self.candidate.name} answers no ranges of sizes")
-            self.shared = dict(_shared(facts["shared_weights"], facts["members"]))
+            shared = dict(facts["shared_weights"])
+            self.shared = {str(name): str(other) for name, other in shared.items()}
             self.loader = self.candidate.loader if facts["loads"] else None
             self.pure, self.quiet = bool(facts["pure"]), bool(facts["quiet"])
             self._refuse_switches()
@@ -264,23 +265,33 @@ class _Loading:
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
         """All of them: those that the strategy has too are in its files alone."""
-        files = {WEIGHTS, *(file for file, _ in self.shared.values())}
-        self.members.ready(*files)
-        known = {file: read_tensors(self.folder / file) for file in files}
-        lost = [name for name, (file, inner) in self.shared.items() if inner not in known[file]]
+        self.members.ready(WEIGHTS, CONSTANTS)
+        constants = self._constants("cpu") if self.shared else {}
+        lost = [name for name, other in self.shared.items() if other not in constants]
         if lost:
             raise ArtifactError(f"{self.file.name} makes no sense: it lacks {', '.join(lost)}.")
-        return known[WEIGHTS] | {n: known[file][inner] for n, (file, inner) in self.shared.items()}
+        weights = read_tensors(self.folder / WEIGHTS)
+        return weights | {name: constants[other] for name, other in self.shared.items()}
+
+    def _constants(self, device: torch.device | str) -> dict[str, torch.Tensor]:
+        """Those of what was built, of all buckets; equal ones are one tensor."""
+        file = self.folder / CONSTANTS
+        return read_tensors(file, device) if CONSTANTS in self.facts["members"] else {}
 
     def _as_saved(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
         # What answers a range of sizes was built for the last, which is the largest.
         one = bool(self.ranges)
-        builts = []
+        builts, constants = [], self._constants(self.device)
         for index, sample in enumerate(samples[-1:] if one else samples):
             call, outcome = sample.call.clone(), sample.reference.cases[0].eager
             results = [*outcome.outputs.values()]
-            place = self.folder / STRATEGY / str(index)
-            builts.append(self.candidate.load(place, call.args, call.kwargs, results))
+            place, prefix = self.folder / STRATEGY / str(index), prefix_of(index)
+            tensors = {
+                name.removeprefix(prefix): tensor
+                for name, tensor in constants.items()
+                if name.startswith(prefix)
+            }
+            builts.append(self.candidate.load(place, tensors, call.args, call.kwargs, results))
         return self.candidate, builts * len(samples) if one else builts
 
     def _rebuilt(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
@@ -361,14 +372,6 @@ def _wrong(
         if not verdict.ok:
             return verdict.reason
     return None
-
-
-def _shared(given: Any, members: Any) -> Iterator[tuple[str, tuple[str, str]]]:
-    """Names of weights, each with a file of the strategy's and its name there."""
-    for name, (file, inner) in given.items():
-        if file not in members or not file.startswith(f"{STRATEGY}/"):
-            raise ValueError(f"it has no file {file!r:.80}")
-        yield str(name), (file, str(inner))
 
 
 def _range(leaf: Any, axis: Any, name: Any, low: Any, high: Any) -> Range:

@@ -15,12 +15,13 @@ from torch import nn
 from ..errors import ArtifactError, StrategyFailed
 from ..report.environment import environment
 from ..signature import switches
-from ..storage import digest_of, packed, read_tensors, write_tensors
+from ..storage import digest_of, packed, write_tensors
 from ..strategies import is_ours
 from ..tuned import TunedModule
 from . import between, container, evidence
 
-WEIGHTS, REPORT, STRATEGY = "weights.safetensors", "report.json", "strategy"
+REPORT, STRATEGY = "report.json", "strategy"
+CONSTANTS, WEIGHTS = "constants.safetensors", "weights.safetensors"
 
 
 def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
@@ -72,12 +73,14 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
     with tempfile.TemporaryDirectory(prefix="graphwright-") as made, torch.no_grad():
         folder = Path(made)
         loads = False
+        constants: dict[str, torch.Tensor] = {}
         try:
             for index, built in enumerate(origin.builts[:1] if origin.ranges else origin.builts):
                 if built.save is not None:
                     place = folder / STRATEGY / str(index)
                     place.mkdir(parents=True)
-                    built.save(place)
+                    kept = built.save(place) or {}
+                    constants |= {prefix_of(index) + name: t for name, t in kept.items()}
                     loads = candidate.loader is not None
         except StrategyFailed as error:
             raise ArtifactError(
@@ -88,8 +91,10 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         filled = tuned._choice.filled
         if filled is not None:
             between.write(folder, filled.plans(), origin.samples)
+        if constants:
+            write_tensors(folder / CONSTANTS, constants, once=True)
         weights = weights_of(tuned._choice.module)
-        shared = _stored_already(weights, folder)
+        shared = _shared(weights, constants)
         own = {name: tensor for name, tensor in weights.items() if name not in shared}
         write_tensors(folder / WEIGHTS, own)
         (folder / REPORT).write_text(tuned.report.to_json(), encoding="utf-8")
@@ -107,14 +112,16 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         container.write(target, folder, facts)
 
 
-def _stored_already(
-    weights: Mapping[str, torch.Tensor], folder: Path
-) -> dict[str, tuple[str, str]]:
-    """The weights that a file of the strategy's holds too: which file, and by which name."""
-    known: dict[tuple[str, tuple[int, ...], bytes], tuple[str, str]] = {}
-    for file in sorted((folder / STRATEGY).rglob("*.safetensors")):
-        member = file.relative_to(folder).as_posix()
-        known |= {digest_of(t): (member, name) for name, t in read_tensors(file).items()}
+def prefix_of(index: int) -> str:
+    """What the names of a bucket's constants begin with among those of all."""
+    return f"{index}."
+
+
+def _shared(
+    weights: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]
+) -> dict[str, str]:
+    """The weights that are constants too, with the names that they have there."""
+    known = {digest_of(tensor): name for name, tensor in constants.items()}
     digests = {name: digest_of(tensor) for name, tensor in weights.items()} if known else {}
     return {name: known[digest] for name, digest in digests.items() if digest in known}
 

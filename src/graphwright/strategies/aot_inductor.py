@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -88,7 +88,9 @@ class AotInductor:
         weakref.finalize(known, shutil.rmtree, folder, ignore_errors=True)
         return Built(without_grad(known), holds_weights=True, save=known.save)
 
-    def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
+    def load(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
+    ) -> Built:
         """The package that was saved."""
         known = json.loads((folder / _CALL).read_bytes())
         slots = [int(slot) for slot in known["slots"]]

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -43,7 +43,8 @@ class Built:
     in-place changes of the model's parameters would go unseen. `launch` is a quicker way to call
     it with its tensors in a row, if there is one. `plain` says that it runs the model's own Python
     and operations, which can be seen one by one. `save` writes what it was made of into a folder,
-    for the compiler's `load`. `ranged` says that it answers a whole range of sizes.
+    for the compiler's `load`; tensors that it returns are kept beside, once for all that hold the
+    same ones. `ranged` says that it answers a whole range of sizes.
     """
 
     call: Callable[..., Any]
@@ -51,7 +52,7 @@ class Built:
     holds_weights: bool = False
     launch: Callable[[Sequence[torch.Tensor]], Any] | None = None
     plain: bool = False
-    save: Callable[[Path], None] | None = None
+    save: Callable[[Path], Mapping[str, torch.Tensor] | None] | None = None
     ranged: bool = False
 
 
@@ -86,8 +87,10 @@ class Loader(Protocol):
     bound_to: tuple[str, ...]
     portable: bool
 
-    def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
-        """The callable that was built for these arguments, from what its `save` wrote."""
+    def load(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
+    ) -> Built:
+        """The callable that was built for these arguments, from what its `save` has kept."""
 
 
 # From the compiled model to what is called as the original is.
@@ -222,11 +225,19 @@ class Candidate:
         """What makes it again from what was saved of it, without the model; None if nothing."""
         return self.compiler if isinstance(self.compiler, Loader) else None
 
-    def load(self, folder: Path, args: Args, kwargs: Kwargs, results: Sequence[Any]) -> Built:
-        """What `Built.save` has written, as it was built.
+    def load(
+        self,
+        folder: Path,
+        tensors: Mapping[str, torch.Tensor],
+        args: Args,
+        kwargs: Kwargs,
+        results: Sequence[Any],
+    ) -> Built:
+        """What `Built.save` has kept, as it was built.
 
         Args:
             folder: that was written to.
+            tensors: that it returned, on the device of the call.
             args: of the call that it was built for.
             kwargs: likewise.
             results: the leaves of eager's results.
@@ -236,7 +247,7 @@ class Candidate:
         """
         try:
             assert self.loader is not None
-            built = self.loader.load(folder, args, kwargs)
+            built = self.loader.load(folder, tensors, args, kwargs)
             built.holds_weights = True  # Whatever the strategy: they are the file's.
             if self.rewrite is not None:
                 built.call = self.rewrite.finish(results)(without_grad(built.call))

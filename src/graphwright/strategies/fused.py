@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -20,7 +21,6 @@ from ..ops.defining import prepare_triton
 from ..rows import Row
 from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import State, clone_leaves
-from ..storage import read_tensors, write_tensors
 from .base import AVAILABLE, Availability, Built, tiny_model
 
 
@@ -75,7 +75,9 @@ class FusedCompiler:
         """Begin what the first kernel in a process waits for."""
         prepare_triton().join()
 
-    def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
+    def load(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
+    ) -> Built:
         """The graph that was saved, with its constants.
 
         Raises:
@@ -88,22 +90,22 @@ class FusedCompiler:
         device = tensors_of((args, kwargs))[0].device
         if device.type == "cuda":
             prepare_triton()
-        graph = read(known["nodes"], read_tensors(folder / _CONSTANTS, device), device)
+        graph = read(known["nodes"], tensors, device)
         call = GraphCall(graph, [int(n) for n in known["slots"]], Row.read(known["out"]))
         return Built(call, holds_weights=True, plain=True, save=functools.partial(_save, call))
 
 
-_GRAPH, _CONSTANTS = "graph.json", "constants.safetensors"
+_GRAPH = "graph.json"
 
 
-def _save(call: GraphCall, folder: Path) -> None:
-    """Write a fused call as operations and their constants."""
+def _save(call: GraphCall, folder: Path) -> Mapping[str, torch.Tensor]:
+    """Write a fused call as operations; its constants."""
     from ..fusion.stored import stored
 
     nodes, constants = stored(call.graph)
     known = {"nodes": nodes, "slots": [*call.slots], "out": call.out.written()}
     (folder / _GRAPH).write_text(json.dumps(known), encoding="ascii")
-    write_tensors(folder / _CONSTANTS, constants)
+    return constants
 
 
 def _near(fused: Fused, model: nn.Module, args: Args, kwargs: Kwargs) -> bool:

@@ -12,7 +12,7 @@ import shutil
 import tempfile
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
@@ -85,7 +85,9 @@ class OnnxRuntime:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
 
-    def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
+    def load(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
+    ) -> Built:
         """The callable that `save` wrote; the arguments are samples.
 
         Raises:

@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import io
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -60,7 +60,9 @@ class TorchScript:
                 known = self._trace(model, args, kwargs)
             return self._run(known, args, kwargs, notes)
 
-    def load(self, folder: Path, args: Args, kwargs: Kwargs) -> Built:
+    def load(
+        self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
+    ) -> Built:
         """The script that was saved; what comes after freezing is done again."""
         known = json.loads((folder / _CALL).read_bytes())
         device = tensors_of((args, kwargs))[0].device
