@@ -30,7 +30,16 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 import graphwright as gw
 from graphwright import dispatch, signature, watch
 from graphwright.dispatch import GraphedCallable
-from graphwright.graphs import callgraph, cpu, cuda, transaction, transfer, undo, workspaces
+from graphwright.graphs import (
+    callgraph,
+    cpu,
+    cuda,
+    cuda_capture,
+    transaction,
+    transfer,
+    undo,
+    workspaces,
+)
 from graphwright.graphs import capture as capture_module
 from graphwright.graphs import graph as graph_module
 from graphwright.graphs.callgraph import CallGraph
@@ -727,7 +736,7 @@ def an_interrupted_capture_leaves_nothing(device: torch.device) -> None:
 
 
 def abandoned_captures_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda.CudaRecorder, "_abandon", lambda self, *args: None)
+    patch.setattr(cuda_capture, "_abandon", lambda *args: None)
 
 
 @hazard(9, abandoned_captures_stay, only="cuda", isolated=True)

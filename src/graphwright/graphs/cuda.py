@@ -1,18 +1,9 @@
-"""The CUDA recorder: CUDA graphs on one stream, in one memory pool.
-
-A graph is captured in mode "thread_local", so that other threads may go on using the device
-(pytorch #174724), with Python's garbage collection off, since destroying an old graph inside a
-capture breaks it (pytorch #91302).
-"""
+"""The CUDA recorder: CUDA graphs on one stream, in one memory pool."""
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import re
-import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -21,27 +12,22 @@ import torch
 
 from ..errors import CaptureError
 from . import driver
+from .cuda_capture import capturing
 from .cuda_recording import CudaRecording, find_copies
 from .driver import CopyNode
-from .journal import Journal, capturing_seems_on, collection_off, users_of
+from .journal import Journal, capturing_seems_on, users_of
 from .recorder import Allocate, Interrupted, Prepared, Work
 from .workspaces import Bench, PreparedThreads
 
 Made = TypeVar("Made")
 Drains = Callable[[Any], Sequence[torch.Tensor]]
 
-# One capture at a time in a process.
-_GATE = threading.RLock()
-_PATIENCE_S = 10.0
 _ATTEMPTS = 5
 # Bytes up to which PyTorch's allocator packs tensors closely.
 _SMALL = 1 << 20
 # Parts of the memory that the allocator holds: what is much to be unused, and by how much it has to
 # have grown since something was handed back.
 _MUCH, _MORE = 0.25, 0.02
-# cudaErrorStreamCaptureInvalidated: what an operation reports that finds the capture broken. And
-# what the attempt after it was told once, not again in many runs; giving up clears that too.
-_BROKEN_BY_OTHERS = re.compile("previous error during capture|already recording to mempool_id")
 
 
 # Streams and workspaces that no recorder uses, by device.
@@ -372,69 +358,11 @@ class CudaRecorder:
                     raise
         raise AssertionError("unreachable")
 
-    @contextlib.contextmanager
     def _capturing(
         self, pool: Any, generators: Sequence[torch.Generator]
-    ) -> Iterator[torch.cuda.CUDAGraph]:
+    ) -> contextlib.AbstractContextManager[torch.cuda.CUDAGraph]:
         """Capture what is issued inside; on an error the device and the pool are as before."""
-        graph = torch.cuda.CUDAGraph(keep_graph=True)
-        default = torch.cuda.default_generators[self.device.index]
-        others = [g for g in generators if g is not default]
-        for generator in others:
-            graph.register_generator_state(generator)
-        users = pool.use_count()
-        with (
-            _others_do_not_synchronise(),
-            self._on_stream(),
-            capturing_seems_on(),
-            collection_off(),
-        ):
-            torch.cuda.synchronize(self.device)
-            try:
-                graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
-                yield graph
-                _end(graph)
-            except BaseException as error:
-                self._abandon(graph, pool, users, others)
-                if isinstance(error, RuntimeError) and _BROKEN_BY_OTHERS.search(str(error)):
-                    raise Interrupted(
-                        "Another thread has broken the capture.",
-                        remedy="Synchronise and allocate on other threads before or after it.",
-                    ) from error
-                raise
-
-    def _abandon(
-        self,
-        graph: torch.cuda.CUDAGraph,
-        pool: Any,
-        users: int,
-        generators: Sequence[torch.Generator],
-    ) -> None:
-        """End a capture that failed.
-
-        Where the capture itself is broken its own end fails too, and then PyTorch leaves the
-        allocator and the random generators in capture mode (pytorch #190308).
-        """
-        try:
-            _end(graph)
-            graph.reset()
-            return
-        except Exception:
-            pass
-        # Its destructor would end the process if it had not even begun.
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
-        index = self.device.index
-        with contextlib.suppress(RuntimeError):
-            torch._C._cuda_endAllocateToPool(index, pool.id)
-        while pool.use_count() > users:
-            torch._C._cuda_releasePool(index, pool.id)
-        # A capture that succeeds, of nothing, takes the generators out of it. Giving them another
-        # state object would too, but graphs that draw from them would not follow.
-        nothing = torch.cuda.CUDAGraph(keep_graph=True)
-        for generator in generators:
-            nothing.register_generator_state(generator)
-        nothing.capture_begin(capture_error_mode="thread_local")
-        _end(nothing)
+        return capturing(self.device, pool, generators, self._on_stream())
 
 
 # What is captured. No closures: an error's traceback would keep what they refer to alive.
@@ -474,27 +402,6 @@ def _copied_out(drained: Sequence[torch.Tensor], outside: torch.cuda.Stream) -> 
     return targets
 
 
-@contextlib.contextmanager
-def _others_do_not_synchronise() -> Iterator[None]:
-    """Let torch.cuda.synchronize() on other threads wait until the capture is over.
-
-    It would break the capture, whatever its mode, and raise an error itself.
-    """
-    with _GATE:
-        plain, owner = torch.cuda.synchronize, threading.get_ident()
-
-        def synchronize(device: Any = None) -> None:
-            if threading.get_ident() != owner and _GATE.acquire(timeout=_PATIENCE_S):
-                _GATE.release()
-            plain(device)
-
-        torch.cuda.synchronize = synchronize
-        try:
-            yield
-        finally:
-            torch.cuda.synchronize = plain
-
-
 def _segments(pool: Any) -> list[dict[str, Any]]:
     """A pool's segments, from a look at all of the allocator's.
 
@@ -502,13 +409,6 @@ def _segments(pool: Any) -> list[dict[str, Any]]:
     after some hundred calls the process dies of a segmentation fault).
     """
     return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool.id]
-
-
-def _end(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture; that a graph is empty is nothing to warn of."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        graph.capture_end()
 
 
 def _is_alone(tensor: torch.Tensor) -> bool:
