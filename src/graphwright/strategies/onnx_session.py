@@ -70,8 +70,11 @@ class Session:
         # Asked for at each run: where it is not set, that costs an exception of 50 µs inside.
         self._options.add_run_config_entry("gpu_graph_id", "1" if graph else "-1")
         kinds = {t.device.type for t in samples} | {r.kind for r in results.values()}
-        if kinds == {"cuda"}:
-            # The stream orders all; with host memory about, the copies have to be waited for.
+        if graph and kinds == {"cuda"}:
+            # A replay need not be waited for, as the stream orders all. Other runs are: only then
+            # does ONNX Runtime let go of the host memory that its kernels were given (recurrent
+            # layers ask for some). Else it grows with each call, and is freed at last in a callback
+            # of CUDA's, where that is not allowed: the process is aborted (1.31.1).
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._replayed = self._bind_once(samples) if graph else None
 
