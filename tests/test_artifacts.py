@@ -443,6 +443,19 @@ def flipped(member: str, place: float = 0.5) -> Callable[[Path], None]:
     return damage
 
 
+def header_changed(member: str, byte: int) -> Callable[[Path], None]:
+    """Another byte in the header in front of a member: a name one shorter, another beginning."""
+
+    def damage(path: Path) -> None:
+        with zipfile.ZipFile(path) as archive:
+            start = archive.getinfo(member).header_offset
+        whole = bytearray(path.read_bytes())
+        whole[start + byte] -= 1
+        path.write_bytes(whole)
+
+    return damage
+
+
 def in_place_of(member: str, data: bytes) -> Callable[[Path], None]:
     def damage(path: Path) -> None:
         def change(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
@@ -629,6 +642,14 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "the last byte of the weights": (
         flipped("weights.safetensors", 1.0),
         "weights.safetensors of .* is damaged",
+    ),
+    "the beginning of a member": (
+        header_changed("weights.safetensors", 0),
+        "weights.safetensors of .* is damaged: it does not begin where it should",
+    ),
+    "the place of a member": (
+        header_changed("weights.safetensors", 26),
+        "weights.safetensors of .* is damaged: its hash is another one",
     ),
     "a missing member": (
         without("constants.safetensors", listed=True),

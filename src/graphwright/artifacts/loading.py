@@ -15,6 +15,7 @@ from torch import nn
 from ..errors import ArtifactError, GraphwrightError, SignatureError, first_line, in_words
 from ..evaluation import Sample
 from ..filling import Filling, StoredFilling, Tuned
+from ..graphs.journal import collection_off
 from ..ranges import Range, RangedSignature
 from ..report import Report
 from ..report.environment import environment
@@ -168,7 +169,8 @@ class _Loading:
             raise
 
     def _samples(self) -> list[Sample]:
-        return evidence.read(self.folder, self.module, self.device, imports=self.trust)
+        with collection_off():  # What is imported is no garbage.
+            return evidence.read(self.folder, self.module, self.device, imports=self.trust)
 
     def _verified(self, samples: list[Sample]) -> TunedModule:
         """The first way that gives what was saved."""
