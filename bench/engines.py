@@ -14,6 +14,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -177,7 +178,8 @@ def to_markdown(result: Figures) -> str:
     whys: dict[str, list[str]] = {}
     for name, model in result["models"].items():
         if "report" not in model:
-            whys.setdefault(f"not measured: {model.get('failed', '?')}", []).append(name)
+            why = textwrap.shorten(model.get("failed", "?"), 160, placeholder=" …")
+            whys.setdefault(f"not measured: {why}", []).append(name)
             continue
         report = Report.from_json(json.dumps(model["report"]))
         cells = []

@@ -956,9 +956,29 @@ def test_a_graph_comes_back_from_json() -> None:
     assert torch.equal(again(x), work(x))
 
 
-def test_what_fails_while_cuda_starts_fails_where_it_is_wanted() -> None:
-    came: list[int] = []
-    wait = begun(torch.device("cuda"), lambda: 1 / 0, lambda: came.append(threading.get_ident()))
-    wait()
-    assert came
-    assert came != [threading.get_ident()]
+def test_what_fails_while_a_device_starts_fails_where_it_is_wanted() -> None:
+    for device in (CPU, torch.device("cuda")):
+        came: list[int] = []
+        wait = begun(device, lambda: 1 / 0, lambda: came.append(threading.get_ident()))  # noqa: B023  # waited for below
+        wait()
+        assert came
+        assert came != [threading.get_ident()]
+
+
+def test_constants_are_read_ahead_where_nothing_else_can_be_used(saved: Path) -> None:
+    def reads(model: nn.Module | None) -> list[bool]:
+        import graphwright.artifacts.loading as module
+
+        plain, here, found = module.read_tensors, threading.get_ident(), []
+
+        def noted(path: Path, *args: Any) -> dict[str, torch.Tensor]:
+            if path.name == "constants.safetensors":
+                found.append(threading.get_ident() == here)
+            return plain(path, *args)
+
+        with mock.patch.object(module, "read_tensors", noted):
+            gw.load(saved, model)
+        return found
+
+    assert reads(None) == [False]
+    assert set(reads(net()[0])) == {True}

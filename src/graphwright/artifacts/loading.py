@@ -111,7 +111,12 @@ class _Loading:
         self.device = self._device()
         self.notes: list[str] = []
         prepare = getattr(self.candidate.compiler, "prepare", None)
-        self.started = begun(self.device, *([] if prepare is None else [prepare]))
+        if prepare is not None and self.device.type == "cuda":
+            prepare()
+        self.ahead: dict[str, torch.Tensor] | None = None
+        # Where nothing but what was saved can be used, it is brought to the device meanwhile.
+        alone = model is None and self.loader is not None
+        self.started = begun(self.device, *[self._read_ahead] * alone)
 
     def _refuse_doubtful(self, doubtful: Callable[[Path], str | None]) -> None:
         """Refuse what is data, and may do harm nevertheless."""
@@ -148,7 +153,8 @@ class _Loading:
     def loaded(self) -> TunedModule:
         """What was saved; else built again; else eager."""
         if self.model is None:
-            return self._verified(self._samples())
+            with collection_off():  # What is imported and read is no garbage.
+                return self._verified(self._samples())
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             self._give_weights(before)
@@ -169,8 +175,7 @@ class _Loading:
             raise
 
     def _samples(self) -> list[Sample]:
-        with collection_off():  # What is imported is no garbage.
-            return evidence.read(self.folder, self.module, self.device, imports=self.trust)
+        return evidence.read(self.folder, self.module, self.device, imports=self.trust)
 
     def _verified(self, samples: list[Sample]) -> TunedModule:
         """The first way that gives what was saved."""
@@ -280,10 +285,15 @@ class _Loading:
         file = self.folder / CONSTANTS
         return read_tensors(file, device) if CONSTANTS in self.facts["members"] else {}
 
+    def _read_ahead(self) -> None:
+        self.members.ready(CONSTANTS)
+        self.ahead = self._constants(self.device)
+
     def _as_saved(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
         # What answers a range of sizes was built for the last, which is the largest.
         one = bool(self.ranges)
-        builts, constants = [], self._constants(self.device)
+        builts: list[Built] = []
+        constants = self._constants(self.device) if self.ahead is None else self.ahead
         for index, sample in enumerate(samples[-1:] if one else samples):
             call, outcome = sample.call.clone(), sample.reference.cases[0].eager
             results = [*outcome.outputs.values()]

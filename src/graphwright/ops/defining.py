@@ -25,6 +25,7 @@ Function = Callable[..., Any]
 @functools.cache
 def triton_works() -> bool:
     """Whether Triton can be imported; asked when the first kernel is wanted, not before."""
+    prepare_triton().join()  # Else the kernel would hash once more, beside it.
     try:
         importlib.import_module("triton")
     except Exception:

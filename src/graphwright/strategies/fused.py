@@ -73,7 +73,7 @@ class FusedCompiler:
 
     def prepare(self) -> None:
         """Begin what the first kernel in a process waits for."""
-        prepare_triton().join()
+        prepare_triton()
 
     def load(
         self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
@@ -88,8 +88,6 @@ class FusedCompiler:
 
         known = json.loads((folder / _GRAPH).read_bytes())
         device = tensors_of((args, kwargs))[0].device
-        if device.type == "cuda":
-            prepare_triton()
         graph = read(known["nodes"], tensors, device)
         call = GraphCall(graph, [int(n) for n in known["slots"]], Row.read(known["out"]))
         return Built(call, holds_weights=True, plain=True, save=functools.partial(_save, call))
