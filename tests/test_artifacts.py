@@ -335,6 +335,16 @@ def test_what_was_loaded_can_be_saved_again(saved: Path, tmp_path: Path) -> None
     same(gw.load(tmp_path / "again.gw")(x, scale=3.0), right(x, scale=3.0))
 
 
+def test_what_was_saved_without_the_model_has_no_weights_for_one(
+    saved: Path, tmp_path: Path
+) -> None:
+    gw.save(gw.load(saved), tmp_path / "again.gw")
+    with pytest.raises(gw.ArtifactError, match="it has no weights for the one"):
+        gw.load(tmp_path / "again.gw", net()[0])
+    gw.save(gw.load(saved, net()[0]), tmp_path / "again.gw")
+    gw.load(tmp_path / "again.gw", net()[0])
+
+
 def test_an_interrupted_save_leaves_what_was_there(
     saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

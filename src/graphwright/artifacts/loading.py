@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ArtifactError, GraphwrightError, SignatureError, first_line, in_words
+from ..errors import ArtifactError, GraphwrightError, first_line, in_words
 from ..evaluation import Sample
 from ..filling import Filling, StoredFilling, Tuned
 from ..graphs.journal import collection_off
@@ -29,6 +29,7 @@ from ..tuned import Origin, TunedModule, assembled
 from ..verification import compare, verify
 from ..watch import FunctionModule
 from . import between, container, evidence
+from .absent import Absent
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
 from .starting import begun
 
@@ -89,6 +90,7 @@ class _Loading:
             self.shared = {str(name): str(other) for name, other in shared.items()}
             self.loader = self.candidate.loader if facts["loads"] else None
             self.pure, self.quiet = bool(facts["pure"]), bool(facts["quiet"])
+            facts["model_there"] = bool(facts["model_there"])
             self._refuse_switches()
         except ArtifactError:
             raise
@@ -249,6 +251,12 @@ class _Loading:
 
         `before` gets the tensors that had other values, with these.
         """
+        if not self.facts["model_there"]:
+            raise ArtifactError(
+                f"{self.file.name} was saved by a process that had loaded it without the model: "
+                "it has no weights for the one that was passed.",
+                remedy="Load it without the model, or save it where the model was passed.",
+            )
         mine, saved = weights_of(self.module), self._saved_weights()
         wrong = [f"it has no {name}" for name in saved if name not in mine]
         wrong += [f"{name} was not saved" for name in mine if name not in saved]
@@ -345,7 +353,7 @@ class _Loading:
         calls = [sample.call for sample in samples]
         ranges = self.ranges if builts[0] is builts[-1] else ()
         signatures = [CallSignature.of(call.args, call.kwargs) for call in calls]
-        if isinstance(self.module, _Absent):  # Before it is watched.
+        if isinstance(self.module, Absent):  # Before it is watched.
             ranged = [RangedSignature(signatures[-1], ranges)] if ranges else []
             self.module.signatures = ranged or signatures
         return assembled(
@@ -407,26 +415,9 @@ def _compiled() -> int:
     return int(known["inductor"]["fxgraph_cache_miss"]) if known else 0
 
 
-class _Absent(nn.Module):
-    """Stands for a model that was not passed: it answers no call."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.training = False
-        self.signatures: Sequence[CallSignature | RangedSignature] = ()
-
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        told = [each.differences(args, kwargs) for each in self.signatures]
-        why = min(filter(None, told), key=len, default="gradients are wanted")
-        raise SignatureError(
-            f"This call is not like the one that was saved: {why}.",
-            remedy="Pass the model to load(), which answers other calls.",
-        )
-
-
 def _module_for(model: Callable[..., Any] | None) -> nn.Module:
     if model is None:
-        return _Absent()
+        return Absent()
     if isinstance(model, TunedModule):
         model = model.module
     module = model if isinstance(model, nn.Module) else FunctionModule(model)

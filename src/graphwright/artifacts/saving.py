@@ -19,6 +19,7 @@ from ..storage import digest_of, packed, write_tensors
 from ..strategies import is_ours
 from ..tuned import TunedModule
 from . import between, container, evidence
+from .absent import Absent
 
 REPORT, STRATEGY = "report.json", "strategy"
 CONSTANTS, WEIGHTS = "constants.safetensors", "weights.safetensors"
@@ -102,6 +103,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             "strategy": candidate.name,
             "loads": loads,
             "model": tuned.report.model,
+            "model_there": not isinstance(tuned._choice.module, Absent),
             "pure": tuned._choice.pure,
             "quiet": tuned._choice.quiet,
             "environment": environment(device),
