@@ -975,6 +975,22 @@ def test_what_fails_while_a_device_starts_fails_where_it_is_wanted() -> None:
         assert came != [threading.get_ident()]
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_was_saved_on_a_gpu_says_so_where_there_is_none(saved: Path, tmp_path: Path) -> None:
+    path = tmp_path / "net.gw"
+    shutil.copy(saved, path)
+
+    def on_gpu(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        members["evidence.json"] = members["evidence.json"].replace(b'"cpu"', b'"cuda"', 1)
+
+    rewritten(path, on_gpu)
+    with pytest.raises(
+        gw.ArtifactError, match=r"on a GPU, and there is none here.*\n.*Pass the model"
+    ):
+        gw.load(path)
+    gw.load(path, net()[0])
+
+
 def test_constants_are_read_ahead_where_nothing_else_can_be_used(saved: Path) -> None:
     def reads(model: nn.Module | None) -> list[bool]:
         import graphwright.artifacts.loading as module

@@ -494,6 +494,7 @@ print("still here")
 """
 
 
+@pytest.mark.gpu
 def test_recurrent_layers_can_be_let_go(device: torch.device) -> None:
     """Their kernels get host memory, which ONNX Runtime may free where CUDA does not let it."""
     command = [sys.executable, "-c", DROPS, device.type]

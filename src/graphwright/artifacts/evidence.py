@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -64,13 +64,15 @@ def write(folder: Path, samples: Sequence[Sample], device: torch.device) -> None
     write_tensors(folder / _TENSORS, tensors)
 
 
-def read(folder: Path, module: nn.Module, device: torch.device, *, imports: bool) -> list[Sample]:
+def read(
+    folder: Path, module: nn.Module, device: Callable[[], torch.device], *, imports: bool
+) -> list[Sample]:
     """The samples that `write` has written, on a device.
 
     Args:
         folder: that was written to.
         module: that is to be judged, or stands for it.
-        device: of the tensors.
+        device: gives that of the tensors; asked when all is imported.
         imports: whether modules may be imported that define the results' classes.
 
     Raises:
@@ -78,9 +80,8 @@ def read(folder: Path, module: nn.Module, device: torch.device, *, imports: bool
     """
     try:
         known = json.loads((folder / _FILE).read_bytes())
-        # Before a GPU is waited for: it may import what takes as long to.
         specs = [tree_of(each["spec"], imports=imports) for each in known["samples"]]
-        tensors = read_tensors(folder / _TENSORS, device)
+        tensors = read_tensors(folder / _TENSORS, device())
         pairs, state = zip(known["samples"], specs, strict=True), State(module)
         samples = [_sample(each, spec, tensors, state) for each, spec in pairs]
         if not samples:

@@ -144,12 +144,9 @@ class _Loading:
         if tensors:
             return tensors[0].device
         if saved == "cuda":
-            if not torch.cuda.is_available():
-                raise ArtifactError(
-                    f"{self.file.name} was saved on a GPU, and there is none here.",
-                    remedy="Pass the model, on the CPU, to run it there.",
-                )
-            return torch.device("cuda", torch.cuda.current_device())
+            # To ask for the current one would start CUDA, which others do meanwhile.
+            started = torch.cuda.is_initialized()
+            return torch.device("cuda", torch.cuda.current_device() if started else 0)
         return torch.device("cpu")
 
     def loaded(self) -> TunedModule:
@@ -177,7 +174,15 @@ class _Loading:
             raise
 
     def _samples(self) -> list[Sample]:
-        return evidence.read(self.folder, self.module, self.device, imports=self.trust)
+        return evidence.read(self.folder, self.module, self._there, imports=self.trust)
+
+    def _there(self) -> torch.device:
+        if self.device.type == "cuda" and not torch.cuda.is_available():
+            raise ArtifactError(
+                f"{self.file.name} was saved on a GPU, and there is none here.",
+                remedy="Pass the model, on the CPU, to run it there.",
+            )
+        return self.device
 
     def _verified(self, samples: list[Sample]) -> TunedModule:
         """The first way that gives what was saved."""

@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import torch
 
+from ..graphs.driver import libcuda
+
 
 def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], None]:
     """Start CUDA in a thread, and then whatever else is given; returns what waits for its end.
@@ -23,7 +25,7 @@ def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], N
     def start() -> None:
         works = [*others]
         if device.type == "cuda":
-            works.insert(0, lambda: torch.zeros(1, device=device))
+            works[:0] = [_driver_starts, lambda: torch.zeros(1, device=device)]
             works.append(lambda: torch.cuda.current_stream(device).synchronize())
         for each in works:
             # What fails here fails where it is wanted, and says why there.
@@ -33,3 +35,10 @@ def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], N
     thread = threading.Thread(target=start, name="graphwright: start of a device")
     thread.start()
     return thread.join
+
+
+def _driver_starts() -> None:
+    """As PyTorch would start it, without Python's lock meanwhile."""
+    driver = libcuda()
+    if driver is not None:
+        driver.cuInit(0)
