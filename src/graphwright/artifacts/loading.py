@@ -60,7 +60,11 @@ def load(
     """
     file = Path(path)
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
-        return _Loading(file, members, model, trust).loaded()
+        loading = _Loading(file, members, model, trust)
+        try:
+            return loading.loaded()
+        finally:
+            loading.started()  # Nothing of it goes on afterwards, if it has failed.
 
 
 _AS_SAVED = "as it was saved"
