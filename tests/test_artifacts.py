@@ -335,6 +335,40 @@ def test_what_was_loaded_can_be_saved_again(saved: Path, tmp_path: Path) -> None
     same(gw.load(tmp_path / "again.gw")(x, scale=3.0), right(x, scale=3.0))
 
 
+@pytest.mark.parametrize("name", ["onnxruntime", "torchscript"])
+def test_what_was_loaded_can_be_saved_over_its_own_file(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "rows.gw"
+    torch.manual_seed(0)
+    model, x = Rows().eval(), torch.randn(2, 16)
+    gw.save(tuned_with(name, model, (x,)), path)
+    for _ in range(2):
+        gw.save(gw.load(path, trust=True), path)
+    torch.testing.assert_close(gw.load(path, trust=True)(x), model(x), rtol=2e-4, atol=2e-5)
+
+
+class States(nn.Module):
+    """Two buffers of the same bits, of which one is a result."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.register_buffer("state", torch.zeros(4))
+        self.register_buffer("offset", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.first(x) + self.offset, self.state.view(2, 2)
+
+
+def test_equal_constants_stay_apart_where_a_caller_may_write(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = States().eval(), torch.randn(2, 4)
+    gw.save(tuned_with("fused", model, (x,)), tmp_path / "states.gw")
+    loaded = gw.load(tmp_path / "states.gw")
+    loaded(x)[1].add_(5)
+    torch.testing.assert_close(loaded(x)[0], model(x)[0])
+    assert bool((loaded(x)[1] == 5).all())
+
+
 def test_what_was_saved_without_the_model_has_no_weights_for_one(
     saved: Path, tmp_path: Path
 ) -> None:
@@ -566,6 +600,38 @@ def constants_renamed(path: Path) -> None:
     in_constants(path, change)
 
 
+def size_below_zero(path: Path) -> None:
+    with zipfile.ZipFile(path) as archive:
+        members = {name: archive.read(name) for name in archive.namelist()}
+    manifest = json.loads(members["manifest.json"])
+    manifest["members"]["report.json"][0] = -1
+    del manifest["digest"]
+    manifest["digest"] = container._digest(manifest)
+    members["manifest.json"] = json.dumps(manifest).encode()
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, data in members.items():
+            archive.writestr(name, data)
+
+
+def report_with(**facts: Any) -> Callable[[Path], None]:
+    def inner(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        members["report.json"] = json.dumps(json.loads(members["report.json"]) | facts).encode()
+
+    return lambda path: rewritten(path, inner)
+
+
+def steps_of_nothing(path: Path) -> None:
+    """A packed weight for a convolution of stride 0, by which oneDNN would divide."""
+
+    def inner(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        known = json.loads(members["strategy/0/graph.json"])
+        (packed,) = (node["packed"] for node in known["nodes"] if "packed" in node)
+        packed[1][0] = 0
+        members["strategy/0/graph.json"] = json.dumps(known).encode()
+
+    rewritten(path, inner)
+
+
 def in_constants(path: Path, change: Callable[..., dict[str, Any]]) -> None:
     def inner(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
         file = path.with_suffix(".constants")
@@ -653,6 +719,15 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
         flipped("weights.safetensors", 1.0),
         "weights.safetensors of .* is damaged",
     ),
+    "a size below zero": (size_below_zero, "it lists no members"),
+    "switches that are none": (told(switches={"dict": 5}), "'int' object has no attribute 'items'"),
+    "an endless switch": (told(switches={"float": "0x1p99999"}), "hexadecimal value too large"),
+    "an environment of numbers": (told(environment=[[1, 2]]), ""),
+    "notes that are none": (
+        report_with(notes="none"),
+        "The report is damaged: TypeError.*its notes are no texts",
+    ),
+    "steps of nothing": (steps_of_nothing, "a convolution has no such steps"),
     "the beginning of a member": (
         header_changed("weights.safetensors", 0),
         "weights.safetensors of .* is damaged: it does not begin where it should",
@@ -781,7 +856,7 @@ def test_buckets_have_their_constants_once(tmp_path: Path, device: torch.device)
 
     loaded = gw.load(tmp_path / "parts.gw")
     kept = [built.save(tmp_path) for built in loaded._choice.origin.builts]
-    memory = [{tensor.data_ptr() for tensor in each.values()} for each in kept]
+    memory = [{tensor.data_ptr() for tensor in each.tensors.values()} for each in kept]
     assert len(memory[0]) == len(stored)
     assert memory == memory[:1] * 3
 

@@ -90,7 +90,9 @@ def same_value(a: Any, b: Any) -> bool:
 
 
 def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.detach().contiguous().reshape(-1)
+    flat = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
+    if flat.is_quantized:
+        flat = flat.int_repr()
     if flat.is_complex():
         flat = torch.view_as_real(flat).reshape(-1)
     return flat.view(_INTEGER[flat.element_size()])

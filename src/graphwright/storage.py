@@ -9,7 +9,7 @@ import ctypes
 import hashlib
 import importlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,16 +21,23 @@ from .errors import ArtifactError
 Json = Any
 
 
-def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, once: bool = False) -> None:
+def write_tensors(
+    path: Path,
+    tensors: Mapping[str, torch.Tensor],
+    *,
+    once: bool = False,
+    seen: Collection[str] = (),
+) -> None:
     """Write tensors with their strides; each by its own values, whatever memory they share.
 
-    With `once` those that hold the same bits are written once, and come back as one tensor.
+    With `once` those that hold the same bits are written once, and come back as one tensor; those
+    that are `seen`, by name, only if they are one already: somebody may write to them.
     """
     from safetensors.torch import save_file
 
     first: dict[Any, str] = {}
     same = {
-        name: first.setdefault((digest_of(t), t.stride(), t.requires_grad), name)
+        name: first.setdefault(_memory_of(t) if name in seen else _content_of(t), name)
         for name, t in (tensors if once else {}).items()
     }
     same = {name: other for name, other in same.items() if name != other}
@@ -39,6 +46,7 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, once: bool
         for dim, step in enumerate(tensor.stride()):
             if not step:  # An expanded dimension is the same again and again.
                 tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
+        tensor = _plain(tensor)
         whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         dense[name] = whole.detach().contiguous().cpu().clone()
     layouts = {
@@ -46,7 +54,13 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], *, once: bool
         for name, t in tensors.items()
     }
     metadata = {"layouts": json.dumps(layouts), "same": json.dumps(same)}
-    save_file(dense, path, metadata=metadata)
+    try:
+        save_file(dense, path, metadata=metadata)
+    except Exception as error:  # Whatever safetensors makes of them.
+        raise ArtifactError(
+            f"Tensors among the weights, inputs or results cannot be written: {error!r}.",
+            remedy="Dense tensors of plain dtypes can.",
+        ) from error
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
@@ -79,11 +93,26 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
     return found
 
 
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without what is still to be done to its values when they are read."""
+    return tensor.resolve_conj().resolve_neg()
+
+
 def digest_of(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
     """What two tensors have in common that hold the same bits in the same places."""
-    dense = tensor.detach().contiguous().cpu()
+    dense = _plain(tensor.detach()).contiguous().cpu()
     content = (ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()) if dense.nbytes else b""
     return str(dense.dtype), tuple(dense.shape), hashlib.sha256(content).digest()
+
+
+def _content_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return digest_of(tensor), tensor.stride(), tensor.requires_grad
+
+
+def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    begin = tensor.untyped_storage().data_ptr()
+    where = (begin, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+    return (*where, id(tensor) if not begin else 0)
 
 
 def _laid_out(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import io
 import json
 import os
 import re
@@ -115,7 +116,10 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
     Raises:
         ArtifactError: it is no artifact, is damaged, or is of another version's making.
     """
-    folder = Path(tempfile.mkdtemp(prefix="graphwright-"))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="graphwright-"))
+    except OSError as error:
+        raise _no_room(path, error) from error
     try:
         try:
             with zipfile.ZipFile(path) as archive:
@@ -201,6 +205,7 @@ def _is_listed(entry: Any) -> bool:
         isinstance(entry, list)
         and len(entry) == 2
         and type(entry[0]) is int
+        and entry[0] >= 0
         and isinstance(entry[1], str)
     )
 
@@ -232,11 +237,25 @@ def _checked(
                 hashed.update(chunk)
                 left -= count
                 while out is not None and chunk:
-                    chunk = chunk[out.write(chunk) :]
+                    chunk = chunk[_written(out, chunk, path) :]
         except (OSError, struct.error) as error:
             raise _damaged(path, name, str(error)) from error
     if left or hashed.hexdigest() != expected:
         raise _damaged(path, name, "its hash is another one")
+
+
+def _written(out: io.FileIO, chunk: memoryview, path: Path) -> int:
+    try:
+        return out.write(chunk)
+    except OSError as error:
+        raise _no_room(path, error) from error
+
+
+def _no_room(path: Path, error: OSError) -> ArtifactError:
+    return ArtifactError(
+        f"{path.name} cannot be unpacked into {tempfile.gettempdir()}: {error}.",
+        remedy="Set TMPDIR to a folder with room for it.",
+    )
 
 
 def _damaged(path: Path, name: str, why: str) -> ArtifactError:

@@ -17,6 +17,7 @@ from ..report.environment import environment
 from ..signature import switches
 from ..storage import digest_of, packed, write_tensors
 from ..strategies import is_ours
+from ..strategies.base import Kept
 from ..tuned import TunedModule
 from . import between, container, evidence
 from .absent import Absent
@@ -75,13 +76,15 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         folder = Path(made)
         loads = False
         constants: dict[str, torch.Tensor] = {}
+        seen: set[str] = set()
         try:
             for index, built in enumerate(origin.builts[:1] if origin.ranges else origin.builts):
                 if built.save is not None:
                     place = folder / STRATEGY / str(index)
                     place.mkdir(parents=True)
-                    kept = built.save(place) or {}
-                    constants |= {prefix_of(index) + name: t for name, t in kept.items()}
+                    kept = built.save(place) or Kept({})
+                    constants |= {prefix_of(index) + name: t for name, t in kept.tensors.items()}
+                    seen |= {prefix_of(index) + name for name in kept.seen}
                     loads = candidate.loader is not None
         except StrategyFailed as error:
             raise ArtifactError(
@@ -93,7 +96,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         if filled is not None:
             between.write(folder, filled.plans(), origin.samples)
         if constants:
-            write_tensors(folder / CONSTANTS, constants, once=True)
+            write_tensors(folder / CONSTANTS, constants, once=True, seen=seen)
         weights = weights_of(tuned._choice.module)
         shared = _shared(weights, constants)
         own = {name: tensor for name, tensor in weights.items() if name not in shared}

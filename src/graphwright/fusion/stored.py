@@ -87,6 +87,41 @@ def stored(graph: fx.GraphModule) -> tuple[list[Json], dict[str, torch.Tensor]]:
     return nodes, tensors
 
 
+def seen(graph: fx.GraphModule) -> frozenset[str]:
+    """The tensors that a graph holds and that its results may be, or be views of."""
+    found, looked = set(), set()
+    todo = [node for end in graph.graph.nodes if end.op == "output" for node in end.all_input_nodes]
+    while todo:
+        node = todo.pop()
+        if node in looked:
+            continue
+        looked.add(node)
+        if node.op == "get_attr":
+            found.add(node.name)
+        elif node.target is operator.getitem or _may_alias(node.target):
+            todo += node.all_input_nodes
+    return frozenset(found)
+
+
+def _may_alias(operation: Any) -> bool:
+    """Whether a result may be an argument: by its schema, or as it is made of other operations."""
+    if not isinstance(operation, torch._ops.OpOverload):
+        return True
+    if any(argument.alias_info is not None for argument in operation._schema.arguments):
+        return True
+    if operation._schema.name in _FRESH:
+        return False
+    key = "CompositeImplicitAutograd"
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key)
+
+
+# Made of other operations, and always memory of their own.
+_FRESH = frozenset(
+    f"aten::{name}"
+    for name in ("linear", "matmul", "conv1d", "conv2d", "conv3d", "layer_norm", "group_norm")
+)
+
+
 def read(
     nodes: Sequence[Json], tensors: Mapping[str, torch.Tensor], device: torch.device
 ) -> fx.GraphModule:
@@ -108,6 +143,9 @@ def read(
                 if "packed" in entry:
                     how = [[int(each) for each in given] for given in entry["packed"][:3]]
                     groups, sizes = int(entry["packed"][3]), [int(n) for n in entry["packed"][4]]
+                    # oneDNN divides by them, and does not ask.
+                    if min(*how[1], *how[2], groups, *sizes) < 1 or min(how[0]) < 0:
+                        raise ValueError("a convolution has no such steps or sizes")
                     reorder = torch.ops.mkldnn._reorder_convolution_weight
                     tensor = reorder(tensor, *how, groups, sizes)
                 module.register_buffer(own, tensor, persistent=False)

@@ -201,6 +201,8 @@ class Report:
             shapes = [Shape(**shape) for shape in data.pop("shapes")]
             eager = _error(data.pop("eager_error"))
             report = cls(rows=rows, eager_error=eager, shapes=shapes, **data)
+            if type(report.notes) is not list or not all(type(n) is str for n in report.notes):
+                raise TypeError("its notes are no texts")
             str(report)  # What cannot be shown was damaged in a way that no field shows alone.
             return report
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

@@ -35,6 +35,17 @@ class Availability:
 AVAILABLE = Availability(True)
 
 
+@dataclass(frozen=True)
+class Kept:
+    """Tensors of what was built, by name, to be kept beside what is written.
+
+    `seen` names those that a caller may get as a result, and write to.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    seen: frozenset[str] = frozenset()
+
+
 @dataclass
 class Built:
     """A callable that a strategy made of a model, to be called as the model is.
@@ -43,8 +54,8 @@ class Built:
     in-place changes of the model's parameters would go unseen. `launch` is a quicker way to call
     it with its tensors in a row, if there is one. `plain` says that it runs the model's own Python
     and operations, which can be seen one by one. `save` writes what it was made of into a folder,
-    for the compiler's `load`; tensors that it returns are kept beside, once for all that hold the
-    same ones. `ranged` says that it answers a whole range of sizes.
+    for the compiler's `load`, and returns tensors that are kept beside, each once for all buckets.
+    `ranged` says that it answers a whole range of sizes.
     """
 
     call: Callable[..., Any]
@@ -52,7 +63,7 @@ class Built:
     holds_weights: bool = False
     launch: Callable[[Sequence[torch.Tensor]], Any] | None = None
     plain: bool = False
-    save: Callable[[Path], Mapping[str, torch.Tensor] | None] | None = None
+    save: Callable[[Path], Kept | None] | None = None
     ranged: bool = False
 
 

@@ -21,7 +21,7 @@ from ..ops.defining import prepare_triton
 from ..rows import Row
 from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import State, clone_leaves
-from .base import AVAILABLE, Availability, Built, tiny_model
+from .base import AVAILABLE, Availability, Built, Kept, tiny_model
 
 
 @dataclass(frozen=True)
@@ -96,14 +96,14 @@ class FusedCompiler:
 _GRAPH = "graph.json"
 
 
-def _save(call: GraphCall, folder: Path) -> Mapping[str, torch.Tensor]:
+def _save(call: GraphCall, folder: Path) -> Kept:
     """Write a fused call as operations; its constants."""
-    from ..fusion.stored import stored
+    from ..fusion.stored import seen, stored
 
     nodes, constants = stored(call.graph)
     known = {"nodes": nodes, "slots": [*call.slots], "out": call.out.written()}
     (folder / _GRAPH).write_text(json.dumps(known), encoding="ascii")
-    return constants
+    return Kept(constants, seen(call.graph))
 
 
 def _near(fused: Fused, model: nn.Module, args: Args, kwargs: Kwargs) -> bool:

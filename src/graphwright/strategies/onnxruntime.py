@@ -74,16 +74,11 @@ class OnnxRuntime:
                 remedy="Pass what the model computes with as a tensor.",
             )
         device = _device(samples, model)
-        with torch.no_grad():
+        with torch.no_grad(), _own_folder() as folder:
             plan = self._plan(flat, samples)
-            folder = Path(tempfile.mkdtemp(prefix="graphwright-onnx-"))
-            try:
-                dims = dims_of(self.dynamic_shapes, model, args, kwargs)
-                _export(flat, samples, folder / MODEL, dims)
-                return self._built(folder, plan, device, samples, owned=True)
-            except BaseException:
-                shutil.rmtree(folder, ignore_errors=True)
-                raise
+            dims = dims_of(self.dynamic_shapes, model, args, kwargs)
+            _export(flat, samples, folder / MODEL, dims)
+            return self._built(folder, plan, device, samples)
 
     def load(
         self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
@@ -105,8 +100,9 @@ class OnnxRuntime:
                 f"{list(plan.slots)}."
             )
         samples = [t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor)]
-        with torch.no_grad():
-            return self._built(folder, plan, _device(samples, None), samples, owned=False)
+        with torch.no_grad(), _own_folder() as own:
+            _copy_model(folder, own)  # What is loaded may be saved again when that folder is gone.
+            return self._built(own, plan, _device(samples, None), samples)
 
     def _plan(self, flat: Flat, samples: Sequence[torch.Tensor]) -> Plan:
         """Run the model eagerly, for the strides of its outputs and which tensors these are."""
@@ -140,9 +136,8 @@ class OnnxRuntime:
         plan: Plan,
         device: torch.device,
         samples: Sequence[torch.Tensor],
-        *,
-        owned: bool,
     ) -> Built:
+        """The callable that a folder's model is; the folder goes with it."""
         session = Session(
             folder / MODEL,
             device,
@@ -165,15 +160,33 @@ class OnnxRuntime:
         def save(target: Path) -> None:
             text = plan.text()
             target.mkdir(parents=True, exist_ok=True)
-            for file in folder.glob(f"{MODEL}*"):  # and its weights, where these are apart
-                shutil.copy(file, target)
+            _copy_model(folder, target)
             (target / CALL).write_text(text, encoding="utf-8")
 
-        if owned:
-            # It lives as long as what can save it. TemporaryDirectory would warn when collected.
-            weakref.finalize(session, shutil.rmtree, folder, ignore_errors=True)
+        # It lives as long as what can save it. TemporaryDirectory would warn when collected.
+        weakref.finalize(session, shutil.rmtree, folder, ignore_errors=True)
         session(samples)
         return Built(without_grad(call), session.fallen(), True, without_grad(launch), save=save)
+
+
+@contextlib.contextmanager
+def _own_folder() -> Iterator[Path]:
+    """A temporary folder, which stays if all goes well."""
+    folder = Path(tempfile.mkdtemp(prefix="graphwright-onnx-"))
+    try:
+        yield folder
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _copy_model(folder: Path, target: Path) -> None:
+    """Copy the model, and its weights, where these are apart."""
+    files = [*folder.glob(f"{MODEL}*")]
+    if not files:
+        raise StrategyFailed(f"{folder} holds no model any more")
+    for file in files:
+        shutil.copy(file, target)
 
 
 def _export(
