@@ -480,23 +480,22 @@ def test_a_build_without_cuda_is_told_from_no_build(monkeypatch: pytest.MonkeyPa
 
 DROPS = """
 import gc, sys, torch
-from graphwright.strategies.onnxruntime import GRAPH, ONNXRUNTIME
+from graphwright.strategies.onnxruntime import ONNXRUNTIME
 device = sys.argv[1]
-model, x = torch.nn.LSTM(8, 16).eval().to(device), torch.randn(5, 2, 8, device=device)
-for compiler in (ONNXRUNTIME, GRAPH)[: 1 + (device == "cuda")]:
-    with torch.no_grad():
-        built = compiler.build(model, (x,), {})
-        for _ in range(20):
-            torch.testing.assert_close(built.call(x), model(x), rtol=1e-3, atol=1e-4)
-    del built
-    gc.collect()
+model, x = torch.nn.RNN(8, 16).eval().to(device), torch.randn(50, 2, 8, device=device)
+with torch.no_grad():
+    built = ONNXRUNTIME.build(model, (x,), {})
+    for _ in range(20):
+        torch.testing.assert_close(built.call(x), model(x), rtol=1e-3, atol=1e-4)
+del built
+gc.collect()
 print("still here")
 """
 
 
 @pytest.mark.gpu
-def test_recurrent_layers_can_be_let_go(device: torch.device) -> None:
-    """Their kernels get host memory, which ONNX Runtime may free where CUDA does not let it."""
+def test_fifty_steps_of_an_rnn_can_be_let_go(device: torch.device) -> None:
+    """To join them takes host memory, which ONNX Runtime may free where CUDA does not let it."""
     command = [sys.executable, "-c", DROPS, device.type]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "still here", done.stderr

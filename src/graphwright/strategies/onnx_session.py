@@ -72,9 +72,10 @@ class Session:
         kinds = {t.device.type for t in samples} | {r.kind for r in results.values()}
         if graph and kinds == {"cuda"}:
             # A replay need not be waited for, as the stream orders all. Other runs are: only then
-            # does ONNX Runtime let go of the host memory that its kernels were given (recurrent
-            # layers ask for some). Else it grows with each call, and is freed at last in a callback
-            # of CUDA's, where that is not allowed: the process is aborted (1.31.1).
+            # does ONNX Runtime let go of the host memory that its kernels were given (to join over
+            # 32 tensors asks for some, as the steps of an RNN are). Else it grows with each call,
+            # and is freed at last in a callback of CUDA's, where that is not allowed: the process
+            # is aborted (1.31.1).
             self._options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         self._replayed = self._bind_once(samples) if graph else None
 
