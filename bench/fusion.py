@@ -60,7 +60,7 @@ WAYS = ("eager", "torchscript:optimize", "inductor", "channels_last+inductor", "
 # fused first: Inductor's helpers would be starting up beside it, and Triton be there already.
 BUILT = ("fused", *(way for way in WAYS if way != "fused"))
 # What a quick run leaves out, as it takes long to build.
-SLOW = ("channels_last+inductor",)
+SLOW = ("inductor", "channels_last+inductor")
 
 
 def model_of(name: str, device: torch.device) -> tuple[nn.Module, Args, dict[str, Any]]:

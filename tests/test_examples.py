@@ -15,6 +15,13 @@ sys.path.insert(0, str(ROOT / "examples"))
 CLASSICS = ["mlp", "cnn", "rnn", pytest.param("conv_relu_pool", marks=pytest.mark.long)]
 
 
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measured for a moment each: what is chosen is not the point."""
+    for name in ("SCREENING_S", "FINAL_S_EACH"):
+        monkeypatch.setattr(f"graphwright.tuner.{name}", 0.1)
+
+
 @pytest.mark.parametrize("name", CLASSICS)
 def test_a_classic_is_tuned(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module(name)
