@@ -354,8 +354,8 @@ class States(nn.Module):
         self.register_buffer("state", torch.zeros(4))
         self.register_buffer("offset", torch.zeros(4))
 
-    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.first(x) + self.offset, self.state.view(2, 2)
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.first(x) + self.offset, self.state.view(2, 2), self.state * 2
 
 
 def test_equal_constants_stay_apart_where_a_caller_may_write(tmp_path: Path) -> None:
@@ -366,6 +366,7 @@ def test_equal_constants_stay_apart_where_a_caller_may_write(tmp_path: Path) -> 
     loaded(x)[1].add_(5)
     torch.testing.assert_close(loaded(x)[0], model(x)[0])
     assert bool((loaded(x)[1] == 5).all())
+    assert bool((loaded(x)[2] == 10).all())  # It is the same memory wherever it is used.
 
 
 def test_what_was_saved_without_the_model_has_no_weights_for_one(

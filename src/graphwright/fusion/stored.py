@@ -88,7 +88,11 @@ def stored(graph: fx.GraphModule) -> tuple[list[Json], dict[str, torch.Tensor]]:
 
 
 def seen(graph: fx.GraphModule) -> frozenset[str]:
-    """The tensors that a graph holds and that its results may be, or be views of."""
+    """The tensors that a graph holds and whose memory its results may be.
+
+    Raises:
+        StrategyFailed: such memory is held in several layouts, which would come back apart.
+    """
     found, looked = set(), set()
     todo = [node for end in graph.graph.nodes if end.op == "output" for node in end.all_input_nodes]
     while todo:
@@ -100,7 +104,17 @@ def seen(graph: fx.GraphModule) -> frozenset[str]:
             found.add(node.name)
         elif node.target is operator.getitem or _may_alias(node.target):
             todo += node.all_input_nodes
-    return frozenset(found)
+    held = {node.name: constant(graph, node) for node in graph.graph.nodes if node.op == "get_attr"}
+    places = {
+        name: (t.untyped_storage().data_ptr(), (t.storage_offset(), t.shape, t.stride(), t.dtype))
+        for name, t in held.items()
+        if t is not None and t.layout is torch.strided and t.nbytes
+    }
+    shown = {places[name][0] for name in found if name in places}
+    beside = {name: place for name, place in places.items() if place[0] in shown}
+    if len(set(beside.values())) > len({memory for memory, _ in beside.values()}):
+        raise StrategyFailed("a result may be memory that the graph holds in several layouts")
+    return frozenset(found | set(beside))
 
 
 def _may_alias(operation: Any) -> bool:
