@@ -8,6 +8,8 @@ To load cuBLAS and cuDNN here too showed no gain beyond it.
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import functools
 import threading
 from collections.abc import Callable
 
@@ -25,7 +27,10 @@ def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], N
     def start() -> None:
         works = [*others]
         if device.type == "cuda":
-            works[:0] = [_driver_starts, lambda: torch.zeros(1, device=device)]
+            works[:0] = [
+                functools.partial(_context_made, device),
+                lambda: torch.zeros(1, device=device),
+            ]
             works.append(lambda: torch.cuda.current_stream(device).synchronize())
         for each in works:
             # What fails here fails where it is wanted, and says why there.
@@ -37,8 +42,12 @@ def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], N
     return thread.join
 
 
-def _driver_starts() -> None:
-    """As PyTorch would start it, without Python's lock meanwhile."""
+def _context_made(device: torch.device) -> None:
+    """The device's context, as PyTorch would make it, but without Python's lock meanwhile."""
     driver = libcuda()
-    if driver is not None:
-        driver.cuInit(0)
+    if driver is None or driver.cuInit(0):
+        return
+    number, context = ctypes.c_int(), ctypes.c_void_p()
+    if not driver.cuDeviceGet(ctypes.byref(number), device.index or 0):
+        # Counted, and never let go: PyTorch takes the same one, and keeps it as long.
+        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
