@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import gc
 import json
 import pickle
 import sys
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,10 +27,11 @@ from graphwright.fusion.excitation import CHANNEL_GATES, MEANS
 from graphwright.fusion.folding import BATCH_NORM, CLEAN, CONSTANTS, SCALES
 from graphwright.fusion.layout import CHANNELS_LAST, restored
 from graphwright.fusion.linears import ACTIVATIONS, GATES, PADDED, PROJECTIONS
-from graphwright.fusion.nodes import calls
+from graphwright.fusion.nodes import add_constant, calls
 from graphwright.fusion.patches import PATCHES
 from graphwright.fusion.pools import POOLS
 from graphwright.fusion.residuals import NORMS, RESIDUALS
+from graphwright.fusion.sharing import share_constants
 from graphwright.fusion.tracing import Untraceable, trace
 from graphwright.snapshots import same_bits
 
@@ -1778,3 +1781,71 @@ def test_the_benchmark_runs_and_writes_every_sample(tmp_path: Path) -> None:
     assert len(row["ways"]["fused"]["samples"]) == 5
     assert set(row["cold_s"]) == set(row["ways"])
     assert run.SCHEMA == "graphwright.bench"
+
+
+def held(fused: Any) -> dict[int, torch.Tensor]:
+    """The constants of a fused call that passes have made, by address."""
+    graph = fused.call.graph
+    return {t.data_ptr(): t for name, t in graph.named_buffers() if name.startswith("constant_")}
+
+
+def test_graphs_of_a_model_share_what_they_fold() -> None:
+    model = Model(lambda self, x: self.norm(self.conv(x)), conv=nn.Conv2d(3, 8, 3)).eval()
+    model.norm = nn.BatchNorm2d(8).eval()
+    trained(model)
+    fold = [BATCH_NORM]
+    one, two = (
+        fusing.fused_call(model, (images(n, 3, 8, 8),), {}, fold, check=False) for n in (1, 2)
+    )
+    assert held(one).keys() == held(two).keys()
+    assert len(held(one)) == 2
+    with torch.no_grad():
+        model.conv.weight.mul_(2)
+        x = images(3, 3, 8, 8)
+        three = fusing.fused_call(model, (x,), {}, fold, check=False)
+        assert len(held(three).keys() & held(one).keys()) == 1  # The bias is as it was.
+        assert three.call is not None
+        same(three.call(x), model(x))
+    alive = [weakref.ref(tensor) for tensor in (*held(one).values(), *held(three).values())]
+    del one, two, three
+    gc.collect()
+    assert not any(ref() is not None for ref in alive)
+
+
+@pytest.mark.parametrize("how", ["folded", "shown", "written to", "not made by a pass"])
+def test_what_may_be_written_to_is_not_shared(how: str) -> None:
+    def graph() -> fx.GraphModule:
+        made = fx.GraphModule(nn.Module(), fx.Graph())
+        x = made.graph.placeholder("x")
+        total = made.graph.call_function(aten.neg.default, (x,))
+        constant = add_constant(made, torch.ones(3), total)
+        if how == "not made by a pass":
+            made.register_buffer("other", made.constant_0)
+            constant.target = "other"
+        if how == "written to":
+            made.graph.call_function(aten.add_.Tensor, (constant, 1))
+        total = made.graph.call_function(aten.add.Tensor, (total, constant))
+        view = made.graph.call_function(aten.view.default, (constant, [3, 1]))
+        made.graph.output((total, view) if how == "shown" else (total,))
+        return fx.GraphModule(made, made.graph)
+
+    model, graphs = nn.Linear(1, 1), [graph(), graph()]
+    for each in graphs:
+        share_constants(each, model)
+    assert len({id(each) for one in graphs for each in one.buffers()}) == 1 + (how != "folded")
+
+
+def test_the_models_own_memory_is_not_shared() -> None:
+    model = nn.Linear(4, 4, bias=False)
+    with torch.no_grad():
+        model.weight.copy_(torch.eye(4))
+    made = []
+    for tensor in (torch.eye(4), model.weight.detach().view(4, 4)):
+        graph = fx.GraphModule(nn.Module(), fx.Graph())
+        x = graph.graph.placeholder("x")
+        total = graph.graph.call_function(aten.neg.default, (x,))
+        constant = add_constant(graph, tensor, total)
+        graph.graph.output(graph.graph.call_function(aten.mm.default, (total, constant)))
+        made.append(fx.GraphModule(graph, graph.graph))
+        share_constants(made[-1], model)
+    assert made[0].constant_0 is not made[1].constant_0

@@ -32,6 +32,7 @@ from .passes import Change, Pass
 from .patches import PATCHES
 from .pools import POOLS
 from .residuals import NORMS, RESIDUALS
+from .sharing import share_constants
 from .tracing import Traced, Untraceable, trace
 
 # In this order: what one leaves is what the next one looks for.
@@ -258,7 +259,9 @@ def _optimised(
         region.done += [(each.name, change) for change in result.changes]
     region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
     try:
-        call = traced.call(_in_layout(traced, graph, samples, state))
+        ended = _in_layout(traced, graph, samples, state)
+        share_constants(ended, module)
+        call = traced.call(ended)
     except Exception as error:
         return module, f"{type(error).__name__}: {first_line(error)}"
     if known is not None:

@@ -126,13 +126,21 @@ def constant(graph: fx.GraphModule, node: Any) -> torch.Tensor | None:
 def add_constant(graph: fx.GraphModule, tensor: torch.Tensor, before: fx.Node) -> fx.Node:
     """A node for a tensor, in front of another node."""
     number = 0
-    while hasattr(graph, f"constant_{number}"):
+    while hasattr(graph, f"{_ADDED}{number}"):
         number += 1
-    graph.register_buffer(f"constant_{number}", tensor.detach(), persistent=False)
+    graph.register_buffer(f"{_ADDED}{number}", tensor.detach(), persistent=False)
     with graph.graph.inserting_before(before):
-        node = graph.graph.get_attr(f"constant_{number}")
+        node = graph.graph.get_attr(f"{_ADDED}{number}")
     node.meta["val"] = tensor.detach()
     return node
+
+
+_ADDED = "constant_"
+
+
+def is_added(node: fx.Node) -> bool:
+    """Whether a node stands for a constant that a pass has made, not for one of the model's."""
+    return node.op == "get_attr" and str(node.target).startswith(_ADDED)
 
 
 def only_user(node: Any, *operations: Op) -> fx.Node | None:

@@ -1,0 +1,57 @@
+"""What several graphs of a model hold alike is there once: weights folded for each kind of call."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import fx, nn
+
+from ..errors import StrategyFailed
+from ..snapshots import same_bits
+from .nodes import constant, is_added, is_mutable
+from .stored import seen
+
+# By model; a tensor is forgotten with the last graph that holds it.
+_Known = weakref.WeakValueDictionary[int, torch.Tensor]
+_KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+
+
+def share_constants(graph: fx.GraphModule, module: nn.Module) -> None:
+    """Put what other graphs of the module hold in the place of equal constants of this one.
+
+    The model's own memory stays what it is, and so does what a result may be, which a caller may
+    write to; a graph that writes in place is left alone.
+    """
+    nodes = graph.graph.nodes
+    try:
+        shown = seen(graph)
+    except StrategyFailed:
+        return
+    if any(map(is_mutable, nodes)):
+        return
+    known = _KNOWN.setdefault(module, _Known())
+    own = _memory([*module.parameters(), *module.buffers()])
+    for node in nodes:
+        tensor = constant(graph, node)
+        if tensor is None or not is_added(node) or node.name in shown:
+            continue
+        memory = _memory([tensor])
+        if not memory or memory <= own:
+            continue
+        other = next((each for each in known.values() if _alike(each, tensor)), None)
+        if other is None:
+            known[id(tensor)] = tensor
+        else:
+            setattr(graph, str(node.target), other)
+            node.meta["val"] = other.detach()
+
+
+def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
+    strided = (t for t in tensors if t.layout is torch.strided and t.nbytes)
+    return {t.untyped_storage().data_ptr() for t in strided}
+
+
+def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.device == b.device and a.stride() == b.stride() and same_bits(a, b)
