@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import os
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import zipfile
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -700,7 +702,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "cut at a half": (cut(2), "is no artifact, or is cut short"),
     "cut at three quarters": (cut(3), "is no artifact, or is cut short"),
     "no file": (lambda path: path.unlink(), "There is no file"),
-    "a folder": (as_directory, "cannot be read: .*directory"),
+    "a folder": (as_directory, "is no file"),
     "another archive": (lambda path: zipfile.ZipFile(path, "w").close(), "without a manifest"),
     "a byte of the manifest": (flipped("manifest.json"), "manifest of .* is damaged"),
     "a byte of the weights": (
@@ -1083,3 +1085,167 @@ def test_constants_are_read_ahead_where_nothing_else_can_be_used(saved: Path) ->
 
     assert reads(None) == [False]
     assert set(reads(net()[0])) == {True}
+
+
+class Counting(nn.Module):
+    """Counts values over 100 in a buffer, which the sample leaves as it is."""
+
+    def __init__(self, how: str = "in place") -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("n", torch.zeros(()))
+        self.attribute = torch.zeros(())
+        self.how = how
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        over = (x > 100).sum()
+        if self.how == "replaced":
+            self.n = self.n + over
+        elif self.how == "a parameter":
+            with torch.no_grad():
+                self.linear.bias.add_(over)
+        elif self.how == "an attribute":
+            self.attribute.add_(over)
+        else:
+            self.n.add_(over)
+        return self.linear(x) + self.n + self.attribute
+
+
+def after_many(model: Any, like: nn.Module) -> None:
+    """It goes on as another of the same model does, whatever answers."""
+    x, many = torch.randn(2, 4), torch.full((2, 4), 200.0)
+    with torch.no_grad():
+        for each in (x, many, x, x[:1], many[:1], x):
+            torch.testing.assert_close(model(each), like(each))
+
+
+@pytest.mark.parametrize("how", ["in place", "replaced", "a parameter", "an attribute"])
+@pytest.mark.parametrize(
+    "name", ["torchscript", "torchscript:freeze", "onnxruntime", "fused", "aot_autograd"]
+)
+def test_what_a_sample_leaves_as_it_is_may_change_later(how: str, name: str) -> None:
+    model = Counting(how).eval()
+    like = copy.deepcopy(model)
+    given = {"strategies": [name], "remember": False, "isolate": False, "progress": False}
+    quick = mock.patch.multiple("graphwright.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
+    with choosing(name), quick:
+        tuned = gw.tune(model, (torch.randn(2, 4),), **given)
+    row = tuned.report.row(name)
+    assert row is not None
+    taken = name == "aot_autograd" or (name == "torchscript" and how != "replaced")
+    if row.status != "unavailable":
+        assert (tuned.report.chosen == name) is taken, row.reason
+    assert not tuned._choice.pure
+    after_many(tuned, like)
+    for a, b in zip(model.state_dict().values(), like.state_dict().values(), strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_a_script_that_writes_to_a_buffer_is_built_again_from_the_model(tmp_path: Path) -> None:
+    model = Counting().eval()
+    again, like = copy.deepcopy(model), copy.deepcopy(model)
+    path = tmp_path / "counting.gw"
+    gw.save(tuned_with("torchscript", model, (torch.randn(2, 4),)), path)
+    with pytest.raises(gw.ArtifactError, match="is built from the model"):
+        gw.load(path, trust=True)
+    loaded = gw.load(path, again, trust=True)
+    after_many(loaded, like)
+    assert again.n == like.n == 12
+    gw.save(gw.load(path, copy.deepcopy(again).eval(), trust=True), path)
+    with pytest.raises(gw.ArtifactError, match="is built from the model"):
+        gw.load(path, trust=True)
+
+
+def test_a_refused_model_keeps_weights_that_share_memory(tmp_path: Path) -> None:
+    class Views(nn.Module):
+        def __init__(self, *tensors: torch.Tensor) -> None:
+            super().__init__()
+            for name, tensor in zip("ab", tensors, strict=True):
+                self.register_buffer(name, tensor)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * self.a + self.b
+
+    base, x = torch.arange(6.0), torch.randn(2, 4)
+    path = tmp_path / "views.gw"
+    gw.save(tuned_with("fused", Views(torch.randn(4), torch.randn(4)).eval(), (x,)), path)
+    with pytest.raises(gw.ArtifactError, match="computes something else"):
+        gw.load(path, Views(base[:4], base[2:]).eval())
+    assert torch.equal(base, torch.arange(6.0))
+
+
+@pytest.mark.parametrize("path", [None, 3, "", b"a.gw", "a\0b"])
+def test_what_is_no_path_is_told(path: Any, saved: Path) -> None:
+    with pytest.raises(gw.ArtifactError, match="is no path of a file"):
+        gw.load(path)
+    with pytest.raises(gw.ArtifactError, match="is no path of a file"):
+        gw.save(gw.load(saved), path)
+
+
+def test_a_pipe_is_no_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(gw.ArtifactError, match="pipe is no file"):
+        gw.load(tmp_path / "pipe")
+
+
+def test_a_file_may_be_replaced_while_it_is_loaded(
+    saved: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = tmp_path / "net.gw", tmp_path / "other.gw"
+    shutil.copy(saved, path)
+    gw.save(tuned_with("fused", nn.Linear(4, 4).eval(), (torch.randn(2, 4),)), other)
+    known = container._manifest
+
+    def replacing(*args: Any) -> dict[str, Any]:
+        found = known(*args)
+        other.replace(path)
+        return found
+
+    monkeypatch.setattr(container, "_manifest", replacing)
+    model, x = net()
+    same(gw.load(path)(x, scale=3.0), model(x, scale=3.0))
+
+
+def test_a_model_without_memory_is_told(saved: Path) -> None:
+    with torch.device("meta"):
+        model = Net(8).eval()
+    with pytest.raises(gw.ArtifactError, match=r"meta device.*\n.*to_empty"):
+        gw.load(saved, model)
+
+
+def test_weights_that_are_not_dense_are_not_left_out(tmp_path: Path) -> None:
+    class Sparse(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("s", torch.eye(4).to_sparse())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.sparse.mm(self.s, x)
+
+    tuned = tuned_with("eager", Sparse().eval(), (torch.randn(4, 2),))
+    with pytest.raises(gw.ArtifactError, match="s of the model is sparse_coo"):
+        gw.save(tuned, tmp_path / "sparse.gw")
+
+
+def test_other_kinds_of_dictionaries_are_refused(tmp_path: Path) -> None:
+    class Named(nn.Module):
+        def forward(self, given: dict[str, torch.Tensor]) -> torch.Tensor:
+            return given["x"] * 2
+
+    tuned = tuned_with("fused", Named().eval(), (OrderedDict(x=torch.randn(2)),))
+    with pytest.raises(gw.ArtifactError, match=r"of type OrderedDict .* cannot be saved"):
+        gw.save(tuned, tmp_path / "named.gw")
+
+
+def test_a_script_of_a_call_without_tensors_is_loaded(tmp_path: Path) -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.w = nn.Parameter(torch.randn(4))
+
+        def forward(self, n: int) -> torch.Tensor:
+            return self.w * n
+
+    model = Scaled().eval()
+    gw.save(tuned_with("torchscript", model, (3,)), tmp_path / "scaled.gw")
+    assert torch.equal(gw.load(tmp_path / "scaled.gw", trust=True)(3), model(3))

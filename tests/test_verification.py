@@ -446,3 +446,31 @@ def test_values_that_are_all_equal_are_varied(value: torch.Tensor) -> None:
 def test_integers_are_the_sample_s_own() -> None:
     ref = made(nn.Embedding(10, 4).eval(), torch.tensor([3, 7, 9, 7]))
     assert all(set(c.call.args[0].tolist()) <= {3, 7, 9} for c in ref.cases)
+
+
+def test_a_call_that_writes_what_was_there_is_not_pure() -> None:
+    class Writes(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("n", torch.zeros(()))
+
+        def forward(self, x: torch.Tensor, which: str) -> torch.Tensor:
+            if which == "input":
+                x.clamp_(max=1e6)
+            elif which == "buffer":
+                self.n.add_(0)
+            elif which == "replaced":
+                self.n = self.n.clone()
+            return x * 2
+
+    found = {}
+    for which in ("nothing", "input", "buffer", "replaced"):
+        model = Writes().eval()
+        ref = reference(model, model, Call("the sample", (torch.randn(4), which), {}))
+        found[which] = (ref.pure, set(ref.written))
+    assert found == {
+        "nothing": (True, set()),
+        "input": (False, set()),
+        "buffer": (False, {"n"}),
+        "replaced": (False, {"n"}),
+    }

@@ -169,11 +169,13 @@ def tune(
             click.echo("graphwright: interrupted, so that nothing was saved.", err=True)
         raise SystemExit(EXIT_INTERRUPTED)
     if save_file is not None:
-        from .artifacts import save
+        from .artifacts.saving import needs_model, save
         from .report.table import memory
 
         save(tuned, save_file)
-        click.echo(f"Saved as {save_file}, {memory(Path(save_file).stat().st_size)}.")
+        size = memory(Path(save_file).stat().st_size)
+        more = " It is built again from the model: run it with --model." * needs_model(tuned)
+        click.echo(f"Saved as {save_file}, {size}.{more}")
 
 
 @main.command()

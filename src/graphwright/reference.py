@@ -79,15 +79,25 @@ class Reference:
 
     @property
     def pure(self) -> bool:
-        """Whether no call changed an input or a buffer."""
+        """Whether no call wrote to an input or to what the module holds."""
         for case in self.cases:
             before, after = case.call.leaves(), case.eager.inputs
-            if case.eager.buffers or any(
-                isinstance(leaf, torch.Tensor) and not same_bits(leaf, before[name])
-                for name, leaf in zip(before, after.values(), strict=True)
+            if (
+                case.eager.buffers
+                or case.eager.written
+                or case.eager.wrote_inputs
+                or any(
+                    isinstance(leaf, torch.Tensor) and not same_bits(leaf, before[name])
+                    for name, leaf in zip(before, after.values(), strict=True)
+                )
             ):
                 return False
         return True
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of what the module holds and its calls write to."""
+        return frozenset().union(*(case.eager.written for case in self.cases))
 
     @property
     def worst_eager_error(self) -> ErrorMeasure | None:

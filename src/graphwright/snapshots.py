@@ -110,6 +110,7 @@ class State:
         # Where each tensor is found, under which key, and which tensor it is.
         self._places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
         self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        buffers = set()
         for path, child in module.named_modules():
             root = f"{path}." if path else ""
             attributes = child.__dict__
@@ -119,8 +120,11 @@ class State:
                 for name, value in holder.items():
                     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                         self._places[root + name] = (holder, name, value)
+                        if holder is child._buffers:
+                            buffers.add(root + name)
             plain = {n: v for n, v in attributes.items() if isinstance(v, SCALARS)}
             self._plain.append((attributes, plain))
+        self._buffers = frozenset(buffers)
         self._grad = {name: t.requires_grad for name, (_, _, t) in self._places.items()}
         self._kept = {name: t.detach().clone() for name, (_, _, t) in self._places.items()}
         self._parameters = {
@@ -162,6 +166,18 @@ class State:
                 found[f"buffer {name} after the call"] = now.detach().clone()
         return found
 
+    def marks(self) -> dict[str, tuple[int, int]]:
+        """By name what differs once a tensor was written to or a buffer replaced.
+
+        Where nothing does, values may have been written that were there before. Attributes that
+        are replaced do not count: weight_norm makes its weight anew in each call.
+        """
+        found = {name: (0, _version(p)) for name, p in self._parameters.items()}
+        for name, (holder, key, tensor) in self._places.items():
+            now = id(holder.get(key)) if name in self._buffers else 0
+            found[name] = now, _version(tensor)
+        return found
+
     def corrupted(self) -> str | None:
         """Name of a parameter whose bits changed, or None; what changed is put back."""
         found = [name for name, value in self._sums().items() if value != self._checksums[name]]
@@ -189,6 +205,10 @@ class State:
         return {name: _checksum(parameter) for name, parameter in self._parameters.items()}
 
 
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
 def _checksum(tensor: torch.Tensor) -> int:
     """A sum over the bits in which each place has a weight of its own, modulo 2**64."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
@@ -200,12 +220,18 @@ def _checksum(tensor: torch.Tensor) -> int:
 
 @dataclass
 class Outcome:
-    """What one call returned and changed."""
+    """What one call returned and changed.
+
+    `written` names what the module holds and the call wrote to, other values or the same;
+    `wrote_inputs` says so of its arguments.
+    """
 
     spec: pytree.TreeSpec
     outputs: dict[str, Any]
     inputs: dict[str, Any]
     buffers: dict[str, torch.Tensor]
+    written: frozenset[str] = frozenset()
+    wrote_inputs: bool = False
 
     def leaves(self) -> dict[str, Any]:
         """All that two outcomes must agree on, by name."""
@@ -241,12 +267,15 @@ def run(
     """
     state.restore()
     mine = call.clone()
+    before, given = state.marks(), [_version(tensor) for tensor in mine.tensors()]
     result = model(*mine.args, **mine.kwargs)
+    written = frozenset(name for name, mark in state.marks().items() if mark != before[name])
+    wrote = given != [_version(tensor) for tensor in mine.tensors()]
     if look is not None:
         look(result, mine)
     outputs, spec = outputs_by_name(result)
     inputs = {f"{name} after the call": leaf for name, leaf in mine.leaves().items()}
-    return Outcome(spec, keep(outputs), keep(inputs), state.changes())
+    return Outcome(spec, keep(outputs), keep(inputs), state.changes(), written, wrote)
 
 
 def keep(leaves: Mapping[str, Any]) -> dict[str, Any]:

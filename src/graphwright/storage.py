@@ -155,7 +155,7 @@ def packed(
         return {
             type(tree).__name__: [packed(each, tensors, prefix, shared=shared) for each in tree]
         }
-    if isinstance(tree, Mapping) and all(isinstance(key, str) for key in tree):
+    if type(tree) is dict and all(isinstance(key, str) for key in tree):
         inner = {key: packed(v, tensors, prefix, shared=shared) for key, v in tree.items()}
         return {"dict": inner}
     if tree is None or isinstance(tree, bool | str):

@@ -14,6 +14,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import struct
 import tempfile
 import zipfile
@@ -37,6 +38,20 @@ _CHUNK = 1 << 26
 # Of a member's header in front of it: what it begins with, and where the lengths of the two fields
 # are that follow it, its name and more.
 _LOCAL, _LOCAL_BYTES, _LENGTHS = b"PK\x03\x04", 30, slice(26, 30)
+
+
+def path_of(given: Any) -> Path:
+    """The path that a caller gave.
+
+    Raises:
+        ArtifactError: it is none.
+    """
+    text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise ArtifactError(
+            f"{given!r} is no path of a file.", remedy="Pass a text or a pathlib.Path."
+        )
+    return Path(text)
 
 
 def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
@@ -116,13 +131,18 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
     Raises:
         ArtifactError: it is no artifact, is damaged, or is of another version's making.
     """
-    try:
-        folder = Path(tempfile.mkdtemp(prefix="graphwright-"))
-    except OSError as error:
-        raise _no_room(path, error) from error
-    try:
+    with contextlib.ExitStack() as stack:
         try:
-            with zipfile.ZipFile(path) as archive:
+            folder = Path(tempfile.mkdtemp(prefix="graphwright-"))
+        except OSError as error:
+            raise _no_room(path, error) from error
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        try:
+            if not stat.S_ISREG(os.stat(path).st_mode):  # To open a pipe would wait.
+                raise ArtifactError(f"{path} is no file.")
+            # Once: another one may take its place meanwhile.
+            file = stack.enter_context(open(path, "rb"))
+            with zipfile.ZipFile(file) as archive:
                 manifest = _manifest(path, archive)
                 headers = {info.filename: info.header_offset for info in archive.infolist()}
         except FileNotFoundError as error:
@@ -133,23 +153,22 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
             ) from error
         except OSError as error:
             raise ArtifactError(f"{path} cannot be read: {error}.") from error
-        with ThreadPoolExecutor(max_workers=4) as pool:
-            # Small ones first: they are waited for.
-            names = sorted(manifest["members"], key=lambda name: manifest["members"][name][0])
-            jobs = {
-                name: pool.submit(
-                    _checked,
-                    path,
-                    name,
-                    headers[name],
-                    manifest["members"][name],
-                    None if name == leave_out else folder / name,
-                )
-                for name in names
-            }
-            yield Members(manifest, folder, jobs)
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        pool = stack.enter_context(ThreadPoolExecutor(max_workers=4))
+        # Small ones first: they are waited for.
+        names = sorted(manifest["members"], key=lambda name: manifest["members"][name][0])
+        jobs = {
+            name: pool.submit(
+                _checked,
+                path,
+                file.fileno(),
+                name,
+                headers[name],
+                manifest["members"][name],
+                None if name == leave_out else folder / name,
+            )
+            for name in names
+        }
+        yield Members(manifest, folder, jobs)
 
 
 # What zipfile raises where bytes of an archive are other ones.
@@ -211,9 +230,9 @@ def _is_listed(entry: Any) -> bool:
 
 
 def _checked(
-    path: Path, name: str, header: int, listed: tuple[int, str], target: Path | None
+    path: Path, file: int, name: str, header: int, listed: tuple[int, str], target: Path | None
 ) -> None:
-    """Copy a member into a file, unless there is none; size and hash have to be as listed.
+    """Copy a member of an open file into another, if any; size and hash have to be as listed.
 
     Its bytes lie in the archive as they are: the hash says more than the archive's checksum.
     """
@@ -225,17 +244,15 @@ def _checked(
             target.parent.mkdir(parents=True, exist_ok=True)
             out = stack.enter_context(open(target, "wb", buffering=0))
         try:
-            file = stack.enter_context(open(path, "rb", buffering=0))
-            file.seek(header)
-            local = file.read(_LOCAL_BYTES)
+            local = os.pread(file, _LOCAL_BYTES, header)
             if not local.startswith(_LOCAL):
                 raise _damaged(path, name, "it does not begin where it should")
-            file.seek(sum(struct.unpack("<HH", local[_LENGTHS])), os.SEEK_CUR)
+            at = header + _LOCAL_BYTES + sum(struct.unpack("<HH", local[_LENGTHS]))
             buffer = memoryview(bytearray(min(size, _CHUNK)))
-            while left and (count := file.readinto(buffer[: min(left, _CHUNK)])):
+            while left and (count := os.preadv(file, [buffer[: min(left, _CHUNK)]], at)):
                 chunk = buffer[:count]
                 hashed.update(chunk)
-                left -= count
+                left, at = left - count, at + count
                 while out is not None and chunk:
                     chunk = chunk[_written(out, chunk, path) :]
         except (OSError, struct.error) as error:

@@ -38,8 +38,12 @@ def write(folder: Path, samples: Sequence[Sample], device: torch.device) -> None
         for case in ref.cases[:_CASES]:
             call, eager = case.call, case.eager
             given = {"args": tuple(call.args), "kwargs": dict(call.kwargs)}
-            came = {"outputs": eager.outputs, "inputs": eager.inputs, "buffers": eager.buffers}
-            came["exact"] = case.exact
+            came: dict[str, Any] = {
+                "outputs": eager.outputs,
+                "inputs": eager.inputs,
+                "buffers": eager.buffers,
+            }
+            came |= {"exact": case.exact, "written": sorted(eager.written)}
             cases.append(
                 {
                     "name": call.name,
@@ -108,7 +112,8 @@ def _sample(known: Any, spec: TreeSpec, tensors: dict[str, torch.Tensor], state:
         if not isinstance(parts["args"], tuple) or not isinstance(parts["kwargs"], dict):
             raise ValueError("the arguments are none")
         call = Call(str(case["name"]), parts["args"], parts["kwargs"])
-        outcome = Outcome(spec, parts["outputs"], parts["inputs"], parts["buffers"])
+        written = frozenset(map(str, parts["written"]))
+        outcome = Outcome(spec, parts["outputs"], parts["inputs"], parts["buffers"], written)
         cases.append(Case(call, outcome, parts["exact"]))
     errors = {n: ErrorMeasure(float(r), float(m)) for n, (r, m) in known["eager_error"].items()}
     aliases = frozenset((str(a), str(b)) for a, b in known["aliases"])

@@ -58,7 +58,7 @@ def load(
         ArtifactError: the file is damaged, belongs to another model, needs the model or trust, or
             cannot be run here.
     """
-    file = Path(path)
+    file = container.path_of(path)
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
         loading = _Loading(file, members, model, trust)
         try:
@@ -173,7 +173,7 @@ class _Loading:
             return self._verified(samples)
         except BaseException:
             with torch.no_grad():
-                for tensor, values in before:
+                for tensor, values in reversed(before):  # They may share memory.
                     _put(tensor, values)
             raise
 
@@ -432,6 +432,11 @@ def _module_for(model: Callable[..., Any] | None) -> nn.Module:
     module = model if isinstance(model, nn.Module) else FunctionModule(model)
     if module.training:
         raise ArtifactError("The model is in training mode.", remedy="Call model.eval() first.")
+    if any(tensor.is_meta for tensor in weights_of(module).values()):
+        raise ArtifactError(
+            "The model is on the meta device, where nothing has values.",
+            remedy='Give it memory first: model.to_empty(device="cuda").',
+        )
     return module
 
 

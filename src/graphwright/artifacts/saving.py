@@ -44,7 +44,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         raise ArtifactError(
             f"save() was given a {type(tuned).__name__}.", remedy="Pass what tune() returned."
         )
-    origin, target = tuned._choice.origin, Path(path)
+    origin, target = tuned._choice.origin, container.path_of(path)
     if origin is None:
         raise ArtifactError(
             "This copy was not tuned, so that there is nothing to save.",
@@ -64,6 +64,12 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             f"{candidate.name} is a strategy of your own, which load() would not know.",
             remedy="Tune with strategies of graphwright's.",
         )
+    other = _other_layout(tuned._choice.module)
+    if other is not None:
+        raise ArtifactError(
+            f"{other[0]} of the model is {other[1]}, which cannot be saved.",
+            remedy="Tune a model whose weights are dense tensors.",
+        )
     unsavable = getattr(candidate.compiler, "unsavable", None)
     if unsavable is not None:
         raise ArtifactError(
@@ -74,18 +80,18 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         raise ArtifactError(f"There is no folder {target.parent}.", remedy="Make it first.")
     with tempfile.TemporaryDirectory(prefix="graphwright-") as made, torch.no_grad():
         folder = Path(made)
-        loads = False
+        loads, keeps = False, not needs_model(tuned)
         constants: dict[str, torch.Tensor] = {}
         seen: set[str] = set()
         try:
             for index, built in enumerate(origin.builts[:1] if origin.ranges else origin.builts):
-                if built.save is not None:
+                if built.save is not None and (keeps or candidate.loader is None):
                     place = folder / STRATEGY / str(index)
                     place.mkdir(parents=True)
                     kept = built.save(place) or Kept({})
                     constants |= {prefix_of(index) + name: t for name, t in kept.tensors.items()}
                     seen |= {prefix_of(index) + name for name in kept.seen}
-                    loads = candidate.loader is not None
+                    loads = keeps
         except StrategyFailed as error:
             raise ArtifactError(
                 f"{candidate.name} cannot be saved: {error.what}.", remedy=error.remedy
@@ -117,6 +123,15 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         container.write(target, folder, facts)
 
 
+def needs_model(tuned: TunedModule) -> bool:
+    """Whether what is saved of it is built again from the model by `load`."""
+    origin = tuned._choice.origin
+    assert origin is not None  # It was tuned.
+    # What the calls write to would be another tensor than the model's.
+    stateful = any(sample.reference.written for sample in origin.samples)
+    return stateful or origin.candidate.loader is None
+
+
 def prefix_of(index: int) -> str:
     """What the names of a bucket's constants begin with among those of all."""
     return f"{index}."
@@ -135,3 +150,11 @@ def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
     """Parameters and buffers by name, each once."""
     found = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach() for name, tensor in found if tensor.layout is torch.strided}
+
+
+def _other_layout(module: nn.Module) -> tuple[str, str] | None:
+    """A weight that is no dense tensor: its name and layout; None where there is none."""
+    for name, tensor in (*module.named_parameters(), *module.named_buffers()):
+        if tensor.layout is not torch.strided:
+            return name, str(tensor.layout).removeprefix("torch.")
+    return None

@@ -25,7 +25,7 @@ from ..rows import Row
 from ..signature import Args, Kwargs, flatten
 from ..snapshots import clone_leaves
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
-from .flat import Flat, dims_of
+from .flat import Flat, dims_of, exported
 from .inductor import explained
 
 _PACKAGE, _CALL = "package.pt2", "call.json"
@@ -73,13 +73,12 @@ class AotInductor:
             flat(*samples)
             out = flat.out
             assert out is not None
-            shapes = None if dims is None else {"tensors": tuple(dims)}
-            exported = torch.export.export(flat, samples, dynamic_shapes=shapes)
+            program = exported(flat, samples, dims)
             folder = tempfile.mkdtemp(prefix="graphwright-")
             try:
                 path = Path(folder) / _PACKAGE
                 with _quiet(), torch._inductor.config.patch(_ITS_OWN):
-                    torch._inductor.aoti_compile_and_package(exported, package_path=str(path))
+                    torch._inductor.aoti_compile_and_package(program, package_path=str(path))
                 known = _Packaged(path, flat.call.slots, out)
             except BaseException:
                 shutil.rmtree(folder, ignore_errors=True)

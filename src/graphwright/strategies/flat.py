@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.export import Dim
+from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from ..errors import StrategyFailed
+from ..errors import StrategyFailed, user_frame
 from ..rows import Row
 from ..shapes.dimensions import Dimensions, named
 from ..signature import Args, Kwargs, flatten
@@ -58,3 +59,26 @@ def dims_of(
         for axes, leaf in zip(dimensions.axes(args, kwargs), leaves, strict=True)
         if isinstance(leaf, torch.Tensor)
     ]
+
+
+def exported(
+    flat: Flat, samples: Sequence[torch.Tensor], dims: list[dict[int, Any]] | None
+) -> ExportedProgram:
+    """The model's graph, which answers all sizes of the dimensions that are to be dynamic.
+
+    Raises:
+        StrategyFailed: there is none, since it goes by such a size.
+        Exception: torch.export's own, where there is no graph at all.
+    """
+    shapes = None if dims is None else {"tensors": tuple(dims)}
+    try:
+        return torch.export.export(flat, tuple(samples), dynamic_shapes=shapes)
+    except torch._dynamo.exc.UserError as error:
+        told = [line.strip(" -") for line in str(error).splitlines() if line.startswith("  - ")]
+        if not told:
+            raise
+        raise StrategyFailed(
+            f"the model goes by a size that was to be dynamic: {told[0]}",
+            where=user_frame(error),
+            remedy="Leave it out of dynamic_shapes, or write the model for any size.",
+        ) from error

@@ -25,7 +25,7 @@ from ..rows import Row
 from ..signature import Args, Kwargs, flatten
 from ..snapshots import clone_leaves
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
-from .flat import Flat, dims_of
+from .flat import Flat, dims_of, exported
 from .onnx_plan import CALL, ELEMENTS, MODEL, Plan, Result
 from .onnx_session import PROVIDERS, Session
 
@@ -195,33 +195,24 @@ def _export(
     """Write the model, with its weights in files of their own where it is over 2 GB.
 
     Raises:
-        StrategyFailed: a dimension that was to be dynamic has become fixed.
+        StrategyFailed: the model goes by a size that was to be dynamic, or cannot be exported.
     """
     for tensor in samples:
         if tensor.dtype not in ELEMENTS:
             raise StrategyFailed(f"an input is of {tensor.dtype}, which is not exported.")
     with _quiet():
         program = torch.onnx.export(
-            flat,
+            # Where the model goes by a size, this exporter would try again with other sizes, and
+            # say nothing of it.
+            flat if dims is None else exported(flat, samples, dims),
             tuple(samples),
             dynamo=True,
             verbose=False,
             input_names=[f"in{n}" for n in range(len(samples))],
             output_names=[f"out{n}" for n in range(len(flat.out.slots if flat.out else ()))],
-            dynamic_shapes=None if dims is None else {"tensors": tuple(dims)},
         )
         assert program is not None  # dynamo=True gives one.
         program.save(path)
-    shapes = {value.name: value.shape for value in program.model.graph.inputs}
-    for number, axes in enumerate(dims or ()):
-        shape = shapes.get(f"in{number}") or ()
-        fixed = [axis for axis in axes if axis < len(shape) and isinstance(shape[axis], int)]
-        if fixed:
-            raise StrategyFailed(
-                f"dimension {fixed[0]} of tensor {number} was exported as fixed: the model goes "
-                f"by its size, {shape[fixed[0]]}.",
-                remedy="Leave it out of dynamic_shapes, or write the model for any size.",
-            )
 
 
 @contextlib.contextmanager

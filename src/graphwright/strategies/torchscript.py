@@ -65,7 +65,7 @@ class TorchScript:
     ) -> Built:
         """The script that was saved; what comes after freezing is done again."""
         known = json.loads((folder / _CALL).read_bytes())
-        device = tensors_of((args, kwargs))[0].device
+        device = next((tensor.device for tensor in tensors_of((args, kwargs))), None)
         script = torch.jit.load(folder / _SCRIPT, map_location=device)
         call: _Scripted | _Traced = _Scripted(script)
         if known is not None:
@@ -102,7 +102,11 @@ class TorchScript:
         return Built(without_grad(call), notes, holds_weights=holds, save=save)
 
     def _script(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Scripted:
-        found = _Scripted(self._frozen(torch.jit.script(model)))
+        script = torch.jit.script(model)
+        # torch's stubs leave the method out.
+        if script.inlined_graph.findAllNodes("prim::SetAttr", recurse=True):  # type: ignore[attr-defined]
+            raise StrategyFailed("the model replaces what it holds, and a script what is its own")
+        found = _Scripted(self._frozen(script))
         leaves, spec = flatten(args, kwargs)
         mine, named = unflatten(clone_leaves(leaves), spec)
         if pytree.tree_structure(found(*mine, **named)) != pytree.tree_structure(
@@ -117,7 +121,12 @@ class TorchScript:
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
+        held = dict(model.named_buffers())
         traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
+        now = dict(model.named_buffers())
+        replaced = [name for name in held if now.get(name) is not held[name]]
+        if replaced:
+            raise StrategyFailed(f"the model replaces its {replaced[0]}, and a trace does not")
         assert flat.out is not None  # The trace has run the model.
         return _Traced(self._frozen(traced), flat.call.slots, flat.out)
 
