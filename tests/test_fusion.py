@@ -1819,11 +1819,13 @@ def test_what_may_be_written_to_is_not_shared(how: str) -> None:
         x = made.graph.placeholder("x")
         total = made.graph.call_function(aten.neg.default, (x,))
         constant = add_constant(made, torch.ones(3), total)
+        total = made.graph.call_function(aten.relu_.default, (total,))  # It is the graph's own.
         if how == "not made by a pass":
             made.register_buffer("other", made.constant_0)
             constant.target = "other"
         if how == "written to":
-            made.graph.call_function(aten.add_.Tensor, (constant, 1))
+            view = made.graph.call_function(aten.view.default, (constant, [3]))
+            made.graph.call_function(aten.add_.Tensor, (view, 1))
         total = made.graph.call_function(aten.add.Tensor, (total, constant))
         view = made.graph.call_function(aten.view.default, (constant, [3, 1]))
         made.graph.output((total, view) if how == "shown" else (total,))

@@ -135,8 +135,10 @@ def test_what_runs_leave_over_is_handed_back_in_their_midst() -> None:
         assert torch.cuda.memory_reserved() == least
     few = torch.empty(least // 8, dtype=torch.uint8, device="cuda")
     del few
+    # What other tests have left may have had room for it.
+    before = torch.cuda.memory_reserved()
     recorder.relieve()
-    assert torch.cuda.memory_reserved() > least
+    assert torch.cuda.memory_reserved() == before
     del kept
     recorder.close()
 

@@ -486,7 +486,8 @@ model, x = torch.nn.RNN(8, 16).eval().to(device), torch.randn(50, 2, 8, device=d
 with torch.no_grad():
     built = ONNXRUNTIME.build(model, (x,), {})
     for _ in range(20):
-        torch.testing.assert_close(built.call(x), model(x), rtol=1e-3, atol=1e-4)
+        # On a GPU cuDNN's RNN takes TF32 by itself.
+        torch.testing.assert_close(built.call(x), model(x), rtol=1e-2, atol=2e-3)
 del built
 gc.collect()
 print("still here")

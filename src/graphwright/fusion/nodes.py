@@ -46,6 +46,16 @@ def is_mutable(node: fx.Node) -> bool:
     return isinstance(node.target, Op) and node.target._schema.is_mutable
 
 
+def written_by(node: fx.Node) -> list[fx.Node]:
+    """The arguments that an operation writes to."""
+    if not is_mutable(node):
+        return []
+    given = arguments(node)
+    formal = node.target._schema.arguments  # type: ignore[union-attr]  # it is an operation
+    written = [given[a.name] for a in formal if a.alias_info is not None and a.alias_info.is_write]
+    return [value for value in pytree.tree_leaves(written) if isinstance(value, fx.Node)]
+
+
 def is_view(node: fx.Node) -> bool:
     """Whether a node's result may lie in the memory of its arguments."""
     if node.target is operator.getitem:

@@ -10,7 +10,7 @@ from torch import fx, nn
 
 from ..errors import StrategyFailed
 from ..snapshots import same_bits
-from .nodes import constant, is_added, is_mutable
+from .nodes import constant, is_added, roots, written_by
 from .stored import seen
 
 # By model; a tensor is forgotten with the last graph that holds it.
@@ -21,21 +21,20 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 def share_constants(graph: fx.GraphModule, module: nn.Module) -> None:
     """Put what other graphs of the module hold in the place of equal constants of this one.
 
-    The model's own memory stays what it is, and so does what a result may be, which a caller may
-    write to; a graph that writes in place is left alone.
+    The model's own memory stays what it is, and so does what may be written to: what a result may
+    be, by a caller, or what the graph itself writes to.
     """
     nodes = graph.graph.nodes
     try:
         shown = seen(graph)
     except StrategyFailed:
         return
-    if any(map(is_mutable, nodes)):
-        return
+    written = {root for node in nodes for each in written_by(node) for root in roots(each)}
     known = _KNOWN.setdefault(module, _Known())
     own = _memory([*module.parameters(), *module.buffers()])
     for node in nodes:
         tensor = constant(graph, node)
-        if tensor is None or not is_added(node) or node.name in shown:
+        if tensor is None or not is_added(node) or node.name in shown or node in written:
             continue
         memory = _memory([tensor])
         if not memory or memory <= own:

@@ -27,7 +27,7 @@ from ..rows import Row
 from ..signature import Args, Kwargs, describe, flatten, unflatten
 from ..snapshots import State, clone_leaves
 from ..watch import FunctionModule
-from .nodes import arguments, constant, is_mutable, leaf_names, roots
+from .nodes import constant, leaf_names, roots, written_by
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
@@ -168,8 +168,8 @@ def _check(graph: fx.GraphModule, model: nn.Module) -> None:
                 raise Untraceable(f"{leaf_names(node)} is no operation of tensors")
         elif node.target is torch.ops.aten.as_strided.default:
             raise Untraceable("as_strided depends on where its argument lies")
-        elif node.op == "call_function" and is_mutable(node):
-            for value in _written(node):
+        elif node.op == "call_function":
+            for value in written_by(node):
                 if any(root.op in ("placeholder", "get_attr") for root in roots(value)):
                     raise Untraceable(f"{leaf_names(node)} writes to what is not the call's own")
     graph.recompile()
@@ -184,14 +184,3 @@ def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
             found += [value] if isinstance(value, torch.Tensor) else []
             found += [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
     return [tensor for tensor in found if tensor.layout is torch.strided]
-
-
-def _written(node: fx.Node) -> list[fx.Node]:
-    """The nodes whose memory an operation writes to."""
-    given = arguments(node)
-    found = []
-    for formal in node.target._schema.arguments:  # type: ignore[union-attr]  # an operation
-        if formal.alias_info is not None and formal.alias_info.is_write:
-            value = given[formal.name]
-            found += [v for v in pytree.tree_leaves(value) if isinstance(v, fx.Node)]
-    return found
