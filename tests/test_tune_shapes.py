@@ -7,12 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from chosen import choosing
 from planted import Planted, Roundabout, Small, directly, right_but_slower
 from torch import nn
+from torch.export import Dim
 
 import graphwright as gw
 from graphwright.report import Report, Status
 from graphwright.report.markdown import to_markdown
+from graphwright.shapes.dimensions import within
 
 
 def quick_below(rows: int) -> Callable[[nn.Module], Callable[..., Any]]:
@@ -281,3 +284,46 @@ def no_grad(model: nn.Module) -> Callable[..., Any]:
 def test_bad_samples_are_named(options: dict[str, Any], text: str) -> None:
     with pytest.raises(gw.OptionError, match=text):
         gw.tune(Small().eval(), **options)
+
+
+def test_a_range_asks_no_more_than_the_buckets_do() -> None:
+    """Positions for 64 tokens are enough for buckets of 32, whatever `length` may be."""
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("onnxscript")
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.register_buffer("positions", torch.randn(64, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.linear(x + self.positions[: x.shape[1]])
+
+    model = Positions().eval()
+    with choosing("onnxruntime"):
+        tuned = gw.tune(
+            model,
+            (torch.randn(4, 16, 8),),
+            dynamic_shapes=({0: "batch", 1: "length"},),
+            buckets=gw.Buckets(batch=[1, 4], length=[16, 32]),
+            strategies=["onnxruntime"],
+            isolate=False,
+            remember=False,
+            progress=False,
+        )
+    assert [(each.low, each.high) for each in tuned._choice.origin.ranges] == [(1, 4), (16, 32)]
+    for batch, length in ((1, 17), (3, 31), (4, 32)):
+        x = torch.randn(batch, length, 8)
+        torch.testing.assert_close(tuned(x), model(x).detach(), rtol=1e-4, atol=1e-5)
+    assert tuned.calls == {"tuned": 3}
+
+
+def test_dimensions_within_the_ends_of_buckets() -> None:
+    tree = {"x": {0: "batch", 1: 2 * Dim("length", min=2) + 1}, "y": (None, Dim("other"), "one")}
+    found = within(tree, {"batch": (1, 8), "length": (16, 32), "one": (4, 4)})
+    assert (found["x"][0].min, found["x"][0].max) == (1, 8)
+    assert (found["x"][1].min, found["x"][1].max) == (33, 65)
+    assert found["y"][0] is None
+    assert found["y"][1] is tree["y"][1]
+    assert found["y"][2] is None

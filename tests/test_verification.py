@@ -461,10 +461,12 @@ def test_a_call_that_writes_what_was_there_is_not_pure() -> None:
                 self.n.add_(0)
             elif which == "replaced":
                 self.n = self.n.clone()
+            elif which == "the same":
+                self.n = self.n.detach()
             return x * 2
 
     found = {}
-    for which in ("nothing", "input", "buffer", "replaced"):
+    for which in ("nothing", "input", "buffer", "replaced", "the same"):
         model = Writes().eval()
         ref = reference(model, model, Call("the sample", (torch.randn(4), which), {}))
         found[which] = (ref.pure, set(ref.written))
@@ -473,4 +475,5 @@ def test_a_call_that_writes_what_was_there_is_not_pure() -> None:
         "input": (False, set()),
         "buffer": (False, {"n"}),
         "replaced": (False, {"n"}),
+        "the same": (True, set()),
     }

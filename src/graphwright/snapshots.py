@@ -110,7 +110,9 @@ class State:
         # Where each tensor is found, under which key, and which tensor it is.
         self._places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
         self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        buffers = set()
+        # A hook of weight_norm makes the weight anew before each call.
+        remade = set()
+        self._slots: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
         for path, child in module.named_modules():
             root = f"{path}." if path else ""
             attributes = child.__dict__
@@ -120,11 +122,15 @@ class State:
                 for name, value in holder.items():
                     if isinstance(value, torch.Tensor) and value.layout is torch.strided:
                         self._places[root + name] = (holder, name, value)
-                        if holder is child._buffers:
-                            buffers.add(root + name)
+                        if holder is attributes and child._forward_pre_hooks:
+                            remade.add(root + name)
+            slots = child._parameters
+            for name, parameter in slots.items() if isinstance(slots, dict) else ():
+                if parameter is not None and parameter.layout is torch.strided:
+                    self._slots[root + name] = (slots, name, parameter)
             plain = {n: v for n, v in attributes.items() if isinstance(v, SCALARS)}
             self._plain.append((attributes, plain))
-        self._buffers = frozenset(buffers)
+        self._remade = frozenset(remade)
         self._grad = {name: t.requires_grad for name, (_, _, t) in self._places.items()}
         self._kept = {name: t.detach().clone() for name, (_, _, t) in self._places.items()}
         self._parameters = {
@@ -136,7 +142,10 @@ class State:
         self._weights = {n: p.detach().to("cpu", copy=True) for n, p in self._parameters.items()}
 
     def restore(self) -> None:
-        """Put back what changed, parameters excepted."""
+        """Put back what changed, the values of parameters excepted."""
+        for slots, key, parameter in self._slots.values():
+            if slots.get(key) is not parameter:
+                slots[key] = parameter
         for attributes, plain in self._plain:
             for name, value in plain.items():
                 if attributes.get(name) is not value:
@@ -167,16 +176,16 @@ class State:
         return found
 
     def marks(self) -> dict[str, tuple[int, int]]:
-        """By name what differs once a tensor was written to or a buffer replaced.
+        """By name what differs once a tensor was written to or replaced by other memory.
 
-        Where nothing does, values may have been written that were there before. Attributes that
-        are replaced do not count: weight_norm makes its weight anew in each call.
+        Where nothing does, values may have been written that were there before.
         """
-        found = {name: (0, _version(p)) for name, p in self._parameters.items()}
-        for name, (holder, key, tensor) in self._places.items():
-            now = id(holder.get(key)) if name in self._buffers else 0
-            found[name] = now, _version(tensor)
-        return found
+        places = {n: p for n, p in self._places.items() if n not in self._remade} | self._slots
+        found = {
+            name: (_replaced(holder.get(key), tensor), _version(tensor))
+            for name, (holder, key, tensor) in places.items()
+        }
+        return found | {n: (0, _version(self._places[n][2])) for n in self._remade}
 
     def corrupted(self) -> str | None:
         """Name of a parameter whose bits changed, or None; what changed is put back."""
@@ -203,6 +212,21 @@ class State:
 
     def _sums(self) -> dict[str, int]:
         return {name: _checksum(parameter) for name, parameter in self._parameters.items()}
+
+
+def _replaced(now: Any, before: torch.Tensor) -> int:
+    """The identity of what is there, if it is not the same memory."""
+    if now is before or (
+        isinstance(now, torch.Tensor)
+        and now.layout is torch.strided
+        and now.device == before.device
+        and now.dtype == before.dtype
+        and now.data_ptr() == before.data_ptr()
+        and now.shape == before.shape
+        and now.stride() == before.stride()
+    ):
+        return 0
+    return id(now)
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -32,6 +32,7 @@ from .report.reason import sentence
 from .report.result import EAGER
 from .request import Request
 from .screening import Screening, Terms
+from .shapes.dimensions import within
 from .signature import Args, Kwargs
 from .snapshots import State
 from .strategies import (
@@ -286,8 +287,14 @@ class Tuning:
             self.asked.device,
             objective=self.asked.objective,
             screening_s=SCREENING_S,
-            dynamic_shapes=self.asked.dynamic_shapes,
+            dynamic_shapes=self._dynamic_shapes(),
         )
+
+    def _dynamic_shapes(self) -> Any:
+        """The dimensions that vary, from the smallest bucket to the largest."""
+        known = None if self.asked.buckets is None else self.asked.buckets.ranges()
+        ends = {each.name: (each.low, each.high) for each in known or ()}
+        return within(self.asked.dynamic_shapes, ends) if ends else self.asked.dynamic_shapes
 
     @property
     def evaluator(self) -> Evaluator:

@@ -307,6 +307,22 @@ def portable(tree: Any) -> Any:
     return _size(tree) if hasattr(tree, "root") else tree
 
 
+def within(tree: Any, ends: Mapping[str, tuple[int, int]]) -> Any:
+    """The same tree, its dimensions bounded by these ends; one that has a single size is fixed.
+
+    What is exported for fewer sizes may ask more of them: a table of 512 positions is long enough.
+    """
+    if isinstance(tree, Mapping):
+        return {key: within(value, ends) for key, value in tree.items()}
+    if isinstance(tree, tuple | list):
+        return type(tree)(within(value, ends) for value in tree)
+    size = _size(tree)
+    if size is None or size.name not in ends:
+        return tree
+    low, high = ends[size.name]
+    return size.factor * Dim(size.name, min=low, max=high) + size.offset if low < high else None
+
+
 def _size(dim: Any) -> Size | None:
     """A dimension's size; None for one that is static.
 

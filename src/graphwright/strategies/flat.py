@@ -78,7 +78,7 @@ def exported(
         if not told:
             raise
         raise StrategyFailed(
-            f"the model goes by a size that was to be dynamic: {told[0]}",
+            f"the model goes by a size that was to be dynamic: {told[0].split('. ')[0]}",
             where=user_frame(error),
             remedy="Leave it out of dynamic_shapes, or write the model for any size.",
         ) from error

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..errors import StrategyFailed, first_line
 from ..rows import Row
 from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
-from ..snapshots import clone_leaves
+from ..snapshots import State, clone_leaves
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .flat import Flat
 
@@ -121,10 +121,10 @@ class TorchScript:
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
-        held = dict(model.named_buffers())
+        state = State(model, weights=False)
+        before = state.marks()
         traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
-        now = dict(model.named_buffers())
-        replaced = [name for name in held if now.get(name) is not held[name]]
+        replaced = [name for name, (now, _) in state.marks().items() if now != before[name][0]]
         if replaced:
             raise StrategyFailed(f"the model replaces its {replaced[0]}, and a trace does not")
         assert flat.out is not None  # The trace has run the model.
