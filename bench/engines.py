@@ -1,19 +1,14 @@
-"""Other engines beside eager, and the time to a first answer of what was tuned and saved.
+"""Other engines beside eager, in one table.
 
 scripts/bench engines runs this file for each model, in a process of its own: tune() tries each way
-in turns with eager, verified; then what was chosen is saved, and fresh processes are timed from
-their start to the first right answer.
+in turns with eager, verified.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
-import tempfile
 import textwrap
 import time
 from collections.abc import Sequence
@@ -41,18 +36,12 @@ WAYS = {
     ),
     "cpu": ("inductor", "fused", "onnxruntime", "aot_inductor", "xla"),
 }
-# The models that are saved, and whose first answers are timed; and seconds for a model.
-SAVED = ("resnet50", "bert")
+# Seconds for a model, and for one way of it.
 LIMIT_S, CANDIDATE_S = 240, 100
-# What is asked of a first answer: over torch.compile's with empty caches, and beyond eager's.
-OF_COMPILED, BEYOND_EAGER_S = 0.25, 1.5
-ROUNDS = 3
-MAIN = Path(__file__)
-ANSWERED = "answered"  # A line by itself.
 
 
 def measure(name: str, device: torch.device, *, quick: bool) -> Figures:
-    """All ways on one model; what was chosen from process start, where it is one of SAVED."""
+    """All ways on one model."""
     model, inputs = cases.load(name, device)
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
     with torch.no_grad():
@@ -68,72 +57,7 @@ def measure(name: str, device: torch.device, *, quick: bool) -> Figures:
             progress=False,
         )
         tuned.report.model = name
-        found: Figures = {"report": json.loads(tuned.report.to_json()), "first_answer_s": {}}
-        if name in SAVED and device.type == "cuda":
-            with tempfile.TemporaryDirectory() as folder:
-                path = Path(folder) / f"{name}.gw"
-                gw.save(tuned, path)
-                found["artifact_bytes"] = path.stat().st_size
-                found["first_answer_s"] = first_answers(name, path, 1 if quick else ROUNDS)
-    return found
-
-
-def first_answers(name: str, path: Path, rounds: int) -> dict[str, list[float]]:
-    """Seconds from the start of a process to its first right answer, by what gives it, in turns.
-
-    Each way goes once before it is timed, so that none waits for Python to compile modules.
-    """
-    ways = ("eager", "saved", "inductor, cold", "inductor, warm")
-    found: dict[str, list[float]] = {way: [] for way in ways}
-    command = [sys.executable, str(MAIN), name, str(path)]
-    for number in range(-1, rounds):
-        with tempfile.TemporaryDirectory() as caches:
-            for way in ways:
-                compiled = way.startswith("inductor")
-                if (compiled and number > 0) or (way.endswith("warm") and number < 0):
-                    continue  # Once each: it takes long.
-                variables = dict(os.environ)
-                variables.pop("PYTHONDONTWRITEBYTECODE", None)
-                if compiled:
-                    variables["TORCHINDUCTOR_CACHE_DIR"] = str(Path(caches) / "inductor")
-                    variables["TRITON_CACHE_DIR"] = str(Path(caches) / "triton")
-                seconds = _answered([*command, "--first", way], variables)
-                if number >= 0:
-                    found[way].append(seconds)
-    return found
-
-
-def _answered(command: Sequence[str], variables: dict[str, str]) -> float:
-    """Seconds from a process's start until it says that it has its answer."""
-    began = time.perf_counter()
-    with subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None
-        said = any(line.strip() == ANSWERED for line in process.stdout)
-        seconds = time.perf_counter() - began
-    if not said:
-        raise RuntimeError(f"{' '.join(command)} gave no answer")
-    return seconds
-
-
-def first_answer(name: str, path: Path, way: str) -> None:
-    """Give one right answer, say so, and end at once."""
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with torch.no_grad():
-        if way == "saved":
-            # Verified by load() itself; its sample is the call.
-            tuned = gw.load(path, trust=True)
-            call = tuned._choice.origin.samples[0].call
-            tuned(*call.args, **call.kwargs)
-        else:
-            model, inputs = cases.load(name, device)
-            args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-            if way != "eager":
-                torch.compile(model)(*args, **kwargs)
-            model(*args, **kwargs)
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-    print(ANSWERED, flush=True)
-    os._exit(0)  # What the process clears up is no part of the answer.
+        return {"report": json.loads(tuned.report.to_json())}
 
 
 def _cell(row: Row | None) -> str:
@@ -144,30 +68,6 @@ def _cell(row: Row | None) -> str:
     if row.baseline is None or row.strategy == "eager":
         return own
     return f"{own} ({statistics.median(row.screening.ratios(row.baseline, 'latency')):.2f})"
-
-
-def targets(result: Figures) -> list[Figures]:
-    """What is asked of first answers, and whether it holds."""
-    found = []
-    for name, model in result["models"].items():
-        times = {way: statistics.median(t) for way, t in model.get("first_answer_s", {}).items()}
-        if not times:
-            continue
-        share = times["saved"] / times["inductor, cold"]
-        beyond = times["saved"] - times["eager"]
-        found += [
-            {
-                "target": f"{name}: first answer in {OF_COMPILED:g} of torch.compile's time, cold",
-                "figure": share,
-                "met": share <= OF_COMPILED,
-            },
-            {
-                "target": f"{name}: first answer at most {BEYOND_EAGER_S:g} s after eager's",
-                "figure": beyond,
-                "met": beyond <= BEYOND_EAGER_S,
-            },
-        ]
-    return found
 
 
 def to_markdown(result: Figures) -> str:
@@ -201,21 +101,11 @@ def to_markdown(result: Figures) -> str:
                     whys.setdefault(f"`{way}`: {note}", []).append(name)
         lines.append(f"| {name} | {' | '.join(cells)} | {report.chosen} |")
     lines += ["", *(f"- {why} ({', '.join(names)})" for why, names in whys.items())]
-    firsts = {
-        n: m["first_answer_s"] for n, m in result["models"].items() if m.get("first_answer_s")
-    }
-    if firsts:
-        kinds = list(next(iter(firsts.values())))
-        lines += ["", "Seconds from the start of a process to its first right answer:", ""]
-        lines += [f"| model | {' | '.join(kinds)} |", "| --- |" + " ---: |" * len(kinds)]
-        for name, times in firsts.items():
-            cells = [f"{statistics.median(times[kind]):.1f}" for kind in kinds]
-            lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
 
 
 def benchmark(out: Path, only: Sequence[str], *, quick: bool, commit: str) -> int:
-    """Measure models and write after each; the number that failed or missed a target.
+    """Measure models and write after each; the number that failed.
 
     Others that the file has already, of the same commit and machine, are kept.
     """
@@ -243,30 +133,23 @@ def benchmark(out: Path, only: Sequence[str], *, quick: bool, commit: str) -> in
         result["models"][name] = found.get("figures", {}) | (
             {"failed": found["failed"]} if "failed" in found else {}
         )
-        result["targets"] = targets(result)
         where.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
         print(f"{name}: {time.perf_counter() - began:.0f} s {found.get('failed', '')}", flush=True)
     print(to_markdown(result))
-    for target in result["targets"]:
-        print(f"{target['target']:70} {target['figure']:7.3f}  {'yes' if target['met'] else 'NO'}")
     print(f"wrote {where}")
-    failed = sum("failed" in model for model in result["models"].values())
-    return failed + sum(not target["met"] for target in result["targets"])
+    return sum("failed" in model for model in result["models"].values())
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("what", choices=cases.MODELS)
     parser.add_argument("file", type=Path)
-    parser.add_argument("--first", help="give one answer this way, of what is saved in FILE")
     parser.add_argument("--quick", action="store_true")
     given = parser.parse_args()
-    if given.what in ("bert", "gpt2", "minilm") and given.first != "saved":
+    if given.what in ("bert", "gpt2", "minilm"):
         import transformers
 
         transformers.logging.set_verbosity_error()
-    if given.first is not None:
-        first_answer(given.what, given.file, given.first)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     parse_candidates(WAYS[device.type], ())
     figures = measure(given.what, device, quick=given.quick)

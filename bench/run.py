@@ -5,7 +5,8 @@ scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a pr
 scripts/bench buckets [--out DIR]                     a model over batch × length, by buckets
 scripts/bench architectures [--out DIR]               which architectures take buckets, on the CPU
 scripts/bench check [--out DIR]                       which models can be captured
-scripts/bench engines [--out DIR] [--only MODEL ...]  other engines; first answers of what is saved
+scripts/bench engines [--out DIR] [--only MODEL ...]  other engines beside eager
+scripts/bench answers [--out DIR] [--only MODEL ...]  first answers of new processes
 scripts/bench fusion [--out DIR] [--only MODEL ...]   fuse() beside TorchScript and Inductor
 scripts/bench operators [--out DIR]                   our operators: bandwidth, and beside Inductor
 scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
@@ -309,6 +310,7 @@ def _process(what: str, options: list[str]) -> dict[str, Any]:
 
 def tables() -> None:
     """docs/results.md from every result that is committed, and the pages of single benchmarks."""
+    from answers import to_markdown as answers_to_markdown
     from architectures_table import to_markdown as architectures_to_markdown
     from breaks import to_markdown as breaks_to_markdown
     from buckets import to_markdown as buckets_to_markdown
@@ -354,6 +356,9 @@ def tables() -> None:
     for file in sorted(RESULTS.glob("engines*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         lines += [f"## `{file.name}`, commit {data['commit']}", "", engines_to_markdown(data)]
+    for file in sorted(RESULTS.glob("answers*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        lines += [f"## `{file.name}`, commit {data['commit']}", "", answers_to_markdown(data)]
     text = "\n".join(lines).rstrip() + "\n"
     (ROOT / "docs" / "results.md").write_text(text, encoding="utf-8")
     for file in RESULTS.glob("architectures*.json"):
@@ -396,7 +401,9 @@ def _check_models(parser: argparse.ArgumentParser, names: list[str]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, prog="scripts/bench")
+    parser = argparse.ArgumentParser(
+        description=(__doc__ or "").partition("\n")[0], prog="scripts/bench"
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     tuning = commands.add_parser("tune", help="tune each model in a process of its own")
     tuning.add_argument("cases", nargs="*", metavar="CASE")
@@ -421,10 +428,14 @@ def main() -> None:
     operating = commands.add_parser("operators", help="our operators beside a copy and Inductor")
     operating.add_argument("--out", type=Path, default=RESULTS)
     operating.add_argument("--quick", action="store_true", help="try the script: no result")
-    others = commands.add_parser("engines", help="other engines, and first answers")
+    others = commands.add_parser("engines", help="other engines beside eager")
     others.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     others.add_argument("--out", type=Path, default=RESULTS)
     others.add_argument("--quick", action="store_true", help="try the script: no result")
+    answering = commands.add_parser("answers", help="first answers of what is saved")
+    answering.add_argument("--only", nargs="+", default=[], metavar="MODEL")
+    answering.add_argument("--out", type=Path, default=RESULTS)
+    answering.add_argument("--quick", action="store_true", help="try the script: no result")
     fusing = commands.add_parser("fusion", help="fuse() beside TorchScript and Inductor")
     fusing.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     fusing.add_argument("--out", type=Path, default=RESULTS)
@@ -472,6 +483,10 @@ def main() -> None:
         from engines import benchmark as engines
 
         sys.exit(engines(given.out, given.only, quick=given.quick, commit=commit()))
+    elif given.command == "answers":
+        from answers import benchmark as answers
+
+        sys.exit(answers(given.out, given.only, quick=given.quick, commit=commit()))
     elif given.command == "fusion":
         from fusion import benchmark as fusion
 

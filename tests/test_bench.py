@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -478,3 +479,35 @@ def test_training_runs_and_writes_what_the_tables_are_made_from(
     assert "mlp: graph_step" in capsys.readouterr().out
     assert compare.main(tmp_path / "training.json", tmp_path / "training.json") == 0
     assert "## A step back to back, ms" in training_table.to_markdown(found, "training.json")
+
+
+def test_targets_and_table_of_first_answers() -> None:
+    from answers import targets, to_markdown
+
+    seconds = {
+        "eager": [9.0, 8.0, 10.0],
+        "saved": [4.0, 4.4, 4.2],
+        "inductor, cold": [16.0, 16.8, 30.0],
+        "inductor, warm": [9.0, 9.0, 9.0],
+    }
+    found = {
+        "rounds": 3,
+        "environment": {"gpu": "a GPU"},
+        "models": {"bert": {"saved": "fused+graph", "seconds": seconds}},
+    }
+    share, beyond = targets(found)
+    assert share["figure"] == pytest.approx(0.25)
+    assert share["met"]
+    assert beyond["figure"] == pytest.approx(-4.8)
+    assert beyond["met"]
+    assert "| bert | 9.0 (8.0 to 10.0) | `fused+graph` 4.2 (4.0 to 4.4) |" in to_markdown(found)
+    seconds["saved"] = [4.3, 4.3, 4.2]
+    assert not targets(found)[0]["met"]
+    assert "0.26, MISSED" in to_markdown(found)
+
+
+def test_an_answer_that_does_not_come_is_no_time(tmp_path: Path) -> None:
+    from answers import _answered
+
+    with pytest.raises(RuntimeError, match="gave no answer"):
+        _answered(["mlp", str(tmp_path / "absent.gw"), "saved"], dict(os.environ))
