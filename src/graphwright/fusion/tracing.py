@@ -8,7 +8,7 @@ once: nothing is compiled, and a graph of some hundred operations takes some ten
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..errors import GraphwrightError, first_line
 from ..graphs.journal import capturing_seems_on
 from ..graphs.observation import reads_of_arguments
 from ..graphs.undo import Undo
+from ..ops.launches import Launch, answering
 from ..rows import Row
 from ..signature import Args, Kwargs, describe, flatten, unflatten
 from ..snapshots import State, clone_leaves
@@ -64,16 +65,24 @@ class GraphCall:
         graph: from the tensors among a call's leaves to those among its results.
         slots: which of the leaves these are.
         out: what the results belong to.
+        launches: of kernels that are used instead of compiling them.
     """
 
-    def __init__(self, graph: fx.GraphModule, slots: Sequence[int], out: Row) -> None:
+    def __init__(
+        self,
+        graph: fx.GraphModule,
+        slots: Sequence[int],
+        out: Row,
+        launches: Mapping[str, Launch] | None = None,
+    ) -> None:
         self.graph, self.slots, self.out = graph, tuple(slots), out
+        self.launches = launches or {}
         # Not as a module, at whose calls global hooks run.
         self._forward = graph.forward
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten(args, kwargs)
-        with torch.no_grad():
+        with torch.no_grad(), answering(self.launches):
             return self.out.fill(self._forward(*[leaves[slot] for slot in self.slots]))
 
 

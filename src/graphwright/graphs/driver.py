@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -71,6 +71,9 @@ def libcuda() -> Any:
     found.cuStreamCreate.argtypes = [pointer, ctypes.c_uint]
     address = ctypes.c_uint64
     found.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, pointer]
+    found.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+    found.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
+    found.cuLaunchKernel.argtypes = [pointer, *[ctypes.c_uint] * 7, *[pointer] * 3]
     return found
 
 
@@ -149,6 +152,76 @@ class CopyNode:
         """Copy from the next launch on, or not."""
         executable, node, _, _ = self._arguments
         check(libcuda().cuGraphNodeSetEnabled(executable, node, on), "cuGraphNodeSetEnabled")
+
+
+class KernelFunction:
+    """A kernel from machine code on a device; it is never unloaded, as graphs may hold it.
+
+    Args:
+        code: a cubin.
+        symbol: the kernel's name in it.
+        sizes: bytes of each of its arguments. Beyond them it may take pointers: Triton's kernels
+            end with some to memory of their own, which most do not use.
+        device: a CUDA device.
+
+    Raises:
+        CaptureError: the driver does not take it, or it takes other arguments, or the driver
+            cannot say so (before CUDA 12.4).
+    """
+
+    def __init__(self, code: bytes, symbol: str, sizes: Sequence[int], device: torch.device):
+        self._device = device
+        cuda, module, function = libcuda(), ctypes.c_void_p(), ctypes.c_void_p()
+        if cuda is None:
+            raise CaptureError("There is no CUDA driver to load a kernel.")
+        with torch.cuda.device(device):
+            self._bind()
+            check(cuda.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
+        found = cuda.cuModuleGetFunction(ctypes.byref(function), module, symbol.encode("ascii"))
+        check(found, "cuModuleGetFunction")
+        self._function = function
+        wanted, there = [*sizes], self._sizes()
+        extra = there[len(wanted) :]
+        if there[: len(wanted)] != wanted or any(size != 8 for size in extra):
+            raise CaptureError(f"The kernel takes arguments of {there} bytes, not of {wanted}.")
+        self._extra = len(extra)
+
+    def _sizes(self) -> list[int]:
+        info = getattr(libcuda(), "cuFuncGetParamInfo", None)
+        if info is None:
+            raise CaptureError("This CUDA driver does not say what a kernel takes.")
+        sizes: list[int] = []
+        offset, size = ctypes.c_size_t(), ctypes.c_size_t()
+        at = ctypes.byref(offset), ctypes.byref(size)
+        while not info(self._function, ctypes.c_size_t(len(sizes)), *at):
+            sizes.append(size.value)
+        return sizes
+
+    def launch(self, grid: int, threads: int, shared: int, values: Sequence[Any]) -> None:
+        """Launch it on the current stream of its device, which is the current one.
+
+        Args:
+            grid: blocks.
+            threads: of a block.
+            shared: bytes of shared memory.
+            values: its arguments, as ctypes has them.
+
+        Raises:
+            CaptureError: the driver refuses.
+        """
+        self._bind()
+        # Memory of this call's own: the lock is let go meanwhile, and another thread may launch.
+        given = [*values, *(ctypes.c_uint64() for _ in range(self._extra))]
+        places = (ctypes.c_void_p * len(given))(*map(ctypes.addressof, given))
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        size = grid, 1, 1, threads, 1, 1, shared
+        check(libcuda().cuLaunchKernel(self._function, *size, stream, places, None), "launch")
+
+    def _bind(self) -> None:
+        """A thread that has not used CUDA yet has no context."""
+        context = ctypes.c_void_p()
+        if not (libcuda().cuCtxGetCurrent(ctypes.byref(context)) or context.value):
+            torch.cuda.current_stream(self._device).query()
 
 
 def node_count(graph: int) -> int:

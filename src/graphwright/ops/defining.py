@@ -17,6 +17,8 @@ from typing import Any
 
 import torch
 
+from . import launches
+
 # It must live as long as the process: with it go its operators.
 LIBRARY = torch.library.Library("graphwright", "FRAGMENT")
 Function = Callable[..., Any]
@@ -70,14 +72,17 @@ class FusedOperator:
 
     def on_gpu(self, *args: Any) -> Any:
         """The kernel where it applies, else the plain way."""
-        if not (triton_works() and self.applies(*args)):
-            return self.without_kernel(*args)
+        launch: Callable[..., Any] | None = launches.known(self.name, args)
+        if launch is None:
+            if not (triton_works() and self.applies(*args)):
+                return self.without_kernel(*args)
+            launch = functools.partial(launches.noted, self.name, self.launch)
         device = args[0].device
-        # PyTorch sets no device for a Python function, and Triton launches on the current one.
+        # PyTorch sets no device for a Python function, and kernels start on the current one.
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
-                return self.launch(*args)
-        return self.launch(*args)
+                return launch(*args)
+        return launch(*args)
 
 
 def define(

@@ -91,7 +91,8 @@ class Loader(Protocol):
 
     `holds_code` says that what is loaded may execute whatever was put there; `bound_to` names what
     of the environment has to be the same, or else it is built again; with `portable` it is tried
-    nevertheless where it cannot be.
+    nevertheless where it cannot be. Files that it can do without, and whose names are in `code`
+    where a loader has that, are code: they are left out of what is not trusted.
     """
 
     holds_code: bool

@@ -14,14 +14,18 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..accuracy import ROUNDING, error_of
-from ..errors import StrategyFailed
+from ..errors import CaptureError, StrategyFailed
 from ..fusion import PASSES, Fused, fused_call
 from ..fusion.tracing import GraphCall
+from ..ops import launches
 from ..ops.defining import prepare_triton
+from ..ops.launches import Launch
 from ..rows import Row
 from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..snapshots import State, clone_leaves
 from .base import AVAILABLE, Availability, Built, Kept, tiny_model
+
+_GRAPH, _KERNELS = "graph.json", "kernels.json"
 
 
 @dataclass(frozen=True)
@@ -34,6 +38,7 @@ class FusedCompiler:
     # Which of cuDNN's and cuBLAS's kernels may be taken was asked of those of that machine.
     bound_to: ClassVar[tuple[str, ...]] = ("graphwright", "torch", "gpu", "cudnn")
     portable: ClassVar[bool] = True
+    code: ClassVar[tuple[str, ...]] = (_KERNELS,)
 
     def probe(self, device: torch.device) -> Availability:
         """Fuse a tiny model."""
@@ -47,8 +52,13 @@ class FusedCompiler:
         The tuner verifies what comes of it in any case.
         """
         fused = fused_call(model, args, kwargs, PASSES, check=False)
-        if fused.call is not None and not _near(fused, model, args, kwargs):
+        with launches.noting() as kept:
+            near = fused.call is None or _near(fused, model, args, kwargs)
+        if not near:
             fused = fused_call(model, args, kwargs, PASSES, check=True)
+        elif isinstance(fused.call, GraphCall):
+            # What is saved is what the tuner verifies.
+            fused.call.launches = kept
         if fused.call is None:
             raise StrategyFailed(f"no part of the model is a graph: {fused.untraced[0][1]}")
         before, after = (sum(region.operations[n] for region in fused.regions) for n in (0, 1))
@@ -72,7 +82,7 @@ class FusedCompiler:
         return f"operations that may not check what they are given: {', '.join(found)}"
 
     def prepare(self) -> None:
-        """Begin what the first kernel in a process waits for."""
+        """Begin what the first kernel in a process waits for, if it was not saved."""
         prepare_triton()
 
     def load(
@@ -89,11 +99,21 @@ class FusedCompiler:
         known = json.loads((folder / _GRAPH).read_bytes())
         device = tensors_of((args, kwargs))[0].device
         graph = read(known["nodes"], tensors, device)
-        call = GraphCall(graph, [int(n) for n in known["slots"]], Row.read(known["out"]))
+        slots = [int(n) for n in known["slots"]]
+        call = GraphCall(graph, slots, Row.read(known["out"]), _kernels(folder, device))
         return Built(call, holds_weights=True, plain=True, save=functools.partial(_save, call))
 
 
-_GRAPH = "graph.json"
+def _kernels(folder: Path, device: torch.device) -> dict[str, Launch]:
+    """The kernels that were saved, where they are there and this GPU takes them."""
+    file = folder / _KERNELS
+    kept = launches.read(file.read_text("ascii")) if file.exists() else {}
+    try:
+        for each in kept.values():
+            each.binary.function(device)
+    except CaptureError:
+        return {}  # They are of another GPU: Triton compiles them again.
+    return kept
 
 
 def _save(call: GraphCall, folder: Path) -> Kept:
@@ -103,6 +123,8 @@ def _save(call: GraphCall, folder: Path) -> Kept:
     nodes, constants = stored(call.graph)
     known = {"nodes": nodes, "slots": [*call.slots], "out": call.out.written()}
     (folder / _GRAPH).write_text(json.dumps(known), encoding="ascii")
+    if call.launches:
+        (folder / _KERNELS).write_text(launches.written(call.launches), encoding="ascii")
     return Kept(constants, seen(call.graph))
 
 

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import launched
 from ..layout import LIMIT, row_stride
 from .sizes import tile
 
@@ -163,7 +164,9 @@ def _launch(
     rows = x.numel() // columns
     height, width = tile(rows, columns)
     grid = (triton.cdiv(rows, height) * triton.cdiv(columns, width),)
-    bias_activation_kernel[grid](
+    launched(
+        bias_activation_kernel,
+        grid,
         x,
         bias,
         other,
@@ -191,7 +194,17 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         strides = columns, columns
     height, width = tile(rows, columns)
     grid = (triton.cdiv(rows, height) * triton.cdiv(columns, width),)
-    swiglu_kernel[grid](
-        gate, up, result, rows, columns, *strides, ROWS=height, COLUMNS=width, num_warps=4
+    launched(
+        swiglu_kernel,
+        grid,
+        gate,
+        up,
+        result,
+        rows,
+        columns,
+        *strides,
+        ROWS=height,
+        COLUMNS=width,
+        num_warps=4,
     )
     return result

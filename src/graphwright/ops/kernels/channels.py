@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import launched
 from .activations import activated
 from .alignment import known_multiple
 from .sizes import PROGRAMS, aligned, power_of_two, tile
@@ -132,7 +133,9 @@ def channel_mean(x: torch.Tensor) -> torch.Tensor:
     images, channels, height, width = x.shape
     result = torch.empty((images, channels, 1, 1), dtype=x.dtype, device=x.device)
     together, block, warps = mean_block(images, channels, height * width, x.dtype.itemsize)
-    mean_kernel[(images * triton.cdiv(channels, block),)](
+    launched(
+        mean_kernel,
+        (images * triton.cdiv(channels, block),),
         x,
         result,
         channels,
@@ -156,7 +159,9 @@ def channel_gate(
     # A tile that reached into the next image would need two gates.
     rows, columns = tile(images * pixels, channels)
     rows = min(rows, power_of_two(pixels))
-    gate_kernel[(images * triton.cdiv(pixels, rows) * triton.cdiv(channels, columns),)](
+    launched(
+        gate_kernel,
+        (images * triton.cdiv(pixels, rows) * triton.cdiv(channels, columns),),
         x,
         gate,
         bias,
@@ -179,7 +184,9 @@ def to_channels_last(x: torch.Tensor) -> torch.Tensor:
     pixels = height * width
     result = torch.empty_like(x, memory_format=torch.channels_last)
     run, block = transposed_tile(images, channels, pixels, x.dtype.itemsize)
-    to_last_kernel[(images * triton.cdiv(channels, block) * triton.cdiv(pixels, run),)](
+    launched(
+        to_last_kernel,
+        (images * triton.cdiv(channels, block) * triton.cdiv(pixels, run),),
         x,
         result,
         channels,

@@ -14,6 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import launched
 from ..pooling import pooled_size
 from .activations import activated
 from .sizes import channel_block, strips, strips_together
@@ -122,7 +123,9 @@ def depthwise_conv2d(
     pixels, each = strips(rows, out_width, channels)
     programs = triton.cdiv(out_width, pixels) * triton.cdiv(channels, block)
     together = strips_together(rows, programs, block, each)
-    depthwise_kernel[(programs * triton.cdiv(rows, together),)](
+    launched(
+        depthwise_kernel,
+        (programs * triton.cdiv(rows, together),),
         x,
         weight,
         bias,

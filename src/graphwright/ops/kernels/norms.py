@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import launched
 from ..layout import row_stride
 from .sizes import row_block
 
@@ -89,7 +90,9 @@ def norm(
     # A row alone is half of what is under way where there is a residual.
     alone = residual is None and x.dtype.itemsize == 2
     together, block, warps = row_block(rows, columns, *(2048, 2048) if alone else ())
-    norm_kernel[(triton.cdiv(rows, together),)](
+    launched(
+        norm_kernel,
+        (triton.cdiv(rows, together),),
         x,
         residual,
         weight,

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import launched
 from ..pooling import pooled_size
 from .alignment import known_multiple
 from .sizes import PROGRAMS, aligned, power_of_two
@@ -324,8 +325,18 @@ def relu_max_pool2d(
         rows, pairs, step = halving_tile(images * channels, out_height, out_width, x.dtype.itemsize)
         tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, step)
         # With one warp no other has to be waited for.
-        halving_kernel[(images * channels * tiles,)](
-            x, result, *sizes, step, **window, MARGIN=MARGIN, ROWS=rows, PAIRS=pairs, num_warps=1
+        launched(
+            halving_kernel,
+            (images * channels * tiles,),
+            x,
+            result,
+            *sizes,
+            step,
+            **window,
+            MARGIN=MARGIN,
+            ROWS=rows,
+            PAIRS=pairs,
+            num_warps=1,
         )
         return result
     if planes:
@@ -334,7 +345,9 @@ def relu_max_pool2d(
         tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
         # One output a thread: with more, Triton gives a thread neighbours, whose windows lie a
         # stride apart, and the loads of a warp are scattered.
-        planes_kernel[(images * channels * tiles,)](
+        launched(
+            planes_kernel,
+            (images * channels * tiles,),
             x,
             result,
             *sizes,
@@ -347,7 +360,9 @@ def relu_max_pool2d(
     if contiguous:
         pixels = out_height * out_width
         run, block = planes_tile(images, channels, pixels, x.dtype.itemsize)
-        to_planes_kernel[(images * triton.cdiv(channels, block) * triton.cdiv(pixels, run),)](
+        launched(
+            to_planes_kernel,
+            (images * triton.cdiv(channels, block) * triton.cdiv(pixels, run),),
             x,
             result,
             channels,
@@ -366,7 +381,9 @@ def relu_max_pool2d(
     side = 4 if images * groups * out_height * out_width >= 256 * PROGRAMS else 2
     rows, columns = min(side, power_of_two(out_height)), min(side, power_of_two(out_width))
     tiles = triton.cdiv(out_height, rows) * triton.cdiv(out_width, columns)
-    channels_last_kernel[(images * groups * tiles,)](
+    launched(
+        channels_last_kernel,
+        (images * groups * tiles,),
         x,
         result,
         channels,

@@ -8,6 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
+from ..launches import launched
 from .sizes import row_block
 
 
@@ -81,7 +82,9 @@ def masked_softmax(scores: torch.Tensor, mask: torch.Tensor | None, scale: float
         steps = [0 if n == 1 else step for n, step in zip(mask.shape, mask.stride(), strict=True)]
         mask_strides = (0,) * (4 - mask.dim()) + tuple(steps)
     together, block, warps = row_block(rows, columns, 2048, 1024)
-    masked_softmax_kernel[(triton.cdiv(rows, together),)](
+    launched(
+        masked_softmax_kernel,
+        (triton.cdiv(rows, together),),
         scores,
         mask,
         result,

@@ -1,0 +1,369 @@
+"""Launches of our kernels that are written down, and answer later calls: the kind of a call is all
+that they depend on, and what they do not fit goes to Triton."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from test_artifacts import net, tuned_with
+from test_operators import INTERPRETED, NAMES, PUBLIC, of_names
+from torch.utils import _pytree as pytree
+
+import graphwright as gw
+from graphwright.errors import CaptureError
+from graphwright.ops import defining, launches
+from graphwright.ops import fused as operators
+from graphwright.ops.launches import Binary, Launch
+
+KIND = "i32"
+
+
+class Kernel:
+    """Stands for Triton's: result = x + factor * y, of vectors of float32."""
+
+    def __init__(self, **facts: Any) -> None:
+        plain = {"name": "k", "num_warps": 1, "num_ctas": 1, "shared": 0}
+        self.facts = SimpleNamespace(**plain | facts)
+        self.calls = 0
+
+    def __getitem__(self, grid: Any) -> Callable[..., Any]:
+        def launch(x: Any, y: Any, out: Any, factor: float, n: int, wide: bool = True) -> Any:
+            self.calls += 1
+            out.copy_(x + factor * y)
+            kinds = dict.fromkeys(("x", "y", "out"), "*fp32")
+            kinds |= {"factor": "fp32", "n": KIND, "wide": "constexpr"}
+            source = SimpleNamespace(signature=kinds, fn=SimpleNamespace(arg_names=[*kinds]))
+            return SimpleNamespace(metadata=self.facts, asm={"cubin": b"code"}, src=source)
+
+        return launch
+
+
+class Function:
+    """Stands for the driver's kernel: the same, of what lies at the addresses it is given."""
+
+    def __init__(self, code: bytes, symbol: str, sizes: Any, device: torch.device) -> None:
+        assert (code, symbol, sizes) == (b"code", "k", (8, 8, 8, 4, 4))
+
+    def launch(self, grid: int, threads: int, shared: int, values: Any) -> None:
+        assert (grid, threads, shared) == (3, 32, 0)
+        x, y, out = (
+            (ctypes.c_float * values[4].value).from_address(value.value) for value in values[:3]
+        )
+        for i in range(values[4].value):
+            out[i] = x[i] + values[3].value * y[i]
+
+
+@pytest.fixture
+def drivers() -> Iterator[None]:
+    with mock.patch.object(launches, "_loaded", Function):
+        yield
+
+
+def operator(kernel: Kernel, made: Callable[..., torch.Tensor] = torch.empty_like) -> Any:
+    """What defining.define makes, but for PyTorch's part in it."""
+
+    def launch(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
+        out = made(x)
+        launches.launched(kernel, (3,), x, y, out, factor, x.numel(), wide=True)
+        return out
+
+    def plain(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
+        raise AssertionError("it is not asked for")
+
+    return defining.FusedOperator("sum", plain, plain, lambda *args: True, launch)
+
+
+@pytest.fixture
+def there() -> Iterator[None]:
+    with mock.patch.object(defining, "triton_works", return_value=True):
+        yield
+
+
+def noted(work: Any, *args: Any) -> dict[str, Launch]:
+    with launches.noting() as found:
+        work.on_gpu(*args)
+    return found
+
+
+@pytest.mark.usefixtures("drivers", "there")
+def test_a_launch_answers_calls_of_its_kind_and_no_others() -> None:
+    kernel = Kernel()
+    work = operator(kernel)
+    found = noted(work, torch.zeros(5), torch.ones(5), 2.0)
+    assert len(found) == kernel.calls == 1
+    again = launches.read(launches.written(found))
+    assert again == found
+    x, y = torch.randn(5), torch.randn(5)
+    memory = torch.randn(9)
+    other = [
+        (torch.randn(6), torch.randn(6), 2.0),  # another shape
+        (x, y, 3.0),  # another number
+        (x, y, 2),  # another type of it
+        (memory[:5], memory[1:6], 2.0),  # not aligned
+        (torch.randn(10)[::2], y, 2.0),  # other strides
+        (x, x, 2.0),  # the same memory
+    ]
+    with launches.answering(again):
+        torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
+        assert kernel.calls == 1
+        for number, args in enumerate(other):
+            torch.testing.assert_close(work.on_gpu(*args), args[0] + args[2] * args[1])
+            assert kernel.calls == 2 + number
+        work = operator(kernel)
+        work.name = "another"
+        work.on_gpu(x, y, 2.0)
+        assert kernel.calls == 2 + len(other)
+    with launches.answering({}):
+        work.on_gpu(x, y, 2.0)
+    assert kernel.calls == 3 + len(other)
+
+
+@pytest.mark.usefixtures("drivers", "there")
+def test_one_tensor_twice_is_a_kind_of_its_own() -> None:
+    # Noted from such a call, an argument could not be told from the other.
+    work, x, y = operator(Kernel()), torch.randn(5), torch.randn(5)
+    found = noted(work, x, x, 2.0)
+    with launches.answering(found):
+        torch.testing.assert_close(work.on_gpu(y, y, 2.0), 3 * y)
+        torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
+
+
+@pytest.mark.usefixtures("drivers", "there")
+def test_threads_do_not_get_each_others_arguments_or_notes() -> None:
+    kernel = Kernel()
+    work = operator(kernel)
+    found = noted(work, torch.zeros(5), torch.ones(5), 2.0)
+    wrong: list[Any] = []
+
+    def calls(seed: int) -> None:
+        x, y = torch.full((5,), float(seed)), torch.full((5,), 1.0)
+        with launches.answering(found):
+            for _ in range(300):
+                if not torch.equal(work.on_gpu(x, y, 2.0), x + 2 * y):
+                    wrong.append(seed)
+
+    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
+    with launches.noting() as mine:
+        for each in threads:
+            each.start()
+        for each in threads:
+            each.join()
+    assert (wrong, mine, kernel.calls) == ([], {}, 1)
+
+
+@pytest.mark.usefixtures("drivers", "there")
+@pytest.mark.parametrize(
+    "facts",
+    [
+        {"num_ctas": 2},
+        {"shared": 1 << 16},
+        {"launch_pdl": True},
+        {"launch_cooperative_grid": True},
+        {"global_scratch_size": 64},
+        {"profile_scratch_size": 64},
+    ],
+    ids=str,
+)
+def test_what_is_more_than_a_simple_kernel_is_not_noted(facts: dict[str, Any]) -> None:
+    assert noted(operator(Kernel(**facts)), torch.ones(5), torch.ones(5), 2.0) == {}
+
+
+@pytest.mark.usefixtures("drivers", "there")
+def test_results_that_are_not_their_own_memory_are_not_noted() -> None:
+    x, y = torch.ones(5), torch.ones(5)
+    for made in (lambda x: x, lambda x: torch.empty(9)[:5], lambda x: torch.empty(9)[4:]):
+        assert noted(operator(Kernel(), made), x, y, 2.0) == {}
+    with mock.patch(f"{__name__}.KIND", "u8"):  # A number that launches do not know.
+        assert noted(operator(Kernel()), x, y, 2.0) == {}
+
+
+@pytest.mark.usefixtures("there")
+def test_a_kernel_that_the_driver_refuses_is_not_noted() -> None:
+    def refused(*args: Any) -> Any:
+        raise CaptureError("No.")
+
+    with mock.patch.object(launches, "_loaded", refused):
+        assert noted(operator(Kernel()), torch.ones(5), torch.ones(5), 2.0) == {}
+
+
+def test_arguments_on_several_devices_are_of_no_kind() -> None:
+    assert launches.kind_of("sum", (torch.ones(2), torch.ones(2, device="meta"))) == ""
+
+
+def some_launch() -> dict[str, Launch]:
+    binary = Binary("k", b"\0code", 32, 0, (8,))
+    results = (((2,), (1,), torch.float16),)
+    return {"a kind": Launch(binary, 3, (("result", 0),), results, True)}
+
+
+def saved_with_kernels(path: Path) -> None:
+    model, x = net()
+    tuned = tuned_with("fused", model, (x,), {"scale": 3.0})
+    [built] = tuned._choice.origin.builts
+    built.save.args[0].launches = some_launch()
+    gw.save(tuned, path)
+
+
+def test_kernels_are_code_and_used_of_those_alone_who_are_trusted(tmp_path: Path) -> None:
+    path = tmp_path / "net.gw"
+    saved_with_kernels(path)
+    model, x = net()
+    for trust in (False, True):
+        with mock.patch.object(launches, "_loaded", return_value=None):
+            loaded = gw.load(path, trust=trust)
+        [built] = loaded._choice.origin.builts
+        assert built.save.args[0].launches == (some_launch() if trust else {})
+        torch.testing.assert_close(loaded(x, scale=3.0)["y"], model(x, scale=3.0)["y"])
+
+
+def test_kernels_of_another_gpu_are_left_alone(tmp_path: Path) -> None:
+    path = tmp_path / "net.gw"
+    saved_with_kernels(path)
+
+    def refused(*given: Any) -> None:
+        raise CaptureError("No.")
+
+    with mock.patch.object(launches, "_loaded", refused):
+        loaded = gw.load(path, trust=True)
+    [built] = loaded._choice.origin.builts
+    assert built.save.args[0].launches == {}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("name", NAMES)
+def test_each_operator_is_launched_again_as_it_was(name: str, dtype: torch.dtype) -> None:
+    for shape in ((4, 768), (2, 3, 129), (2, 8, 20, 16)):
+        options = {"dtype": dtype, "device": "cuda"}
+        with launches.noting() as found:
+            PUBLIC[name](*of_names(name, shape, **options))
+        assert len(found) == 1, shape
+        found = launches.read(launches.written(found))
+        args = of_names(name, shape, **options)
+        expected = pytree.tree_leaves(PUBLIC[name](*args))
+        for each in expected:
+            torch.full_like(each, float("nan"))  # What is given memory next, finds that.
+        with without_triton(name):
+            actual = again(found, name, args)
+            torch.cuda.synchronize()
+            with ThreadPoolExecutor(1) as pool:  # A thread that has no context of CUDA's.
+                other = pool.submit(again, found, name, args, torch.cuda.Stream()).result()
+            torch.cuda.synchronize()
+        for mine, theirs, right in zip(actual, other, expected, strict=True):
+            assert mine.stride() == right.stride()
+            assert torch.equal(mine, right)
+            assert torch.equal(theirs, right)
+
+
+def again(
+    found: dict[str, Launch], name: str, args: Any, stream: torch.cuda.Stream | None = None
+) -> list[torch.Tensor]:
+    with launches.answering(found), torch.cuda.stream(stream):
+        return pytree.tree_leaves(PUBLIC[name](*args))
+
+
+def without_triton(name: str) -> Any:
+    def refused(*args: Any) -> Any:
+        raise AssertionError("Triton was asked")
+
+    return mock.patch.object(operators.OPERATORS[name], "launch", refused)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_tensors_that_are_not_aligned_go_to_triton() -> None:
+    weight = torch.randn(768, device="cuda")
+    with launches.noting() as found:
+        operators.layer_norm(torch.randn(4, 768, device="cuda"), weight, weight)
+    x = torch.randn(4 * 768 + 1, device="cuda")[1:].view(4, 768)
+    right = operators.layer_norm(x, weight, weight)
+    with launches.answering(found):
+        assert torch.equal(operators.layer_norm(x, weight, weight), right)
+        with without_triton("layer_norm"), pytest.raises(AssertionError):
+            operators.layer_norm(x, weight, weight)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+def test_what_is_no_kernel_or_takes_other_arguments_is_refused() -> None:
+    device = torch.device("cuda", torch.cuda.current_device())
+    with pytest.raises(CaptureError, match="cuModuleLoadData"):
+        launches.Binary("k", b"\0" * 64, 32, 0, (8,)).function(device)
+    weight = torch.randn(768, device="cuda")
+    with launches.noting() as found:
+        operators.layer_norm(torch.randn(4, 768, device="cuda"), weight, weight)
+    [launch] = found.values()
+    good = launch.binary
+    for sizes in (good.sizes[:-1], (*good.sizes, 8, 8, 8), (4, *good.sizes[1:])):
+        with pytest.raises(CaptureError, match="takes arguments of"):
+            Binary(good.symbol, good.code, good.threads, good.shared, sizes).function(device)
+
+
+class Block(torch.nn.Module):
+    """What fusion makes our kernels of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = torch.nn.Linear(256, 512), torch.nn.Linear(512, 256)
+        self.norm = torch.nn.LayerNorm(256)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.down(torch.nn.functional.gelu(self.up(x)))
+        return self.norm(x + y)
+
+
+LOADED = """
+import json, sys
+import torch
+import graphwright as gw
+trusted = json.loads(sys.argv[2])
+loaded = gw.load(sys.argv[1] + "/block.gw", trust=trusted)
+x = torch.load(sys.argv[1] + "/x.pt")
+with torch.no_grad():
+    torch.save(loaded(x), sys.argv[1] + "/y.pt")
+print(json.dumps([loaded.explain(), "triton.compiler" in sys.modules]))
+"""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
+@pytest.mark.parametrize("name", ["fused", "fused+graph"])
+def test_another_process_needs_no_triton_for_what_was_saved(name: str, tmp_path: Path) -> None:
+    model, x = Block().eval().cuda().half(), torch.randn(8, 256, device="cuda").half()
+    tuned = tuned_with(name, model, (x,))
+    gw.save(tuned, tmp_path / "block.gw")
+    other = torch.randn_like(x)
+    torch.save(other, tmp_path / "x.pt")
+    with torch.no_grad():
+        expected = tuned(other)
+    absent = tmp_path / "absent"
+    (absent / "triton").mkdir(parents=True)
+    (absent / "triton" / "__init__.py").write_text("raise ImportError('it is not there')\n")
+    plain = [*filter(None, sys.path)]
+    for trusted, paths in ((True, [str(absent), *plain]), (False, plain)):
+        result = subprocess.run(
+            [sys.executable, "-c", LOADED, str(tmp_path), json.dumps(trusted)],
+            env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+            capture_output=True,
+            text=True,
+        )
+        assert result.returncode == 0, result.stderr
+        told, imported = json.loads(result.stdout.splitlines()[-1])
+        assert imported is not trusted
+        assert "as it was saved" in told
+        assert torch.equal(torch.load(tmp_path / "y.pt"), expected)
