@@ -1,7 +1,8 @@
 """Seconds from the start of a process to its first right answer: what was saved, beside PyTorch.
 
 scripts/bench answers tunes a model, saves it, and lets fresh processes answer in turns: eager, what
-was saved, torch.compile with empty caches, torch.compile with those that it has just filled.
+was saved, torch.compile with empty caches, torch.compile with those that it has just filled. Triton's
+cache is empty for each of the others.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def measure(name: str, device: torch.device, rounds: int) -> Figures:
             }
             variables.pop("PYTHONDONTWRITEBYTECODE", None)
             for way in WAYS:
+                if way == WARM and number != 1:
+                    continue  # Once: nothing is asked of it.
                 taken = _answered([name, str(path), way], variables)
                 if number:
                     seconds[way].append(taken)
@@ -149,7 +152,8 @@ def to_markdown(result: Figures) -> str:
     rows = []
     for name, model in result["models"].items():
         cells = [
-            f"{statistics.median(each):.1f} ({min(each):.1f} to {max(each):.1f})"
+            f"{statistics.median(each):.1f}"
+            + (f" ({min(each):.1f} to {max(each):.1f})" if len(each) > 1 else "")
             for each in model["seconds"].values()
         ]
         cells[1] = f"`{model['saved']}` {cells[1]}"
