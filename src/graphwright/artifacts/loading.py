@@ -52,7 +52,8 @@ def load(
             saved weights. It answers calls that are unlike the sample's. None where what was saved
             needs no model: other calls raise SignatureError then.
         trust: whether code may be executed that the file can hold (TorchScript, the libraries of
-            AOTInductor, caches of torch.compile), and modules be imported that it names.
+            AOTInductor, caches of torch.compile, compiled kernels, without which `fused` compiles
+            its own), and modules be imported that it names.
 
     Raises:
         ArtifactError: the file is damaged, belongs to another model, needs the model or trust, or
