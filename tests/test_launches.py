@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import threading
+import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -24,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.errors import CaptureError
+from graphwright.graphs.driver import KernelFunction
 from graphwright.ops import defining, launches
 from graphwright.ops import fused as operators
 from graphwright.ops.launches import Binary, Launch
@@ -192,11 +194,27 @@ def test_results_that_are_not_their_own_memory_are_not_noted() -> None:
 
 @pytest.mark.usefixtures("there")
 def test_a_kernel_that_the_driver_refuses_is_not_noted() -> None:
-    def refused(*args: Any) -> Any:
-        raise CaptureError("No.")
-
-    with mock.patch.object(launches, "_loaded", refused):
+    with mock.patch.object(launches, "_loaded", return_value=None):
         assert noted(operator(Kernel()), torch.ones(5), torch.ones(5), 2.0) == {}
+
+
+@pytest.mark.usefixtures("there")
+def test_a_kernel_that_a_second_device_refuses_is_triton_s_there() -> None:
+    kernel = Kernel()
+    work, x, y = operator(kernel), torch.randn(5), torch.randn(5)
+    with mock.patch.object(launches, "_loaded", Function):
+        found = noted(work, x, y, 2.0)
+    with launches.answering(found), mock.patch.object(launches, "_loaded", return_value=None):
+        torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
+    assert kernel.calls == 2
+
+
+@pytest.mark.usefixtures("there")
+def test_what_another_triton_gives_is_not_noted() -> None:
+    kernel = Kernel()
+    del kernel.facts.num_ctas
+    assert noted(operator(kernel), torch.ones(5), torch.ones(5), 2.0) == {}
+    assert kernel.calls == 1
 
 
 def test_arguments_on_several_devices_are_of_no_kind() -> None:
@@ -204,9 +222,68 @@ def test_arguments_on_several_devices_are_of_no_kind() -> None:
 
 
 def some_launch() -> dict[str, Launch]:
-    binary = Binary("k", b"\0code", 32, 0, (8,))
+    binary = Binary("k", b"\0code", 32, 0)
     results = (((2,), (1,), torch.float16),)
     return {"a kind": Launch(binary, 3, (("result", 0),), results, True)}
+
+
+def test_kernels_of_another_edition_are_left_alone() -> None:
+    text = launches.written(some_launch())
+    assert launches.read(text) == some_launch()
+    with mock.patch.object(launches, "_edition", return_value="another"):
+        assert launches.read(text) == {}
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        (("binaries", 1), "no code"),
+        (("binaries", 2), 2048),
+        (("binaries", 2), "32"),
+        (("binaries", 3), -1),
+        (("binaries", 3), 1 << 20),
+        (("launches", 0), "another"),
+        (("launches", 1), 0),
+        (("launches", 1), -3),
+        (("launches", 1), 1.0),
+        (("launches", 2), [["result", 1]]),
+        (("launches", 2), [["result", -1]]),
+        (("launches", 2), [["input", -1]]),
+        (("launches", 2), [["i32", 2**31]]),
+        (("launches", 2), [["i32", 1.5]]),
+        (("launches", 2), [["fp32", None]]),
+        (("launches", 2), [["i8", 1]]),
+        (("launches", 3), [[[2], [1], "load"]]),
+        (("launches", 3), [[[-2], [1], "float16"]]),
+    ],
+    ids=str,
+)
+def test_launches_that_make_no_sense_are_refused(place: tuple[str, int], value: Any) -> None:
+    given = json.loads(launches.written(some_launch()))
+    [entry] = given[place[0]].values()
+    entry[place[1]] = value
+    with pytest.raises((AttributeError, KeyError, TypeError, ValueError, zlib.error)):
+        launches.read(json.dumps(given))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.long
+def test_what_torch_compile_makes_goes_on_in_a_new_thread() -> None:
+    """Its guards watch the state of the thread, which must be as it was after the first call."""
+    model, x = net()
+    tuned = tuned_with("fused", model, (x,), {"scale": 3.0})
+    [built] = tuned._choice.origin.builts
+    built.save.args[0].launches = some_launch()
+
+    def calls() -> list[torch.Tensor]:
+        torch._dynamo.reset()
+        compiled = torch.compile(built.call, backend="eager")
+        with torch.no_grad():
+            return [compiled(x, scale=3.0)["y"] for _ in range(3)]
+
+    with ThreadPoolExecutor(1) as pool:
+        for y in pool.submit(calls).result():
+            torch.testing.assert_close(y, model(x, scale=3.0)["y"])
 
 
 def saved_with_kernels(path: Path) -> None:
@@ -222,7 +299,7 @@ def test_kernels_are_code_and_used_of_those_alone_who_are_trusted(tmp_path: Path
     saved_with_kernels(path)
     model, x = net()
     for trust in (False, True):
-        with mock.patch.object(launches, "_loaded", return_value=None):
+        with mock.patch.object(launches, "_loaded", return_value=object()):
             loaded = gw.load(path, trust=trust)
         [built] = loaded._choice.origin.builts
         assert built.save.args[0].launches == (some_launch() if trust else {})
@@ -233,10 +310,7 @@ def test_kernels_of_another_gpu_are_left_alone(tmp_path: Path) -> None:
     path = tmp_path / "net.gw"
     saved_with_kernels(path)
 
-    def refused(*given: Any) -> None:
-        raise CaptureError("No.")
-
-    with mock.patch.object(launches, "_loaded", refused):
+    with mock.patch.object(launches, "_loaded", return_value=None):
         loaded = gw.load(path, trust=True)
     [built] = loaded._choice.origin.builts
     assert built.save.args[0].launches == {}
@@ -302,15 +376,21 @@ def test_tensors_that_are_not_aligned_go_to_triton() -> None:
 def test_what_is_no_kernel_or_takes_other_arguments_is_refused() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     with pytest.raises(CaptureError, match="cuModuleLoadData"):
-        launches.Binary("k", b"\0" * 64, 32, 0, (8,)).function(device)
+        KernelFunction(b"\0" * 64, "k", (8,), device)
     weight = torch.randn(768, device="cuda")
     with launches.noting() as found:
         operators.layer_norm(torch.randn(4, 768, device="cuda"), weight, weight)
     [launch] = found.values()
-    good = launch.binary
-    for sizes in (good.sizes[:-1], (*good.sizes, 8, 8, 8), (4, *good.sizes[1:])):
-        with pytest.raises(CaptureError, match="takes arguments of"):
-            Binary(good.symbol, good.code, good.threads, good.shared, sizes).function(device)
+    code, symbol = launch.binary.code, launch.binary.symbol
+    sizes = launch.function(device)._sizes()[:-2]  # Without Triton's own memory.
+    for wrong in (sizes[:-1], [*sizes, 8, 8, 8], [4, *sizes[1:]]):
+        with pytest.raises(CaptureError, match="The kernel takes"):
+            KernelFunction(code, symbol, wrong, device)
+    with pytest.raises(CaptureError, match="cuModuleGetFunction"):
+        KernelFunction(code, "another", sizes, device)
+    function = KernelFunction(code, symbol, sizes, device)
+    with pytest.raises(CaptureError, match="arguments, and not 1"):
+        function.launch(1, 32, 0, [ctypes.c_uint64(0)])
 
 
 class Block(torch.nn.Module):

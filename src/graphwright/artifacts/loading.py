@@ -118,13 +118,10 @@ class _Loading:
         self.device = self._device()
         self.notes: list[str] = []
         # Files that are code beside what is none.
-        self.code = [
-            name
-            for name in facts["members"]
-            if Path(name).name in getattr(self.candidate.compiler, "code", ())
-        ]
+        self.code: tuple[str, ...] = getattr(self.candidate.compiler, "code", ())
+        kept = trust and any(Path(name).name in self.code for name in facts["members"])
         prepare = getattr(self.candidate.compiler, "prepare", None)
-        if prepare is not None and self.device.type == "cuda" and not (self.code and trust):
+        if prepare is not None and self.device.type == "cuda" and not kept:
             prepare()
         self.ahead: dict[str, torch.Tensor] | None = None
         # Where nothing but what was saved can be used, it is brought to the device meanwhile.
@@ -318,12 +315,13 @@ class _Loading:
         one = bool(self.ranges)
         builts: list[Built] = []
         constants = self._constants(self.device) if self.ahead is None else self.ahead
-        for name in self.code if not self.trust else ():
-            (self.folder / name).unlink(missing_ok=True)
         for index, sample in enumerate(samples[-1:] if one else samples):
             call, outcome = sample.call.clone(), sample.reference.cases[0].eager
             results = [*outcome.outputs.values()]
             place, prefix = self.folder / STRATEGY / str(index), prefix_of(index)
+            for name in self.code if not self.trust else ():
+                # By the path that is opened, however the file's system spells it.
+                (place / name).unlink(missing_ok=True)
             tensors = {
                 name.removeprefix(prefix): tensor
                 for name, tensor in constants.items()

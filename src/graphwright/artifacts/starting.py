@@ -8,14 +8,13 @@ To load cuBLAS and cuDNN here too showed no gain beyond it.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
 import threading
 from collections.abc import Callable
 
 import torch
 
-from ..graphs.driver import libcuda
+from ..graphs.driver import primary_context
 
 
 def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], None]:
@@ -28,7 +27,7 @@ def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], N
         works = [*others]
         if device.type == "cuda":
             works[:0] = [
-                functools.partial(_context_made, device),
+                functools.partial(primary_context, device),
                 lambda: torch.zeros(1, device=device),
             ]
             works.append(lambda: torch.cuda.current_stream(device).synchronize())
@@ -40,14 +39,3 @@ def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], N
     thread = threading.Thread(target=start, name="graphwright: start of a device")
     thread.start()
     return thread.join
-
-
-def _context_made(device: torch.device) -> None:
-    """The device's context, as PyTorch would make it, but without Python's lock meanwhile."""
-    driver = libcuda()
-    if driver is None or driver.cuInit(0):
-        return
-    number, context = ctypes.c_int(), ctypes.c_void_p()
-    if not driver.cuDeviceGet(ctypes.byref(number), device.index or 0):
-        # Counted, and never let go: PyTorch takes the same one, and keeps it as long.
-        driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)

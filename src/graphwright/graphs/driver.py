@@ -72,6 +72,8 @@ def libcuda() -> Any:
     address = ctypes.c_uint64
     found.cuMemcpyDtoDAsync_v2.argtypes = [address, address, ctypes.c_size_t, pointer]
     found.cuModuleLoadData.argtypes = [pointer, ctypes.c_char_p]
+    found.cuModuleUnload.argtypes = [pointer]
+    found.cuCtxSetCurrent.argtypes = [pointer]
     found.cuModuleGetFunction.argtypes = [pointer, pointer, ctypes.c_char_p]
     found.cuLaunchKernel.argtypes = [pointer, *[ctypes.c_uint] * 7, *[pointer] * 3]
     return found
@@ -177,16 +179,21 @@ class KernelFunction:
         with torch.cuda.device(device):
             self._bind()
             check(cuda.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
-        found = cuda.cuModuleGetFunction(ctypes.byref(function), module, symbol.encode("ascii"))
-        check(found, "cuModuleGetFunction")
-        self._function = function
-        wanted, there = [*sizes], self._sizes()
-        extra = there[len(wanted) :]
-        if there[: len(wanted)] != wanted or any(size != 8 for size in extra):
-            raise CaptureError(f"The kernel takes arguments of {there} bytes, not of {wanted}.")
-        self._extra = len(extra)
+            try:
+                get = cuda.cuModuleGetFunction
+                check(get(ctypes.byref(function), module, symbol.encode()), "cuModuleGetFunction")
+                self._function = function
+                wanted, there = [*sizes], self._sizes()
+                extra = there[len(wanted) :]
+                if there[: len(wanted)] != wanted or any(size != 8 for size in extra):
+                    raise CaptureError(f"The kernel takes {there} bytes, and not {wanted}.")
+            except CaptureError:
+                cuda.cuModuleUnload(module)
+                raise
+        self._taken, self._extra = len(wanted), len(extra)
 
     def _sizes(self) -> list[int]:
+        """Bytes of each argument."""
         info = getattr(libcuda(), "cuFuncGetParamInfo", None)
         if info is None:
             raise CaptureError("This CUDA driver does not say what a kernel takes.")
@@ -204,11 +211,13 @@ class KernelFunction:
             grid: blocks.
             threads: of a block.
             shared: bytes of shared memory.
-            values: its arguments, as ctypes has them.
+            values: its arguments, as ctypes has them, of the sizes that were given.
 
         Raises:
             CaptureError: the driver refuses.
         """
+        if len(values) != self._taken:
+            raise CaptureError(f"The kernel takes {self._taken} arguments, and not {len(values)}.")
         self._bind()
         # Memory of this call's own: the lock is let go meanwhile, and another thread may launch.
         given = [*values, *(ctypes.c_uint64() for _ in range(self._extra))]
@@ -218,10 +227,32 @@ class KernelFunction:
         check(libcuda().cuLaunchKernel(self._function, *size, stream, places, None), "launch")
 
     def _bind(self) -> None:
-        """A thread that has not used CUDA yet has no context."""
+        """Have a context: a thread that has not used CUDA yet has none.
+
+        Not by a call of the runtime's, which might end a capture that is under way elsewhere.
+        """
         context = ctypes.c_void_p()
-        if not (libcuda().cuCtxGetCurrent(ctypes.byref(context)) or context.value):
-            torch.cuda.current_stream(self._device).query()
+        if libcuda().cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
+            context = primary_context(self._device)
+            check(libcuda().cuCtxSetCurrent(context), "cuCtxSetCurrent")
+
+
+def primary_context(device: torch.device) -> ctypes.c_void_p:
+    """The context that PyTorch uses on a device, made if need be, without Python's lock meanwhile.
+
+    It is counted, and never let go: PyTorch keeps the same one as long as the process.
+
+    Raises:
+        CaptureError: there is none.
+    """
+    driver, number, context = libcuda(), ctypes.c_int(), ctypes.c_void_p()
+    if driver is None:
+        raise CaptureError("There is no CUDA driver.")
+    check(driver.cuInit(0), "cuInit")
+    check(driver.cuDeviceGet(ctypes.byref(number), device.index or 0), "cuDeviceGet")
+    retained = driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), number)
+    check(retained, "cuDevicePrimaryCtxRetain")
+    return context
 
 
 def node_count(graph: int) -> int:

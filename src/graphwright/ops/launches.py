@@ -18,10 +18,12 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._version import __version__
 from ..errors import CaptureError
 from ..graphs.driver import KernelFunction
 
@@ -42,25 +44,22 @@ class Binary:
         code: machine code.
         threads: of a block.
         shared: bytes of shared memory of a block.
-        sizes: bytes of each of its arguments.
     """
 
     symbol: str
     code: bytes
     threads: int
     shared: int
-    sizes: tuple[int, ...]
-
-    def function(self, device: torch.device) -> KernelFunction:
-        """It on a device.
-
-        Raises:
-            CaptureError: the driver does not take it.
-        """
-        return _loaded(self.code, self.symbol, self.sizes, device)
 
 
-_loaded = functools.cache(KernelFunction)
+@functools.cache
+def _loaded(
+    code: bytes, symbol: str, sizes: tuple[int, ...], device: torch.device
+) -> KernelFunction | None:
+    try:
+        return KernelFunction(code, symbol, sizes, device)
+    except CaptureError:
+        return None  # It is another GPU's, say, or the driver is too old.
 
 
 @dataclass(frozen=True)
@@ -82,8 +81,13 @@ class Launch:
     results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     single: bool
 
+    def function(self, device: torch.device) -> KernelFunction | None:
+        """The kernel on a device; None where the driver does not take it."""
+        sizes = tuple(ctypes.sizeof(_TYPES[kind]) for kind, _ in self.arguments)
+        return _loaded(self.binary.code, self.binary.symbol, sizes, device)
+
     def __call__(self, *args: Any) -> Any:
-        """The operator's results, on the current stream of the current device."""
+        """The operator's results, on the current stream of the current device, which takes it."""
         tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
         device = tensors[0].device
         results = [
@@ -97,7 +101,8 @@ class Launch:
             elif kind == "result":
                 value = results[value].data_ptr()
             values.append(_TYPES[kind](value))
-        function = self.binary.function(device)
+        function = self.function(device)
+        assert function is not None  # `known` has asked.
         function.launch(self.grid, self.binary.threads, self.binary.shared, values)
         return results[0] if self.single else tuple(results)
 
@@ -126,7 +131,13 @@ def noting() -> Iterator[dict[str, Launch]]:
 
 @contextlib.contextmanager
 def answering(launches: Mapping[str, Launch]) -> Iterator[None]:
-    """Let these answer calls of their kinds in this thread."""
+    """Let these answer calls of their kinds in this thread.
+
+    What torch.compile makes of the work does without: it would have to watch this thread's state.
+    """
+    if torch.compiler.is_compiling():
+        yield
+        return
     before, _HERE.answers = _HERE.answers, launches
     try:
         yield
@@ -136,7 +147,10 @@ def answering(launches: Mapping[str, Launch]) -> Iterator[None]:
 
 def known(name: str, args: Sequence[Any]) -> Launch | None:
     """What answers a call of an operator, if anything does."""
-    return _HERE.answers.get(kind_of(name, args)) if _HERE.answers else None
+    answers = _HERE.answers
+    kind = kind_of(name, args) if answers else ""
+    launch = answers.get(kind) if kind else None
+    return launch if launch is not None and launch.function(args[0].device) else None
 
 
 def kind_of(name: str, args: Sequence[Any]) -> str:
@@ -181,7 +195,10 @@ def noted(name: str, launch: Callable[..., Any], *args: Any) -> Any:
         result = launch(*args)
         kind = kind_of(name, args)
         if kind and kind not in notes:
-            notes[kind] = _launch_of(args, result, _HERE.launched)
+            try:
+                notes[kind] = _launch_of(args, result, _HERE.launched)
+            except (AttributeError, KeyError, TypeError):  # Another Triton's.
+                notes[kind] = None
         return result
     finally:
         _HERE.launched = None
@@ -223,17 +240,22 @@ def _launch_of(
         else:
             return None
     layouts = tuple((tuple(each.shape), each.stride(), each.dtype) for each in results)
-    sizes = tuple(ctypes.sizeof(_TYPES[kind]) for kind, _ in arguments)
-    binary = Binary(facts.name, code, facts.num_warps * 32, facts.shared, sizes)
-    try:
-        binary.function(results[0].device)
-    except CaptureError:
-        return None  # By a driver that is too old, say.
-    return Launch(binary, grid[0], tuple(arguments), layouts, not isinstance(result, tuple))
+    binary = Binary(facts.name, code, facts.num_warps * 32, facts.shared)
+    single = not isinstance(result, tuple)
+    launch = Launch(binary, grid[0], tuple(arguments), layouts, single)
+    return launch if launch.function(results[0].device) else None
 
 
 def _tensors(args: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
     return ((n, arg) for n, arg in enumerate(args) if isinstance(arg, torch.Tensor))
+
+
+@functools.cache
+def _edition() -> str:
+    """Of the sources of our kernels: launches of others may compute something else."""
+    files = sorted((Path(__file__).parent / "kernels").glob("*.py"))
+    texts = (file.name.encode() + file.read_bytes() for file in files)
+    return hashlib.sha256(b"".join([__version__.encode(), *texts])).hexdigest()
 
 
 def written(launches: Mapping[str, Launch]) -> str:
@@ -244,28 +266,66 @@ def written(launches: Mapping[str, Launch]) -> str:
         binary = launch.binary
         name = hashlib.sha256(binary.symbol.encode() + binary.code).hexdigest()
         code = base64.b64encode(zlib.compress(binary.code)).decode("ascii")
-        binaries[name] = [binary.symbol, code, binary.threads, binary.shared, binary.sizes]
+        binaries[name] = [binary.symbol, code, binary.threads, binary.shared]
         layouts = [[shape, stride, str(dtype)[6:]] for shape, stride, dtype in launch.results]
         calls[kind] = [name, launch.grid, launch.arguments, layouts, launch.single]
-    return json.dumps({"binaries": binaries, "launches": calls})
+    return json.dumps({"edition": _edition(), "binaries": binaries, "launches": calls})
 
 
 def read(text: str) -> dict[str, Launch]:
     """What `written` gave: code of the GPU's, to be read from those alone who are trusted.
 
+    Nothing where other kernels than these are written down.
+
     Raises:
-        AttributeError, KeyError, TypeError, ValueError, zlib.error: it is none.
+        AttributeError, KeyError, TypeError, ValueError, zlib.error: it makes no sense.
     """
     given = json.loads(text)
+    if given["edition"] != _edition():
+        return {}
     binaries = {
-        name: Binary(symbol, zlib.decompress(base64.b64decode(code)), threads, shared, (*sizes,))
-        for name, (symbol, code, threads, shared, sizes) in given["binaries"].items()
+        name: Binary(
+            str(symbol),
+            zlib.decompress(base64.b64decode(code)),
+            _number(threads, 1, 1024),
+            _number(shared, 0, _SHARED),
+        )
+        for name, (symbol, code, threads, shared) in given["binaries"].items()
     }
     found = {}
     for kind, (name, grid, arguments, layouts, single) in given["launches"].items():
         results = tuple(
-            (tuple(shape), tuple(stride), getattr(torch, dtype)) for shape, stride, dtype in layouts
+            (_numbers(shape), _numbers(stride), _dtype(dtype)) for shape, stride, dtype in layouts
         )
-        pairs = tuple((str(what), value) for what, value in arguments)
-        found[kind] = Launch(binaries[name], grid, pairs, results, single)
+        pairs = tuple((what, _argument(what, value, len(results))) for what, value in arguments)
+        grid = _number(grid, 1, 2**31 - 1)
+        found[kind] = Launch(binaries[name], grid, pairs, results, bool(single))
+    return found
+
+
+def _argument(what: str, value: Any, results: int) -> float:
+    """A number or the place of a tensor."""
+    if what == "fp32":
+        return float(value)
+    bits = {"i32": 31, "i64": 63}.get(what)
+    low, high = (0, 64) if bits is None else (-(2**bits), 2**bits - 1)
+    if what not in _TYPES:
+        raise ValueError(f"kernels take no {what!r}")
+    return _number(value, low, results - 1 if what == "result" else high)
+
+
+def _number(value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{value!r} is no number from {low} to {high}")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(_number(value, 0, 2**63 - 1) for value in values)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = getattr(torch, str(name))
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
     return found

@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..accuracy import ROUNDING, error_of
-from ..errors import CaptureError, StrategyFailed
+from ..errors import StrategyFailed
 from ..fusion import PASSES, Fused, fused_call
 from ..fusion.tracing import GraphCall
 from ..ops import launches
@@ -105,15 +105,10 @@ class FusedCompiler:
 
 
 def _kernels(folder: Path, device: torch.device) -> dict[str, Launch]:
-    """The kernels that were saved, where they are there and this GPU takes them."""
+    """The kernels that were saved, where they are there and this GPU takes them all."""
     file = folder / _KERNELS
     kept = launches.read(file.read_text("ascii")) if file.exists() else {}
-    try:
-        for each in kept.values():
-            each.binary.function(device)
-    except CaptureError:
-        return {}  # They are of another GPU: Triton compiles them again.
-    return kept
+    return kept if all(each.function(device) for each in kept.values()) else {}
 
 
 def _save(call: GraphCall, folder: Path) -> Kept:
