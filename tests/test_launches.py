@@ -3,6 +3,7 @@ that they depend on, and what they do not fit goes to Triton."""
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -19,25 +20,27 @@ from unittest import mock
 
 import pytest
 import torch
-from test_artifacts import net, tuned_with
+from test_artifacts import net, rewritten, tuned_with
 from test_operators import INTERPRETED, NAMES, PUBLIC, of_names
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.errors import CaptureError
+from graphwright.graphs import driver
 from graphwright.graphs.driver import KernelFunction
 from graphwright.ops import defining, launches
 from graphwright.ops import fused as operators
 from graphwright.ops.launches import Binary, Launch
 
 KIND = "i32"
+CODE = b"\x7fELF and so on"
 
 
 class Kernel:
     """Stands for Triton's: result = x + factor * y, of vectors of float32."""
 
     def __init__(self, **facts: Any) -> None:
-        plain = {"name": "k", "num_warps": 1, "num_ctas": 1, "shared": 0}
+        plain = {"name": "k", "num_warps": 1, "num_ctas": 1, "shared": 16}
         self.facts = SimpleNamespace(**plain | facts)
         self.calls = 0
 
@@ -48,30 +51,41 @@ class Kernel:
             kinds = dict.fromkeys(("x", "y", "out"), "*fp32")
             kinds |= {"factor": "fp32", "n": KIND, "wide": "constexpr"}
             source = SimpleNamespace(signature=kinds, fn=SimpleNamespace(arg_names=[*kinds]))
-            return SimpleNamespace(metadata=self.facts, asm={"cubin": b"code"}, src=source)
+            return SimpleNamespace(metadata=self.facts, asm={"cubin": CODE}, src=source)
 
         return launch
 
 
-class Function:
-    """Stands for the driver's kernel: the same, of what lies at the addresses it is given."""
-
-    def __init__(self, code: bytes, symbol: str, sizes: Any, device: torch.device) -> None:
-        assert (code, symbol, sizes) == (b"code", "k", (8, 8, 8, 4, 4))
-
-    def launch(self, grid: int, threads: int, shared: int, values: Any) -> None:
-        assert (grid, threads, shared) == (3, 32, 0)
-        x, y, out = (
-            (ctypes.c_float * values[4].value).from_address(value.value) for value in values[:3]
-        )
-        for i in range(values[4].value):
-            out[i] = x[i] + values[3].value * y[i]
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What stands for the driver, compiled."""
+    made = tmp_path_factory.mktemp("driver") / "libcuda.so"
+    source = Path(__file__).with_name("driver.c")
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(made), str(source)], check=True)
+    return str(made)
 
 
 @pytest.fixture
-def drivers() -> Iterator[None]:
-    with mock.patch.object(launches, "_loaded", Function):
-        yield
+def cuda(library: str) -> Iterator[ctypes.CDLL]:
+    """PyTorch, and what we ask of the driver, with one that takes the host for a GPU."""
+    found = ctypes.CDLL(library)
+    launches._loaded.cache_clear()
+    driver.libcuda.cache_clear()
+    stream = SimpleNamespace(cuda_stream=7)
+    with (
+        mock.patch.object(torch.version, "hip", None),
+        mock.patch.object(driver.ctypes, "CDLL", return_value=found),
+        mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
+        mock.patch.object(torch.cuda, "current_stream", return_value=stream),
+        mock.patch.object(defining, "triton_works", return_value=True),
+    ):
+        yield found
+    launches._loaded.cache_clear()
+    driver.libcuda.cache_clear()
+
+
+def count(cuda: ctypes.CDLL, name: str) -> int:
+    return ctypes.c_int.in_dll(cuda, name).value
 
 
 def operator(kernel: Kernel, made: Callable[..., torch.Tensor] = torch.empty_like) -> Any:
@@ -88,20 +102,13 @@ def operator(kernel: Kernel, made: Callable[..., torch.Tensor] = torch.empty_lik
     return defining.FusedOperator("sum", plain, plain, lambda *args: True, launch)
 
 
-@pytest.fixture
-def there() -> Iterator[None]:
-    with mock.patch.object(defining, "triton_works", return_value=True):
-        yield
-
-
 def noted(work: Any, *args: Any) -> dict[str, Launch]:
     with launches.noting() as found:
         work.on_gpu(*args)
     return found
 
 
-@pytest.mark.usefixtures("drivers", "there")
-def test_a_launch_answers_calls_of_its_kind_and_no_others() -> None:
+def test_a_launch_answers_calls_of_its_kind_and_no_others(cuda: ctypes.CDLL) -> None:
     kernel = Kernel()
     work = operator(kernel)
     found = noted(work, torch.zeros(5), torch.ones(5), 2.0)
@@ -120,7 +127,7 @@ def test_a_launch_answers_calls_of_its_kind_and_no_others() -> None:
     ]
     with launches.answering(again):
         torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
-        assert kernel.calls == 1
+        assert (kernel.calls, count(cuda, "launches"), count(cuda, "modules")) == (1, 1, 1)
         for number, args in enumerate(other):
             torch.testing.assert_close(work.on_gpu(*args), args[0] + args[2] * args[1])
             assert kernel.calls == 2 + number
@@ -133,7 +140,7 @@ def test_a_launch_answers_calls_of_its_kind_and_no_others() -> None:
     assert kernel.calls == 3 + len(other)
 
 
-@pytest.mark.usefixtures("drivers", "there")
+@pytest.mark.usefixtures("cuda")
 def test_one_tensor_twice_is_a_kind_of_its_own() -> None:
     # Noted from such a call, an argument could not be told from the other.
     work, x, y = operator(Kernel()), torch.randn(5), torch.randn(5)
@@ -143,7 +150,7 @@ def test_one_tensor_twice_is_a_kind_of_its_own() -> None:
         torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
 
 
-@pytest.mark.usefixtures("drivers", "there")
+@pytest.mark.usefixtures("cuda")
 def test_threads_do_not_get_each_others_arguments_or_notes() -> None:
     kernel = Kernel()
     work = operator(kernel)
@@ -166,7 +173,7 @@ def test_threads_do_not_get_each_others_arguments_or_notes() -> None:
     assert (wrong, mine, kernel.calls) == ([], {}, 1)
 
 
-@pytest.mark.usefixtures("drivers", "there")
+@pytest.mark.usefixtures("cuda")
 @pytest.mark.parametrize(
     "facts",
     [
@@ -183,7 +190,7 @@ def test_what_is_more_than_a_simple_kernel_is_not_noted(facts: dict[str, Any]) -
     assert noted(operator(Kernel(**facts)), torch.ones(5), torch.ones(5), 2.0) == {}
 
 
-@pytest.mark.usefixtures("drivers", "there")
+@pytest.mark.usefixtures("cuda")
 def test_results_that_are_not_their_own_memory_are_not_noted() -> None:
     x, y = torch.ones(5), torch.ones(5)
     for made in (lambda x: x, lambda x: torch.empty(9)[:5], lambda x: torch.empty(9)[4:]):
@@ -192,29 +199,59 @@ def test_results_that_are_not_their_own_memory_are_not_noted() -> None:
         assert noted(operator(Kernel()), x, y, 2.0) == {}
 
 
-@pytest.mark.usefixtures("there")
+@pytest.mark.usefixtures("cuda")
 def test_a_kernel_that_the_driver_refuses_is_not_noted() -> None:
     with mock.patch.object(launches, "_loaded", return_value=None):
         assert noted(operator(Kernel()), torch.ones(5), torch.ones(5), 2.0) == {}
 
 
-@pytest.mark.usefixtures("there")
+@pytest.mark.usefixtures("cuda")
 def test_a_kernel_that_a_second_device_refuses_is_triton_s_there() -> None:
     kernel = Kernel()
     work, x, y = operator(kernel), torch.randn(5), torch.randn(5)
-    with mock.patch.object(launches, "_loaded", Function):
-        found = noted(work, x, y, 2.0)
+    found = noted(work, x, y, 2.0)
     with launches.answering(found), mock.patch.object(launches, "_loaded", return_value=None):
         torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
     assert kernel.calls == 2
 
 
-@pytest.mark.usefixtures("there")
+@pytest.mark.usefixtures("cuda")
 def test_what_another_triton_gives_is_not_noted() -> None:
     kernel = Kernel()
     del kernel.facts.num_ctas
     assert noted(operator(kernel), torch.ones(5), torch.ones(5), 2.0) == {}
     assert kernel.calls == 1
+
+
+@pytest.mark.parametrize(
+    ("code", "symbol", "sizes", "why"),
+    [
+        (b"no ELF", "k", (8, 8, 8, 4, 4), r"cuModuleLoadData failed.*\(200\)"),
+        (CODE, "another", (8, 8, 8, 4, 4), r"cuModuleGetFunction failed.*\(500\)"),
+        (CODE, "k", (8, 8, 8, 4, 8), "The kernel takes"),
+        (CODE, "k", (8, 8, 8), "The kernel takes"),
+        (CODE, "k", (8, 8, 8, 4, 4, 8, 8, 8), "The kernel takes"),
+    ],
+    ids=["code", "symbol", "another size", "too few", "too many"],
+)
+def test_what_is_no_kernel_leaves_nothing_behind(
+    cuda: ctypes.CDLL, code: bytes, symbol: str, sizes: Any, why: str
+) -> None:
+    before = count(cuda, "modules")
+    with pytest.raises(CaptureError, match=why):
+        KernelFunction(code, symbol, sizes, torch.device("cuda", 0))
+    assert count(cuda, "modules") == before
+
+
+@pytest.mark.usefixtures("cuda")
+def test_a_launch_of_other_arguments_is_refused() -> None:
+    function = KernelFunction(CODE, "k", (8, 8, 8, 4, 4), torch.device("cuda", 0))
+    with pytest.raises(CaptureError, match="takes 5 arguments, and not 1"):
+        function.launch(3, 32, 16, [ctypes.c_uint64(0)])
+    values = [*[ctypes.c_uint64(0)] * 3, ctypes.c_float(0), ctypes.c_int32(0)]
+    with pytest.raises(CaptureError, match=r"launch failed.*\(1\)"):
+        function.launch(4, 32, 16, values)
+    function.launch(3, 32, 16, values)
 
 
 def test_arguments_on_several_devices_are_of_no_kind() -> None:
@@ -314,6 +351,19 @@ def test_kernels_of_another_gpu_are_left_alone(tmp_path: Path) -> None:
         loaded = gw.load(path, trust=True)
     [built] = loaded._choice.origin.builts
     assert built.save.args[0].launches == {}
+
+
+def test_kernels_that_make_no_sense_are_told_where_they_would_be_used(tmp_path: Path) -> None:
+    path = tmp_path / "net.gw"
+    saved_with_kernels(path)
+
+    def nonsense(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        members["strategy/0/kernels.json"] = b"{}"
+
+    rewritten(path, nonsense)
+    with pytest.raises(gw.ArtifactError, match="fused could not be loaded: KeyError"):
+        gw.load(path, trust=True)
+    gw.load(path)
 
 
 @pytest.mark.gpu
