@@ -72,7 +72,7 @@ class FusedOperator:
 
     def on_gpu(self, *args: Any) -> Any:
         """The kernel where it applies, else the plain way."""
-        launch: Callable[..., Any] | None = launches.known(self.name, args)
+        launch = launches.known(self.name, args)
         if launch is None:
             if not (triton_works() and self.applies(*args)):
                 return self.without_kernel(*args)

@@ -81,15 +81,18 @@ class Launch:
     results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
     single: bool
 
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each argument."""
+        return tuple(ctypes.sizeof(_TYPES[kind]) for kind, _ in self.arguments)
+
     def function(self, device: torch.device) -> KernelFunction | None:
         """The kernel on a device; None where the driver does not take it."""
-        sizes = tuple(ctypes.sizeof(_TYPES[kind]) for kind, _ in self.arguments)
-        return _loaded(self.binary.code, self.binary.symbol, sizes, device)
+        return _loaded(self.binary.code, self.binary.symbol, self.sizes, device)
 
-    def __call__(self, *args: Any) -> Any:
-        """The operator's results, on the current stream of the current device, which takes it."""
-        tensors = [arg for arg in args if isinstance(arg, torch.Tensor)]
-        device = tensors[0].device
+    def __call__(self, function: KernelFunction, *args: Any) -> Any:
+        """The operator's results, by its function on the device of its arguments."""
+        device = args[0].device
         results = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
             for shape, stride, dtype in self.results
@@ -101,8 +104,6 @@ class Launch:
             elif kind == "result":
                 value = results[value].data_ptr()
             values.append(_TYPES[kind](value))
-        function = self.function(device)
-        assert function is not None  # `known` has asked.
         function.launch(self.grid, self.binary.threads, self.binary.shared, values)
         return results[0] if self.single else tuple(results)
 
@@ -145,12 +146,13 @@ def answering(launches: Mapping[str, Launch]) -> Iterator[None]:
         _HERE.answers = before
 
 
-def known(name: str, args: Sequence[Any]) -> Launch | None:
+def known(name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
     """What answers a call of an operator, if anything does."""
     answers = _HERE.answers
     kind = kind_of(name, args) if answers else ""
     launch = answers.get(kind) if kind else None
-    return launch if launch is not None and launch.function(args[0].device) else None
+    function = None if launch is None else launch.function(args[0].device)
+    return None if launch is None or function is None else functools.partial(launch, function)
 
 
 def kind_of(name: str, args: Sequence[Any]) -> str:
@@ -252,8 +254,8 @@ def _tensors(args: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
 
 @functools.cache
 def _edition() -> str:
-    """Of the sources of our kernels: launches of others may compute something else."""
-    files = sorted((Path(__file__).parent / "kernels").glob("*.py"))
+    """Of the sources of our operators: launches of others may compute something else."""
+    files = sorted(Path(__file__).parent.rglob("*.py"))
     texts = (file.name.encode() + file.read_bytes() for file in files)
     return hashlib.sha256(b"".join([__version__.encode(), *texts])).hexdigest()
 
