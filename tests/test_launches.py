@@ -7,12 +7,14 @@ import contextlib
 import ctypes
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
 import zlib
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -33,6 +35,7 @@ from graphwright.ops import fused as operators
 from graphwright.ops.launches import Binary, Launch
 
 KIND = "i32"
+SUM = (("input", 0), ("input", 1), ("result", 0), ("fp32", 2.0), ("i32", 5))
 CODE = b"\x7fELF and so on"
 
 
@@ -57,31 +60,30 @@ class Kernel:
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> str:
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """What stands for the driver, compiled."""
+    compiler = shutil.which(os.environ.get("CC", "gcc"))
+    if compiler is None:
+        pytest.skip("there is no C compiler to make of tests/driver.c what stands for the driver")
     made = tmp_path_factory.mktemp("driver") / "libcuda.so"
     source = Path(__file__).with_name("driver.c")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", str(made), str(source)], check=True)
-    return str(made)
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", str(made), str(source)], check=True)
+    return driver.declared(ctypes.CDLL(str(made)))
 
 
 @pytest.fixture
-def cuda(library: str) -> Iterator[ctypes.CDLL]:
+def cuda(library: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
     """PyTorch, and what we ask of the driver, with one that takes the host for a GPU."""
-    found = ctypes.CDLL(library)
-    launches._loaded.cache_clear()
-    driver.libcuda.cache_clear()
-    stream = SimpleNamespace(cuda_stream=7)
+    library.reset()
+    stream = SimpleNamespace(cuda_stream=0x7F0500000007)
     with (
-        mock.patch.object(torch.version, "hip", None),
-        mock.patch.object(driver.ctypes, "CDLL", return_value=found),
+        mock.patch.object(driver, "libcuda", return_value=library),
         mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
         mock.patch.object(defining, "triton_works", return_value=True),
+        mock.patch.object(launches, "_LOADED", {}),
     ):
-        yield found
-    launches._loaded.cache_clear()
-    driver.libcuda.cache_clear()
+        yield library
 
 
 def count(cuda: ctypes.CDLL, name: str) -> int:
@@ -201,7 +203,7 @@ def test_results_that_are_not_their_own_memory_are_not_noted() -> None:
 
 @pytest.mark.usefixtures("cuda")
 def test_a_kernel_that_the_driver_refuses_is_not_noted() -> None:
-    with mock.patch.object(launches, "_loaded", return_value=None):
+    with mock.patch(f"{__name__}.CODE", b"no ELF"):
         assert noted(operator(Kernel()), torch.ones(5), torch.ones(5), 2.0) == {}
 
 
@@ -210,9 +212,50 @@ def test_a_kernel_that_a_second_device_refuses_is_triton_s_there() -> None:
     kernel = Kernel()
     work, x, y = operator(kernel), torch.randn(5), torch.randn(5)
     found = noted(work, x, y, 2.0)
-    with launches.answering(found), mock.patch.object(launches, "_loaded", return_value=None):
+    [(kind, launch)] = found.items()
+    other = {kind: replace(launch, binary=replace(launch.binary, code=b"no ELF"))}
+    with launches.answering(other):
         torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
     assert kernel.calls == 2
+    with launches.answering(found):  # A refusal is for that kernel, and for now.
+        work.on_gpu(x, y, 2.0)
+    assert kernel.calls == 2
+
+
+def test_a_kernel_is_loaded_once_and_where_it_is_wanted(cuda: ctypes.CDLL) -> None:
+    launch = Launch(Binary("k", CODE, 32, 16), 3, SUM, (), False)
+    for number in (0, 1):
+        device = torch.device("cuda", number)
+        with ThreadPoolExecutor(8) as pool:
+            found = set(pool.map(lambda _: launch.function(device), range(8)))  # noqa: B023  # done by then
+        assert len(found) == 1
+        assert (count(cuda, "modules"), count(cuda, "device")) == (number + 1, number)
+
+
+def test_another_thread_that_compiles_changes_nothing_here(cuda: ctypes.CDLL) -> None:
+    """PyTorch's is_compiling is true of the whole process then."""
+    kernel = Kernel()
+    work, x, y = operator(kernel), torch.randn(5), torch.randn(5)
+    found = noted(work, x, y, 2.0)
+    inside, go = threading.Event(), threading.Event()
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        inside.set()
+        go.wait(60)
+        return graph
+
+    def compiles() -> None:
+        torch.compile(torch.sin, backend=backend)(torch.ones(2))
+
+    torch._dynamo.reset()
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(compiles)
+        assert inside.wait(60)
+        with launches.answering(found):
+            work.on_gpu(x, y, 2.0)
+        go.set()
+        other.result()
+    assert (kernel.calls, count(cuda, "launches")) == (1, 1)
 
 
 @pytest.mark.usefixtures("cuda")
@@ -261,14 +304,44 @@ def test_arguments_on_several_devices_are_of_no_kind() -> None:
 def some_launch() -> dict[str, Launch]:
     binary = Binary("k", b"\0code", 32, 0)
     results = (((2,), (1,), torch.float16),)
-    return {"a kind": Launch(binary, 3, (("result", 0),), results, True)}
+    launch = Launch(binary, 3, (("result", 0),), results, True)
+    return {"a kind": launch, "another": replace(launch, binary=replace(binary, code=b"other"))}
 
 
 def test_kernels_of_another_edition_are_left_alone() -> None:
     text = launches.written(some_launch())
     assert launches.read(text) == some_launch()
-    with mock.patch.object(launches, "_edition", return_value="another"):
-        assert launches.read(text) == {}
+    for other in ("another", None):
+        with mock.patch.object(launches, "EDITION", other):
+            assert launches.read(text) == {}
+    without = {name: part for name, part in json.loads(text).items() if name != "edition"}
+    assert launches.read(json.dumps(without)) == {}
+
+
+def test_an_edition_is_of_all_sources_and_nothing_else(tmp_path: Path) -> None:
+    assert launches.edition_of(tmp_path) is None
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "a.py").write_text("1")
+    known = {launches.edition_of(tmp_path)}
+    (tmp_path / ".#a.py").symlink_to("nowhere")
+    (tmp_path / "folder.py").mkdir()
+    (tmp_path / "a.pyc").write_text("2")
+    assert {launches.edition_of(tmp_path)} == known
+    for name, text in (("a.py", "2"), ("kernels/b.py", "1"), ("b.py", "1"), ("b.py", "")):
+        (tmp_path / name).write_text(text)
+        edition = launches.edition_of(tmp_path)
+        assert edition not in known
+        known.add(edition)
+    with mock.patch.object(launches, "__version__", "another"):
+        assert launches.edition_of(tmp_path) not in known
+    with mock.patch.object(Path, "read_bytes", side_effect=PermissionError):
+        assert launches.edition_of(tmp_path) is None
+
+
+@pytest.mark.usefixtures("cuda")
+def test_nothing_is_noted_where_sources_have_changed_since_they_were_imported() -> None:
+    with mock.patch.object(launches, "EDITION", "another"):
+        assert noted(operator(Kernel()), torch.ones(5), torch.ones(5), 2.0) == {}
 
 
 @pytest.mark.parametrize(
@@ -297,7 +370,7 @@ def test_kernels_of_another_edition_are_left_alone() -> None:
 )
 def test_launches_that_make_no_sense_are_refused(place: tuple[str, int], value: Any) -> None:
     given = json.loads(launches.written(some_launch()))
-    [entry] = given[place[0]].values()
+    entry = next(iter(given[place[0]].values()))
     entry[place[1]] = value
     with pytest.raises((AttributeError, KeyError, TypeError, ValueError, zlib.error)):
         launches.read(json.dumps(given))
@@ -343,11 +416,14 @@ def test_kernels_are_code_and_used_of_those_alone_who_are_trusted(tmp_path: Path
         torch.testing.assert_close(loaded(x, scale=3.0)["y"], model(x, scale=3.0)["y"])
 
 
-def test_kernels_of_another_gpu_are_left_alone(tmp_path: Path) -> None:
+def test_kernels_are_left_alone_if_the_gpu_refuses_one(tmp_path: Path) -> None:
     path = tmp_path / "net.gw"
     saved_with_kernels(path)
 
-    with mock.patch.object(launches, "_loaded", return_value=None):
+    def but_one(code: bytes, *others: Any) -> object | None:
+        return object() if code == b"\0code" else None
+
+    with mock.patch.object(launches, "_loaded", but_one):
         loaded = gw.load(path, trust=True)
     [built] = loaded._choice.origin.builts
     assert built.save.args[0].launches == {}
@@ -358,12 +434,20 @@ def test_kernels_that_make_no_sense_are_told_where_they_would_be_used(tmp_path: 
     saved_with_kernels(path)
 
     def nonsense(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
-        members["strategy/0/kernels.json"] = b"{}"
+        members["strategy/0/kernels.json"] = json.dumps({"edition": launches.EDITION}).encode()
 
     rewritten(path, nonsense)
     with pytest.raises(gw.ArtifactError, match="fused could not be loaded: KeyError"):
         gw.load(path, trust=True)
     gw.load(path)
+
+    def folder(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
+        members["strategy/0/kernels.json/inside"] = members.pop("strategy/0/kernels.json")
+
+    rewritten(path, folder)
+    for trust in (False, True):
+        with pytest.raises(gw.ArtifactError, match="directory"):
+            gw.load(path, trust=trust)
 
 
 @pytest.mark.gpu
@@ -432,8 +516,8 @@ def test_what_is_no_kernel_or_takes_other_arguments_is_refused() -> None:
         operators.layer_norm(torch.randn(4, 768, device="cuda"), weight, weight)
     [launch] = found.values()
     code, symbol = launch.binary.code, launch.binary.symbol
-    sizes = launch.function(device)._sizes()[:-2]  # Without Triton's own memory.
-    for wrong in (sizes[:-1], [*sizes, 8, 8, 8], [4, *sizes[1:]]):
+    sizes = launch.sizes
+    for wrong in (sizes[:-1], (*sizes, 8, 8, 8), (4, *sizes[1:])):
         with pytest.raises(CaptureError, match="The kernel takes"):
             KernelFunction(code, symbol, wrong, device)
     with pytest.raises(CaptureError, match="cuModuleGetFunction"):

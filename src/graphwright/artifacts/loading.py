@@ -319,9 +319,8 @@ class _Loading:
             call, outcome = sample.call.clone(), sample.reference.cases[0].eager
             results = [*outcome.outputs.values()]
             place, prefix = self.folder / STRATEGY / str(index), prefix_of(index)
-            for name in self.code if not self.trust else ():
-                # By the path that is opened, however the file's system spells it.
-                (place / name).unlink(missing_ok=True)
+            if not self.trust:
+                self._leave_out_code(place)
             tensors = {
                 name.removeprefix(prefix): tensor
                 for name, tensor in constants.items()
@@ -329,6 +328,14 @@ class _Loading:
             }
             builts.append(self.candidate.load(place, tensors, call.args, call.kwargs, results))
         return self.candidate, builts * len(samples) if one else builts
+
+    def _leave_out_code(self, place: Path) -> None:
+        """By the paths that would be opened, however the system of files spells them."""
+        for name in self.code:
+            try:
+                (place / name).unlink(missing_ok=True)
+            except OSError as error:
+                raise ArtifactError(f"{self.file.name} makes no sense: {error}.") from error
 
     def _rebuilt(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
         warm = getattr(self.candidate.compiler, "warm", None)

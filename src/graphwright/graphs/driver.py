@@ -58,9 +58,13 @@ def libcuda() -> Any:
     if torch.version.hip is not None:
         return None
     try:
-        found = ctypes.CDLL("libcuda.so.1")
+        return declared(ctypes.CDLL("libcuda.so.1"))
     except OSError:
         return None
+
+
+def declared(found: ctypes.CDLL) -> ctypes.CDLL:
+    """The driver, with what its functions take that are given handles as numbers."""
     pointer = ctypes.c_void_p
     found.cuGraphExecMemcpyNodeSetParams.argtypes = [pointer] * 4
     found.cuGraphNodeSetEnabled.argtypes = [pointer, pointer, ctypes.c_uint]
@@ -172,7 +176,7 @@ class KernelFunction:
     """
 
     def __init__(self, code: bytes, symbol: str, sizes: Sequence[int], device: torch.device):
-        self._device = device
+        self._device, name = device, symbol.encode()
         cuda, module, function = libcuda(), ctypes.c_void_p(), ctypes.c_void_p()
         if cuda is None:
             raise CaptureError("There is no CUDA driver to load a kernel.")
@@ -180,14 +184,14 @@ class KernelFunction:
             self._bind()
             check(cuda.cuModuleLoadData(ctypes.byref(module), code), "cuModuleLoadData")
             try:
-                get = cuda.cuModuleGetFunction
-                check(get(ctypes.byref(function), module, symbol.encode()), "cuModuleGetFunction")
+                got = cuda.cuModuleGetFunction(ctypes.byref(function), module, name)
+                check(got, "cuModuleGetFunction")
                 self._function = function
                 wanted, there = [*sizes], self._sizes()
                 extra = there[len(wanted) :]
                 if there[: len(wanted)] != wanted or any(size != 8 for size in extra):
                     raise CaptureError(f"The kernel takes {there} bytes, and not {wanted}.")
-            except CaptureError:
+            except BaseException:
                 cuda.cuModuleUnload(module)
                 raise
         self._taken, self._extra = len(wanted), len(extra)

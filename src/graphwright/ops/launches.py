@@ -52,14 +52,24 @@ class Binary:
     shared: int
 
 
-@functools.cache
+_LOCK = threading.Lock()
+_LOADED: dict[tuple[Any, ...], KernelFunction] = {}
+
+
 def _loaded(
     code: bytes, symbol: str, sizes: tuple[int, ...], device: torch.device
 ) -> KernelFunction | None:
-    try:
-        return KernelFunction(code, symbol, sizes, device)
-    except CaptureError:
-        return None  # It is another GPU's, say, or the driver is too old.
+    """A kernel on a device, once; None where the driver does not take it, now at least."""
+    key = code, symbol, sizes, device
+    found = _LOADED.get(key)
+    if found is None:
+        try:
+            with _LOCK:
+                found = _LOADED.get(key) or KernelFunction(*key)
+                _LOADED[key] = found
+        except CaptureError:
+            return None  # It is another GPU's, say, or the driver is too old.
+    return found
 
 
 @dataclass(frozen=True)
@@ -119,7 +129,10 @@ _HERE = _Here()
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[str, Launch]]:
-    """Write down what our operators launch in this thread; complete when this is left."""
+    """Write down what our operators launch in this thread; complete when this is left.
+
+    Nothing is, where the sources have changed since: which of them run is not known then.
+    """
     notes: dict[str, Launch | None] = {}
     found: dict[str, Launch] = {}
     before, _HERE.notes = _HERE.notes, notes
@@ -127,7 +140,8 @@ def noting() -> Iterator[dict[str, Launch]]:
         yield found
     finally:
         _HERE.notes = before
-        found |= {kind: launch for kind, launch in notes.items() if launch is not None}
+        if EDITION is not None and edition_of(_HERE_LIES) == EDITION:
+            found |= {kind: launch for kind, launch in notes.items() if launch is not None}
 
 
 @contextlib.contextmanager
@@ -136,7 +150,7 @@ def answering(launches: Mapping[str, Launch]) -> Iterator[None]:
 
     What torch.compile makes of the work does without: it would have to watch this thread's state.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling():  # This frame: the other one is true of all threads.
         yield
         return
     before, _HERE.answers = _HERE.answers, launches
@@ -252,12 +266,24 @@ def _tensors(args: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
     return ((n, arg) for n, arg in enumerate(args) if isinstance(arg, torch.Tensor))
 
 
-@functools.cache
-def _edition() -> str:
-    """Of the sources of our operators: launches of others may compute something else."""
-    files = sorted(Path(__file__).parent.rglob("*.py"))
-    texts = (file.name.encode() + file.read_bytes() for file in files)
-    return hashlib.sha256(b"".join([__version__.encode(), *texts])).hexdigest()
+def edition_of(folder: Path) -> str | None:
+    """Of the sources of our operators: launches of others may compute something else.
+
+    None where there are none to be read, as in a ZIP file.
+    """
+    digest = hashlib.sha256(__version__.encode())
+    files = sorted(file for file in folder.rglob("*.py") if file.is_file())
+    try:
+        for file in files:
+            digest.update(f"\0{file.relative_to(folder).as_posix()}\0".encode())
+            digest.update(file.read_bytes())
+    except OSError:
+        return None
+    return digest.hexdigest() if files else None
+
+
+_HERE_LIES = Path(__file__).parent
+EDITION = edition_of(_HERE_LIES)  # Now: files may change while a process lives.
 
 
 def written(launches: Mapping[str, Launch]) -> str:
@@ -271,7 +297,7 @@ def written(launches: Mapping[str, Launch]) -> str:
         binaries[name] = [binary.symbol, code, binary.threads, binary.shared]
         layouts = [[shape, stride, str(dtype)[6:]] for shape, stride, dtype in launch.results]
         calls[kind] = [name, launch.grid, launch.arguments, layouts, launch.single]
-    return json.dumps({"edition": _edition(), "binaries": binaries, "launches": calls})
+    return json.dumps({"edition": EDITION, "binaries": binaries, "launches": calls})
 
 
 def read(text: str) -> dict[str, Launch]:
@@ -280,10 +306,10 @@ def read(text: str) -> dict[str, Launch]:
     Nothing where other kernels than these are written down.
 
     Raises:
-        AttributeError, KeyError, TypeError, ValueError, zlib.error: it makes no sense.
+        Exception: it makes no sense: one of what Python raises then, or zlib.error.
     """
     given = json.loads(text)
-    if given["edition"] != _edition():
+    if EDITION is None or given.get("edition") != EDITION:
         return {}
     binaries = {
         name: Binary(
