@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -509,5 +508,5 @@ def test_targets_and_table_of_first_answers() -> None:
 def test_an_answer_that_does_not_come_is_no_time(tmp_path: Path) -> None:
     from answers import _answered
 
-    with pytest.raises(RuntimeError, match="gave no answer"):
-        _answered(["mlp", str(tmp_path / "absent.gw"), "saved"], dict(os.environ))
+    with pytest.raises(RuntimeError, match="mlp, saved: no right answer came"):
+        _answered("mlp", tmp_path, "saved", str(tmp_path / "caches"))
