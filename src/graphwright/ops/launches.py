@@ -140,7 +140,7 @@ def noting() -> Iterator[dict[str, Launch]]:
         yield found
     finally:
         _HERE.notes = before
-        if EDITION is not None and edition_of(_HERE_LIES) == EDITION:
+        if EDITION is not None and edition_of(_FOLDER) == EDITION:
             found |= {kind: launch for kind, launch in notes.items() if launch is not None}
 
 
@@ -282,8 +282,8 @@ def edition_of(folder: Path) -> str | None:
     return digest.hexdigest() if files else None
 
 
-_HERE_LIES = Path(__file__).parent
-EDITION = edition_of(_HERE_LIES)  # Now: files may change while a process lives.
+_FOLDER = Path(__file__).parent
+EDITION = edition_of(_FOLDER)  # Now: files may change while a process lives.
 
 
 def written(launches: Mapping[str, Launch]) -> str:
