@@ -33,7 +33,9 @@ SCHEMA = "graphwright.bench"
 MODELS = ("resnet50", "bert")
 EAGER, SAVED, COLD, WARM = WAYS = ("eager", "saved", "inductor, cold", "inductor, warm")
 _TURNS = (EAGER, SAVED, COLD)
-RIGHT = 0.02  # Of the largest value: an answer of another model is told.
+# Root mean square, over eager's. In fp16 ResNet-50's eager is 0.02 from float64's and what is fused
+# 0.03 (bench/results/engines-h200.json), whose bound tune has proved; another model's is over 1.
+RIGHT = 0.1
 KEPT = {"cuda": "fused+graph", "cpu": "fused"}  # What is saved.
 # What is asked of what was saved: over torch.compile's with empty caches, and beyond eager's.
 OF_COMPILED, BEYOND_EAGER_S = 0.25, 1.5
@@ -148,9 +150,11 @@ def answer(name: str, folder: Path, way: str) -> None:
         inputs, expected = torch.load(folder / "call.pt", map_location=device)
         args, kwargs = _called(inputs)
         found = _first(model(*args, **kwargs))
-        right = (found - expected).abs().max() <= RIGHT * expected.abs().max()
-    if right:
+        off = float((found.double() - expected.double()).norm() / expected.double().norm())
+    if off <= RIGHT:
         print(ANSWERED, flush=True)
+    else:
+        print(f"{name}, {way}: {off:.3g} from eager's answer", file=sys.stderr, flush=True)
     os._exit(0)  # What the process clears up is no part of the answer.
 
 
