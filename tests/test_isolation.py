@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable
@@ -140,6 +141,22 @@ def test_what_a_candidate_does_to_its_process_stays_there() -> None:
     assert torch.get_num_threads() == threads
     assert Path.cwd() == folder
     assert "VANDAL" not in os.environ
+
+
+def test_temporary_files_of_a_candidate_go_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    tuned = gw.tune(
+        Small().eval(),
+        (torch.randn(4, 16),),
+        strategies=[Planted("litters", planted.leaves_files)],
+        progress=False,
+    )
+    row = tuned.report.row("litters")
+    assert row is not None
+    assert f"in {tmp_path}" in row.reason
+    assert not list(tmp_path.iterdir())
 
 
 def test_children_of_children_end_too(tmp_path: Path) -> None:

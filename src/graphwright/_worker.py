@@ -16,9 +16,11 @@ import json
 import mmap
 import os
 import pickle
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import warnings
 from typing import Any
 
@@ -41,6 +43,7 @@ class _Nursery:
     def __init__(self, control: socket.socket) -> None:
         self._control = control
         self._children: set[int] = set()
+        self._scratch = ""
         self._environment: dict[str, str] = {}
 
     def run(self) -> None:
@@ -57,13 +60,23 @@ class _Nursery:
         argv: list[str],
         modules: list[str],
         environment: dict[str, str],
+        scratch: str,
     ) -> dict[str, Any]:
-        """Import what children will need; what cannot be imported is left to them."""
+        """Import what children will need; what cannot be imported is left to them.
+
+        Their temporary files are put in a folder that is removed with this process.
+        """
         sys.path[:], sys.argv[1:] = path, argv[1:]
-        self._environment = environment
+        self._scratch = scratch
+        self._environment = {**environment, "TMPDIR": scratch}
         for name in modules:
             with contextlib.suppress(Exception, SystemExit):
                 importlib.import_module(name)
+        if "torch._inductor" in sys.modules:
+            from torch._inductor.runtime.cache_dir_utils import default_cache_dir
+
+            # What is compiled is kept where it always is, which is among temporary files.
+            self._environment.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
         # Children need not look for garbage in what is there already, nor copy its pages.
         gc.collect()
         gc.freeze()
@@ -89,6 +102,7 @@ class _Nursery:
             os.close(log)
             os.environ.clear()
             os.environ.update(self._environment)
+            tempfile.tempdir = None  # It is asked for again.
             serve(socket.socket(fileno=channel), payload, paper)
             sys.stdout.flush()
             sys.stderr.flush()
@@ -113,6 +127,8 @@ class _Nursery:
                 os.killpg(child, signal.SIGKILL)
         self._children.clear()
         self._end_orphans()
+        if self._scratch:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _end_orphans(self) -> None:
         """Kill what a candidate has started in a session apart; it is this process's by now."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -67,6 +68,9 @@ class Nursery:
         }
         # An empty entry is the folder that this process is in.
         path = [os.path.abspath(entry) for entry in sys.path]
+        # Children are killed, or end at once: what they leave in temporary folders goes with this.
+        self._scratch = tempfile.mkdtemp(prefix="graphwright-")
+        stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         stack.callback(self._log.close)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -85,7 +89,14 @@ class Nursery:
                 start_new_session=True,
             )
         stack.callback(self.close)
-        self._send("prepare", path=path, argv=sys.argv, modules=list(modules), environment=given)
+        self._send(
+            "prepare",
+            path=path,
+            argv=sys.argv,
+            modules=list(modules),
+            environment=given,
+            scratch=self._scratch,
+        )
 
     def ready(self) -> None:
         """Wait until it can be forked."""
@@ -114,6 +125,7 @@ class Nursery:
             kill(self._process.pid)
             self._process.wait()
         self._log.close()
+        shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _send(self, what: str, handles: Sequence[int] = (), **more: Any) -> None:
         message = json.dumps({"do": what, **more}).encode()
