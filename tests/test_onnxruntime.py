@@ -13,10 +13,12 @@ from typing import Any
 
 import pytest
 import torch
+from chosen import choosing
 from planted import Small
 from torch import nn
 from torch.export import Dim
 
+import graphwright as gw
 from graphwright.errors import StrategyFailed
 from graphwright.reference import reference
 from graphwright.snapshots import Call
@@ -539,3 +541,83 @@ def test_a_model_that_goes_by_a_size_has_no_range(other: Callable[[int], bool]) 
     compiler = OnnxRuntime("any", dynamic_shapes={"x": {1: Dim("length", min=2, max=32)}})
     with pytest.raises(StrategyFailed, match=r"was to be dynamic: .*length"):
         compiler.build(Branch().eval(), (torch.randn(2, 32),), {})
+
+
+class Rounded(nn.Module):
+    """ONNX divides towards zero, Python downwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) / -(-x.shape[0] // 8)
+
+
+class Resized(nn.Module):
+    """ONNX Runtime computes the size in single precision: it is another one for 90 rows."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.interpolate(x.t()[None], scale_factor=0.7)
+
+
+@pytest.mark.parametrize(
+    ("model", "buckets"),
+    [(Rounded(), [8, 16, 32]), (Resized(), [10, 50, 100])],
+    ids=["divided", "resized"],
+)
+def test_a_range_is_verified_between_the_buckets(
+    model: nn.Module, buckets: list[int], tmp_path: Path
+) -> None:
+    most = buckets[-1]
+    with choosing("onnxruntime"):
+        tuned = gw.tune(
+            model.eval(),
+            (torch.randn(most, 8),),
+            strategies=["onnxruntime"],
+            buckets=gw.Buckets(n=buckets),
+            dynamic_shapes=({0: Dim("n", min=buckets[0], max=most)},),
+            isolate=False,
+            remember=False,
+            progress=False,
+        )
+    assert tuned.report.chosen == "onnxruntime"
+    assert any("all sizes at once answers the buckets alone" in n for n in tuned.report.notes)
+    gw.save(tuned, tmp_path / "model.gw")
+    loaded = gw.load(tmp_path / "model.gw", model)
+    for n in range(buckets[0], most + 1):
+        x = torch.randn(n, 8)
+        torch.testing.assert_close(loaded(x), model(x), rtol=1e-4, atol=1e-5)
+    assert loaded.calls["tuned"] >= len(buckets)
+
+
+@pytest.mark.parametrize(
+    ("work", "x"),
+    [
+        (lambda x: torch.atan2(x - x, x), torch.randn(4)),
+        (lambda x: torch.logaddexp(x, x), torch.randn(4)),
+        (lambda x: x % 1.5, torch.randn(4)),
+        (lambda x: torch.div(x, 7, rounding_mode="trunc"), torch.arange(4)),
+        (lambda x: torch.fmod(x, 7), torch.arange(4)),
+    ],
+    ids=["atan2", "logaddexp", "remainder", "div", "fmod"],
+)
+def test_what_differs_for_values_that_no_sample_holds_is_refused(
+    work: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return work(x)
+
+    with pytest.raises(StrategyFailed, match="ONNX Runtime's"):
+        ONNXRUNTIME.build(Model(), (x,), {})
+
+
+def test_where_nan_may_be_lost_is_a_note() -> None:
+    class Model(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = torch.div(x, 2) + (x.long() % 3) // 2
+            return nn.functional.max_pool2d(y, 2).sort()[0]
+
+    built = ONNXRUNTIME.build(Model(), (torch.randn(1, 1, 4, 4),), {})
+    assert built.notes == ["NaN before max_pool2d, sort may come out as numbers"]

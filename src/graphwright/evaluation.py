@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import nn
 
+from .accuracy import ErrorMeasure, tensors_in
 from .errors import in_words
 from .measurement import MemoryMeter, Timer, interleave, median_interval, noise_notes, weighted
-from .reference import Reference
+from .reference import Case, Reference, exact_outcome
 from .report import Row, Status
 from .report.result import EAGER
 from .report.table import memory
@@ -167,6 +168,32 @@ class Evaluator:
             # Its samples may leave the values as they are, and no comparison tells.
             return Verdict(False, f"the model writes to its {written[0]}, and this to a copy")
         return verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
+
+    def agrees(self, candidate: Candidate, built: Built, call: Call) -> str | None:
+        """What is wrong with the answer to a call of other sizes than the samples', or None."""
+        nearest = max(self.samples, key=lambda s: sum(t.numel() for t in s.call.tensors()))
+        ref, ulp = nearest.reference, candidate.lossy_ulp
+        try:
+            eager = run(self.model, call, ref.state)
+            found = run(built.call, call, ref.state)
+            verdict = compare(found, Case(call, eager, tensors_in(eager)), ref, ulp)
+            if verdict.ok:
+                return None
+            # Both may be off: float64 says which.
+            exact = exact_outcome(self.model, self.module, call, ref.state)[0]
+            case = Case(call, eager, tensors_in(exact))
+            # Sizes differ in eager's own error too.
+            allowed = {
+                name: ErrorMeasure(max(mine.rms, other.rms), max(mine.max, other.max))
+                for name, mine in case.eager_error.items()
+                for other in [ref.eager_error.get(name, mine)]
+            }
+            verdict = compare(found, case, replace(ref, eager_error=allowed), ulp)
+            return None if verdict.ok else verdict.reason
+        except Exception as error:
+            return in_words(error)[0]
+        finally:
+            self.restore()
 
     def time(self, trial: Trial) -> None:
         """Measure what was set up, in turns with eager, and judge it."""

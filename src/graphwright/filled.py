@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -16,9 +17,12 @@ from .shapes.buckets import Buckets
 from .shapes.kinds import Kind
 from .shapes.plans import Plan, Sizes
 from .signature import Args, CallSignature, Kwargs, flatten, unflatten
+from .snapshots import Call
 
 # Sizes of which a file keeps how they are filled up.
 _MAX_STORED = 1 << 12
+# Sizes between the buckets at which what answers a range is verified.
+_MAX_VERIFIED = 1 << 7
 
 
 class FilledCalls(Filling):
@@ -125,8 +129,8 @@ class BucketedCall:
     def ranges(self) -> tuple[Range, ...] | None:
         """The sizes of the call's dimensions, from the smallest bucket to the largest.
 
-        What is built for a range is verified at the buckets: beyond them nothing is known. None
-        where a dimension follows from another one, a tensor is not contiguous, or two share memory.
+        What is built for a range is verified there: beyond nothing is known. None where a dimension
+        follows from another one, a tensor is not contiguous, or two share memory.
         """
         subject, dimensions = self._kind.subject, self._bucketing.dimensions
         points = self._bucketing.buckets.points
@@ -148,6 +152,19 @@ class BucketedCall:
                     return None
                 found.append(Range(index, axis, size.name, *ends[size.name]))
         return tuple(found)
+
+    def between(self) -> Iterator[Call]:
+        """Calls of the ranges' sizes that no bucket has: all, or some where these are many."""
+        points = self._bucketing.buckets.points
+        ends = [(min(own), max(own)) for own in zip(*points, strict=True)]
+        found = [
+            sizes
+            for sizes in self._bucketing.between(_MAX_VERIFIED)
+            if all(low <= n <= high for n, (low, high) in zip(sizes, ends, strict=True))
+        ]
+        subject, words = self._kind.subject, self._bucketing.words
+        for sizes in found[:: math.ceil(len(found) / _MAX_VERIFIED) or 1]:
+            yield subject.call(words(sizes), subject.at(sizes))
 
     def weights(self, given: Any) -> list[float] | None:
         """The buckets' weights in the order of `samples`, from weights by bucket.

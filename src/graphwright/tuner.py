@@ -57,6 +57,7 @@ ISOLATED = True
 SCREENING_S = 1.0
 FINAL_S_EACH = 2.0
 _BETWEEN = "Some calls between the buckets will be eager:"
+_RANGE = "What was built for all sizes at once answers the buckets alone:"
 # The share of a time budget that is kept for the finalists.
 _FOR_FINALISTS = 0.25
 
@@ -208,6 +209,8 @@ class Tuning:
         )
         self._evaluator: Evaluator | None = None
         self._quiet = True
+        # The sizes that the choice was proved to answer all of; none until then.
+        self._ranges: tuple[Range, ...] = ()
 
     # ------------------------------------------------------------ the run
 
@@ -252,7 +255,7 @@ class Tuning:
         note = load_note()
         if note:
             self.report.notes.append(note)
-        self._look_between(chosen.strategy)
+        self._look_between(chosen.strategy, self._kept[chosen.strategy])
         if key is not None:
             self.report.seconds = time.monotonic() - self._started
             choices.remember(key, self.report)
@@ -403,14 +406,23 @@ class Tuning:
         finalists = [r for r in report.rows if r.final is not None and r.status is Status.OK]
         report.reason = sentence(report, chosen, finalists)
 
-    def _look_between(self, chosen: str) -> None:
-        """Prove that calls between the buckets can be filled up; a note where they cannot."""
-        notes = [note for note in self.report.notes if not note.startswith(_BETWEEN)]
-        if self.asked.buckets is not None and chosen != EAGER:
+    def _look_between(self, chosen: str, builts: Sequence[Built]) -> None:
+        """Prove what calls between the buckets may be answered by; notes where they may not."""
+        notes = [note for note in self.report.notes if not note.startswith((_BETWEEN, _RANGE))]
+        buckets = self.asked.buckets
+        if buckets is not None and chosen != EAGER:
             self._restore()
-            why = self.asked.buckets.unproved()
+            why = buckets.unproved()
             if why is not None:
                 notes.append(f"{_BETWEEN} {why}.")
+            if all(built.ranged for built in builts):
+                self._ranges = buckets.ranges() or ()
+            for call in buckets.between() if self._ranges else ():
+                why = self.evaluator.agrees(self._by_name[chosen], builts[0], call)
+                if why is not None:
+                    notes.append(f"{_RANGE} for {call.name} {why}.")
+                    self._ranges = ()
+                    break
         self.report.notes[:] = notes
 
     # ------------------------------------------------------------ the memory of choices
@@ -449,7 +461,7 @@ class Tuning:
         found.recalled = found.created
         found.model = self.report.model
         self.report = found
-        self._look_between(name)
+        self._look_between(name, trial.builts)
         return self._tuned(name, trial.builts)
 
     # ------------------------------------------------------------ what is handed out
@@ -461,17 +473,11 @@ class Tuning:
             self.asked.module,
             self.report,
             self.asked.signatures,
-            Origin(self._by_name[name], builts, samples, self.asked.device, self._ranges(builts)),
+            Origin(self._by_name[name], builts, samples, self.asked.device, self._ranges),
             pure=all(sample.reference.pure for sample in samples),
             quiet=self._quiet,
             filling=None if buckets is None else buckets.filled,
         )
-
-    def _ranges(self, builts: Sequence[Built]) -> tuple[Range, ...]:
-        """The sizes that what was built answers all of; none where it is for single sizes."""
-        if self.asked.buckets is None or not all(built.ranged for built in builts):
-            return ()
-        return self.asked.buckets.ranges() or ()
 
     def _restore(self) -> None:
         """Leave the module's buffers and parameters as they were found."""

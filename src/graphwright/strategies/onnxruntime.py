@@ -26,6 +26,7 @@ from ..signature import Args, Kwargs, flatten
 from ..snapshots import clone_leaves
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .flat import Flat, dims_of, exported
+from .onnx_operations import differing
 from .onnx_plan import CALL, ELEMENTS, MODEL, Plan, Result
 from .onnx_session import PROVIDERS, Session
 
@@ -77,8 +78,10 @@ class OnnxRuntime:
         with torch.no_grad(), _own_folder() as folder:
             plan = self._plan(flat, samples)
             dims = dims_of(self.dynamic_shapes, model, args, kwargs)
-            _export(flat, samples, folder / MODEL, dims)
-            return self._built(folder, plan, device, samples)
+            notes = _export(flat, samples, folder / MODEL, dims)
+            built = self._built(folder, plan, device, samples)
+            built.notes += notes
+            return built
 
     def load(
         self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
@@ -191,11 +194,12 @@ def _copy_model(folder: Path, target: Path) -> None:
 
 def _export(
     flat: Flat, samples: Sequence[torch.Tensor], path: Path, dims: list[dict[int, Any]] | None
-) -> None:
-    """Write the model, with its weights in files of their own where it is over 2 GB.
+) -> list[str]:
+    """Write the model, with its weights in files of their own where it is over 2 GB; notes on it.
 
     Raises:
-        StrategyFailed: the model goes by a size that was to be dynamic, or cannot be exported.
+        StrategyFailed: the model goes by a size that was to be dynamic, cannot be exported, or
+            would give other numbers.
     """
     for tensor in samples:
         if tensor.dtype not in ELEMENTS:
@@ -212,7 +216,10 @@ def _export(
             output_names=[f"out{n}" for n in range(len(flat.out.slots if flat.out else ()))],
         )
         assert program is not None  # dynamo=True gives one.
+        assert program.exported_program is not None
+        notes = differing(program.exported_program.graph)
         program.save(path)
+        return notes
 
 
 @contextlib.contextmanager
