@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -478,6 +479,19 @@ def test_a_build_without_cuda_is_told_from_no_build(monkeypatch: pytest.MonkeyPa
     assert "only one may be installed" in found.remedy
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
     assert ONNXRUNTIME.probe(torch.device("cuda")).remedy == "pip install onnxruntime-gpu"
+
+
+def test_nothing_is_reported_to_its_makers(tmp_path: Path) -> None:
+    source = "from graphwright.strategies.onnxruntime import ONNXRUNTIME as it; import os, torch; "
+    source += "assert it.probe(torch.device('cpu')).available; "
+    source += "assert 'ORT_DISABLE_TELEMETRY' not in os.environ"
+    places = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment = {**os.environ, **places, "PYTHONPATH": str(Path(gw.__file__).parent.parent)}
+    for name in ("ORT_DISABLE_TELEMETRY", "CI"):
+        environment.pop(name, None)
+    subprocess.run([sys.executable, "-c", source], env=environment, check=True, timeout=120)
+    names = {path.name for path in tmp_path.rglob("*") if path.is_file()}
+    assert not names & {"deviceid", "onnxruntime.db", ".ses"}
 
 
 DROPS = """

@@ -15,6 +15,7 @@ from torch.export import Dim
 import graphwright as gw
 from graphwright.report import Report, Status
 from graphwright.report.markdown import to_markdown
+from graphwright.request import Request
 from graphwright.shapes.dimensions import within
 
 
@@ -327,3 +328,17 @@ def test_dimensions_within_the_ends_of_buckets() -> None:
     assert found["y"][0] is None
     assert found["y"][1] is tree["y"][1]
     assert found["y"][2] is None
+
+
+def test_the_call_that_repeats_a_strategy_has_the_same_buckets() -> None:
+    call = Request.of(
+        nn.Linear(4, 4).eval(),
+        (torch.randn(2, 4),),
+        None,
+        buckets=gw.Buckets(n=[1, 2]),
+        dynamic_shapes=({0: Dim("n", max=2)},),
+    ).repeated("eager")
+    assert call == (
+        "graphwright.tune(model, args, buckets=graphwright.Buckets(n=[1, 2]), "
+        "dynamic_shapes=dynamic_shapes, strategies=['eager'], remember=False)"
+    )

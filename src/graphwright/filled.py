@@ -89,6 +89,10 @@ class FilledCalls(Filling):
 class BucketedCall:
     """A call whose sizes vary, and the buckets to tune it for.
 
+    Attributes:
+        sizes: the buckets.
+        options: names of the other options that were given.
+
     Raises:
         OptionError: an option makes no sense.
         SignatureError: the call does not have the dimensions.
@@ -119,6 +123,9 @@ class BucketedCall:
                 remedy="Call contiguous() on it.",
             )
         self._kind = kind
+        self.sizes = buckets
+        options = {"dynamic_shapes": dynamic_shapes, "pad": pad}
+        self.options = [name for name, given in options.items() if given is not None]
 
     def samples(self) -> Mapping[str, tuple[Args, Kwargs]]:
         """A call of each bucket's sizes, made of the sample's values, by the bucket's name."""

@@ -180,7 +180,10 @@ class Request:
         """The call of `tune` that tries one strategy again, on the same terms."""
         own = not any(c.name == strategy and is_ours(c) for c in self.candidates)
         given = ["model", "args", "kwargs" if self.calls[0][1].kwargs else ""]
-        if len(self.calls) > 1:
+        if self.buckets is not None:
+            given += [f"buckets=graphwright.{self.buckets.sizes!r}"]
+            given += [f"{name}={name}" for name in self.buckets.options]
+        elif len(self.calls) > 1:
             given = ["model", "samples=samples"]
         options = {
             "objective": "latency",

@@ -227,12 +227,12 @@ def _require_compiler(unit: Unit, name: str) -> None:
         if shutil.which("ninja") is None:
             raise ExtensionError(
                 f"Ninja, which builds {name}, is not installed.",
-                remedy="pip install graphwright[extension]",
+                remedy="pip install ninja",
             )
     if importlib.util.find_spec("setuptools") is None:  # torch.utils.cpp_extension imports it
         raise ExtensionError(
             f"setuptools, which helps to build {name}, is not installed.",
-            remedy="pip install graphwright[extension]",
+            remedy="pip install setuptools",
         )
 
 

@@ -10,6 +10,7 @@ import ctypes
 import functools
 import importlib
 import io
+import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -26,7 +27,25 @@ PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 _CUDA_STREAM_LEGACY = 1
 # Kernels read vectors of this many bytes; a slice may begin between them.
 _ALIGNMENT = 16
+_TELEMETRY = "ORT_DISABLE_TELEMETRY"
 _SILENT = 4  # What ONNX Runtime logs as an error it raises as well.
+
+
+def runtime() -> Any:
+    """The onnxruntime package, which from 1.29 on reports to its makers unless told otherwise.
+
+    It asks once, on its first import; ORT_DISABLE_TELEMETRY=0 in the environment leaves it at that.
+
+    Raises:
+        ImportError: it is not installed.
+    """
+    asked = os.environ.get(_TELEMETRY)
+    os.environ.setdefault(_TELEMETRY, "1")
+    try:
+        return importlib.import_module("onnxruntime")
+    finally:
+        if asked is None:
+            os.environ.pop(_TELEMETRY, None)
 
 
 class Session:
@@ -65,7 +84,7 @@ class Session:
         self._shapes = {
             int(o.name.removeprefix("out")): tuple(o.shape) for o in self._session.get_outputs()
         }
-        self._options = importlib.import_module("onnxruntime").RunOptions()
+        self._options = runtime().RunOptions()
         self._options.log_severity_level = _SILENT
         # Asked for at each run: where it is not set, that costs an exception of 50 µs inside.
         self._options.add_run_config_entry("gpu_graph_id", "1" if graph else "-1")
@@ -191,7 +210,7 @@ def _make(
     dynamic: bool,
     graph: bool,
 ) -> Any:
-    ort: Any = importlib.import_module("onnxruntime")
+    ort = runtime()
     options = ort.SessionOptions()
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_ENABLE_ALL
     options.intra_op_num_threads = torch.get_num_threads()
@@ -236,7 +255,7 @@ def _tf32() -> bool:
 @functools.cache
 def _preload() -> None:
     """Let ONNX Runtime find the CUDA libraries that came with torch; it prints what it misses."""
-    ort: Any = importlib.import_module("onnxruntime")
+    ort = runtime()
     if hasattr(ort, "preload_dlls"):
         with contextlib.redirect_stdout(io.StringIO()):
             ort.preload_dlls()

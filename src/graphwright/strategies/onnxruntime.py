@@ -28,7 +28,7 @@ from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .flat import Flat, dims_of, exported
 from .onnx_operations import differing
 from .onnx_plan import CALL, ELEMENTS, MODEL, Plan, Result
-from .onnx_session import PROVIDERS, Session
+from .onnx_session import PROVIDERS, Session, runtime
 
 _CHATTY = ("torch.onnx", "torch.export", "onnxscript", "onnx_ir")
 _GPU_PACKAGE = (
@@ -253,10 +253,11 @@ def _missing(device: torch.device) -> Availability | None:
         verb = "is" if len(lacking) == 1 else "are"
         return Availability(False, f"{names} {verb} not installed", "pip install onnx onnxscript")
     on_gpu = device.type == "cuda"
-    if not _imports("onnxruntime"):
+    try:
+        known = runtime().get_available_providers()
+    except ImportError:
         package = "onnxruntime-gpu" if on_gpu else "onnxruntime"
         return Availability(False, "onnxruntime is not installed", f"pip install {package}")
-    known = importlib.import_module("onnxruntime").get_available_providers()
     if PROVIDERS.get(device.type) not in known:
         return Availability(
             False,
