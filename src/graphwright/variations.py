@@ -24,8 +24,10 @@ def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[C
     changes.append(("the sample's values permuted", lambda t: _permuted(t, generator)))
     if any(t.dtype is torch.bool for t in call.tensors()):
         changes.append(("booleans flipped", lambda t: ~t if t.dtype is torch.bool else t))
-    if any(_is_flag(t) for t in call.tensors()):
-        changes.append(("constants changed", _flipped))
+    flags = [n for n, t in call.leaves().items() if isinstance(t, torch.Tensor) and _is_flag(t)]
+    if flags:
+        told = f"all of {' and '.join(flags)} lowered by one (give a sample in which it differs)"
+        changes.append((told, _flipped))
     if not any(t.numel() and can_hold_anything(t) for t in call.tensors()):
         return
     for name, change in changes:
