@@ -55,6 +55,15 @@ def fails():
 def number():
     return 3
 
+def turned():
+    return torch.randn(2, 8), Net()
+
+def four():
+    return Net(), 1, 2, 3
+
+def meta():
+    return Net().to("meta").eval(), (torch.randn(2, 8),)
+
 def takes(x):
     return x
 
@@ -141,8 +150,11 @@ def test_a_package_s_function_is_found(source: Path, monkeypatch: pytest.MonkeyP
     [
         ("absent", (), "has no 'absent'"),
         ("fails", (), "RuntimeError: no weights here"),
-        ("number", (), "returned a int"),
-        ("constant", (), "is a int"),
+        ("number", (), "returned an int"),
+        ("constant", (), "is an int"),
+        ("turned", (), "returned a tuple of 2 (Tensor, Net), which does not begin with a model"),
+        ("four", (), "returned a tuple of 4 (Net, int, int, int), not of 2 or 3."),
+        ("meta", (), "cannot be put on cpu: NotImplementedError"),
         ("takes", (), "called without arguments"),
         ("bad_inputs", (), "no tuple or dictionary"),
         ("wrong_shape", (), "fails in eager"),
@@ -209,12 +221,24 @@ def test_check_exits_with_0_where_nothing_breaks_and_2_where_the_model_fails(sou
         ("/no/such/file.py:f", "There is no file"),
         ("no_such_package:f", "No module named"),
         (":", "names no function"),
+        ("math:pi", "is a float"),
+        ("folder:f", "folder is a folder.\nName a file in it: folder/file.py:function."),
+        ("folder/:f", "folder/ is a folder.\nName a file in it: folder/file.py:function."),
+        ("folder/models:f", "ends in .py"),
+        ("models.txt:f", "cannot be imported: ModuleNotFoundError"),
+        ("models.txt:f", "ends in .py"),
     ],
 )
-def test_bad_targets_are_one_sentence_and_exit_code_2(target: str, sentence: str) -> None:
+def test_bad_targets_are_one_sentence_and_exit_code_2(
+    target: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("models.txt").touch()
     result = invoke("tune", target)
     assert result.exit_code == 2
     assert sentence in result.stderr
+    assert "importlib" not in result.stderr
 
 
 def test_a_file_that_does_not_import_is_named_with_its_line(tmp_path: Path) -> None:
@@ -224,6 +248,33 @@ def test_a_file_that_does_not_import_is_named_with_its_line(tmp_path: Path) -> N
     assert result.exit_code == 2
     assert "ValueError: at import" in result.stderr
     assert "broken.py:2" in result.stderr
+
+
+@pytest.mark.parametrize("way", ["import sys\nsys.exit(0)", "def f():\n    raise SystemExit('x')"])
+def test_a_target_that_exits_does_not_end_the_command(tmp_path: Path, way: str) -> None:
+    path = tmp_path / "script.py"
+    path.write_text(way)
+    result = invoke("tune", f"{path}:f")
+    assert result.exit_code == 2
+    assert "ends with sys.exit(" in result.stderr
+    assert f"(at {path}:2)" in result.stderr
+    assert '`if __name__ == "__main__":`' in result.stderr
+
+
+def test_python_s_own_frames_are_not_where_a_target_fails(tmp_path: Path) -> None:
+    path = tmp_path / "script.py"
+    path.write_text("import json\njson.loads('{')")
+    assert f"(at {path}:2)" in invoke("tune", f"{path}:f").stderr
+
+
+def test_a_gpu_without_room_is_a_sentence(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(self: torch.nn.Module, *place: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(torch.nn.Module, "to", full)
+    result = invoke("tune", f"{source}:pair", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "CUDA out of memory.\nFree memory there" in result.stderr
 
 
 def test_bad_options_are_click_s_own_errors(source: Path) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import sysconfig
 import traceback
 from pathlib import Path
 
@@ -17,6 +18,7 @@ import torch
 _TORCH_ROOT = str(Path(torch.__file__).parent)
 _OWN_ROOT = str(Path(__file__).parent)
 _NOT_THE_USER_S = (_TORCH_ROOT, _OWN_ROOT, contextlib.__file__, "<")
+_PYTHON_ROOT = sysconfig.get_path("stdlib")
 
 
 class GraphwrightError(Exception):
@@ -98,12 +100,14 @@ def is_the_user_s(file: str) -> bool:
 
 
 def user_frame(error: BaseException) -> str | None:
-    """`file:line` of the innermost frame that belongs neither to torch nor to graphwright.
+    """`file:line` of the innermost frame that is neither torch's, graphwright's nor Python's own.
 
-    Returns None when every frame of the error's traceback belongs to one of the two.
+    Returns None when every frame of the error's traceback belongs to one of these.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if is_the_user_s(frame.filename):
+        # Packages may be installed below Python's own folder.
+        own = frame.filename.startswith(_PYTHON_ROOT) and "site-packages" not in frame.filename
+        if is_the_user_s(frame.filename) and not own:
             return f"{frame.filename}:{frame.lineno}"
     return None
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -19,13 +20,15 @@ from torch.utils import _pytree as pytree
 from .errors import TargetError, first_line, user_frame
 
 _RETURNS = "Return (model, args) or (model, args, kwargs), or give the inputs with --input."
+_GUARD = 'Put what ends it under `if __name__ == "__main__":`.'
 
 
 @dataclass(frozen=True)
 class Target:
-    """A model with sample inputs, and what was done to get there."""
+    """A model with sample inputs, the file it comes from, and what was done to get there."""
 
     name: str
+    file: Path | None
     model: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
@@ -50,6 +53,9 @@ def load_target(
             remedy="Write path/to/file.py:function or package.module:function.",
         )
     module = _import(place)
+    file = getattr(module, "__file__", None)
+    if file is None and hasattr(module, "__path__"):  # Any folder is a namespace package.
+        raise _folder(place)
     try:
         found = getattr(module, name)
     except AttributeError:
@@ -63,13 +69,27 @@ def load_target(
     if given:
         args, kwargs = given, {}
     notes = []
-    if isinstance(model, nn.Module):
-        if model.training:
-            model.eval()
-            notes.append("The model came in training mode; it was tuned in eval mode.")
-        model.to(device)
-    args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
-    return Target(name, model, args, kwargs, tuple(notes))
+    if isinstance(model, nn.Module) and model.training:
+        model.eval()
+        notes.append("The model came in training mode; it was tuned in eval mode.")
+    try:
+        if isinstance(model, nn.Module):
+            model.to(device)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+    except Exception as error:
+        raise TargetError(
+            f"{text} cannot be put on {device}: {first_line(error)}.", remedy=_movable(error)
+        ) from error
+    return Target(name, file and Path(file), model, args, kwargs, tuple(notes))
+
+
+def _movable(error: Exception) -> str | None:
+    """What would let a model be moved."""
+    if isinstance(error, NotImplementedError):
+        return "Give the model its weights first: on the meta device it has none."
+    if isinstance(error, torch.OutOfMemoryError):
+        return "Free memory there, or choose another device with --device."
+    return None
 
 
 def _import(place: str) -> ModuleType:
@@ -91,10 +111,34 @@ def _import(place: str) -> ModuleType:
         return importlib.import_module(place)
     except TargetError:
         raise
+    except SystemExit as error:
+        raise _ended(f"The import of {place}", error) from error
     except Exception as error:
+        path = Path(place)
+        if path.is_dir():
+            raise _folder(place) from error
+        remedy = None
+        if path.is_file() or os.sep in place:
+            remedy = "The path of a Python file ends in .py: path/to/file.py:function."
         raise TargetError(
-            f"{place} cannot be imported: {first_line(error)}.", where=user_frame(error)
+            f"{place} cannot be imported: {first_line(error)}.",
+            where=user_frame(error),
+            remedy=remedy,
         ) from error
+
+
+def _folder(place: str) -> TargetError:
+    return TargetError(
+        f"{place} is a folder.", remedy=f"Name a file in it: {Path(place)}/file.py:function."
+    )
+
+
+def _ended(what: str, error: SystemExit) -> TargetError:
+    """Somebody's sys.exit, which is not to end this command, and with its code."""
+    code = "" if error.code is None else repr(error.code)
+    return TargetError(
+        f"{what} ends with sys.exit({code}).", where=user_frame(error), remedy=_GUARD
+    )
 
 
 def _called(
@@ -103,9 +147,11 @@ def _called(
     result = found
     if not isinstance(found, nn.Module):
         if not callable(found):
-            raise TargetError(f"{text} is a {type(found).__name__}.", remedy=_RETURNS)
+            raise TargetError(f"{text} is {_a(found)}.", remedy=_RETURNS)
         try:
             result = found()
+        except SystemExit as error:
+            raise _ended(f"{text}()", error) from error
         except Exception as error:
             remedy = "It is called without arguments; wrap it in a function that gives them."
             raise TargetError(
@@ -123,8 +169,16 @@ def _called(
 def _parts(text: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
     if isinstance(result, nn.Module):
         return result, (), {}
-    if not isinstance(result, tuple) or not 2 <= len(result) <= 3 or not callable(result[0]):
-        raise TargetError(f"{text} returned a {type(result).__name__}.", remedy=_RETURNS)
+    if not isinstance(result, tuple):
+        raise TargetError(f"{text} returned {_a(result)}.", remedy=_RETURNS)
+    if not 2 <= len(result) <= 3 or not callable(result[0]):
+        types = ", ".join(type(part).__name__ for part in result)
+        lacks = "" if 2 <= len(result) <= 3 else ", not of 2 or 3"
+        if result and not callable(result[0]):
+            lacks += ", which does not begin with a model"
+        raise TargetError(
+            f"{text} returned a tuple of {len(result)} ({types}){lacks}.", remedy=_RETURNS
+        )
     model, args, *rest = result
     kwargs: Any = rest[0] if rest else {}
     if isinstance(args, Mapping) and not rest:
@@ -136,6 +190,11 @@ def _parts(text: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...],
             f"{text} returned inputs that are no tuple or dictionary.", remedy=_RETURNS
         )
     return model, tuple(args), dict(kwargs)
+
+
+def _a(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
 
 
 def parse_input(spec: str) -> torch.Tensor:
