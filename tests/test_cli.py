@@ -7,15 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from chosen import choosing
+from click import unstyle
 from click.testing import CliRunner, Result
+from rich.console import Console
 
 from graphwright.cli import main
-from graphwright.errors import TargetError
+from graphwright.errors import GraphwrightError, TargetError
+from graphwright.report.terminal import printing
 from graphwright.targets import load_target, parse_input
 from graphwright.tuner import Tuning
 
@@ -171,7 +176,7 @@ def test_a_package_s_function_is_found(source: Path, monkeypatch: pytest.MonkeyP
         ("pair", ("--device", "tpu"), "--device 'tpu'"),
         ("pair", ("--allow", "int4"), "int4"),
         ("pair", ("--strategies", "warp"), "Unknown strategy 'warp'"),
-        ("pair", ("--json", "/no/such/folder/out.json"), "does not exist"),
+        ("pair", ("--json", "/no/such/folder/out.json"), "there is no folder /no/such/folder"),
         ("pair", ("--tolerance", "-1"), "tolerance"),
     ],
 )
@@ -278,7 +283,14 @@ def test_a_gpu_without_room_is_a_sentence(source: Path, monkeypatch: pytest.Monk
 
 
 def test_bad_options_are_click_s_own_errors(source: Path) -> None:
-    for options in (("--budget", "soon"), ("--objective", "speed")):
+    for options in (
+        ("--budget", "soon"),
+        ("--budget", "0s"),
+        ("--timeout", "-1m"),
+        ("--objective", "speed"),
+        ("--strategies", ""),
+        ("--strategies", " , "),
+    ):
         result = invoke("tune", f"{source}:pair", *options)
         assert result.exit_code == 2
         assert options[0] in result.stderr
@@ -324,16 +336,11 @@ def test_strategies_lists_all_with_reasons(monkeypatch: pytest.MonkeyPatch) -> N
     assert "CUDA graphs need a GPU" in result.stdout
 
 
-def test_strategies_says_what_loading_takes_and_how_to_get_what_is_missing(
+def test_strategies_says_what_loading_takes_and_what_is_tried_on_request(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    for package in ("onnxruntime", "jax"):
-        monkeypatch.setitem(sys.modules, package, None)
-    monkeypatch.setattr("graphwright.strategies.base._probed", {})
-    monkeypatch.setenv("COLUMNS", "100")
     result = invoke("strategies", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    assert max(map(len, result.stdout.splitlines())) <= 100
     lines = [[cell.strip() for cell in line.split("│")] for line in result.stdout.splitlines()]
     needs = {line[1]: line[3] for line in lines if len(line) > 4 and line[1]}
     assert needs["fused"] == needs["onnxruntime"] == "nothing"
@@ -341,10 +348,34 @@ def test_strategies_says_what_loading_takes_and_how_to_get_what_is_missing(
     assert needs["inductor"] == "model, trust"
     assert needs["eager"] == needs["aot_autograd"] == "model"
     assert needs["xla"] == needs["tensorrt"] == "never"
-    text = " ".join(line[4] for line in lines if len(line) > 4)
-    assert "onnxruntime cannot be imported" in text or "onnxruntime" in text
-    assert text.count("pip install") >= 2
-    assert "Not to be saved: XLA's" in text
+    only = {line[1]: line[4] for line in lines if len(line) > 4 and line[1]}
+    assert only["tf32"] == only["bf16"] == only["fp16"] == "allowed"
+    assert only["inductor:max-autotune"] == only["aot_inductor"] == only["xla"] == "named"
+    assert only["channels_last"] == only["inductor"] == only["graph"] == ""
+
+
+def test_strategies_says_how_to_get_what_is_missing_on_any_screen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for package in ("onnxruntime", "jax"):
+        monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.setattr("graphwright.strategies.base._probed", {})
+    monkeypatch.setenv("TERM", "vt100")
+    monkeypatch.setenv("COLUMNS", "60")
+    for terminal in ("0", "1"):
+        monkeypatch.setenv("TTY_COMPATIBLE", terminal)
+        result = invoke("strategies", "--device", "cpu")
+        assert result.exit_code == 0, result.output
+        lines = unstyle(result.stdout).splitlines()
+        assert "…" not in result.stdout
+        if terminal == "1":
+            assert max(map(len, lines)) == 60
+        else:
+            assert sum("pip install jax torchax" in line for line in lines) == 1
+        text = " ".join(line.strip() for line in lines)
+        assert "pip install jax torchax." in text
+        assert text.count("pip install") >= 2
+        assert "Not to be saved: XLA's compiled programs belong to their process" in text
 
 
 def test_what_tune_saves_runs(source: Path, tmp_path: Path) -> None:
@@ -409,6 +440,154 @@ def test_where_it_cannot_be_saved_is_said_before_tuning(source: Path, tmp_path: 
     assert invoke("run", tmp_path / "absent.gw").exit_code == 2
 
 
+def test_a_file_that_would_be_lost_is_refused_before_tuning(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Tuning, "run", None)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.delitem(sys.modules, "models", raising=False)
+    Path("notes.txt").write_text("kept")
+    for options, sentence in (
+        (("--save", "models.py"), "no artifact, and would be lost"),
+        (("--save", "notes.txt"), "no artifact, and would be lost"),
+        (("--save", "/dev/null"), "no artifact, and would be lost"),
+        (("--json", source), "would overwrite what is read"),
+        (("--json", "new", "--save", "./new"), "--json and --save are one file"),
+        (("--svg", "models.py/out.svg"), "no folder models.py"),
+        (("--save", "models.py/out.gw"), "no folder models.py"),
+        (("--save", "/proc/out.gw"), "cannot be written"),
+        (("--json", "/proc/out.json"), "cannot be written"),
+    ):
+        for target in (f"{source}:pair", "models:pair"):
+            result = invoke("tune", target, *QUICK, *options)
+            assert result.exit_code == 2, result.output
+            assert sentence in result.stderr
+    result = invoke("check", f"{source}:pair", "--device", "cpu", "--json", source)
+    assert result.exit_code == 2
+    assert source.read_text() == SOURCE
+    assert Path("notes.txt").read_text() == "kept"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["models.py", "notes.txt"]
+
+
+def test_an_artifact_gives_way_to_another(source: Path, tmp_path: Path) -> None:
+    for _ in range(2):
+        result = invoke("tune", f"{source}:pair", *QUICK, "--save", tmp_path / "net.gw")
+        assert result.exit_code == 0, result.output
+
+
+def test_a_report_is_not_overwritten_by_its_picture(source: Path, tmp_path: Path) -> None:
+    file = tmp_path / "out.json"
+    invoke("tune", f"{source}:pair", *QUICK, "--json", file)
+    assert invoke("report", file, "--svg", file).exit_code == 2
+    assert json.loads(file.read_text())["schema"] == "graphwright.tune"
+
+
+def test_what_cannot_be_written_after_tuning_takes_nothing_else_with_it(
+    source: Path, tmp_path: Path
+) -> None:
+    files = ("--json", "/dev/full", "--markdown", tmp_path / "out.md")
+    result = invoke("tune", f"{source}:pair", *QUICK, *files)
+    assert result.exit_code == 2
+    assert "--json /dev/full cannot be written: No space left on device." in result.stderr
+    assert "was chosen" in result.stdout
+    assert "was chosen" in (tmp_path / "out.md").read_text()
+    result = invoke("check", f"{source}:deciding", "--device", "cpu", "--json", "/dev/full")
+    assert result.exit_code == 2
+    assert "No space left on device" in result.stderr
+    assert "breaks" in result.stdout
+
+
+def _closed_pipe() -> int:
+    """Where to write to, which nobody reads."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    return writing
+
+
+def test_files_are_written_though_nobody_reads_what_is_printed(
+    source: Path, tmp_path: Path
+) -> None:
+    files = [tmp_path / "out.json", tmp_path / "net.gw"]
+    command = [sys.executable, "-m", "graphwright", "tune", f"{source}:pair", *QUICK, "--here"]
+    nobody = _closed_pipe()
+    done = subprocess.run(
+        [*command, "--json", files[0], "--save", files[1]], stdout=nobody, stderr=nobody
+    )
+    os.close(nobody)
+    assert done.returncode == 0
+    assert all(file.stat().st_size for file in files)
+
+
+@pytest.mark.parametrize("write", [print, lambda text: Console().print(text)])
+def test_printing_to_a_closed_pipe_is_no_failure_and_to_a_full_disk_is_a_sentence(
+    write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with open(_closed_pipe(), "w") as nobody:
+        monkeypatch.setattr(sys, "stdout", nobody)
+        with printing():
+            write("text")
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(GraphwrightError, match="No space left on device"), printing():
+            write("text")
+
+
+def test_what_cannot_be_remembered_is_a_sentence_with_its_remedy(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "no_folder").touch()
+    monkeypatch.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path / "no_folder"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("default", RuntimeWarning)
+        result = invoke("tune", f"{source}:pair", *QUICK, "--fresh")
+    assert result.exit_code == 0
+    assert "graphwright: The choice cannot be remembered as" in result.stderr
+    assert "Set GRAPHWRIGHT_CACHE_DIR to a folder" in result.stderr
+    assert "RuntimeWarning" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("command", "where"),
+    [
+        (("run", "net.gw"), "graphwright.running.tried"),
+        (("strategies",), "graphwright.strategies.probe"),
+        (("check", "models:pair"), "graphwright.targets.load_target"),
+    ],
+)
+def test_ctrl_c_in_any_command_exits_130(
+    command: tuple[str, ...], where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object, **kwargs: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(where, interrupted)
+    result = invoke(*command)
+    assert result.exit_code == 130
+    assert result.stderr.endswith("graphwright: interrupted.\n")
+
+
+def test_an_interruption_before_the_first_row_prints_no_table(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Tuning, progress: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Tuning, "_refer", interrupted)
+    result = invoke("tune", f"{source}:pair", *QUICK)
+    assert result.exit_code == 130
+    assert "Interrupted before anything was measured." in result.stdout
+    assert "strategy" not in result.stdout
+
+
+def test_help_says_what_is_needed_when() -> None:
+    assert "[default: 10m]" in invoke("tune", "--help").stdout
+    text = " ".join(invoke("run", "--help").stdout.split())
+    assert text.count("needed where `strategies` says") == 2
+    for command in ("tune", "run", "check", "strategies"):
+        assert "TEXT" not in invoke(command, "--help").stdout
+
+
 def test_nothing_is_saved_after_an_interruption(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -419,7 +598,7 @@ def test_nothing_is_saved_after_an_interruption(
     file = tmp_path / "net.gw"
     result = invoke("tune", f"{source}:pair", *QUICK, "--fresh", "--save", file)
     assert result.exit_code == 130
-    assert "nothing was saved" in result.stderr
+    assert "interrupted: no winner was saved." in result.stderr
     assert "Interrupted" in result.stdout
     assert not file.exists()
 

@@ -1,18 +1,23 @@
 """graphwright tune | run | check | strategies | report.
 
 Exit codes: 0 done; 1 check has found what blocks or breaks a capture; 2 the command, the target or
-the model is wrong, said in one sentence; 130 interrupted, after what was known by then was printed.
+the model is wrong, or results cannot be written, said in one sentence; 130 interrupted, after what
+was known by then was written and printed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+import warnings
+import zipfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 import click
 
@@ -33,22 +38,31 @@ class _Seconds(click.ParamType[float]):
         text = str(value)
         factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
         try:
-            return float(text[:-1]) * factor if factor else float(text)
+            seconds = float(text[:-1]) * factor if factor else float(text)
         except ValueError:
-            self.fail(f"{text!r} is no duration: write 120s or 2m", param, ctx)
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            self.fail(f"{text!r} is no duration above zero: write 120s or 2m", param, ctx)
+        return seconds
 
 
 class _Group(click.Group):
-    """Turns graphwright's errors into one sentence on stderr and exit code 2."""
+    """Ends a command whatever happens: an error in one sentence and with 2, Ctrl-C with 130."""
 
     def invoke(self, ctx: click.Context) -> Any:
         from .errors import GraphwrightError
+        from .report.terminal import Unheard
 
-        try:
-            return super().invoke(ctx)
-        except GraphwrightError as error:
-            click.echo(f"graphwright: {error}", err=True)
-            ctx.exit(EXIT_BAD_INPUT)
+        stderr: Any = Unheard(sys.stderr)
+        with contextlib.redirect_stderr(stderr):
+            try:
+                return super().invoke(ctx)
+            except GraphwrightError as error:
+                click.echo(f"graphwright: {error}", err=True)
+                ctx.exit(EXIT_BAD_INPUT)
+            except (KeyboardInterrupt, click.Abort):
+                click.echo("graphwright: interrupted.", err=True)
+                ctx.exit(EXIT_INTERRUPTED)
 
 
 @click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
@@ -64,17 +78,22 @@ _INPUTS = click.option(
     metavar="SHAPE:DTYPE",
     help="A random argument, such as 8x128:float32 or 8x128:int64:30522; once an argument.",
 )
+_DEVICE = click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; by default a GPU if there is one."
+)
+_FILE = click.Path(dir_okay=False)
 
 
 @main.command()
 @click.argument("target")
 @_INPUTS
-@click.option("--device", help="cpu, cuda or cuda:1; by default a GPU if there is one.")
+@_DEVICE
 @click.option(
     "--objective",
     type=click.Choice(["latency", "throughput", "memory", "cold_start"]),
     default="latency",
     show_default=True,
+    help="What the best is best in.",
 )
 @click.option(
     "--allow", multiple=True, metavar="NAME", help="A lossy rewrite to try: tf32, bf16, fp16."
@@ -87,8 +106,8 @@ _INPUTS = click.option(
 @click.option(
     "--timeout",
     type=_Seconds(),
-    default=_TIMEOUT_S,
-    show_default="10m",
+    default="10m",
+    show_default=True,
     help="Give a strategy up whose set-up or timing takes longer.",
 )
 @click.option(
@@ -96,12 +115,12 @@ _INPUTS = click.option(
 )
 @click.option("--here", is_flag=True, help="Try strategies in this process, not in ones of theirs.")
 @click.option("--fresh", is_flag=True, help="Tune though a choice of an earlier run is remembered.")
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Save all samples here.")
-@click.option("--markdown", "markdown_file", type=click.Path(dir_okay=False), help="Save a table.")
-@click.option("--svg", "svg_file", type=click.Path(dir_okay=False), help="Save a picture.")
 @click.option(
-    "--save", "save_file", type=click.Path(dir_okay=False), help="Save the winner, for `run`."
+    "--json", "json_file", type=_FILE, help="Save the report with every time, for `report`."
 )
+@click.option("--markdown", "markdown_file", type=_FILE, help="Save the report as Markdown.")
+@click.option("--svg", "svg_file", type=_FILE, help="Save the report as a picture.")
+@click.option("--save", "save_file", type=_FILE, help="Save the winner, for `run`.")
 def tune(
     target: str,
     inputs: Sequence[str],
@@ -126,17 +145,24 @@ def tune(
     and returns (model, args) or (model, args, kwargs). A module class does too, with --input.
     """
     from .report.progress import shown
+    from .report.terminal import show
     from .targets import load_target
     from .tuner import Tuning
 
-    files = {"json": json_file, "markdown": markdown_file, "svg": svg_file}
-    _check_files(files | {"save": save_file})
+    files = {"json": json_file, "markdown": markdown_file, "svg": svg_file, "save": save_file}
+    _check_files(files)
+    names = None if strategies is None else _split([strategies])
+    if names == ():
+        raise click.BadParameter(
+            "it is empty; `graphwright strategies` lists what there is", param_hint="--strategies"
+        )
     loaded = load_target(target, inputs, _device(device))
+    _check_sources(files, loaded.file)
     tuning = Tuning(
         loaded.model,
         loaded.args,
         loaded.kwargs,
-        strategies=strategies,
+        strategies=names,
         objective=objective,
         tolerance=tolerance,
         allow=_split(allow),
@@ -161,33 +187,48 @@ def tune(
     )
     tuning.report.notes += loaded.notes
     tuned = None
-    with shown(True) as listener, contextlib.suppress(KeyboardInterrupt):
+    with shown(True) as listener, _warnings_told(), contextlib.suppress(KeyboardInterrupt):
         tuned = tuning.run(listener)
-    _deliver(tuning.report, files)
+    result = tuning.report
+    writers = _writers(result)
+    if tuned is not None:
+        writers["save"] = lambda name: _saved(tuned, name)
+    _deliver(files, writers, lambda: show(result))
     if tuned is None:
-        if save_file is not None:
-            click.echo("graphwright: interrupted, so that nothing was saved.", err=True)
+        kept = "" if save_file is None else ": no winner was saved"
+        click.echo(f"graphwright: interrupted{kept}.", err=True)
         raise SystemExit(EXIT_INTERRUPTED)
-    if save_file is not None:
-        from .artifacts.saving import needs_model, save
-        from .report.table import memory
-
-        save(tuned, save_file)
-        size = memory(Path(save_file).stat().st_size)
-        more = " It is built again from the model: run it with --model." * needs_model(tuned)
-        click.echo(f"Saved as {save_file}, {size}.{more}")
 
 
 @main.command()
-@click.argument("artifact", type=click.Path(dir_okay=False))
-@click.option("--model", "target", metavar="TARGET", help="The model that was tuned, as for tune.")
-@click.option("--trust", is_flag=True, help="Execute code that the file may hold.")
-@click.option("--device", help="cpu, cuda or cuda:1, for the model.")
+@click.argument("artifact", type=_FILE)
 @click.option(
-    "--calls", type=click.IntRange(1), default=100, show_default=True, help="To time, of each call."
+    "--model",
+    "target",
+    metavar="TARGET",
+    help="The model that was tuned, as for tune; needed where `strategies` says: loads with model.",
+)
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Execute code that the file holds; needed where `strategies` says: loads with trust.",
+)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="cpu, cuda or cuda:1; by default where it was saved, or with --model a GPU if there is "
+    "one.",
+)
+@click.option(
+    "--calls",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="How many calls to time, of each sample input.",
 )
 def run(artifact: str, target: str | None, trust: bool, device: str | None, calls: int) -> None:
     """Load ARTIFACT, which `tune --save` wrote, and time its answers to its own sample inputs."""
+    from .report.terminal import printing
     from .running import show, tried
     from .targets import load_target
 
@@ -195,15 +236,23 @@ def run(artifact: str, target: str | None, trust: bool, device: str | None, call
     if target is not None:
         place = place or _device(None)
         model = load_target(target, (), place, inputs_needed=False).model
-    show(tried(Path(artifact), model, trust=trust, device=place, calls=calls))
+    trial = tried(Path(artifact), model, trust=trust, device=place, calls=calls)
+    with printing():
+        show(trial)
 
 
 @main.command()
 @click.argument("target")
 @_INPUTS
-@click.option("--device", help="cpu, cuda or cuda:1; by default a GPU if there is one.")
-@click.option("--runs", type=click.IntRange(2), default=2, show_default=True)
-@click.option("--json", "json_file", type=click.Path(dir_okay=False), help="Save findings here.")
+@_DEVICE
+@click.option(
+    "--runs",
+    type=click.IntRange(2),
+    default=2,
+    show_default=True,
+    help="How many calls to observe: what differs between them cannot be captured.",
+)
+@click.option("--json", "json_file", type=_FILE, help="Save the findings.")
 def check(
     target: str, inputs: Sequence[str], device: str | None, runs: int, json_file: str | None
 ) -> None:
@@ -217,77 +266,92 @@ def check(
     from .checker.rendering import show, to_json
     from .targets import load_target
 
-    _check_files({"json": json_file})
+    files = {"json": json_file}
+    _check_files(files)
     loaded = load_target(target, inputs, _device(device))
+    _check_sources(files, loaded.file)
     found = checked(loaded.model, loaded.args, loaded.kwargs, runs=runs)
-    show(loaded.name, found)
-    if json_file is not None:
-        Path(json_file).write_text(to_json(loaded.name, found), encoding="utf-8")
+    writers = {"json": lambda name: _text(name, to_json(loaded.name, found))}
+    _deliver(files, writers, lambda: show(loaded.name, found))
     if any(finding.severity in (Severity.BLOCKS, Severity.BREAKS) for finding in found):
         raise SystemExit(EXIT_FOUND)
 
 
 @main.command()
-@click.argument("file", type=click.Path(dir_okay=False))
+@click.argument("file", type=_FILE)
 @click.option("--markdown", is_flag=True, help="Print Markdown in place of a table.")
-@click.option("--svg", "svg_file", type=click.Path(dir_okay=False), help="Save a picture as well.")
+@click.option("--svg", "svg_file", type=_FILE, help="Save a picture as well.")
 def report(file: str, markdown: bool, svg_file: str | None) -> None:
     """Print a report that `tune --json FILE` saved."""
     from .errors import TargetError
     from .report import Report
     from .report.markdown import to_markdown
+    from .report.terminal import show
 
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TargetError(f"{file} cannot be read: {error}.") from error
     saved = Report.from_json(text)
-    _check_files({"svg": svg_file})
-    if markdown:
-        click.echo(to_markdown(saved), nl=False)
-        svg_only = {"svg": svg_file}
-        _save(saved, svg_only)
-    else:
-        _deliver(saved, {"svg": svg_file})
+    files = {"svg": svg_file}
+    _check_files(files)
+    _check_sources(files, Path(file))
+    _deliver(
+        files,
+        _writers(saved),
+        (lambda: click.echo(to_markdown(saved), nl=False)) if markdown else lambda: show(saved),
+    )
 
 
 @main.command()
-@click.option("--device", help="cpu, cuda or cuda:1; by default a GPU if there is one.")
+@_DEVICE
 def strategies(device: str | None) -> None:
     """List the strategies, which of them run here, and what would change that."""
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from torch import nn
 
-    from .strategies import COMPILERS, REWRITES, RUNNERS, probe
+    from .report.terminal import printing, show_strategies
+    from .strategies import COMPILERS, LOSSY, REWRITES, RUNNERS, default_candidates, probe
 
     place = _device(device)
-    console = Console()
-    table = Table("strategy", "here", "loads with", "why not, and what would change it")
-    table.columns[0].no_wrap = table.columns[2].no_wrap = True
-    kinds = (("rewrites", REWRITES), ("compilers", COMPILERS), ("runners", RUNNERS))
+    # Convolutions are what rewrites look for.
+    tried, allowed = (
+        {
+            part
+            for candidate in default_candidates(nn.Conv2d(1, 1, 1), place, allow)
+            for part in (candidate.rewrite, candidate.compiler, candidate.runner)
+        }
+        for allow in ((), LOSSY)
+    )
+    listed: dict[str, list[tuple[tuple[str, str, str, str], str]]] = {}
     waiting = Console(stderr=True)
+    kinds: dict[str, Sequence[Any]] = {
+        "rewrites": REWRITES,
+        "compilers": COMPILERS,
+        "runners": RUNNERS,
+    }
     with waiting.status("running a tiny model through each") as status:
-        for kind, parts in kinds:
-            table.add_section()
-            table.add_row(kind, style="bold")
+        for kind, parts in kinds.items():
+            listed[kind] = []
             for part in parts:
                 status.update(f"trying {part.name}")
                 found = probe(part, place)
                 told = [found.reason, found.remedy]
                 if unsavable := getattr(part, "unsavable", ""):
                     told.append(f"Not to be saved: {unsavable}")
-                text = " ".join(f"{t.rstrip('.')}." for t in told if t)
-                answer, style = ("yes", None) if found.available else ("no", "dim")
+                only = "" if part in tried else "allowed" if part in allowed else "named"
                 needs = _needs(part) if kind == "compilers" else ""
-                table.add_row(f"  {part.name}", answer, needs, escape(text), style=style)
-    console.print(table)
-    console.print(f"device: {place}; combine parts as rewrite+compiler+runner.", style="dim")
-    console.print(
-        "What is saved loads with: nothing, as it was built; trust, as it is code; or the model, "
-        "when it is the choice, and is built again.",
-        style="dim",
+                cells = (part.name, "yes" if found.available else "no", needs, only)
+                listed[kind].append((cells, " ".join(f"{t.rstrip('.')}." for t in told if t)))
+    closing = (
+        f"device: {place}; combine parts as rewrite+compiler+runner.",
+        "loads with, once it is saved: nothing, as it was built; trust, as it is code; or the "
+        "model, when it is the choice, and is built again.",
+        "only if: not tried by default, but allowed with --allow NAME, or named with --strategies "
+        "NAME.",
     )
+    with printing():
+        show_strategies(listed, closing)
 
 
 def _needs(compiler: Any) -> str:
@@ -336,42 +400,156 @@ def _repeater(
 
 
 def _split(values: Sequence[str]) -> tuple[str, ...]:
-    return tuple(part for value in values for part in value.split(",") if part)
+    parts = (part.strip() for value in values for part in value.split(","))
+    return tuple(filter(None, parts))
 
 
-def _check_files(files: dict[str, str | None]) -> None:
-    """Before minutes of work, not after: can the results be written where they are wanted?"""
+def _check_files(files: Mapping[str, str | None]) -> None:
+    """Before minutes of work, not after: can results be written, and would one end another?"""
+    from .artifacts.evidence import FILES
     from .errors import TargetError
 
+    remedy = "Choose another place."
+    options: dict[str, str] = {}
     for option, name in files.items():
         if name is None:
             continue
-        path = Path(name).resolve()
+        path = Path(name)
+        other = options.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise TargetError(f"--{other} and --{option} are one file, {name}.", remedy=remedy)
         # What is saved replaces a file as a whole.
-        place = path if path.exists() and option != "save" else path.parent
-        if not place.exists() or not os.access(place, os.W_OK):
+        replaced = option == "save" or not path.exists()
+        if not path.parent.is_dir():
             raise TargetError(
-                f"--{option} {name}: {place} does not exist or cannot be written to.",
-                remedy="Make the folder first, or choose another.",
+                f"--{option} {name}: there is no folder {path.parent}.", remedy=remedy
+            )
+        try:
+            if replaced:
+                with tempfile.NamedTemporaryFile(dir=path.parent):
+                    pass
+            elif path.is_file():  # To open a pipe would wait.
+                with open(path, "ab"):
+                    pass
+        except OSError as error:
+            raise _unwritten(option, name, error) from error
+        if option == "save" and path.exists() and not _holds(path, FILES[0]):
+            raise TargetError(
+                f"--save {name}: what is there is no artifact, and would be lost.", remedy=remedy
             )
 
 
-def _save(result: Any, files: dict[str, str | None]) -> None:
+def _holds(path: Path, member: str) -> bool:
+    """Whether a file is an archive with some member."""
+    try:
+        if path.is_file():
+            with zipfile.ZipFile(path) as archive:
+                return member in archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        pass
+    return False
+
+
+def _check_sources(files: Mapping[str, str | None], source: Path | None) -> None:
+    """No result may take the place of what it comes from."""
+    from .errors import TargetError
+
+    for option, name in files.items():
+        if name is not None and source is not None and Path(name).resolve() == source.resolve():
+            raise TargetError(
+                f"--{option} {name} would overwrite what is read.", remedy="Choose another place."
+            )
+
+
+def _unwritten(option: str, name: str, error: OSError) -> Exception:
+    from .errors import GraphwrightError
+
+    return GraphwrightError(
+        f"--{option} {name} cannot be written: {error.strerror or error}.",
+        remedy="Choose another place.",
+    )
+
+
+# Writes a file, and returns what is to be said of it.
+_Writer = Callable[[str], str]
+
+
+def _writers(result: Any) -> dict[str, _Writer]:
     from .report.markdown import to_markdown
     from .report.terminal import to_svg
 
-    writers = {"json": lambda r: r.to_json(), "markdown": to_markdown, "svg": to_svg}
+    return {
+        "json": lambda name: _text(name, result.to_json()),
+        "markdown": lambda name: _text(name, to_markdown(result)),
+        "svg": lambda name: _text(name, to_svg(result)),
+    }
+
+
+def _text(name: str, text: str) -> str:
+    Path(name).write_text(text, encoding="utf-8")
+    return ""
+
+
+def _saved(tuned: Any, name: str) -> str:
+    from .artifacts.saving import needs_model, save
+    from .report.table import memory
+
+    save(tuned, name)
+    more = " It is built again from the model: run it with --model." * needs_model(tuned)
+    return f"Saved as {name}, {memory(Path(name).stat().st_size)}.{more}"
+
+
+def _deliver(
+    files: Mapping[str, str | None], writers: Mapping[str, _Writer], show: Callable[[], None]
+) -> None:
+    """Write, then print: whoever reads may have gone. What fails keeps nothing else from it."""
+    from .errors import GraphwrightError
+    from .report.terminal import printing
+
+    told: list[str] = []
+    failed: list[Exception] = []
     for option, name in files.items():
-        if name is not None:
-            Path(name).write_text(writers[option](result), encoding="utf-8")
+        if name is not None and option in writers:
+            try:
+                told.append(writers[option](name))
+            except OSError as error:
+                failed.append(_unwritten(option, name, error))
+            except GraphwrightError as error:
+                failed.append(error)
+    with printing():
+        show()
+        for line in filter(None, told):
+            click.echo(line)
+    for each in failed:
+        click.echo(f"graphwright: {each}", err=True)
+    if failed:
+        raise SystemExit(EXIT_BAD_INPUT)
 
 
-def _deliver(result: Any, files: dict[str, str | None]) -> None:
-    from .report.terminal import show
+@contextlib.contextmanager
+def _warnings_told() -> Iterator[None]:
+    """Warnings of graphwright's name its caller's line, which is click's here: say them plainly."""
+    usual = warnings.showwarning
 
-    show(result)
-    _save(result, files)
-    sys.stdout.flush()
+    def tell(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if filename != click.core.__file__:
+            usual(message, category, filename, lineno, file, line)
+            return
+        remedy = ""
+        if "cannot be remembered" in str(message):
+            remedy = "\nSet GRAPHWRIGHT_CACHE_DIR to a folder that can be written to."
+        click.echo(f"graphwright: {message}.{remedy}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = tell
+        yield
 
 
 if __name__ == "__main__":

@@ -1,8 +1,13 @@
-"""A report as a table on the terminal."""
+"""What a terminal shows: a report as a table, and strategies; and where nobody reads it."""
 
 from __future__ import annotations
 
+import contextlib
 import io
+import os
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
@@ -10,6 +15,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..errors import GraphwrightError
 from .result import Report, Row, Status
 from .table import closing, columns, explanations, ordered, shapes, title
 
@@ -48,7 +54,7 @@ def render(report: Report, width: int) -> RenderableType:
         if row.strategy == report.chosen:
             style, cells[1] = "bold green", "chosen"
         table.add_row(*cells, style=style)
-    parts: list[RenderableType] = [table]
+    parts: list[RenderableType] = [table] if rows else []
     headings, *cells_by_shape = shapes(report) or [[]]
     if cells_by_shape:
         by_shape = Table()
@@ -87,6 +93,88 @@ def show(report: Report, console: Console | None = None) -> None:
         needed = _width(report, rows, [column.heading for column in columns(report)])
         console = Console(file=console.file, width=max(_WIDE, needed))
     console.print(render(report, console.width))
+
+
+@contextlib.contextmanager
+def printing() -> Iterator[None]:
+    """Print to stdout: it is no failure that its reader has gone.
+
+    Raises:
+        GraphwrightError: it cannot be written, as where a disk is full.
+    """
+    try:
+        yield
+        sys.stdout.flush()
+    except SystemExit:  # What rich makes of a closed pipe, after it has done as `_mute` does.
+        pass
+    except BrokenPipeError:
+        _mute(sys.stdout)
+    except OSError as error:
+        _mute(sys.stdout)
+        raise GraphwrightError(
+            f"The results cannot be printed: {error.strerror or error}.",
+            remedy="Make room, or lead stdout elsewhere.",
+        ) from error
+
+
+class Unheard:
+    """A text stream of which nothing need be heard, such as progress: what fails is dropped."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+
+    def write(self, text: str) -> int:
+        try:
+            return int(self._stream.write(text))
+        except OSError:
+            _mute(self._stream)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            self._stream.flush()
+        except OSError:
+            _mute(self._stream)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+def _mute(stream: Any) -> None:
+    """Lead a stream nowhere, or Python would try to write the rest of it when it ends."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+
+
+def show_strategies(
+    kinds: Mapping[str, Sequence[tuple[Sequence[str], str]]], closing: Sequence[str]
+) -> None:
+    """Print strategies, their explanations and some closing lines.
+
+    Args:
+        kinds: by their names, the parts: name, whether it runs here, what it loads with and what
+            tuning tries it for; and an explanation.
+        closing: lines to end with.
+    """
+    console = Console(highlight=False)
+    if not console.is_terminal:
+        console = Console(file=console.file, width=_WIDE, highlight=False)
+    table = Table("strategy", "here", "loads with", "only if")
+    table.columns[0].no_wrap = True
+    explained: dict[str, list[str]] = {}
+    for kind, parts in kinds.items():
+        table.add_section()
+        table.add_row(kind, style="bold")
+        for cells, text in parts:
+            table.add_row(*cells, style="dim" if cells[1] == "no" else None)
+            if text:
+                explained.setdefault(text, []).append(cells[0])
+    console.print(table)
+    # A line each where nobody reads them on a screen: a command is there to be copied.
+    whole = not console.is_terminal
+    for text, names in explained.items():
+        console.print(Text.assemble((", ".join(names), "bold"), ": ", text), soft_wrap=whole)
+    for text in closing:
+        console.print(Text(text, style="dim"), soft_wrap=whole)
 
 
 def to_text(report: Report, width: int = _WIDE) -> str:
