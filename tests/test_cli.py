@@ -580,6 +580,18 @@ def test_an_interruption_before_the_first_row_prints_no_table(
     assert "strategy" not in result.stdout
 
 
+def test_ctrl_c_while_saving_does_not_cost_the_table(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*args: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("graphwright.artifacts.saving.save", interrupted)
+    result = invoke("tune", f"{source}:pair", *QUICK, "--save", tmp_path / "net.gw")
+    assert result.exit_code == 130
+    assert "was chosen" in result.stdout
+
+
 def test_help_says_what_is_needed_when() -> None:
     assert "[default: 10m]" in invoke("tune", "--help").stdout
     text = " ".join(invoke("run", "--help").stdout.split())

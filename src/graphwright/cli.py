@@ -508,18 +508,20 @@ def _deliver(
 
     told: list[str] = []
     failed: list[Exception] = []
-    for option, name in files.items():
-        if name is not None and option in writers:
-            try:
-                told.append(writers[option](name))
-            except OSError as error:
-                failed.append(_unwritten(option, name, error))
-            except GraphwrightError as error:
-                failed.append(error)
-    with printing():
-        show()
-        for line in filter(None, told):
-            click.echo(line)
+    try:
+        for option, name in files.items():
+            if name is not None and option in writers:
+                try:
+                    told.append(writers[option](name))
+                except OSError as error:
+                    failed.append(_unwritten(option, name, error))
+                except GraphwrightError as error:
+                    failed.append(error)
+    finally:  # After Ctrl-C as well.
+        with printing():
+            show()
+            for line in filter(None, told):
+                click.echo(line)
     for each in failed:
         click.echo(f"graphwright: {each}", err=True)
     if failed:
