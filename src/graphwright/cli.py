@@ -9,20 +9,26 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import shlex
 import sys
-import tempfile
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import click
 
+from .deliveries import (
+    EXIT_BAD_INPUT,
+    check_files,
+    check_sources,
+    deliver,
+    report_writers,
+    save_winner,
+    write_text,
+)
+
 EXIT_FOUND = 1
-EXIT_BAD_INPUT = 2
 EXIT_INTERRUPTED = 130
 _TIMEOUT_S = 600.0
 
@@ -150,14 +156,14 @@ def tune(
     from .tuner import Tuning
 
     files = {"json": json_file, "markdown": markdown_file, "svg": svg_file, "save": save_file}
-    _check_files(files)
+    check_files(files)
     names = None if strategies is None else _split([strategies])
     if names == ():
         raise click.BadParameter(
             "it is empty; `graphwright strategies` lists what there is", param_hint="--strategies"
         )
     loaded = load_target(target, inputs, _device(device))
-    _check_sources(files, loaded.file)
+    check_sources(files, loaded.file)
     tuning = Tuning(
         loaded.model,
         loaded.args,
@@ -190,10 +196,10 @@ def tune(
     with shown(True) as listener, _warnings_told(), contextlib.suppress(KeyboardInterrupt):
         tuned = tuning.run(listener)
     result = tuning.report
-    writers = _writers(result)
+    writers = report_writers(result)
     if tuned is not None:
-        writers["save"] = lambda name: _saved(tuned, name)
-    _deliver(files, writers, lambda: show(result))
+        writers["save"] = lambda name: save_winner(tuned, name)
+    deliver(files, writers, lambda: show(result))
     if tuned is None:
         kept = "" if save_file is None else ": no winner was saved"
         click.echo(f"graphwright: interrupted{kept}.", err=True)
@@ -267,12 +273,12 @@ def check(
     from .targets import load_target
 
     files = {"json": json_file}
-    _check_files(files)
+    check_files(files)
     loaded = load_target(target, inputs, _device(device))
-    _check_sources(files, loaded.file)
+    check_sources(files, loaded.file)
     found = checked(loaded.model, loaded.args, loaded.kwargs, runs=runs)
-    writers = {"json": lambda name: _text(name, to_json(loaded.name, found))}
-    _deliver(files, writers, lambda: show(loaded.name, found))
+    writers = {"json": lambda name: write_text(name, to_json(loaded.name, found))}
+    deliver(files, writers, lambda: show(loaded.name, found))
     if any(finding.severity in (Severity.BLOCKS, Severity.BREAKS) for finding in found):
         raise SystemExit(EXIT_FOUND)
 
@@ -294,11 +300,11 @@ def report(file: str, markdown: bool, svg_file: str | None) -> None:
         raise TargetError(f"{file} cannot be read: {error}.") from error
     saved = Report.from_json(text)
     files = {"svg": svg_file}
-    _check_files(files)
-    _check_sources(files, Path(file))
-    _deliver(
+    check_files(files)
+    check_sources(files, Path(file))
+    deliver(
         files,
-        _writers(saved),
+        report_writers(saved),
         (lambda: click.echo(to_markdown(saved), nl=False)) if markdown else lambda: show(saved),
     )
 
@@ -402,130 +408,6 @@ def _repeater(
 def _split(values: Sequence[str]) -> tuple[str, ...]:
     parts = (part.strip() for value in values for part in value.split(","))
     return tuple(filter(None, parts))
-
-
-def _check_files(files: Mapping[str, str | None]) -> None:
-    """Before minutes of work, not after: can results be written, and would one end another?"""
-    from .artifacts.evidence import FILES
-    from .errors import TargetError
-
-    remedy = "Choose another place."
-    options: dict[str, str] = {}
-    for option, name in files.items():
-        if name is None:
-            continue
-        path = Path(name)
-        other = options.setdefault(os.path.realpath(path), option)
-        if other != option:
-            raise TargetError(f"--{other} and --{option} are one file, {name}.", remedy=remedy)
-        # What is saved replaces a file as a whole.
-        replaced = option == "save" or not path.exists()
-        if not path.parent.is_dir():
-            raise TargetError(
-                f"--{option} {name}: there is no folder {path.parent}.", remedy=remedy
-            )
-        try:
-            if replaced:
-                with tempfile.NamedTemporaryFile(dir=path.parent):
-                    pass
-            elif path.is_file():  # To open a pipe would wait.
-                with open(path, "ab"):
-                    pass
-        except OSError as error:
-            raise _unwritten(option, name, error) from error
-        if option == "save" and path.exists() and not _holds(path, FILES[0]):
-            raise TargetError(
-                f"--save {name}: what is there is no artifact, and would be lost.", remedy=remedy
-            )
-
-
-def _holds(path: Path, member: str) -> bool:
-    """Whether a file is an archive with some member."""
-    try:
-        if path.is_file():
-            with zipfile.ZipFile(path) as archive:
-                return member in archive.namelist()
-    except (OSError, zipfile.BadZipFile):
-        pass
-    return False
-
-
-def _check_sources(files: Mapping[str, str | None], source: Path | None) -> None:
-    """No result may take the place of what it comes from."""
-    from .errors import TargetError
-
-    for option, name in files.items():
-        if name is not None and source is not None and Path(name).resolve() == source.resolve():
-            raise TargetError(
-                f"--{option} {name} would overwrite what is read.", remedy="Choose another place."
-            )
-
-
-def _unwritten(option: str, name: str, error: OSError) -> Exception:
-    from .errors import GraphwrightError
-
-    return GraphwrightError(
-        f"--{option} {name} cannot be written: {error.strerror or error}.",
-        remedy="Choose another place.",
-    )
-
-
-# Writes a file, and returns what is to be said of it.
-_Writer = Callable[[str], str]
-
-
-def _writers(result: Any) -> dict[str, _Writer]:
-    from .report.markdown import to_markdown
-    from .report.terminal import to_svg
-
-    return {
-        "json": lambda name: _text(name, result.to_json()),
-        "markdown": lambda name: _text(name, to_markdown(result)),
-        "svg": lambda name: _text(name, to_svg(result)),
-    }
-
-
-def _text(name: str, text: str) -> str:
-    Path(name).write_text(text, encoding="utf-8")
-    return ""
-
-
-def _saved(tuned: Any, name: str) -> str:
-    from .artifacts.saving import needs_model, save
-    from .report.table import memory
-
-    save(tuned, name)
-    more = " It is built again from the model: run it with --model." * needs_model(tuned)
-    return f"Saved as {name}, {memory(Path(name).stat().st_size)}.{more}"
-
-
-def _deliver(
-    files: Mapping[str, str | None], writers: Mapping[str, _Writer], show: Callable[[], None]
-) -> None:
-    """Write, then print: whoever reads may have gone. What fails keeps nothing else from it."""
-    from .errors import GraphwrightError
-    from .report.terminal import printing
-
-    told: list[str] = []
-    failed: list[Exception] = []
-    try:
-        for option, name in files.items():
-            if name is not None and option in writers:
-                try:
-                    told.append(writers[option](name))
-                except OSError as error:
-                    failed.append(_unwritten(option, name, error))
-                except GraphwrightError as error:
-                    failed.append(error)
-    finally:  # After Ctrl-C as well.
-        with printing():
-            show()
-            for line in filter(None, told):
-                click.echo(line)
-    for each in failed:
-        click.echo(f"graphwright: {each}", err=True)
-    if failed:
-        raise SystemExit(EXIT_BAD_INPUT)
 
 
 @contextlib.contextmanager
