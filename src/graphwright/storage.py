@@ -201,18 +201,19 @@ def tree_text(spec: pytree.TreeSpec) -> str:
     """The tree of a call's results as text.
 
     Raises:
-        ArtifactError: it has a node of a class that PyTorch does not know by name.
+        ArtifactError: it has a node of a class that PyTorch does not know by name, or one that
+            could not be read without importing what the text names.
     """
     try:
         text = pytree.treespec_dumps(spec)
-        if pytree.treespec_loads(text) != spec:
+        if _read(json.loads(text)) != spec:
             raise ValueError("it comes back as another one")
         return text
     except Exception as error:
         raise ArtifactError(
             f"The structure of the results cannot be written down: {error}.",
-            remedy="Return tuples, lists, dictionaries, or classes that are registered with "
-            "torch.utils._pytree under a serialized_type_name.",
+            remedy="Return tuples, lists, dictionaries by text, or classes that are registered "
+            "with torch.utils._pytree under a serialized_type_name.",
         ) from error
 
 
@@ -227,21 +228,68 @@ def tree_of(text: str, *, imports: bool = False) -> pytree.TreeSpec:
         ArtifactError: it is none, or names a class that this process has not imported.
     """
     try:
-        unknown = _classes(json.loads(text)[1]) - set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE)
-        if "__enum__" in text and not imports:
-            unknown.add("an enumeration")  # PyTorch would import whatever is named there.
+        known = json.loads(text)
+        unknown = _classes(known[1]) - set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE)
         for name in sorted(unknown) if imports else ():
             importlib.import_module(name.rpartition(".")[0])
         if not unknown or imports:
-            return pytree.treespec_loads(text)
+            return _read(known)
     except Exception as error:
-        raise ArtifactError(f"The structure of the results cannot be made: {error}.") from error
+        raise ArtifactError(
+            f"The structure of the results cannot be made: {error!s:.300}."
+        ) from error
     raise ArtifactError(
         f"The results are made of {', '.join(sorted(unknown))}, which is not imported here.",
         remedy="Import it first, pass the model, or load with trust=True.",
     )
 
 
+_NAMED_TUPLE = "collections.namedtuple"
+
+
 def _classes(schema: Json) -> set[str]:
+    """The names of all classes in a tree; of a named tuple its context is the name."""
     inner = set().union(*map(_classes, schema["children_spec"]))
-    return inner | ({schema["type"]} if schema["type"] is not None else set())
+    name = schema["context" if schema["type"] == _NAMED_TUPLE else "type"]
+    return inner | ({name} if name is not None else set())
+
+
+def _read(known: Json) -> pytree.TreeSpec:
+    """A tree of classes that are imported; raises where it is none, or reading might import."""
+    protocol, schema = known
+    _look_over(schema)
+    # What was looked over, whatever else the text might say.
+    return pytree.treespec_loads(json.dumps([protocol, schema]))
+
+
+def _look_over(schema: Json) -> None:
+    """Raise ValueError where PyTorch, to read a tree, would import what the tree names.
+
+    It does so for the factory of a defaultdict, and wherever a context holds an object that says
+    that it is an enumeration's member. What other classes do to read a context nobody knows.
+    """
+    name, context = schema["type"], schema["context"]
+    if name == _NAMED_TUPLE:
+        if not pytree.is_namedtuple_class(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[context]):
+            raise ValueError(f"{context} is no named tuple")
+    elif name is not None:
+        kind = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name]
+        reader = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
+        if name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND or reader is not None:
+            raise ValueError(f"reading a {name} may import whatever it names")
+        # Of a text that is no JSON PyTorch would still make its first objects.
+        if _holds_object(json.loads(context)):
+            raise ValueError(f"the context of a {name} names what would be imported")
+    for child in schema["children_spec"]:
+        _look_over(child)
+
+
+def _holds_object(value: Json) -> bool:
+    """Whether there is a JSON object in a value, or in a text in it."""
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except ValueError:
+            return False
+        return _holds_object(value)
+    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_object, value)))
