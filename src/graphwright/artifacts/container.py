@@ -8,11 +8,13 @@ harm, for which there is `trust`.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import io
 import json
 import os
 import re
+import secrets
 import shutil
 import stat
 import struct
@@ -57,7 +59,8 @@ def path_of(given: Any) -> Path:
 def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
     """Write all files of a folder, and facts in the manifest, as one file.
 
-    It is complete or not there at all, whenever the process ends; another one gives way to it.
+    It is complete or not there at all, whenever the process ends. Another one gives way to it and
+    passes its permissions on; where there is a symbolic link, it is what that leads to.
 
     Raises:
         ArtifactError: it cannot be written.
@@ -66,9 +69,17 @@ def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
     members = {name: [(folder / name).stat().st_size, _sha256(folder / name)] for name in names}
     manifest = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **facts, "members": members}
     manifest["digest"] = _digest(manifest)
-    temporary: str | None = None
+    temporary: Path | None = None
     try:
-        descriptor, temporary = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
+        target = Path(os.path.realpath(path))
+        mode = _mode_of(target)
+        # Not by its name, which may be as long as names can be.
+        unfinished = target.parent / f".graphwright-{secrets.token_hex(8)}.tmp"
+        # Of a new file's the umask takes its part; what was private is never open to others.
+        descriptor = os.open(
+            unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666 if mode is None else 0o600
+        )
+        temporary = unfinished
         with open(descriptor, "wb") as file:
             with zipfile.ZipFile(file, "w", zipfile.ZIP_STORED) as archive:
                 archive.writestr(MANIFEST, json.dumps(manifest, indent=1))
@@ -76,12 +87,14 @@ def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
                     archive.write(folder / name, name)
             file.flush()
             os.fsync(file.fileno())
-            os.fchmod(file.fileno(), 0o666 & ~_umask())
-        os.replace(temporary, path)
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+        os.replace(temporary, target)
         temporary = None
     except OSError as error:
         raise ArtifactError(
-            f"{path} cannot be written: {error}.", remedy="Choose a folder that can be."
+            f"{path} cannot be written: {error}.",
+            remedy=_REMEDIES.get(error.errno, "Choose a folder that can be."),
         ) from error
     finally:
         if temporary is not None:
@@ -89,10 +102,22 @@ def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
                 os.unlink(temporary)
 
 
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
+_REMEDIES: dict[int | None, str] = {
+    errno.EISDIR: "Name a file in that folder.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.ENOSPC: "Choose a folder with room for it.",
+}
+
+
+def _mode_of(path: Path) -> int | None:
+    """The permissions of a file that is there; None where there is none."""
+    try:
+        mode = path.stat().st_mode
+    except FileNotFoundError:
+        return None
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    return stat.S_IMODE(mode)
 
 
 @dataclass

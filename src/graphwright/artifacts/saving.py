@@ -35,7 +35,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
 
     Args:
         tuned: what `tune` returned, not a copy of it.
-        path: of the file; one that is there gives way.
+        path: of the file; one that is there gives way, and passes its permissions on.
 
     Raises:
         ArtifactError: it cannot be saved: the text says why.
@@ -76,7 +76,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             f"{candidate.name} cannot be saved: {unsavable}.",
             remedy="Tune without it: strategies=[…] names those to try.",
         )
-    if not target.parent.is_dir():
+    if not os.path.isdir(target.parent):  # Of no path at all it says no; Path.is_dir raises.
         raise ArtifactError(f"There is no folder {target.parent}.", remedy="Make it first.")
     with tempfile.TemporaryDirectory(prefix="graphwright-") as made, torch.no_grad():
         folder = Path(made)
