@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -12,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from .errors import SignatureError
 from .proxy import ModuleProxy
 from .ranges import Range, RangedSignature
 from .report import Report
@@ -38,6 +42,49 @@ def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any
         return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, module(*args, **kwargs))
 
     return call
+
+
+# Why a call goes to the module itself, as it is counted.
+GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
+CHANGED, OTHER, NO_BUCKET = "the module changed", "another signature", "no bucket"
+
+
+class Absent(nn.Module):
+    """Stands for a model that `load` was not given: it answers no call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.training = False
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Raise SignatureError."""
+        raise self.refusal("it goes to the model", None)
+
+    def refusal(self, kind: str, why: str | None) -> SignatureError:
+        """What a call is told that the model would answer.
+
+        Args:
+            kind: of reason why the call goes to the model, as `calls` counts it.
+            why: in words, where it is known.
+        """
+        what = f"This call is not like the one that was saved: {why or kind}."
+        remedy = "Pass the model to load(), which answers other calls."
+        if kind == NOTHING_TUNED:
+            what = "This is a copy of what was loaded without the model, and copies are not tuned."
+            remedy = "Call the original, or load the file again."
+        elif self.training:
+            what = "What was loaded without the model is in training mode, and cannot be trained."
+            remedy = "Call eval() first, or pass the model to load()."
+        elif self._forward_hooks or self._forward_pre_hooks:
+            what = "What was loaded without the model has a forward hook, which it cannot run."
+            remedy = "Remove the hook, or pass the model to load()."
+        elif kind == CHANGED:
+            what = f"What was loaded without the model was changed since: {why}."
+            remedy = "Take the change back, or load the file again."
+        elif kind == GRADIENTS:
+            what = "Gradients are wanted, which the model alone gives: an input requires grad."
+            remedy = "Call it without them (x.detach()), or pass the model to load()."
+        return SignatureError(what, remedy=remedy)
 
 
 # The calls that something was built for, and that.
@@ -106,7 +153,7 @@ class _Choice:
         change = filled.outdated()
         if change is not None:
             self.last_difference = change
-            return "the module changed", None
+            return CHANGED, None
         answer = "it is traced or transformed"
         if not inside_transform():
             found = filled.fitting(args, kwargs)
@@ -114,7 +161,7 @@ class _Choice:
                 return "", found
             answer = found
         self.last_difference = answer
-        return "no bucket", None
+        return NO_BUCKET, None
 
     def attempt(self, tuned: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
         """Call the winner and then look whether the module had changed; True if the result counts.
@@ -138,9 +185,24 @@ class _Choice:
         return (False, None) if self.outdated(watch) else (True, result)
 
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
-        """How a call differs from what was tuned for; from the likest of several."""
-        told = [signature.differences(args, kwargs) for signature, _ in self.table]
-        return min(told, key=lambda text: len(text or ""), default=None)
+        """How a call differs from what was tuned for: from a range of sizes, or the nearest."""
+        signatures = [signature for signature, _ in self.table]
+        found = [each for each in signatures if isinstance(each, RangedSignature)] or signatures
+        if len(found) > 1 and not inside_transform():
+            with contextlib.suppress(SignatureError):
+                found.sort(key=functools.partial(_distance, CallSignature.of(args, kwargs)))
+        return found[0].differences(args, kwargs) if found else None
+
+    def eager(self, kind: str, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """The module's own answer, if there is a module, counted by the kind of reason."""
+        if not isinstance(self.module, Absent):
+            self.calls[f"eager: {kind}"] += 1
+            return call(*args, **kwargs)
+        self.calls[f"refused: {kind}"] += 1
+        if kind == NO_BUCKET:
+            # What the nearest bucket is says more than that there are no plans.
+            self.last_difference = self.differences(args, kwargs) or self.last_difference
+        raise self.module.refusal(kind, self.last_difference)
 
     def outdated(self, watch: ModuleWatch) -> bool:
         """Whether the module has changed; the reason is kept for `explain`."""
@@ -195,7 +257,10 @@ class TunedModule(ModuleProxy):
 
     @property
     def calls(self) -> Counter[str]:
-        """Calls by where they went: "tuned", filled up or not, or "eager: " and the reason."""
+        """Calls by where they went: "tuned", filled up or not, or "eager: " and the reason.
+
+        Of what was loaded without the model "refused: " and the reason.
+        """
         return self._choice.calls
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -213,11 +278,10 @@ class TunedModule(ModuleProxy):
             # What fits requires grad exactly where the sample did.
             or (found[0].wants_grad if found is not None else _wants_grad(args, kwargs))
         ):
-            choice.calls["eager: gradients are wanted"] += 1
             choice.last_difference = "training mode, or an input that requires grad"
-            return choice.module(*args, **kwargs)
+            return choice.eager(GRADIENTS, choice.module, args, kwargs)
         tuned, way = (None, "tuned") if found is None else (found[1], "tuned")
-        kind = "another signature" if choice.table else "nothing tuned"
+        kind = OTHER if choice.table else NOTHING_TUNED
         if found is None and choice.filled is not None:
             kind, tuned = choice.filling(choice.filled, args, kwargs)
             way = "tuned, filled up to a bucket"
@@ -228,9 +292,8 @@ class TunedModule(ModuleProxy):
             if counts:
                 choice.calls[way] += 1
                 return result
-            kind = "the module changed"
-        choice.calls[f"eager: {kind}"] += 1
-        return quiet_eager(choice.module, choice.quiet)(*args, **kwargs)
+            kind = CHANGED
+        return choice.eager(kind, quiet_eager(choice.module, choice.quiet), args, kwargs)
 
     def explain(self) -> str:
         """What runs now and why, what it costs, and how the calls went so far."""
@@ -238,16 +301,21 @@ class TunedModule(ModuleProxy):
         lines = [f"strategy: {choice.report.chosen}", choice.report.reason]
         lines += [f"loaded from a file: {what}" for what in choice.loaded]
         change = None if choice.watch is None else choice.watch.changed()
+        absent = isinstance(choice.module, Absent)
+        goes = "is refused" if absent else "goes to the module itself"
         if not choice.table:
-            lines.append("This copy was not tuned: every call goes to the module itself.")
+            lines.append(f"This copy was not tuned: every call {goes}.")
+        elif absent:
+            lines.append("It was loaded without the model: whatever else is called is refused.")
         elif choice.watch is not None and choice.watch.values:
             lines.append(
                 "It holds a copy of the weights: after a change of them calls go to the module "
                 "itself, but changes through .data, NumPy or a pointer are not noticed."
             )
         if change is not None:
-            lines.append(f"Every call now goes to the module itself, since {change}.")
-            lines.append("Call graphwright.tune() again to tune the module as it is now.")
+            lines.append(f"Every call now {goes}, since {change}.")
+            if not absent:
+                lines.append("Call graphwright.tune() again to tune the module as it is now.")
         for way, count in choice.calls.most_common():
             lines.append(f"{count} call{'s' * (count != 1)} {way}")
         if choice.last_difference is not None:
@@ -313,6 +381,16 @@ def assembled(
         ]
     short = [each for each in found if each is not None]
     return TunedModule(module, report, table, watch, pure, quiet, filled, short, origin, loaded)
+
+
+def _distance(call: CallSignature, other: CallSignature | RangedSignature) -> tuple[float, int]:
+    """How far a call is from another: by the leaves that differ, and by their sizes."""
+    base = other.base if isinstance(other, RangedSignature) else other
+    if call.spec != base.spec:
+        return math.inf, 0
+    apart = [pair for pair in zip(call.leaves, base.leaves, strict=True) if pair[0] != pair[1]]
+    shapes = [(a[0], b[0]) for a, b in apart if len(a) == len(b) == 5]
+    return len(apart), sum(abs(math.prod(a) - math.prod(b)) for a, b in shapes)
 
 
 def _wants_grad(args: Args, kwargs: Kwargs) -> bool:

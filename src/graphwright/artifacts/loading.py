@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ArtifactError, GraphwrightError, first_line, in_words
+from ..errors import ArtifactError, GraphwrightError, OptionError, first_line, in_words
 from ..evaluation import Sample
 from ..filling import Filling, StoredFilling, Tuned
 from ..graphs.journal import collection_off
-from ..ranges import Range, RangedSignature
+from ..ranges import Range
 from ..report import Report
 from ..report.environment import environment
 from ..report.result import EAGER
@@ -25,11 +25,10 @@ from ..snapshots import run, same_bits
 from ..storage import read_tensors, unpacked
 from ..strategies import LOSSY, Built, Candidate, parse_candidates
 from ..strategies.base import Loader
-from ..tuned import Origin, TunedModule, assembled
+from ..tuned import Absent, Origin, TunedModule, assembled
 from ..verification import compare, verify
 from ..watch import FunctionModule
 from . import between, container, evidence
-from .absent import Absent
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
 from .starting import begun
 
@@ -58,7 +57,13 @@ def load(
     Raises:
         ArtifactError: the file is damaged, belongs to another model, needs the model or trust, or
             cannot be run here.
+        OptionError: `trust` is neither True nor False.
     """
+    if not isinstance(trust, bool):  # Any text would be taken for yes.
+        raise OptionError(
+            f"trust is {trust!r:.40} in load(), and has to be True or False.",
+            remedy="Pass trust=True if the file comes from someone whose code you would run.",
+        )
     file = container.path_of(path)
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
         loading = _Loading(file, members, model, trust)
@@ -208,8 +213,10 @@ class _Loading:
             tries.append((_AS_SAVED, self._as_saved))
         if not tries:
             raise ArtifactError(
+                f"{self.file.name} holds nothing that runs here without the model: "
                 f"{self.candidate.name} is built from the model{self._why_rebuilt()}.",
-                remedy="Pass it: load(path, model), or graphwright run ARTIFACT --model TARGET.",
+                remedy="Pass the model: load(path, model), or graphwright run ARTIFACT --model "
+                "TARGET.",
             )
         problems: list[str] = []
         for how, attempt in tries:
@@ -376,9 +383,6 @@ class _Loading:
         calls = [sample.call for sample in samples]
         ranges = self.ranges if builts[0] is builts[-1] else ()
         signatures = [CallSignature.of(call.args, call.kwargs) for call in calls]
-        if isinstance(self.module, Absent):  # Before it is watched.
-            ranged = [RangedSignature(signatures[-1], ranges)] if ranges else []
-            self.module.signatures = ranged or signatures
         return assembled(
             self.module,
             self.report,
@@ -441,6 +445,11 @@ def _compiled() -> int:
 def _module_for(model: Callable[..., Any] | None) -> nn.Module:
     if model is None:
         return Absent()
+    if not callable(model) or isinstance(model, type):
+        raise ArtifactError(
+            f"{model!r:.80}, passed as the model, is no module and no function.",
+            remedy="Pass the model that was tuned, in eval mode, and not its name or its class.",
+        )
     if isinstance(model, TunedModule):
         model = model.module
     module = model if isinstance(model, nn.Module) else FunctionModule(model)

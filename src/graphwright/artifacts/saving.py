@@ -18,9 +18,8 @@ from ..signature import switches
 from ..storage import digest_of, packed, write_tensors
 from ..strategies import is_ours
 from ..strategies.base import Kept
-from ..tuned import TunedModule
+from ..tuned import Absent, TunedModule
 from . import between, container, evidence
-from .absent import Absent
 
 REPORT, STRATEGY = "report.json", "strategy"
 CONSTANTS, WEIGHTS = "constants.safetensors", "weights.safetensors"
