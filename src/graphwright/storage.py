@@ -79,7 +79,7 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
             if set(layouts) != set(file.keys()):
                 raise ValueError("its table of layouts names other tensors")
             for name, (shape, strides, kind, wants_grad) in layouts.items():
-                dtype = getattr(torch, kind)
+                dtype = _dtype(kind)
                 dense = file.get_tensor(name)
                 tensor = torch.view_as_complex(dense) if dtype.is_complex else dense
                 if tensor.dtype is not dtype:
@@ -192,9 +192,16 @@ def unpacked(given: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
         return float.fromhex(inner)
     if kind == "device":
         return torch.device(inner)
-    if kind == "dtype" and isinstance(getattr(torch, inner, None), torch.dtype):
-        return getattr(torch, inner)
+    if kind == "dtype":
+        return _dtype(inner)
     raise ValueError(f"there is no value of kind {kind!r}")
+
+
+def _dtype(name: str) -> torch.dtype:
+    found = vars(torch).get(name)  # An attribute might be imported for being asked for.
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"there is no dtype {name!r:.40}")
+    return found
 
 
 def tree_text(spec: pytree.TreeSpec) -> str:

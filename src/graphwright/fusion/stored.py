@@ -276,7 +276,7 @@ def _value(given: Json, known: Mapping[str, fx.Node], device: torch.device) -> A
         return float.fromhex(inner)
     if kind == "device":
         return device if inner == device.type else torch.device(inner)
-    found = getattr(torch, inner)
+    found = vars(torch).get(inner)  # An attribute might be imported for being asked for.
     if not isinstance(found, _NAMED[kind]):
         raise ValueError(f"{inner} is no {kind}")
     return found

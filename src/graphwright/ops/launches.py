@@ -353,7 +353,7 @@ def _numbers(values: Any) -> tuple[int, ...]:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    found = getattr(torch, str(name))
+    found = vars(torch).get(str(name))
     if not isinstance(found, torch.dtype):
         raise ValueError(f"{name!r} is no dtype")
     return found
