@@ -171,7 +171,9 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
                 manifest = _manifest(path, archive)
                 headers = {info.filename: info.header_offset for info in archive.infolist()}
         except FileNotFoundError as error:
-            raise ArtifactError(f"There is no file {path}.") from error
+            raise ArtifactError(
+                f"There is no file {path}.", remedy="Check the path: it is what save() was given."
+            ) from error
         except (*_BROKEN, ValueError) as error:
             raise ArtifactError(
                 f"{path.name} is no artifact, or is cut short: {error}.", remedy=_REMEDY
