@@ -21,6 +21,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
+from graphwright.errors import ArtifactError
 from graphwright.storage import tree_of, tree_text
 
 
@@ -232,6 +233,13 @@ def test_a_link_leads_to_what_was_saved(loaded: gw.TunedModule, tmp_path: Path) 
         assert link.is_symlink()
         gw.load(target)
     assert [file.name for file in target.parent.iterdir()] == ["target.gw"]
+
+
+def test_a_pipe_is_no_place_for_a_file(loaded: gw.TunedModule, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ArtifactError, match="no regular file"):
+        gw.save(loaded, tmp_path / "pipe")
+    assert [file.name for file in tmp_path.iterdir()] == ["pipe"]
 
 
 def test_threads_save_at_once(loaded: gw.TunedModule, tmp_path: Path) -> None:

@@ -524,6 +524,18 @@ def test_files_are_written_though_nobody_reads_what_is_printed(
     assert all(file.stat().st_size for file in files)
 
 
+def test_results_in_stdout_s_place_stand_alone(source: Path, tmp_path: Path) -> None:
+    command = f"{sys.executable} -m graphwright tune {source}:pair {' '.join(QUICK)} --here"
+    file, winner = tmp_path / "out.json", tmp_path / "net.gw"
+    winner.touch()  # As mktemp leaves it.
+    more = f"--json /dev/stdout --save {winner} >{file} 2>&-"
+    subprocess.run(["sh", "-c", f"{command} {more}"], check=True, cwd=tmp_path)
+    assert json.loads(file.read_text())["schema"] == "graphwright.tune"
+    assert winner.stat().st_size
+    closed = subprocess.run(["sh", "-c", f"{sys.executable} -m graphwright report none >&- 2>&-"])
+    assert closed.returncode == 2
+
+
 @pytest.mark.parametrize("write", [print, lambda text: Console().print(text)])
 def test_printing_to_a_closed_pipe_is_no_failure_and_to_a_full_disk_is_a_sentence(
     write: Callable[[str], None], monkeypatch: pytest.MonkeyPatch

@@ -13,6 +13,7 @@ from torch import nn
 from torch.export import Dim
 
 import graphwright as gw
+from graphwright.filled import BucketedCall
 from graphwright.report import Report, Status
 from graphwright.report.markdown import to_markdown
 from graphwright.request import Request
@@ -342,3 +343,26 @@ def test_the_call_that_repeats_a_strategy_has_the_same_buckets() -> None:
         "graphwright.tune(model, args, buckets=graphwright.Buckets(n=[1, 2]), "
         "dynamic_shapes=dynamic_shapes, strategies=['eager'], remember=False)"
     )
+
+
+@pytest.mark.parametrize(
+    ("buckets", "least"),
+    [
+        (gw.Buckets(n=[120, 160]), 39),  # All: small sizes are not counted.
+        (gw.Buckets.from_points(["n", "m"], [(1, 64), (16, 4)]), 100),
+    ],
+)
+def test_a_range_is_verified_between_its_ends(buckets: gw.Buckets, least: int) -> None:
+    dims = [Dim(name, max=200) for name in buckets.names]
+    call = BucketedCall(
+        nn.Identity(),
+        (torch.randn(*[5] * len(dims)),),
+        {},
+        buckets,
+        (dict(enumerate(dims)),),
+        None,
+    )
+    found = [tuple(one.args[0].shape) for one in call.between()]
+    assert len(found) == len({*found}) >= least
+    assert not {*found} & {*buckets.points}
+    assert len(dims) == 1 or {(1, 4), (16, 64)} <= {*found}  # No bucket holds the latter.

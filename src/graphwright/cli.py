@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import shlex
 import sys
 import warnings
@@ -59,6 +60,9 @@ class _Group(click.Group):
         from .errors import GraphwrightError
         from .report.terminal import Unheard
 
+        for stream in ("stdout", "stderr"):
+            if getattr(sys, stream) is None:  # It was closed before this began.
+                setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for good
         stderr: Any = Unheard(sys.stderr)
         with contextlib.redirect_stderr(stderr):
             try:

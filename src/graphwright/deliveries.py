@@ -43,7 +43,8 @@ def check_files(files: Mapping[str, str | None]) -> None:
                     pass
         except OSError as error:
             raise _unwritten(option, name, error) from error
-        if option == "save" and path.exists() and not _holds(path, FILES[0]):
+        lost = path.exists() and (not path.is_file() or path.stat().st_size > 0)
+        if option == "save" and lost and not _holds(path, FILES[0]):
             raise TargetError(
                 f"--save {name}: what is there is no artifact, and would be lost.", remedy=remedy
             )
@@ -69,6 +70,14 @@ def check_sources(files: Mapping[str, str | None], source: Path | None) -> None:
             raise TargetError(
                 f"--{option} {name} would overwrite what is read.", remedy="Choose another place."
             )
+
+
+def _is_stdout(name: str | None) -> bool:
+    """Whether a file is what is printed to, as /dev/stdout is: the rest would end in its midst."""
+    try:
+        return name is not None and os.path.samestat(os.stat(name), os.fstat(1))
+    except OSError:
+        return False
 
 
 def _unwritten(option: str, name: str, error: OSError) -> Exception:
@@ -132,9 +141,10 @@ def deliver(
                     failed.append(error)
     finally:  # After Ctrl-C as well.
         with printing():
-            show()
-            for line in filter(None, told):
-                click.echo(line)
+            if not any(map(_is_stdout, files.values())):
+                show()
+                for line in filter(None, told):
+                    click.echo(line)
     for each in failed:
         click.echo(f"graphwright: {each}", err=True)
     if failed:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
+import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -161,16 +163,17 @@ class BucketedCall:
         return tuple(found)
 
     def between(self) -> Iterator[Call]:
-        """Calls of the ranges' sizes that no bucket has: all, or some where these are many."""
+        """Calls of the ranges' sizes that no bucket has: all, or many where there are more."""
         points = self._bucketing.buckets.points
-        ends = [(min(own), max(own)) for own in zip(*points, strict=True)]
-        found = [
-            sizes
-            for sizes in self._bucketing.between(_MAX_VERIFIED)
-            if all(low <= n <= high for n, (low, high) in zip(sizes, ends, strict=True))
-        ]
+        axes = [range(min(own), max(own) + 1) for own in zip(*points, strict=True)]
+        if math.prod(map(len, axes)) <= _MAX_VERIFIED:
+            found = {*itertools.product(*axes)}
+        else:
+            dice = random.Random(0)
+            found = {*itertools.product(*((axis[0], axis[-1]) for axis in axes))}
+            found |= {tuple(map(dice.choice, axes)) for _ in range(_MAX_VERIFIED)}
         subject, words = self._kind.subject, self._bucketing.words
-        for sizes in found[:: math.ceil(len(found) / _MAX_VERIFIED) or 1]:
+        for sizes in sorted(found.difference(points)):
             yield subject.call(words(sizes), subject.at(sizes))
 
     def weights(self, given: Any) -> list[float] | None:

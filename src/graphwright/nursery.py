@@ -69,7 +69,7 @@ class Nursery:
         # An empty entry is the folder that this process is in.
         path = [os.path.abspath(entry) for entry in sys.path]
         # Children are killed, or end at once: what they leave in temporary folders goes with this.
-        self._scratch = tempfile.mkdtemp(prefix="graphwright-")
+        self._scratch = tempfile.mkdtemp(prefix="gw-")  # Paths of sockets are short.
         stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         stack.callback(self._log.close)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .signature import Args, CallSignature, Kwargs
+from .signature import Args, CallSignature, Kwargs, inside_transform
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ class RangedSignature:
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
         """Why a call does not fit, in words, or None when it fits."""
         plain = self.base.differences(args, kwargs)
-        if plain is None:
-            return None
+        if plain is None or inside_transform():
+            return plain
         try:
             other = CallSignature.of(args, kwargs)
         except Exception:

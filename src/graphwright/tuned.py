@@ -67,7 +67,7 @@ class Absent(nn.Module):
             kind: of reason why the call goes to the model, as `calls` counts it.
             why: in words, where it is known.
         """
-        what = f"This call is not like the one that was saved: {why or kind}."
+        what = f"This call is not like the one that was saved: {(why or kind).rstrip('.')}."
         remedy = "Pass the model to load(), which answers other calls."
         if kind == NOTHING_TUNED:
             what = "This is a copy of what was loaded without the model, and copies are not tuned."

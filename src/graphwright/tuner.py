@@ -209,8 +209,8 @@ class Tuning:
         )
         self._evaluator: Evaluator | None = None
         self._quiet = True
-        # The sizes that the choice was proved to answer all of; none until then.
-        self._ranges: tuple[Range, ...] = ()
+        # The sizes that the choice was proved to answer all of; None until then.
+        self._ranges: tuple[Range, ...] | None = None
 
     # ------------------------------------------------------------ the run
 
@@ -406,6 +406,12 @@ class Tuning:
         finalists = [r for r in report.rows if r.final is not None and r.status is Status.OK]
         report.reason = sentence(report, chosen, finalists)
 
+    def _possible(self, builts: Sequence[Built]) -> tuple[Range, ...]:
+        """The sizes that what was built may answer all of; none where it is for single sizes."""
+        if self.asked.buckets is None or not all(built.ranged for built in builts):
+            return ()
+        return self.asked.buckets.ranges() or ()
+
     def _look_between(self, chosen: str, builts: Sequence[Built]) -> None:
         """Prove what calls between the buckets may be answered by; notes where they may not."""
         notes = [note for note in self.report.notes if not note.startswith((_BETWEEN, _RANGE))]
@@ -415,14 +421,14 @@ class Tuning:
             why = buckets.unproved()
             if why is not None:
                 notes.append(f"{_BETWEEN} {why}.")
-            if all(built.ranged for built in builts):
-                self._ranges = buckets.ranges() or ()
-            for call in buckets.between() if self._ranges else ():
+            ranges = self._possible(builts)
+            for call in buckets.between() if ranges else ():
                 why = self.evaluator.agrees(self._by_name[chosen], builts[0], call)
                 if why is not None:
                     notes.append(f"{_RANGE} for {call.name} {why}.")
-                    self._ranges = ()
+                    ranges = ()
                     break
+            self._ranges = ranges
         self.report.notes[:] = notes
 
     # ------------------------------------------------------------ the memory of choices
@@ -469,11 +475,12 @@ class Tuning:
     def _tuned(self, name: str, builts: Sequence[Built]) -> TunedModule:
         """The module with one of the candidates to answer its calls."""
         samples, buckets = self.evaluator.samples, self.asked.buckets
+        ranges = self._possible(builts) if self._ranges is None else self._ranges
         return assembled(
             self.asked.module,
             self.report,
             self.asked.signatures,
-            Origin(self._by_name[name], builts, samples, self.asked.device, self._ranges),
+            Origin(self._by_name[name], builts, samples, self.asked.device, ranges),
             pure=all(sample.reference.pure for sample in samples),
             quiet=self._quiet,
             filling=None if buckets is None else buckets.filled,

@@ -104,6 +104,7 @@ def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
 
 _REMEDIES: dict[int | None, str] = {
     errno.EISDIR: "Name a file in that folder.",
+    errno.EINVAL: "Name another file.",
     errno.ENAMETOOLONG: "Choose a shorter name.",
     errno.ENOSPC: "Choose a folder with room for it.",
 }
@@ -117,6 +118,8 @@ def _mode_of(path: Path) -> int | None:
         return None
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if not stat.S_ISREG(mode):
+        raise OSError(errno.EINVAL, "it is no regular file", str(path))
     return stat.S_IMODE(mode)
 
 

@@ -217,7 +217,7 @@ def _export(
         )
         assert program is not None  # dynamo=True gives one.
         assert program.exported_program is not None
-        notes = differing(program.exported_program.graph)
+        notes = differing(program.exported_program.graph_module)
         program.save(path)
         return notes
 
