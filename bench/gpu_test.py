@@ -41,7 +41,7 @@ def main() -> int:
         print("scripts/gpu-test: there is no CUDA device here", file=sys.stderr)
         return 2
     recorder = Recorder()
-    code = pytest.main(["-m", "gpu", "-q", *rest], plugins=[recorder])
+    code = pytest.main(["-m", "gpu and not slow", "-q", *rest], plugins=[recorder])
     counts = Counter(recorder.outcomes.values())
     result = {
         "schema": "graphwright.gpu-test",

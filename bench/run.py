@@ -10,6 +10,7 @@ scripts/bench answers [--out DIR] [--only MODEL ...]  first answers of new proce
 scripts/bench fusion [--out DIR] [--only MODEL ...]   fuse() beside TorchScript and Inductor
 scripts/bench operators [--out DIR]                   our operators: bandwidth, and beside Inductor
 scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
+scripts/bench watching SRC [--out DIR]                what looking costs, beside a checkout
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/
 """
@@ -428,6 +429,10 @@ def main() -> None:
     operating = commands.add_parser("operators", help="our operators beside a copy and Inductor")
     operating.add_argument("--out", type=Path, default=RESULTS)
     operating.add_argument("--quick", action="store_true", help="try the script: no result")
+    watching = commands.add_parser("watching", help="what looking costs a call, beside a checkout")
+    watching.add_argument("src", type=Path, help="the src folder of the other checkout")
+    watching.add_argument("--rounds", type=int, default=10)
+    watching.add_argument("--out", type=Path, default=RESULTS)
     others = commands.add_parser("engines", help="other engines beside eager")
     others.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     others.add_argument("--out", type=Path, default=RESULTS)
@@ -479,6 +484,10 @@ def main() -> None:
         from operators import benchmark as operators
 
         sys.exit(operators(given.out, quick=given.quick))
+    elif given.command == "watching":
+        from watching import run as watch
+
+        sys.exit(watch(given.src, given.out, commit(), given.rounds))
     elif given.command == "engines":
         from engines import benchmark as engines
 

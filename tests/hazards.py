@@ -151,7 +151,7 @@ def any_call_fits(patch: pytest.MonkeyPatch) -> None:
 
 def module_is_not_watched(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(watch.ModuleWatch, "changed", lambda self: None)
-    patch.setattr(watch.ModuleWatch, "_compiled", lambda self, module: lambda: True)
+    patch.setattr(watch._Quick, "comparison", lambda self, watch: lambda: True)
 
 
 def writes_are_not_seen(patch: pytest.MonkeyPatch) -> None:
@@ -218,7 +218,7 @@ def no_lock(patch: pytest.MonkeyPatch) -> None:
         def __enter__(self) -> None: ...
         def __exit__(self, *exc: object) -> None: ...
 
-    patch.setattr("graphwright.graphs.memory.RLock", Open)
+    patch.setattr("graphwright.forking.lock", Open)
 
 
 def streams_do_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -555,7 +555,7 @@ def an_argument_that_is_a_weight_too_is_no_copy_of_it(device: torch.device) -> N
 
 
 def geometry_is_not_watched(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(watch.ModuleWatch, "_reshaped", lambda self: False)
+    patch.setattr(watch.ModuleWatch, "same_tensors", lambda self: True)
 
 
 @hazard(5, geometry_is_not_watched)

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright.graphs import undo
+from graphwright import dependencies
 from graphwright.shapes import (
     comparison,
     form,
@@ -485,7 +485,9 @@ def a_later_proof_leaves_loaded_buffers_alone(device: torch.device) -> None:
 
 
 def hooks_are_not_put_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(undo, "_refill", lambda container, content: None)
+    patch.setattr(dependencies, "_OF_MODULES", ())
+    patch.setattr(dependencies, "FORWARD_HOOKS", ())
+    patch.setattr(dependencies, "BACKWARD_HOOKS", ())
 
 
 class Hooked(nn.Module):

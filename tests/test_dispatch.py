@@ -7,6 +7,7 @@ import warnings
 import weakref
 from typing import Any
 
+import numpy
 import numpy as np
 import pytest
 import torch
@@ -175,13 +176,13 @@ def test_no_gradient_is_lost() -> None:
 
 
 def test_an_audit_finds_what_is_not_watched(device: torch.device) -> None:
-    scales = {"scale": 1.0}
-    graphed = gw.graph(lambda x: x * scales["scale"], audit=3)
+    scales = numpy.array([1.0])
+    graphed = gw.graph(lambda x: x * float(scales[0]), audit=3)
     x = torch.randn(4, device=device)
     for _ in range(4):
         assert torch.equal(graphed(x), x)
     assert graphed.statistics.audits == 1
-    scales["scale"] = 2.0
+    scales[0] = 2.0
     graphed(x)
     with pytest.raises(gw.VerificationError, match="audit"):
         graphed(x)

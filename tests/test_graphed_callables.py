@@ -1295,7 +1295,8 @@ def test_compiled_parts_are_compiled_once(device: torch.device) -> None:
     counts = torch._dynamo.utils.counters["stats"]
     counts.clear()
     gw.make_graphed_callables(graphed, (rand(device, 6, 8),))
-    assert counts["unique_graphs"] == 1
+    # A tape of the CPU repeats eager's operations, and nothing is compiled for it.
+    assert counts["unique_graphs"] == (device.type == "cuda")
     both(graphed, eager, rand(device, 6, 8))
     same_state(graphed, eager)
 

@@ -17,6 +17,7 @@ from .audit import compare
 from .dispatch import SHARED, UNCAPTURED, Asked, GraphedCallable, Miss, name_of, quick_key
 from .entries import Entry
 from .errors import CaptureError, OptionError, PaddingError, SignatureError
+from .graphs.exclusive import Busy
 from .graphs.graph import GraphClosed
 from .graphs.transaction import capturing_now
 from .report.progress import Progress
@@ -89,6 +90,12 @@ class BucketedCallable(GraphedCallable):
         return self._find(args, kwargs)
 
     def _uncaptured(self, asked: Asked) -> Any:
+        try:
+            return self._in_buckets(asked)
+        except Busy as error:
+            return self._missed("other threads were at work", error.what, asked.args, asked.kwargs)
+
+    def _in_buckets(self, asked: Asked) -> Any:
         bucketing, state = self._bucketing, asked.state
         args, kwargs = asked.args, asked.kwargs
         try:

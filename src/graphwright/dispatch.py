@@ -7,6 +7,7 @@ while the device works.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .audit import compare
+from .dependencies import StandIn
 from .entries import Entries, Entry, State
 from .errors import (
     CaptureError,
@@ -29,9 +31,11 @@ from .errors import (
     levels_above,
 )
 from .graphs.callgraph import Breaks, CallGraph, Outputs
+from .graphs.exclusive import Busy
 from .graphs.graph import GraphClosed
 from .graphs.memory import MemoryPool
 from .graphs.transaction import capturing_now
+from .graphs.undo import StateChanges
 from .report.progress import Progress, shown
 from .shapes.buckets import PADDING
 from .shortcut import MISS, Shortcut, shortcut
@@ -57,7 +61,7 @@ SHARED = "an argument shares memory with a tensor of the call's own"
 _TOLD = (UNCAPTURED, _LIMIT, PADDING)
 
 
-class GraphedCallable:
+class GraphedCallable(StandIn):
     """A function or module whose calls are answered by graphs; made by `graph()`.
 
     Graphs are captured at the first call of each kind, or at once by `prepare()`.
@@ -106,7 +110,12 @@ class GraphedCallable:
         self._quick: dict[Any, Any] = {}
         self._last_miss: str | None = None
         self._warned: set[str] = set()
+        self._waits: dict[CallSignature, Wait] = {}
         self._closed = False
+
+    @property
+    def _graphwright_stands_for(self) -> Any:
+        return self.fn
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call by a graph, or eagerly where none fits or may be captured.
@@ -166,10 +175,10 @@ class GraphedCallable:
             if entry.pure:
                 # The device works while the module is looked over.
                 result = graph.run(args, kwargs)
-                if not watch.unchanged() and watch.changed() is not None:
+                if watch.changed() is not None:
                     return self._find(args, kwargs)
             else:
-                if not watch.unchanged() and watch.changed() is not None:
+                if watch.changed() is not None:
                     return self._find(args, kwargs)
                 result = graph.run(args, kwargs)
         except GraphClosed:
@@ -202,23 +211,28 @@ class GraphedCallable:
 
     def _find(self, args: Args, kwargs: Kwargs) -> Any:
         """Everything but the common case."""
+        captured = capturing_now()  # Which has a mode of its own see the operations.
+        if not captured and inside_transform():
+            return self._as_it_is("traced or transformed", args, kwargs)
+        # A training step that is captured wants gradients too.
+        if torch.is_grad_enabled() and (
+            any(t.requires_grad for t in tensors_of((args, dict(kwargs))))
+            or self._entries.in_training()
+        ):
+            return self._as_it_is("gradients are wanted", args, kwargs)
         if self._closed:
             return self._run_eagerly("closed", args, kwargs)
-        if capturing_now():
+        if captured:
             return self._run_eagerly("inside another capture", args, kwargs)
-        if inside_transform():
-            self._tally.eager["traced or transformed"] += 1
-            return self.fn(*args, **kwargs)
-        state = self._entries.state()
-        if torch.is_grad_enabled() and (
-            state.training or any(t.requires_grad for t in tensors_of((args, dict(kwargs))))
-        ):
-            self._tally.eager["gradients are wanted"] += 1
-            return self.fn(*args, **kwargs)
         try:
             signature = CallSignature.of(args, kwargs)
         except SignatureError as error:
             return self._missed("an argument that cannot be captured", error.what, args, kwargs)
+        if self._waits:
+            wait = self._waits.get(signature)
+            if wait is not None and wait.goes_on():
+                return self._missed(UNCAPTURED, wait.why, args, kwargs)
+        state = self._entries.state()
         grad = self._entries.grad_mode()
         entry = state.entries.get((signature, grad))
         if entry is not None and entry.ready:
@@ -254,6 +268,11 @@ class GraphedCallable:
             return Miss("no graph fits", self._why(asked))
         try:
             return self._entries.capture(signature, state, asked.args, asked.kwargs)
+        except (StateChanges, Busy) as error:
+            # The state of now will not come back, so that the refusal is of no use to it.
+            why = in_words(error)[0]
+            self._waits.setdefault(signature, Wait()).begin(why)
+            return Miss(UNCAPTURED, why)
         except (CaptureError, MemoryBudgetExceeded) as error:
             self._entries.refuse(signature, state, asked.grad, error)
             return Miss(_kind(error), in_words(error)[0])
@@ -285,16 +304,27 @@ class GraphedCallable:
             )
         return result
 
+    def _as_it_is(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
+        """Eager's answer, gradients and all."""
+        self._tally.eager[kind] += 1
+        with self._entries.turns.calling():
+            return self.fn(*args, **kwargs)
+
     def _run_eagerly(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
         self._tally.eager[kind] += 1
         return self._quietly(args, kwargs)
 
     def _quietly(self, args: Args, kwargs: Kwargs) -> Any:
         """Eager's answer, not requiring grad."""
-        if self._entries.grad_mode():
-            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, self.fn(*args, **kwargs))
-        with torch.no_grad():
-            return self.fn(*args, **kwargs)
+        detached = self._entries.grad_mode()
+        with (
+            self._entries.turns.calling(),
+            contextlib.nullcontext() if detached else torch.no_grad(),
+        ):
+            result = self.fn(*args, **kwargs)
+        if detached:
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return result
 
     def _forget(self, entry: Entry) -> None:
         """An entry was given up."""
@@ -353,12 +383,14 @@ class GraphedCallable:
     def explain(self) -> str:
         """What runs now and why, what it costs, and how the calls went so far."""
         lines = explained(name_of(self.fn), self.statistics, self._entries.ready(), self.pool)
+        lines += self._entries.unread()
         if self._last_miss is not None:
             lines.append(f"last call without a graph: {self._last_miss}")
         return "\n".join(lines)
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
+        self._waits.clear()
         self._entries.release()
 
     def close(self) -> None:
@@ -412,6 +444,29 @@ class Miss:
     why: str
 
 
+class Wait:
+    """How long calls of a kind are eager before a capture is tried again: ever longer.
+
+    Attributes:
+        why: it is waited.
+    """
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._left = 0
+        self._next = 16
+
+    def begin(self, why: str) -> None:
+        """A capture was refused."""
+        self.why, self._left = why, self._next
+        self._next *= 4
+
+    def goes_on(self) -> bool:
+        """Whether this call is eager too."""
+        self._left -= 1
+        return self._left >= 0
+
+
 def _rebuild(
     kind: type[GraphedCallable],
     fn: Callable[..., Any],
@@ -429,7 +484,7 @@ def quick_key(args: Args, kwargs: Kwargs) -> Any:
         if kwargs:
             return (*shapes, *kwargs, *[value.shape for value in kwargs.values()])
         return tuple(shapes)
-    except AttributeError:
+    except (AttributeError, RuntimeError):  # A nested tensor has no shape.
         return None
 
 

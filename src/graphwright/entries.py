@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from .errors import GraphwrightError
+from .errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
 from .graphs.callgraph import Breaks, CallGraph, Outputs
+from .graphs.exclusive import turns_of
 from .graphs.graph import State as GraphState
 from .graphs.memory import MemoryPool
 from .signature import Args, CallSignature, Kwargs
-from .watch import FunctionModule, ModuleWatch, in_training
+from .watch import FunctionModule, ModuleWatch, in_training, unread_in_words
 
 if TYPE_CHECKING:
     from .shapes.kinds import Kind
@@ -35,6 +36,8 @@ class State:
 
     watch: ModuleWatch
     training: bool
+    # Whether the gradient mode has a say in what the module computes.
+    by_grad_mode: bool
     # By the call's signature and, where numbers depend on it, the gradient mode.
     entries: dict[tuple[CallSignature, bool | None], Entry] = field(default_factory=dict)
     kinds: list[Kind] = field(default_factory=list)
@@ -95,24 +98,38 @@ class Entries:
         self._max_graphs = max_graphs
         self._forget = forget
         self._forget_proofs = forget_proofs
+        self._function: tuple[FunctionModule, ModuleWatch] | None = None
+        self.turns = turns_of(self.module(), None if isinstance(fn, nn.Module) else fn)
         self._states: list[State] = []
+        self._current: State | None = None
         self._order: dict[CallGraph, Entry] = {}  # least recently used first
 
     def module(self) -> nn.Module:
         """What holds the function's parameters."""
-        return self.fn if isinstance(self.fn, nn.Module) else FunctionModule(self.fn)
+        if isinstance(self.fn, nn.Module):
+            return self.fn
+        # To look for what a function reaches takes a while; nothing else may have changed.
+        if self._function is None or not self._function[1].unchanged():
+            made = FunctionModule(self.fn)
+            self._function = made, ModuleWatch(made, values=False)
+        return self._function[0]
 
     def grad_mode(self) -> bool | None:
         """The gradient mode, where the module's numbers depend on it."""
-        if any(isinstance(m, _DEPEND_ON_GRAD_MODE) for m in self.module().modules()):
-            return torch.is_grad_enabled()
-        return None
+        state = self._current
+        by_it = _by_grad_mode(self.module()) if state is None else state.by_grad_mode
+        return torch.is_grad_enabled() if by_it else None
+
+    def in_training(self) -> bool:
+        """Whether any part of the module is in training mode."""
+        return any(map(in_training, self.module().modules()))
 
     def state(self) -> State:
         """The module's state as it is now; graphs of weights that are gone are closed."""
         with self.pool.lock:
             for state in self._states:
                 if state.watch.changed() is None:
+                    self._current = state
                     return state
             for state in [s for s in self._states if s.watch.rebound()]:
                 self._drop(state)
@@ -120,8 +137,14 @@ class Entries:
                 self._drop(self._states[0])
             module = self.module()
             training = any(map(in_training, module.modules()))
-            self._states.append(State(ModuleWatch(module, values=False), training))
-            return self._states[-1]
+            watch = ModuleWatch(module, values=False)
+            self._current = State(watch, training, _by_grad_mode(module))
+            self._states.append(self._current)
+            return self._current
+
+    def unread(self) -> list[str]:
+        """A line on the objects of the module that nobody can look into, if there are any."""
+        return [] if self._current is None else unread_in_words(self._current.watch)
 
     def ready(self) -> list[Entry]:
         """The entries whose graphs can be replayed, least recently used first."""
@@ -153,12 +176,14 @@ class Entries:
         """Remember why calls of a signature have no graph, until the pool has more room."""
         version = None if for_good else self.pool.version
         # Not the error itself: the frames of its traceback hold tensors.
-        error = type(error)(error.what, where=error.where, remedy=error.remedy)
+        kind = MemoryBudgetExceeded if isinstance(error, MemoryBudgetExceeded) else CaptureError
+        error = kind(error.what, where=error.where, remedy=error.remedy)
         state.entries[signature, grad] = Entry(signature, state, None, False, grad, error, version)
 
     def capture(self, signature: CallSignature, state: State, args: Args, kwargs: Kwargs) -> Entry:
         """Capture a call."""
-        with self.pool.lock:
+        # Before the lock: an eager call of another thread, which is waited for, may want it too.
+        with self.turns.alone(), self.pool.lock:
             entry = state.entries.get((signature, self.grad_mode()))
             if entry is not None and entry.ready:
                 return entry  # Another thread was faster.
@@ -248,6 +273,7 @@ class Entries:
 
     def _drop(self, state: State) -> None:
         self._states.remove(state)
+        self._current = None if self._current is state else self._current
         self._forget_proofs([proof for kind in state.kinds for proof in kind.proofs()])
         for entry in list(state.entries.values()):
             self.discard(entry)
@@ -258,3 +284,7 @@ class Entries:
             for state in list(self._states):
                 self._drop(state)
             self.pool.trim()
+
+
+def _by_grad_mode(module: nn.Module) -> bool:
+    return any(isinstance(part, _DEPEND_ON_GRAD_MODE) for part in module.modules())

@@ -2,18 +2,141 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+import functools
+import importlib
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
+import torch
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from . import forking
+
+
+class Shared:
+    """A switch of the whole process that several threads may want thrown at once.
+
+    The first one throws it, the last one puts it back.
+    """
+
+    def __init__(self, throw: Callable[[], Callable[[], object]]) -> None:
+        """`throw` throws the switch and returns what puts it back."""
+        self._throw = throw
+        self._lock = forking.lock()
+        self._users = 0
+        self._back: Callable[[], object] = lambda: None
+        os.register_at_fork(after_in_child=self._forked)
+
+    def throw(self) -> None:
+        """Have the switch thrown until `put_back` is called."""
+        with self._lock:
+            if self._users == 0:
+                self._back = self._throw()
+            self._users += 1
+
+    def put_back(self) -> None:
+        """End what one `throw` has begun."""
+        with self._lock:
+            if self._users == 0:  # It was put back by a fork.
+                return
+            self._users -= 1
+            if self._users == 0:
+                self._back()
+
+    def _forked(self) -> None:
+        """The child has none of the threads that wanted it, but maybe the one that forked."""
+        if self._users:
+            self._users = 0
+            self._back()
+
+    @contextlib.contextmanager
+    def thrown(self) -> Iterator[None]:
+        """Have the switch thrown inside the block."""
+        self.throw()
+        try:
+            yield
+        finally:
+            self.put_back()
+
+
+@contextlib.contextmanager
+def compilers_off() -> Iterator[None]:
+    """Run torch.compile'd functions as plain Python inside the block, on all threads.
+
+    TorchDynamo does not compile under a dispatch mode, nor run what it has compiled. It also marks
+    the code that it meets there, and never compiles that again in this process.
+    """
+    with _EAGER.thrown():
+        yield
+
+
+class _Eager:
+    """TorchDynamo told to leave everything alone; where it is not there yet, once it comes."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._over = False
+        self._stance: Any = None
+        self._compile: Any = None
+        if "torch._dynamo" in sys.modules:
+            self._tell()
+            return
+        # Its import takes more than a second, and most programs never need it.
+        compile_ = self._compile = torch.compile
+
+        @functools.wraps(compile_)
+        def compile_later(*args: Any, **kwargs: Any) -> Any:
+            importlib.import_module("torch._dynamo")  # Not while the lock is held.
+            with self._lock:
+                if self._stance is None and not self._over:
+                    self._tell()
+            return compile_(*args, **kwargs)
+
+        torch.compile = compile_later
+
+    def _tell(self) -> None:
+        self._stance = torch.compiler.set_stance("force_eager")
+
+    def end(self) -> None:
+        """Put back what was there before."""
+        with self._lock:
+            self._over = True
+            if self._compile is not None:
+                torch.compile = self._compile
+            if self._stance is not None:
+                self._stance.__exit__(None, None, None)
+
+
+_EAGER = Shared(lambda: _Eager().end)
+
 
 class OperationMode(TorchDispatchMode):
-    """A dispatch mode: inside of its block it runs the operations in PyTorch's place."""
+    """A dispatch mode: inside of its block it runs the operations in PyTorch's place.
+
+    What torch.compile has made runs as plain Python there: see `compilers_off`.
+    """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
+
+    def __enter__(self) -> Any:
+        _EAGER.throw()
+        try:
+            return super().__enter__()  # type: ignore[no-untyped-call]
+        except BaseException:
+            _EAGER.put_back()
+            raise
+
+    def __exit__(self, *exc: Any) -> None:
+        try:
+            super().__exit__(*exc)  # type: ignore[no-untyped-call]
+        finally:
+            _EAGER.put_back()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

@@ -6,10 +6,11 @@ from typing import Any
 
 from torch import nn
 
+from .dependencies import StandIn
 from .watch import FunctionModule
 
 
-class ModuleProxy(nn.Module):
+class ModuleProxy(nn.Module, StandIn):
     """Shares a module's attributes; subclasses say how it is called.
 
     parameters(), state_dict(), to(), train(), hooks and all else read and change the one module.
@@ -24,6 +25,10 @@ class ModuleProxy(nn.Module):
         # One dictionary for both: whatever is set on the one is set on the other.
         object.__setattr__(self, "__dict__", module.__dict__)
         object.__setattr__(self, "_original", module)
+
+    @property
+    def _graphwright_stands_for(self) -> Any:
+        return self._original
 
     @property
     def module(self) -> Any:

@@ -17,7 +17,7 @@ from .graphs.memory import parse_bytes
 from .nursery import CANDIDATE
 from .report.result import Shape
 from .shapes.dimensions import portable
-from .signature import Args, CallSignature, Kwargs
+from .signature import Args, CallSignature, Kwargs, refuse_weights
 from .snapshots import Call
 from .strategies import (
     LOSSY,
@@ -29,7 +29,7 @@ from .strategies import (
 )
 from .strategies.eager import EAGER
 from .tuned import TunedModule
-from .watch import FunctionModule
+from .watch import FunctionModule, check_audit
 
 if TYPE_CHECKING:
     from .filled import BucketedCall
@@ -72,6 +72,7 @@ class Request:
     isolate: bool | None
     remember: bool
     fresh: bool
+    audit: int | None
 
     @classmethod
     def of(
@@ -95,6 +96,7 @@ class Request:
         isolate: bool | None = None,
         remember: bool = True,
         fresh: bool = False,
+        audit: int | None = None,
     ) -> Request:
         """Check what `tune` was given; the arguments are its own.
 
@@ -103,6 +105,7 @@ class Request:
             SignatureError: the arguments cannot be compared.
         """
         check_options(model, args, kwargs, objective, tolerance, allow, budget_s, timeout_s)
+        check_audit(audit)
         if CANDIDATE in os.environ:
             raise OptionError(
                 "tune() was called in the process of a candidate of another tune().",
@@ -112,6 +115,7 @@ class Request:
         if isinstance(model, TunedModule):
             model = model.module
         module = _module_of(model)
+        refuse_weights(module, subclasses=True)
         bucketed = None
         names: list[str] = []
         if buckets is not None:
@@ -166,6 +170,7 @@ class Request:
             isolate,
             remember,
             fresh,
+            audit,
         )
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -9,6 +10,23 @@ from typing import Any
 import torch
 
 from .signature import switches
+
+_FLAGS = (
+    "backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "backends.cuda.matmul.allow_fp16_accumulation",
+    "backends.cudnn.deterministic",
+    "utils.deterministic.fill_uninitialized_memory",
+)
+
+
+def _get(name: str) -> Any:
+    return operator.attrgetter(name)(torch)
+
+
+def _set(name: str, value: Any) -> None:
+    owner, _, flag = name.rpartition(".")
+    setattr(operator.attrgetter(owner)(torch), flag, value)
 
 
 @dataclass(frozen=True)
@@ -22,6 +40,7 @@ class Settings:
         grad: whether gradients are on.
         inference: whether inference mode is.
         warn_only: whether operators that are not deterministic only warn.
+        flags: further ones, by their names in torch.
         compilers: what was set of torch.compile's options, as Python, by module.
     """
 
@@ -31,6 +50,7 @@ class Settings:
     grad: bool
     inference: bool
     warn_only: bool
+    flags: dict[str, Any]
     compilers: dict[str, str]
 
     @classmethod
@@ -44,6 +64,7 @@ class Settings:
             grad=torch.is_grad_enabled(),
             inference=torch.is_inference_mode_enabled(),
             warn_only=torch.is_deterministic_algorithms_warn_only_enabled(),
+            flags={name: _get(name) for name in _FLAGS},
             compilers={
                 name: sys.modules[name].codegen_config() for name in names if name in sys.modules
             },
@@ -77,6 +98,9 @@ class Settings:
         torch.backends.cuda.enable_mem_efficient_sdp(efficient)
         torch.backends.cuda.enable_math_sdp(math)
         torch.backends.cuda.enable_cudnn_sdp(cudnn_sdp)
+        for name, value in self.flags.items():
+            if _get(name) != value:
+                _set(name, value)
         if self.device != torch.get_default_device():
             torch.set_default_device(self.device)
         torch.set_num_threads(self.threads)
@@ -84,5 +108,5 @@ class Settings:
         for name, statements in self.compilers.items():
             importlib.import_module(name)
             exec(statements, {"torch": torch})
-        if switches() != self.switches:
+        if switches() != self.switches or {name: _get(name) for name in _FLAGS} != self.flags:
             raise RuntimeError("a setting of torch.backends could not be repeated")

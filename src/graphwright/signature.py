@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import struct
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
 
 from .errors import SignatureError
 
@@ -94,6 +95,12 @@ def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
 
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _STRIDED = torch.strided
+_HOST = torch.device("cpu")
+_is_functional = torch._is_functional_tensor
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_NO_FUNCTION = torch._C._disabled_torch_function_impl
+_EVERY_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
 
 
 def _is_plain(value: Any) -> bool:
@@ -101,12 +108,16 @@ def _is_plain(value: Any) -> bool:
     return (
         type(value) in _PLAIN_TYPES
         and value.layout is torch.strided
+        and not (_is_wrapped(value) or _is_functional(value))
         and not (value.is_nested or value.is_quantized or value.is_neg() or value.is_conj())
         and not value._is_zerotensor()
     )
 
 
 def _kind(tensor: torch.Tensor) -> str:
+    nothing = without_memory(tensor)
+    if nothing is not None:
+        return nothing
     if type(tensor) not in _PLAIN_TYPES:
         return f"a {type(tensor).__qualname__}, a subclass of Tensor"
     if tensor.is_nested:
@@ -114,6 +125,110 @@ def _kind(tensor: torch.Tensor) -> str:
     if tensor.layout is not torch.strided or tensor.is_quantized:
         return f"a {tensor.layout} tensor" if not tensor.is_quantized else "a quantized tensor"
     return "a lazily conjugated or negated tensor (see torch.resolve_conj, torch.resolve_neg)"
+
+
+def dispatches(tensor: torch.Tensor) -> bool:
+    """Whether its class runs the operations of PyTorch itself (`__torch_dispatch__`)."""
+    kind = type(tensor)
+    return kind not in _PLAIN_TYPES and kind.__torch_dispatch__ is not _NO_DISPATCH
+
+
+def without_memory(tensor: torch.Tensor) -> str | None:
+    """What a tensor is that has no values in memory of its own, in words; None for any other.
+
+    Neither its address nor its bytes can be asked for: that raises whatever PyTorch raises.
+    """
+    if nn.parameter.is_lazy(tensor):
+        return f"an {type(tensor).__qualname__}, of a lazy module before its first call"
+    if _is_wrapped(tensor):
+        return "a tensor of a torch.func transform (vmap, grad, jvp)"
+    if _is_functional(tensor):
+        return "a functional tensor (torch.func.functionalize)"
+    if dispatches(tensor):
+        return f"a {type(tensor).__qualname__}, a subclass of Tensor"
+    if tensor._is_zerotensor():
+        return "a tensor of zeros without memory"
+    return None
+
+
+def unusual_weight(module: nn.Module) -> tuple[str, str] | None:
+    """The first weight that is no plain dense tensor: its name and what it is; None if all are."""
+    for name, tensor in _weights(module):
+        lazy = nn.parameter.is_lazy(tensor)
+        if lazy or tensor.is_meta or not (_is_plain(tensor) or _is_only_conjugated(tensor)):
+            meta = tensor.is_meta and without_memory(tensor) is None
+            return name, "a meta tensor, without values" if meta else _kind(tensor)
+    return None
+
+
+# By name, so that none has to be imported.
+_SHARDING = ("FSDPModule", "FullyShardedDataParallel")
+
+
+def sharded_module(module: nn.Module) -> tuple[str, str] | None:
+    """A module whose weights come and go around its calls: its name and class; None if none is.
+
+    Between two calls their memory is given back, and a graph would read it.
+    """
+    for path, child in module.named_modules():
+        for kind in type(child).__mro__:
+            if kind.__name__ in _SHARDING and kind.__module__.startswith("torch."):
+                return path, kind.__name__
+    return None
+
+
+def refuse_weights(module: nn.Module, *, subclasses: bool = False) -> None:
+    """Refuse a module with weights that no graph can hold.
+
+    A subclass that answers PyTorch's functions itself may leave the work to plain tensors, as
+    torchao's quantised weights do: it is let through, but for `subclasses=True`, where the values
+    of weights are copied and compared.
+
+    Raises:
+        SignatureError: a parameter, buffer or attribute is such a tensor, or FSDP divides weights.
+    """
+    sharded = sharded_module(module)
+    if sharded is not None:
+        raise SignatureError(
+            f"{sharded[0] or 'The model'} is an {sharded[1]}: the memory of its weights comes and "
+            "goes around each call, and a graph reads where it was.",
+            remedy="Use the plain module on one device.",
+        )
+    for name, tensor in _weights(module):
+        kind = without_memory(tensor)
+        if kind is None and tensor.is_meta:
+            kind = "a meta tensor, without values"
+        if kind is None or (dispatches(tensor) and _answers_functions(tensor) and not subclasses):
+            continue
+        raise SignatureError(
+            f"The weight {name} is {kind}, which a graph cannot hold.",
+            remedy="Run the model once before."
+            if nn.parameter.is_lazy(tensor)
+            else "Use dense tensors of PyTorch's own class as weights.",
+        )
+
+
+def _answers_functions(tensor: torch.Tensor) -> bool:
+    """Whether its class has a `__torch_function__` of its own."""
+    own = type(tensor).__torch_function__
+    return own is not _NO_FUNCTION and getattr(own, "__func__", own) is not _EVERY_FUNCTION
+
+
+def _is_only_conjugated(tensor: torch.Tensor) -> bool:
+    return (tensor.is_conj() or tensor.is_neg()) and _is_plain(tensor.resolve_conj().resolve_neg())
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and attributes that are tensors, by name."""
+    for path, child in module.named_modules():
+        # A script has no dictionaries of its own.
+        for held in ("_parameters", "_buffers"):
+            for name, value in getattr(child, held).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{path}.{name}" if path else name, value
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}" if path else name, value
 
 
 # What `switches` gives, by name.
@@ -136,22 +251,14 @@ SWITCHES = (
 
 
 def switches() -> tuple[Any, ...]:
-    """The global switches that change which kernels a call runs or what they compute.
+    """The global switches that another process repeats, and that a saved model was built under.
 
-    Read at every call, hence from torch._C: the public properties cost three times as much, and
-    the older TF32 flags raise once one of the newer fp32_precision settings was used.
+    Read from torch._C: the public properties cost three times as much, and the older TF32 flags
+    raise once one of the newer fp32_precision settings was used.
     """
-    return (
-        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
-        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
-        *lasting_switches(),
-    )
-
-
-def lasting_switches() -> tuple[Any, ...]:
-    """The switches but for autocast, which a guard of tensors sees come and go by itself."""
     c = torch._C
     return (
+        *_autocast(),
         torch.get_default_dtype(),
         c._get_deterministic_algorithms(),
         c._get_mkldnn_enabled(),
@@ -164,6 +271,152 @@ def lasting_switches() -> tuple[Any, ...]:
         c._get_mem_efficient_sdp_enabled(),
         c._get_math_sdp_enabled(),
         c._get_cudnn_sdp_enabled(),
+    )
+
+
+def _autocast() -> tuple[Any, Any]:
+    """Autocast's dtype on the CPU and on CUDA, or False."""
+    if not torch._C._is_any_autocast_enabled():  # Quicker than asking for each.
+        return False, False
+    return (
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )
+
+
+# What `lasting_switches` gives, by name. What an operation of the CPU asks for itself is no part of
+# it, since a graph there runs the operations: precisions of oneDNN, threads, denormals.
+_LASTING = (
+    "the default dtype",
+    "the default device",
+    "torch.use_deterministic_algorithms (warn_only, fill_uninitialized_memory)",
+    "torch.backends.mkldnn.enabled",
+    "torch.backends.cuda.flash_sdp",
+    "torch.backends.cuda.math_sdp",
+    "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
+    "torch.backends.mha.set_fastpath_enabled",
+    "torch.backends.opt_einsum",
+)
+_LASTING_ON_CUDA = (
+    "fp32_precision (TF32) of torch.backends.cuda.matmul and torch.backends.cudnn",
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+    "torch.backends.cuda.mem_efficient_sdp",
+    "torch.backends.cuda.cudnn_sdp",
+    *["the order of kernels for attention (sdpa_kernel(set_priority=True))"]
+    * len(torch._C._get_sdp_priority_order()),
+)
+
+
+def lasting_switches() -> tuple[Any, ...]:
+    """The switches that change what a call computes, but for autocast.
+
+    Read at every call, hence by whatever is quickest, and written out twice. A guard of tensors
+    sees autocast come and go by itself.
+    """
+    c = torch._C
+    modes = _function_modes() if c._len_torch_function_stack() else None
+    contraction = _EINSUM and _EINSUM["enabled"] and _EINSUM["strategy"]
+    deterministic = c._get_deterministic_algorithms() and (
+        c._get_deterministic_algorithms_warn_only(),
+        c._get_deterministic_fill_uninitialized_memory(),
+    )
+    if not _CUDA:
+        return (
+            torch.get_default_dtype(),
+            modes,
+            deterministic,
+            c._get_mkldnn_enabled(),
+            c._get_flash_sdp_enabled(),
+            c._get_math_sdp_enabled(),
+            c._get_math_sdp_allow_fp16_bf16_reduction(),
+            _MHA._is_fastpath_enabled if FastPath.kept is None else FastPath.kept,
+            contraction,
+        )
+    try:
+        tf32 = (c._get_cublas_allow_tf32(), c._get_cudnn_allow_tf32()) if _Tf32.answers else _tf32()
+    except Exception:
+        _Tf32.answers = False
+        tf32 = _tf32()
+    return (
+        torch.get_default_dtype(),
+        modes,
+        deterministic,
+        c._get_mkldnn_enabled(),
+        c._get_flash_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_math_sdp_allow_fp16_bf16_reduction(),
+        _MHA._is_fastpath_enabled if FastPath.kept is None else FastPath.kept,
+        contraction,
+        tf32,
+        c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_accumulation(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_cudnn_deterministic(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+        *c._get_sdp_priority_order(),
+    )
+
+
+_CUDA = torch.version.cuda is not None or torch.version.hip is not None
+_MHA = torch.backends.mha
+# Its properties take longer to ask for than all of these. Without the package they mean nothing.
+_EINSUM: dict[str, Any] | None = (
+    torch.backends.opt_einsum._get_enabled.__globals__
+    if torch.backends.opt_einsum.is_available()
+    else None
+)
+_NAMES = (*SWITCHES[:2], *_LASTING, *(_LASTING_ON_CUDA if _CUDA else ()))
+
+
+class FastPath:
+    """What the user has set of attention's fast path, while a capture has it off.
+
+    Attributes:
+        kept: that; None where no capture is under way.
+    """
+
+    kept: bool | None = None
+
+
+class _Tf32:
+    """Whether the older flags of TF32 can be asked for, which is quicker than the newer settings.
+
+    They raise once these say what they cannot.
+    """
+
+    answers = True
+
+
+def _tf32() -> tuple[Any, ...]:
+    """Precision of float32 in matrix products, and in cuDNN's convolutions and RNNs."""
+    get = torch._C._get_fp32_precision_getter
+    return get("cuda", "matmul"), get("cuda", "conv"), get("cuda", "rnn")
+
+
+def _function_modes() -> tuple[Any, ...] | None:
+    """The default device, `with torch.device(...)` included, and modes of others."""
+    c = torch._C
+    found = []
+    for place in range(c._len_torch_function_stack()):
+        mode = c._get_function_stack_at(place)
+        found.append(mode.device if type(mode) is DeviceContext else mode)
+    return tuple(each for each in found if each != _HOST) or None
+
+
+def _sees_functions() -> bool:
+    """Whether a mode of somebody's wants to see the functions of PyTorch that are called."""
+    c = torch._C
+    return any(
+        type(c._get_function_stack_at(place)) is not DeviceContext
+        for place in range(c._len_torch_function_stack())
     )
 
 
@@ -267,7 +520,8 @@ class CallSignature:
             )
             guard = guard_of((*args, *(kwargs[name] for name in flat[1])))
         mixed = None if flat is not None or aliases else Mixed.of(args, kwargs)
-        return cls(spec, tuple(described), aliases, switches(), flat, guard, mixed)
+        switched = (*_autocast(), *lasting_switches())
+        return cls(spec, tuple(described), aliases, switched, flat, guard, mixed)
 
     @functools.cached_property
     def wants_grad(self) -> bool:
@@ -287,11 +541,11 @@ class CallSignature:
             except KeyError:
                 return False
             if fitting(self.guard, values):
-                return switches() == self.switches
+                return self._switched()
         if self.mixed is not None:
             row = self.mixed.values(args, kwargs)
             if row is not None and fitting(self.mixed.guard, self.mixed.tensors(row)):
-                return switches() == self.switches
+                return self._switched()
         if inside_transform():
             return False
         if self.flat is None:
@@ -307,12 +561,16 @@ class CallSignature:
                 return False
         if len(args) + len(kwargs) > 1 and _shared((*args, *kwargs.values())):
             return False
-        return switches() == self.switches
+        return self._switched()
+
+    def _switched(self) -> bool:
+        """Whether the switches are what they were."""
+        return (*_autocast(), *lasting_switches()) == self.switches
 
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
         """Why a call does not fit this signature, in words, or None when it fits."""
         if inside_transform():
-            return "the call is traced, or inside a torch.func transform or a dispatch mode"
+            return "the call is traced, or inside a torch.func transform or a mode of PyTorch's"
         try:
             other = CallSignature.of(args, kwargs)
         except SignatureError as error:
@@ -329,7 +587,8 @@ class CallSignature:
         if other.aliases != self.aliases:
             found.append("the arguments share memory in another way")
         if other.switches != self.switches:
-            found.append("autocast or a torch.backends switch changed")
+            pairs = zip(_NAMES, self.switches, other.switches, strict=True)
+            found += [f"the switch {name} is {b}, and was {a}" for name, a, b in pairs if a != b]
         return "; ".join(found)
 
 
@@ -347,6 +606,7 @@ def _is(value: Any, expected: tuple[Any, ...]) -> bool:
         and value.requires_grad is requires_grad
         and not value.is_neg()
         and not value._is_zerotensor()
+        and not (_is_wrapped(value) or _is_functional(value))
         and not (dtype.is_complex and value.is_conj())
     )
 
@@ -400,12 +660,13 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> bool:
 
 
 def inside_transform() -> bool:
-    """Whether vmap, tracing, a dispatch mode or the like wants to see the operations themselves."""
+    """Whether vmap, tracing, a mode or the like wants to see the operations themselves."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()
+        or (torch._C._len_torch_function_stack() > 0 and _sees_functions())
     )
 
 

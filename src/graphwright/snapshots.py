@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .signature import SCALARS, Args, argument_names, describe, flatten, leaf_names, unflatten
+from .dependencies import Dependencies
+from .signature import Args, argument_names, describe, flatten, leaf_names, unflatten
 
 Model = Callable[..., Any]
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -101,15 +102,16 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 class State:
     """What a module holds, as it was: to put back and to compare.
 
-    Buffers and tensor attributes, which a call may change or replace, are kept as copies; plain
-    attributes by value; parameters, which inference must not change, in host memory and by a
-    checksum, unless `weights` is False.
+    Buffers and tensor attributes, which a call may change or replace, are kept as copies; whatever
+    else it reaches by identity, containers by what was in them; parameters, which inference must
+    not change, in host memory and by a checksum, unless `weights` is False.
     """
 
     def __init__(self, module: nn.Module, *, weights: bool = True) -> None:
+        # Lists, dictionaries, objects and attributes, whatever holds them.
+        self._held = Dependencies(module)
         # Where each tensor is found, under which key, and which tensor it is.
         self._places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
-        self._plain: list[tuple[dict[str, Any], dict[str, Any]]] = []
         # A hook of weight_norm makes the weight anew before each call.
         remade = set()
         self._slots: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
@@ -128,8 +130,6 @@ class State:
             for name, parameter in slots.items() if isinstance(slots, dict) else ():
                 if parameter is not None and parameter.layout is torch.strided:
                     self._slots[root + name] = (slots, name, parameter)
-            plain = {n: v for n, v in attributes.items() if isinstance(v, SCALARS)}
-            self._plain.append((attributes, plain))
         self._remade = frozenset(remade)
         self._grad = {name: t.requires_grad for name, (_, _, t) in self._places.items()}
         self._kept = {name: t.detach().clone() for name, (_, _, t) in self._places.items()}
@@ -143,13 +143,10 @@ class State:
 
     def restore(self) -> None:
         """Put back what changed, the values of parameters excepted."""
+        self._held.put_back()
         for slots, key, parameter in self._slots.values():
             if slots.get(key) is not parameter:
                 slots[key] = parameter
-        for attributes, plain in self._plain:
-            for name, value in plain.items():
-                if attributes.get(name) is not value:
-                    attributes[name] = value
         with torch.no_grad():
             for name, (holder, key, tensor) in self._places.items():
                 holder[key] = tensor
@@ -211,7 +208,7 @@ class State:
         return [*self._parameters.items(), *((n, t) for n, (_, _, t) in self._places.items())]
 
     def _sums(self) -> dict[str, int]:
-        return {name: _checksum(parameter) for name, parameter in self._parameters.items()}
+        return {name: checksum(parameter) for name, parameter in self._parameters.items()}
 
 
 def _replaced(now: Any, before: torch.Tensor) -> int:
@@ -233,9 +230,11 @@ def _version(tensor: torch.Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-def _checksum(tensor: torch.Tensor) -> int:
+def checksum(tensor: torch.Tensor) -> int:
     """A sum over the bits in which each place has a weight of its own, modulo 2**64."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    if not tensor.numel():
+        return 0
     for part in _bits(tensor).split(1 << 22):
         places = torch.arange(1, 2 * len(part), 2, device=tensor.device)
         total = 31 * total + (part.to(torch.int64) * places).sum()

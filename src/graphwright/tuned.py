@@ -16,6 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .errors import SignatureError
+from .graphs.exclusive import turns_of
 from .proxy import ModuleProxy
 from .ranges import Range, RangedSignature
 from .report import Report
@@ -23,7 +24,7 @@ from .report.result import EAGER
 from .shortcut import MISS, Shortcut, shortcut
 from .signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
 from .strategies import Built, Candidate
-from .watch import ModuleWatch, in_training
+from .watch import ModuleWatch, in_training, unread_in_words
 
 if TYPE_CHECKING:
     from .filling import Filling
@@ -46,6 +47,7 @@ def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any
 
 # Why a call goes to the module itself, as it is counted.
 GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
+TRANSFORMED = "it is traced or transformed"
 CHANGED, OTHER, NO_BUCKET = "the module changed", "another signature", "no bucket"
 
 
@@ -136,6 +138,7 @@ class _Choice:
         self.shortcuts = tuple(shortcuts)
         self.origin = origin
         self.loaded = tuple(loaded)
+        self.turns = turns_of(module, getattr(module, "_function", None))
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
@@ -197,7 +200,8 @@ class _Choice:
         """The module's own answer, if there is a module, counted by the kind of reason."""
         if not isinstance(self.module, Absent):
             self.calls[f"eager: {kind}"] += 1
-            return call(*args, **kwargs)
+            with self.turns.calling():
+                return call(*args, **kwargs)
         self.calls[f"refused: {kind}"] += 1
         if kind == NO_BUCKET:
             # What the nearest bucket is says more than that there are no plans.
@@ -273,8 +277,12 @@ class TunedModule(ModuleProxy):
                     choice.calls["tuned"] += 1
                     return result
         found = choice.fitting(args, kwargs)
+        if found is None and inside_transform():
+            choice.last_difference = "it is traced or transformed"
+            return choice.eager(TRANSFORMED, choice.module, args, kwargs)
         if torch.is_grad_enabled() and (
             choice.module.training
+            or (choice.watch is None and any(map(in_training, choice.module.modules())))
             # What fits requires grad exactly where the sample did.
             or (found[0].wants_grad if found is not None else _wants_grad(args, kwargs))
         ):
@@ -293,6 +301,9 @@ class TunedModule(ModuleProxy):
                 choice.calls[way] += 1
                 return result
             kind = CHANGED
+        if torch.is_grad_enabled() and any(map(in_training, choice.module.modules())):
+            choice.last_difference = "a part of the module is in training mode"
+            return choice.eager(GRADIENTS, choice.module, args, kwargs)
         return choice.eager(kind, quiet_eager(choice.module, choice.quiet), args, kwargs)
 
     def explain(self) -> str:
@@ -308,10 +319,15 @@ class TunedModule(ModuleProxy):
         elif absent:
             lines.append("It was loaded without the model: whatever else is called is refused.")
         elif choice.watch is not None and choice.watch.values:
+            every = choice.watch.audit
             lines.append(
                 "It holds a copy of the weights: after a change of them calls go to the module "
-                "itself, but changes through .data, NumPy or a pointer are not noticed."
+                "itself. Changes through .data, NumPy or a pointer are "
+                + ("not noticed without audit=N." if every is None else "looked for,")
+                + ("" if every is None else f" once in {every} calls.")
             )
+        if choice.watch is not None:
+            lines += unread_in_words(choice.watch)
         if change is not None:
             lines.append(f"Every call now {goes}, since {change}.")
             if not absent:
@@ -346,6 +362,7 @@ def assembled(
     quiet: bool,
     filling: Callable[[list[tuple[CallSignature, Callable[..., Any]]]], Filling] | None = None,
     loaded: Sequence[str] = (),
+    audit: int | None = None,
 ) -> TunedModule:
     """The module with one of the candidates to answer its calls.
 
@@ -358,11 +375,13 @@ def assembled(
         quiet: whether eager computes the same under no_grad.
         filling: makes of what was built what answers calls between the buckets.
         loaded: what was done to load it from a file, in words.
+        audit: every so many calls, compare the values of weights that it holds a copy of.
     """
     builts, eager = origin.builts, origin.candidate.name == EAGER
     watch = None
     if origin.candidate.name.split(":")[0] != EAGER:  # Eager needs no watching.
-        watch = ModuleWatch(module, values=any(built.holds_weights for built in builts))
+        copies = any(built.holds_weights for built in builts)
+        watch = ModuleWatch(module, values=copies, audit=audit)
     calls: list[Callable[..., Any]] = [built.call for built in builts]
     if eager:  # What tune() gives never requires grad, eager included.
         calls = [quiet_eager(module, quiet)] * len(builts)

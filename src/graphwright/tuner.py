@@ -82,6 +82,7 @@ def tune(
     isolate: bool | None = None,
     remember: bool = True,
     fresh: bool = False,
+    audit: int | None = None,
     progress: bool | None = None,
 ) -> TunedModule:
     """Try every way to run a model that this machine has, verify each, and take the best.
@@ -125,6 +126,9 @@ def tune(
         remember: whether to take the choice of an earlier run for the same model, inputs, machine
             and versions (it is verified again), and to remember this one.
         fresh: tune though a choice is remembered, which gives way to the new one.
+        audit: every so many calls of a winner that holds a copy of the weights, compare a checksum
+            of their values with what it was, which finds writes that PyTorch does not report
+            (`weight.data.mul_()`, NumPy, a pointer).
         progress: whether to show progress on stderr; None shows it on a terminal.
 
     Raises:
@@ -152,6 +156,7 @@ def tune(
         isolate=isolate,
         remember=remember,
         fresh=fresh,
+        audit=audit,
     )
     with shown(progress) as listener:
         return tuning.run(listener)
@@ -484,6 +489,7 @@ class Tuning:
             pure=all(sample.reference.pure for sample in samples),
             quiet=self._quiet,
             filling=None if buckets is None else buckets.filled,
+            audit=self.asked.audit,
         )
 
     def _restore(self) -> None:

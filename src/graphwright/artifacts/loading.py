@@ -27,7 +27,7 @@ from ..strategies import LOSSY, Built, Candidate, parse_candidates
 from ..strategies.base import Loader
 from ..tuned import Absent, Origin, TunedModule, assembled
 from ..verification import compare, verify
-from ..watch import FunctionModule
+from ..watch import FunctionModule, check_audit
 from . import between, container, evidence
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
 from .starting import begun
@@ -38,6 +38,7 @@ def load(
     model: Callable[..., Any] | None = None,
     *,
     trust: bool = False,
+    audit: int | None = None,
 ) -> TunedModule:
     """Load what `save` has written, and verify it on the inputs and results stored in it.
 
@@ -53,20 +54,22 @@ def load(
         trust: whether code may be executed that the file can hold (TorchScript, the libraries of
             AOTInductor, caches of torch.compile, compiled kernels, without which `fused` compiles
             its own), and modules be imported that it names.
+        audit: as `tune()` takes it.
 
     Raises:
         ArtifactError: the file is damaged, belongs to another model, needs the model or trust, or
             cannot be run here.
-        OptionError: `trust` is neither True nor False.
+        OptionError: `trust` is neither True nor False, or `audit` no number of calls.
     """
     if not isinstance(trust, bool):  # Any text would be taken for yes.
         raise OptionError(
             f"trust is {trust!r:.40} in load(), and has to be True or False.",
             remedy="Pass trust=True if the file comes from someone whose code you would run.",
         )
+    check_audit(audit)
     file = container.path_of(path)
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
-        loading = _Loading(file, members, model, trust)
+        loading = _Loading(file, members, model, trust, audit)
         try:
             return loading.loaded()
         finally:
@@ -85,8 +88,9 @@ class _Loading:
         members: container.Members,
         model: Callable[..., Any] | None,
         trust: bool,
+        audit: int | None,
     ) -> None:
-        self.file, self.members, self.trust = file, members, trust
+        self.file, self.members, self.trust, self.audit = file, members, trust, audit
         facts = self.facts = members.facts
         folder = self.folder = members.ready(REPORT, *evidence.FILES)
         try:
@@ -392,6 +396,7 @@ class _Loading:
             quiet=self.quiet,
             filling=filling,
             loaded=self.notes or [_AS_SAVED],
+            audit=self.audit,
         )
 
 

@@ -15,11 +15,18 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError, ModelFailed, OptionError, first_line, user_frame
+from ..errors import (
+    CaptureError,
+    ModelFailed,
+    OptionError,
+    SignatureError,
+    first_line,
+    user_frame,
+)
 from ..graphs.journal import capturing_seems_on, collection_off, compilers_off
 from ..graphs.told import same_when_told
 from ..graphs.undo import Undo
-from ..signature import argument_names, flatten
+from ..signature import argument_names, flatten, refuse_weights
 from ..watch import FunctionModule
 from . import kinds
 from .calls import Calls
@@ -104,6 +111,10 @@ class _Checker:
 
     def run(self, runs: int) -> list[Finding]:
         """Run the call and compare."""
+        try:
+            refuse_weights(self._module)
+        except SignatureError as error:
+            raise ModelFailed(error.what, remedy=error.remedy) from error
         undo = Undo(self._module)
         caches = sizes_of_caches() if self._pretend else {}
         seeded = torch.random.get_rng_state()

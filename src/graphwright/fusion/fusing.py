@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import os
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -17,7 +18,16 @@ from ..graphs.undo import Undo
 from ..ops.defining import prepare_triton
 from ..proxy import ModuleProxy
 from ..reference import Reference, reference
-from ..signature import Args, CallSignature, Kwargs, flatten, tensors_of, unflatten
+from ..signature import (
+    Args,
+    CallSignature,
+    Kwargs,
+    flatten,
+    sharded_module,
+    tensors_of,
+    unflatten,
+    unusual_weight,
+)
 from ..snapshots import Call, State, clone_leaves, run
 from ..verification import compare, verify
 from .attention import ATTENTION, MASKS
@@ -60,6 +70,9 @@ PASSES: tuple[Pass, ...] = (
 ON_REQUEST: tuple[Pass, ...] = (ATTENTION,)
 # Tracing switches modes of the process.
 _LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child has none of the parent's other threads, which may hold it.
+    os.register_at_fork(after_in_child=_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 
 @dataclass
@@ -128,6 +141,16 @@ def fused_call(
         VerificationError: two eager calls disagree.
     """
     found = Fused(None, [], [])
+    sharded = sharded_module(module)
+    if sharded is not None:
+        # Between two calls the memory of its weights belongs to others.
+        found.untraced.append((sharded[0], f"it is an {sharded[1]}"))
+        return found
+    unusual = unusual_weight(module)
+    if unusual is not None:
+        # It has no bits to compare with, or what a pass takes them for means something else.
+        found.untraced.append(("", "the weight {} is {}".format(*unusual)))
+        return found
     places = {t.device for t in tensors_of((args, kwargs)) if t.device.type == "cuda"}
     if places:
         prepare_triton()
@@ -337,7 +360,7 @@ def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:
         if path:
             child.register_forward_pre_hook(noting(path), with_kwargs=True)
     leaves, spec = flatten(args, kwargs)
-    undo = Undo(module)
+    undo = Undo(module, hooks=False)
     for called in (module, module, twin):
         mine, named = unflatten(clone_leaves(leaves), spec)
         try:

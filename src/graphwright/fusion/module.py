@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,11 +10,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from .. import forking
 from ..errors import OptionError, first_line
+from ..graphs.exclusive import turns_of
 from ..graphs.transaction import capturing_now
 from ..proxy import ModuleProxy
 from ..signature import Args, CallSignature, Kwargs, inside_transform
-from ..watch import FunctionModule, ModuleWatch
+from ..watch import FunctionModule, ModuleWatch, check_audit, unread_in_words
 from .fusing import PASSES, Fused, Region, fused_call, passes_named, wants_grad
 from .passes import Pass
 from .tracing import global_hooks
@@ -27,13 +28,17 @@ MAX_KINDS = 16
 class _Fusion:
     """What a FusedModule knows beside the module."""
 
-    def __init__(self, module: nn.Module, passes: Sequence[Pass], verify: bool) -> None:
+    def __init__(
+        self, module: nn.Module, passes: Sequence[Pass], verify: bool, audit: int | None = None
+    ) -> None:
         self.module = module
         self.passes = tuple(passes)
         self.verify = verify
-        self.lock = threading.RLock()
+        self.turns = turns_of(module, getattr(module, "_function", None))
+        self.lock = forking.lock()
         self.table: list[tuple[CallSignature, Fused]] = []
-        self.watch = ModuleWatch(module, values=True)
+        self.audit = audit
+        self.watch = ModuleWatch(module, values=True, audit=audit, hooks=False)
         self.calls: Counter[str] = Counter()
         self.last_problem: str | None = None
 
@@ -46,7 +51,7 @@ class _Fusion:
 
     def add(self, args: Args, kwargs: Kwargs) -> Fused:
         """Fuse for calls like this one."""
-        with self.lock:
+        with self.turns.alone(), self.lock:
             known = self.fitting(args, kwargs)
             if known is not None:
                 return known
@@ -105,7 +110,8 @@ class FusedModule(ModuleProxy):
         why = self._why_not(args, kwargs)
         if why is not None:
             fusion.calls[f"eager: {why}"] += 1
-            return fusion.module(*args, **kwargs)
+            with fusion.turns.calling():
+                return fusion.module(*args, **kwargs)
         fused = fusion.fitting(args, kwargs)
         if fused is None and len(fusion.table) < MAX_KINDS:
             try:
@@ -115,7 +121,7 @@ class FusedModule(ModuleProxy):
                 fusion.last_problem = first_line(error)
         if fused is None or fused.call is None:
             fusion.calls["eager: it could not be fused"] += 1
-            with torch.no_grad():
+            with fusion.turns.calling(), torch.no_grad():
                 return fusion.module(*args, **kwargs)
         fusion.calls["fused"] += 1
         with torch.no_grad():
@@ -157,6 +163,7 @@ class FusedModule(ModuleProxy):
             lines.append(f"{count} call{'s' * (count != 1)} {way}")
         if fusion.last_problem is not None:
             lines.append(f"last problem: {fusion.last_problem}")
+        lines += unread_in_words(fusion.watch)
         change = fusion.watch.changed()
         if change is not None:
             lines.append(f"Every call now goes to the module itself, since {change}.")
@@ -170,17 +177,19 @@ class FusedModule(ModuleProxy):
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
         fusion = self._fusion
         module = copy.deepcopy(fusion.module, memo)
-        return FusedModule(_Fusion(module, fusion.passes, fusion.verify))
+        return FusedModule(_Fusion(module, fusion.passes, fusion.verify, fusion.audit))
 
     def __reduce__(self) -> tuple[Any, ...]:
         fusion = self._fusion
         passes = [each.name if each in PASSES else each for each in fusion.passes]
-        return _again, (fusion.module, passes, fusion.verify)
+        return _again, (fusion.module, passes, fusion.verify, fusion.audit)
 
 
-def _again(module: nn.Module, passes: Sequence[str | Pass], verify: bool) -> FusedModule:
+def _again(
+    module: nn.Module, passes: Sequence[str | Pass], verify: bool, audit: int | None = None
+) -> FusedModule:
     """A FusedModule that fuses at its first call."""
-    return FusedModule(_Fusion(module, passes_named(passes), verify))
+    return FusedModule(_Fusion(module, passes_named(passes), verify, audit))
 
 
 def _summary(region: Region) -> list[tuple[str, str]]:
@@ -203,6 +212,7 @@ def fuse(
     *,
     passes: Sequence[str | Pass] | None = None,
     verify: bool = True,
+    audit: int | None = None,
 ) -> FusedModule:
     """Rewrite a model for inference into fewer, fatter kernels, without a compiler.
 
@@ -218,6 +228,8 @@ def fuse(
         kwargs: sample arguments by name.
         passes: names of passes, or passes of your own, in order; None for all.
         verify: whether passes are verified. Without, their conditions alone protect the numbers.
+        audit: every so many calls, compare a checksum of the weights' values with what it was: it
+            finds writes that PyTorch does not report (`weight.data.mul_()`, NumPy, a pointer).
 
     Returns:
         a module to be called like the model, under no_grad.
@@ -240,7 +252,8 @@ def fuse(
             "The model is in training mode, and fuse() is for inference.",
             remedy="Call model.eval() first.",
         )
-    fusion = _Fusion(module, passes_named(passes), verify)
+    check_audit(audit)
+    fusion = _Fusion(module, passes_named(passes), verify, audit)
     if args or kwargs:
         fusion.add(tuple(args), dict(kwargs or {}))
     return FusedModule(fusion)

@@ -11,12 +11,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import threading
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
+
+from .. import forking
 
 MIB = 1 << 20
 ROUNDING = 512
@@ -68,7 +69,7 @@ class Arena:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()
+        self._lock = forking.lock()
         self._segments: list[Segment] = []
         self._apart: list[list[Segment]] = []
         self._current = self._segments

@@ -9,7 +9,15 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, SignatureError
-from ..signature import Args, CallSignature, Kwargs, argument_names, flatten, tensors_of
+from ..signature import (
+    Args,
+    CallSignature,
+    Kwargs,
+    argument_names,
+    flatten,
+    refuse_weights,
+    tensors_of,
+)
 from ..watch import in_training
 from .memory import MemoryPool
 
@@ -24,9 +32,10 @@ def name_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> str:
 
 
 def signature_of(args: Args, kwargs: Kwargs, module: nn.Module) -> CallSignature:
-    """The call's signature; refuse what is for training."""
+    """The call's signature; refuse weights that no graph can hold, and what is for training."""
     try:
         signature = CallSignature.of(args, kwargs)
+        refuse_weights(module)
     except SignatureError as error:
         raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
     if torch.is_grad_enabled():

@@ -160,7 +160,7 @@ class CallGraph(Graph):
         return result
 
     def _check(self, watch: ModuleWatch) -> None:
-        if not watch.unchanged() and (change := watch.changed()) is not None:
+        if (change := watch.changed()) is not None:
             raise SignatureError(
                 f"Since {self.name} was captured, {change}.",
                 remedy="Capture it again, or use graphwright.graph(), which does so by itself.",

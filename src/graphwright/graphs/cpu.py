@@ -20,8 +20,17 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, user_frame
+from ..signature import without_memory
 from .arena import Arena, Block
-from .journal import Journal, capturing_seems_on, collection_off, compilers_off, tensors, written
+from .journal import (
+    Journal,
+    capturing_seems_on,
+    collection_off,
+    compilers_off,
+    default_generators,
+    tensors,
+    written,
+)
 from .recorder import Allocate, Prepared, Work
 
 # How the values of a tensor reach Python without an operation that a dispatch mode would see.
@@ -94,6 +103,24 @@ def _refuse_what_reads_values(func: Any, args: tuple[Any, ...]) -> None:
             f"{func} gives a tensor other memory, which a graph cannot repeat.",
             remedy="Make a new tensor instead.",
         )
+
+
+def _refuse_what_has_no_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse tensors that a tape cannot hold by their address."""
+    for tensor in tensors((args, kwargs)):
+        kind = without_memory(tensor)
+        if kind is not None:
+            raise CaptureError(
+                f"{func} works on {kind}, which a graph cannot hold.",
+                remedy="Use dense tensors of PyTorch's own class, or leave this part out of the "
+                "capture.",
+            )
+
+
+def _fills_what_is_empty() -> bool:
+    """Whether PyTorch fills new memory with NaN."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return deterministic and torch._C._get_deterministic_fill_uninitialized_memory()
 
 
 @dataclass(frozen=True)
@@ -174,6 +201,7 @@ class _Tape(Journal):
             func = torch.ops.aten.clone.default
             self._constants.add(args[0].untyped_storage()._cdata)
         try:
+            _refuse_what_has_no_memory(func, args, kwargs)
             self.before(func, args, kwargs)
             _refuse_what_reads_values(func, args)
         except CaptureError as error:
@@ -182,6 +210,7 @@ class _Tape(Journal):
         grad = torch.is_grad_enabled()
         known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
         leaves, spec = pytree.tree_flatten(func(*args, **kwargs))
+        self.drew(func, args, kwargs)
         moved: dict[int, torch.UntypedStorage] = {}
         targets: list[torch.Tensor | None] = []
         for index, leaf in enumerate(leaves):
@@ -195,8 +224,8 @@ class _Tape(Journal):
             elif leaf is not None:
                 raise CaptureError(f"{func} gives Python a value, {leaf!r}.", remedy=_REMEDY)
             targets.append(target)
-        # What is not initialised has nothing to repeat.
-        if func._opname not in _UNINITIALISED and (
+        # What is not initialised has nothing to repeat, unless it is filled for reproducibility.
+        if (func._opname not in _UNINITIALISED or _fills_what_is_empty()) and (
             any(t is not None for t in targets) or written(func, args, kwargs)
         ):
             where = pytree.tree_map_only(torch.Tensor, self._by_address, (args, kwargs))
@@ -205,6 +234,12 @@ class _Tape(Journal):
 
     def _move(self, tensor: torch.Tensor, moved: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         """The same tensor in the arena."""
+        if tensor.is_quantized:
+            raise CaptureError(
+                f"{self.operation} makes a quantized tensor, which a graph cannot hold.",
+                remedy="Keep its integers, scale and zero point, or leave this part out of the "
+                "capture.",
+            )
         old = tensor.untyped_storage()
         if old._cdata not in moved:
             moved[old._cdata] = self._arena.allocate(old.nbytes())
@@ -414,7 +449,10 @@ class CpuRecorder:
     def open(self) -> Iterator[Callable[[], CpuRecording]]:
         """Record a `with` block."""
         with self._taping(None) as tape:
+            # No run before it has shown whether it seeds its random numbers.
+            tape.expect(default_generators(self.device))
             yield lambda: self._recorded(tape, (), ())
+            tape.check_end()
 
     @contextlib.contextmanager
     def segment(

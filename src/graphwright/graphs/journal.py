@@ -13,6 +13,7 @@ import functools
 import gc
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -23,6 +24,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import CaptureError
 from ..modes import OperationMode
+from ..modes import Shared as Shared
+from ..modes import compilers_off as compilers_off
 
 _LARGEST = 3
 _LARGE_COPY = 1 << 20
@@ -282,10 +285,41 @@ def generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Gene
 
 
 def _seeded() -> CaptureError:
+    if _in_checkpoint():
+        return CaptureError(
+            "torch.utils.checkpoint sets the random numbers back to compute a part with dropout "
+            "again; a replay could not, would drop other elements there than in the forward, and "
+            "its gradients would be wrong.",
+            remedy="Do not checkpoint what draws random numbers: move the dropout out of it, set "
+            "it to 0, or leave the checkpoint out. (preserve_rng_state=False is for parts that "
+            "draw none; with dropout, gradients are wrong without a graph too.)",
+        )
     return CaptureError(
         "The call seeds its random numbers, or sets their state; a graph would go on with others.",
         remedy="Seed outside the captured call, or make the numbers once and pass them in.",
     )
+
+
+def seeded_on_gpu(error: BaseException) -> str | None:
+    """The remedy for an error of PyTorch's that forbids moving a GPU's random state, or None."""
+    # `set_state`, `set_current_seed` and others say their own name when a capture is under way.
+    if "CUDAGeneratorImpl::" not in str(error):
+        return None
+    return (
+        "A capture cannot read or set the state of a GPU's random numbers: seed outside of it. "
+        "torch.utils.checkpoint does both: pass preserve_rng_state=False where what it computes "
+        "again draws no random numbers, and leave the checkpoint out where it does."
+    )
+
+
+def _in_checkpoint() -> bool:
+    """Whether what runs now was called by torch.utils.checkpoint."""
+    frame: types.FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
@@ -337,35 +371,6 @@ def announced(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> li
     return [t for t in found if t.layout is torch.strided and not t.is_nested]
 
 
-class Shared:
-    """A switch of the whole process that several threads may want thrown at once.
-
-    The first one throws it, the last one puts it back.
-    """
-
-    def __init__(self, throw: Callable[[], Callable[[], object]]) -> None:
-        """`throw` throws the switch and returns what puts it back."""
-        self._throw = throw
-        self._lock = threading.Lock()
-        self._users = 0
-        self._back: Callable[[], object] = lambda: None
-
-    @contextlib.contextmanager
-    def thrown(self) -> Iterator[None]:
-        """Have the switch thrown inside the block."""
-        with self._lock:
-            if self._users == 0:
-                self._back = self._throw()
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._users -= 1
-                if self._users == 0:
-                    self._back()
-
-
 class _Pretending(threading.local):
     """How often this thread is inside of `capturing_seems_on`."""
 
@@ -409,28 +414,6 @@ def collection_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
-
-
-@contextlib.contextmanager
-def compilers_off() -> Iterator[None]:
-    """Run torch.compile'd functions as plain Python, so that a dispatch mode sees their parts.
-
-    Without this Dynamo would meet them under the mode first, and never compile them again.
-    """
-    if "torch._dynamo" not in sys.modules:
-        yield
-        return
-    with _STANCE.thrown():
-        yield
-
-
-def _force_eager() -> Callable[[], object]:
-    stance = torch.compiler.set_stance("force_eager")
-    stance.__enter__()
-    return lambda: stance.__exit__(None, None, None)
-
-
-_STANCE = Shared(_force_eager)
 
 
 def users_of(tensor: torch.Tensor) -> int:

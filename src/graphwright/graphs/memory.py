@@ -7,12 +7,12 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from .. import forking
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .recorder import Recorder, Recording
 
@@ -115,7 +115,7 @@ class MemoryPool:
         self.evict = evict
         self.device = None if device is None else torch.device(device)
         # Held while a graph of the pool is recorded, replayed or closed.
-        self.lock = RLock()
+        self.lock = forking.lock()
         self._recorder: Recorder | None = None
         self._graphs: dict[int, weakref.ref[Graph]] = {}  # least recently used first
         self._retired: deque[Recording] = deque()

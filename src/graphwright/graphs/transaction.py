@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, GraphwrightError, SignatureError, first_line, user_frame
-from .journal import Shared
+from ..signature import FastPath
+from .exclusive import turns_of
+from .journal import Shared, seeded_on_gpu
 from .memory import MemoryPool
 from .undo import Undo
 
@@ -20,6 +22,8 @@ class _Thread(threading.local):
     """How many captures this thread is in."""
 
     depth = 0
+    # How many of these are for inference.
+    inference = 0
 
 
 THREAD = _Thread()
@@ -28,6 +32,11 @@ THREAD = _Thread()
 def capturing_now() -> bool:
     """Whether this thread is warming up or capturing a graph."""
     return THREAD.depth > 0
+
+
+def capturing_for_inference() -> bool:
+    """Whether this thread captures something that may train nothing."""
+    return THREAD.inference > 0
 
 
 @contextlib.contextmanager
@@ -45,6 +54,22 @@ def transaction(
         forget: gives up what was recorded.
         trained: parameters whose gradients may be set; by default none.
     """
+    with turns_of(module, getattr(module, "_function", None)).alone():
+        THREAD.inference += trained is None
+        try:
+            with _put_back(pool, module, forget, trained) as undo:
+                yield undo
+        finally:
+            THREAD.inference -= trained is None
+
+
+@contextlib.contextmanager
+def _put_back(
+    pool: MemoryPool,
+    module: nn.Module,
+    forget: Callable[[], None],
+    trained: Sequence[torch.Tensor] | None,
+) -> Iterator[Undo]:
     undo = Undo(module, trained)
     done = False
     try:
@@ -93,8 +118,14 @@ def _same_kernels() -> Iterator[None]:
 
 def _plain_attention() -> Callable[[], object]:
     fast = torch.backends.mha.get_fastpath_enabled()
+    FastPath.kept = fast  # Calls of other threads are none of it.
     torch.backends.mha.set_fastpath_enabled(False)
-    return lambda: torch.backends.mha.set_fastpath_enabled(fast)
+
+    def back() -> None:
+        torch.backends.mha.set_fastpath_enabled(fast)
+        FastPath.kept = None
+
+    return back
 
 
 _PLAIN_ATTENTION = Shared(_plain_attention)
@@ -120,5 +151,5 @@ def _translated(error: Exception) -> GraphwrightError:
     return CaptureError(
         f"The call failed while it was being captured: {first_line(error)}",
         where=where,
-        remedy="See the original error, which is this one's cause.",
+        remedy=seeded_on_gpu(error) or "See the original error, which is this one's cause.",
     )

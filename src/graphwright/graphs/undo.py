@@ -10,33 +10,16 @@ import contextlib
 import random
 import sys
 import threading
-import types
-from collections import deque
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
-from torch.amp.grad_scaler import GradScaler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
 
+from ..dependencies import Dependencies
 from ..errors import CaptureError
-from ..signature import SCALARS, describe
-from ..watch import FunctionModule, values_behind
-
-_MAX_DEPTH = 6
-_MAX_VALUES = 20_000
-_HOLDERS = ("_modules", "_parameters", "_buffers")
-# What nn.Module keeps for itself, hooks above all, is watched by ModuleWatch.
-_OWN = frozenset(vars(nn.Module())) - {"training"}
-_WITHOUT_STATE = (
-    type,
-    types.ModuleType,
-    types.FunctionType,
-    types.BuiltinFunctionType,
-    types.MethodType,
-)
+from ..signature import SCALARS, describe, without_memory
+from ..watch import ModuleWatch
 
 
 class Undo:
@@ -45,10 +28,18 @@ class Undo:
     Args:
         module: what is captured; a plain function as a FunctionModule.
         trained: parameters whose gradients the call may set; by default it may set none.
+        hooks: whether what hooks change counts, which is put back in any case.
     """
 
-    def __init__(self, module: nn.Module, trained: Sequence[torch.Tensor] | None = None) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        trained: Sequence[torch.Tensor] | None = None,
+        *,
+        hooks: bool = True,
+    ) -> None:
         self._module = module
+        self._hooks = hooks
         # With other threads at work nobody can tell who drew from the host's generators.
         self._alone = threading.active_count() == 1
         self._python = random.getstate()
@@ -56,13 +47,18 @@ class Undo:
         numpy = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
         self._trains = trained is not None
-        self._grads = [(p, p.grad) for p in (module.parameters() if trained is None else trained)]
+        trainable = module.parameters() if trained is None else trained
+        self._grads = [(p, grad_of(p)) for p in trainable]
         held = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
         self._data = [(tensor, tensor.detach()) for tensor in held]
-        self._kept: list[tuple[Any, Any]] = []
-        self._alive: dict[int, Any] = {}
-        self._look(keep=True)
-        self._settled: dict[str, Any] | None = None
+        self._kept = _Look(module)
+        # A call that should not train at all may do so by mistake.
+        optimizers = self._kept.found.optimizers if trained is None else []
+        self._optimizers = [
+            (o, {p: dict(state) for p, state in o.state.items()}, list(map(dict, o.param_groups)))
+            for o in optimizers
+        ]
+        self._settled: _Look | None = None
 
     def check(self) -> None:
         """Look after a run; what changes once may be a cache, what goes on changing is state.
@@ -70,22 +66,22 @@ class Undo:
         Raises:
             CaptureError: naming the attribute or variable.
         """
-        if not self._trains and any(p.grad is not grad for p, grad in self._grads):
+        if not self._trains and any(grad_of(p) is not grad for p, grad in self._grads):
             raise CaptureError(
                 "The call sets gradients of parameters, which a captured call does not.",
                 remedy="Leave backward() out of the captured call.",
             )
-        now = self._look(keep=False)
         before = self._settled
-        self._settled = now
-        if before is None or before == now:
+        if before is not None and before.still_holds():
             return
-        name = next(n for n in (*now, *before) if now.get(n) != before.get(n))
-        raise CaptureError(
-            f"{name} changes with every call, and a graph repeats no Python.",
-            remedy="Keep it out of the captured call: pass it in and return it as a tensor, or "
-            "update it where the graph is called.",
-        )
+        self._settled = now = _Look(self._module, hooks=self._hooks)
+        name = None if before is None else _first_change(before, now)
+        if name is not None:
+            raise StateChanges(
+                f"{name} changes with every call, and a graph repeats no Python.",
+                remedy="Keep it out of the captured call: pass it in and return it as a tensor, or "
+                "update it where the graph is called.",
+            )
 
     def refuse_host_randomness(
         self, device: torch.device, generators: Sequence[torch.Generator]
@@ -123,89 +119,78 @@ class Undo:
             if self._numpy is not None:
                 sys.modules["numpy"].random.set_state(self._numpy)
         for parameter, grad in self._grads:
-            if parameter.grad is not grad:
+            if grad_of(parameter) is not grad:
                 parameter.grad = grad
         for tensor, alias in self._data:
             if _place(tensor) != _place(alias):
                 tensor.data = alias
+        for optimizer, states, groups in self._optimizers:
+            optimizer.state.clear()
+            optimizer.state.update(states)
+            for group, before in zip(optimizer.param_groups, groups, strict=False):
+                group.update(before)
         if python:
-            for container, content in self._kept:
-                _refill(container, content)
+            self._kept.found.put_back()
 
-    def _look(self, *, keep: bool) -> dict[str, Any]:
-        """A fingerprint of everything by name; with `keep`, copies of what can be put back."""
-        look = _Look(keep)
-        found: dict[str, Any] = {}
-        for path, module in self._module.named_modules():
-            if isinstance(module, FunctionModule):
-                for name, value in values_behind(module._function):
-                    found[f"the variable {name}"] = look.at(value)
-                continue
-            of = f" of {type(module).__name__}{f' ({path})' if path else ''}"
-            attributes = vars(module)
-            look.note(attributes)
-            for name, value in attributes.items():
-                if name in _OWN and name not in _HOLDERS and isinstance(value, dict):
-                    look.note(value)  # Hooks, which some libraries add in their first run.
-            for holder in _HOLDERS:
-                if not isinstance(attributes.get(holder), dict):  # of a ScriptModule
-                    continue
-                look.note(attributes[holder])
-                for name, value in attributes[holder].items():
-                    found[f"{name}{of}"] = look.at(value)
-            for name, value in attributes.items():
-                if name not in _OWN:
-                    found[f"attribute {name}{of}"] = look.at(value)
-        if keep:
-            self._kept = look.kept
-        # What was seen is held until the next look, so that no id comes back meanwhile.
-        self._alive = look.seen
-        return found
+
+def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's gradient; None where another tensor stands in for it, which has none."""
+    return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
+class StateChanges(CaptureError):
+    """What is captured keeps state in Python that changes with every call."""
 
 
 class _Look:
-    """One pass over values: identities and, in containers and plain objects, what is in them."""
+    """Everything that a call can reach beside tensors' values, as it was at a moment.
 
-    def __init__(self, keep: bool) -> None:
-        self.seen: dict[int, Any] = {}
-        self.kept: list[tuple[Any, Any]] = []
-        self._keep = keep
+    It holds what it has seen, so that no identity comes back meanwhile.
+    """
 
-    def note(self, container: Any) -> None:
-        """Keep a copy of what a container holds."""
-        if self._keep:
-            copy = container.copy() if isinstance(container, dict) else type(container)(container)
-            self.kept.append((container, copy))
+    def __init__(self, module: nn.Module, *, hooks: bool = True) -> None:
+        self.found = Dependencies(module, training=True, whole=True, hooks=hooks)
+        self.places = {
+            str(name): (tensor, _place(tensor))
+            for name, tensor in self.found.tensors
+            if tensor.layout is torch.strided
+        }
+        held = [value for source in self.found.sources for value in source.held.values()]
+        self._random = [(value, state) for value in held if (state := _random_state(value))]
+        self._watch = ModuleWatch(module, values=False, training=True, found=self.found)
 
-    def at(self, value: Any, depth: int = 0) -> Any:
-        """What identifies a value and what is in it."""
-        if isinstance(value, SCALARS):
-            return describe(value)
-        known = id(value) in self.seen
-        self.seen[id(value)] = value
-        if isinstance(value, torch.Tensor):
-            return id(value), _place(value) if value.layout is torch.strided else 0
-        if known or depth > _MAX_DEPTH or len(self.seen) > _MAX_VALUES:
-            return id(value)
-        if isinstance(value, (nn.Module, *_WITHOUT_STATE)) or _is_machinery(value):
-            return id(value)
-        state = _random_state(value)
-        if state is not None:
-            return id(value), state
-        parts: list[Any]
-        if isinstance(value, dict):
-            self.note(value)
-            parts = [*value.keys(), *value.values()]
-        elif type(value) in (list, set, tuple, deque):
-            if not isinstance(value, tuple):
-                self.note(value)
-            parts = list(value)
-        elif isinstance(attributes := getattr(value, "__dict__", None), dict):
-            self.note(attributes)
-            parts = [*attributes.keys(), *attributes.values()]
-        else:
-            return id(value)
-        return id(value), len(parts), [self.at(part, depth + 1) for part in parts[:_MAX_VALUES]]
+    def still_holds(self) -> bool:
+        """Whether all is as it was; it may say no where it is."""
+        return self._watch.unchanged() and not self.drawn()
+
+    def drawn(self) -> bool:
+        """Whether a random generator stands elsewhere."""
+        return any(_random_state(value) != state for value, state in self._random)
+
+
+def _first_change(before: _Look, now: _Look) -> str | None:
+    """The name of something that differs between two runs."""
+    known = {(type(s), str(s.name), id(s.owner)): s for s in now.found.sources}
+    for old in before.found.sources:
+        source = known.get((type(old), str(old.name), id(old.owner)))
+        if source is None:
+            continue  # Another object is in its place, which shows where that is held.
+        if source.held.keys() != old.held.keys():
+            key = next(iter(source.held.keys() ^ old.held.keys()))
+            return str(source.name if source.name.text else source.key_name(key))
+        for key, value in source.held.items():
+            if _identity(value) != _identity(old.held[key]):
+                return str(source.key_name(key))
+    for name, (tensor, place) in before.places.items():
+        if now.places.get(name, (None, None)) != (tensor, place) and name in now.places:
+            return name
+    return "a random generator of Python's or NumPy's" if before.drawn() else None
+
+
+def _identity(value: Any) -> Any:
+    if isinstance(value, SCALARS):
+        return describe(value)
+    return id(value)
 
 
 def _random_state(value: Any) -> str | None:
@@ -221,37 +206,13 @@ def _random_state(value: Any) -> str | None:
 
 
 def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.data_ptr(), tensor.shape, tensor.stride()
-
-
-def _is_machinery(value: Any) -> bool:
-    """Whether an object is PyTorch's or ours: what it keeps for itself is no state of the call."""
-    if isinstance(value, Optimizer | LRScheduler | GradScaler):
-        return True
-    return type(value).__module__.partition(".")[0] in ("torch", "graphwright")
+    address = tensor.data_ptr() if without_memory(tensor) is None else 0
+    return address, tensor.shape, tensor.stride()
 
 
 def _same(a: Any, b: Any) -> bool:
     equal = a == b
     return bool(equal.all() if hasattr(equal, "all") else equal)
-
-
-def _refill(container: Any, content: Any) -> None:
-    """Give a container back what it held, in place."""
-    if isinstance(container, list):
-        container[:] = content
-    elif isinstance(container, deque):
-        container.clear()
-        container.extend(content)
-    elif isinstance(container, set):
-        container.clear()
-        container |= content
-    else:
-        for name in [name for name in container if name not in content]:
-            del container[name]
-        for name, value in content.items():
-            if name not in container or container[name] is not value:
-                container[name] = value
 
 
 @contextlib.contextmanager

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from ..errors import CaptureError, first_line, user_frame
-from .journal import Copies, Journal, compilers_off, tensors
+from .journal import Copies, Journal, compilers_off, seeded_on_gpu, tensors
 from .recorder import Allocate, Recorder
 from .told import Comparison, WithoutDropout, run_told
 from .transaction import let_go
@@ -125,7 +125,10 @@ def warm(
                 # step changes takes a while.
                 journal.undo()
             inputs.fill(sample)
-            with recorder.warming():
+            # The tape holds the parts of what was compiled: each size would be compiled for nothing
+            # and count against TorchDynamo's limit of recompilations.
+            on_tape = recorder.device.type == "cpu"
+            with recorder.warming(), compilers_off() if on_tape else contextlib.nullcontext():
                 work(inputs)
             undo.check()
         journal.undo()
@@ -306,7 +309,8 @@ def _named(
     return CaptureError(
         what,
         where=where,
-        remedy="A graph repeats device work only: what waits for the GPU, copies from ordinary "
+        remedy=seeded_on_gpu(error)
+        or "A graph repeats device work only: what waits for the GPU, copies from ordinary "
         "host memory or reads a tensor's value has to be done outside the captured call.",
     )
 

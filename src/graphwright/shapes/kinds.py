@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..audit import difference
 from ..errors import CaptureError
+from ..graphs.exclusive import turns_of
 from ..graphs.journal import compilers_off
 from ..graphs.memory import MemoryPool
 from ..graphs.transaction import transaction
@@ -94,6 +95,7 @@ class Kind:
             [value is not None for value in declared],
         )
         self._pool = pool
+        self._turns = turns_of(self.subject.module, None if isinstance(fn, nn.Module) else fn)
         self.prepared = False
         self.reason: str | None = None
         self._traces = Traces(self.subject)
@@ -114,7 +116,7 @@ class Kind:
         key = (sizes, bucket)
         known = self._plans.get(key)
         if known is None:
-            with self._pool.lock:
+            with self._alone():
                 known = self._plan(sizes, bucket)
                 if len(self._plans) >= _MAX_PLANS:
                     self._plans.clear()
@@ -152,7 +154,7 @@ class Kind:
         widths = self.form.layout_widths(leaves)
         if widths is None:
             return None
-        with self._pool.lock:
+        with self._alone():
             self._look()
         if self.reason is not None or self._observed is None:
             return None
@@ -233,7 +235,7 @@ class Kind:
 
     def rows_apart(self, name: str, parts: Sequence[int], sizes: Sizes) -> list[int | None] | str:
         """Whether and how the chunks of a call can be joined; as `Prover.split`."""
-        with self._pool.lock:
+        with self._alone():
             known = self._joints.get((name, sizes))
             if known is None:
                 known = self._joints[name, sizes] = self._split(name, parts, sizes)
@@ -277,6 +279,13 @@ class Kind:
             self.reason = seen.reason
             self._observed = seen
             self._prover = Prover(self.subject, seen.shared, seen.buffers)
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Have neither graphs of the pool nor eager calls of the function run meanwhile."""
+        # Before the lock: an eager call of another thread, which is waited for, may want it too.
+        with self._turns.alone(), self._pool.lock:
+            yield
 
     @contextmanager
     def _trial(self) -> Iterator[None]:

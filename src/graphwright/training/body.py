@@ -19,7 +19,7 @@ from ..graphs.journal import Copies, Journal, compilers_off
 from ..graphs.recorder import Recorder
 from ..graphs.transaction import as_captured
 from ..graphs.transfer import Inputs
-from ..graphs.undo import Undo
+from ..graphs.undo import Undo, grad_of
 from ..signature import Args, Kwargs, flatten, unflatten
 from .discovery import Discovery, OptimizersKept
 from .optimizers import Rate, unasked
@@ -118,13 +118,13 @@ def plainly(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
 def give(parameters: Sequence[torch.Tensor], grads: Grads) -> None:
     """Give parameters their gradients."""
     for parameter, grad in zip(parameters, grads, strict=True):
-        if parameter.grad is not grad:
+        if grad_of(parameter) is not grad:
             parameter.grad = grad
 
 
 def grads_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
     """The gradients that parameters have."""
-    return [parameter.grad for parameter in parameters]
+    return [grad_of(parameter) for parameter in parameters]
 
 
 @dataclass

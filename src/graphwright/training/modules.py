@@ -107,11 +107,8 @@ class StepModule(FunctionModule):
                 self._modules[f"ran {len(self._modules)}"] = module
                 known |= set(module.modules())
 
-    def reached(self) -> list[Any]:
-        """Optimizers and GradScalers too."""
-        return [value for _, value in values_behind(self._function) if self._matters(value)]
-
-    def _matters(self, value: Any) -> bool:
-        if isinstance(value, torch.Tensor):
-            return self.used is None or value.untyped_storage()._cdata in self.used
-        return isinstance(value, nn.Module | Optimizer | GradScaler)
+    def ignores(self, value: Any) -> bool:
+        """Whether something that the step names may be replaced: a tensor that no graph uses."""
+        if not isinstance(value, torch.Tensor) or self.used is None:
+            return False
+        return value.untyped_storage()._cdata not in self.used

@@ -23,8 +23,8 @@ from ..errors import (
 )
 from ..graphs.graph import State
 from ..graphs.memory import MemoryPool, in_units
-from ..graphs.transaction import capturing_now
-from ..signature import Args, CallSignature, Kwargs, tensors_of
+from ..graphs.transaction import capturing_for_inference, capturing_now
+from ..signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
 from .body import name_of_step, plainly
 from .stepgraph import GRAPHS, StepGraph
 from .workings import Workings
@@ -176,6 +176,12 @@ class GraphedStep:
     def _answer(self, args: Args, kwargs: Kwargs, *, again: bool = False) -> Any:
         if self._closed or self.pool.closed:
             return self._eagerly("closed", args, kwargs)
+        if capturing_for_inference() or (inside_transform() and not capturing_now()):
+            raise CaptureError(
+                f"The training step {name_of_step(self._step)} is part of a call that is captured, "
+                "fused, traced or transformed for inference.",
+                remedy="Call the step where that call is made.",
+            )
         if capturing_now():
             return self._eagerly("inside another capture", args, kwargs)
         if self._graphs:

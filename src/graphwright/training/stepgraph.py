@@ -105,7 +105,8 @@ class StepGraph(CallGraph):
 
     def is_current(self) -> bool:
         """Whether modules, parameters and hooks are what they were."""
-        return self._watch is not None and self._watch.unchanged() and self._look() == self._seen
+        watch = self._watch
+        return watch is not None and watch.changed() is None and self._look() == self._seen
 
     def is_stale(self) -> bool:
         """Whether they never will be again."""

@@ -168,6 +168,12 @@ class Workings:
         optimizers = optimizers_of(self._step, [*self._given, *self._found])
         scaler = scaler_of(self._step, self._given_scaler)
         parameters = parameters_of(module, optimizers)
+        if not all(parameter.is_leaf for parameter in parameters):
+            raise CaptureError(
+                "A parameter was computed from other tensors, as functional_call() does it; the "
+                "runs of a capture would go back through that more than once.",
+                remedy="Call the step with the module's own parameters.",
+            )
         device = device_of_training(parameters, batch)
         for optimizer in optimizers:
             make_capturable(optimizer, device)

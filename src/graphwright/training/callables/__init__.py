@@ -9,6 +9,7 @@ from typing import Any, TypeVar, get_args, overload
 import torch
 from torch import nn
 
+from ...dependencies import StandIn
 from ...dispatch import OnMiss
 from ...errors import CaptureError, OptionError
 from ...graphs.memory import MemoryPool
@@ -62,7 +63,9 @@ def make_graphed_callables(
     callable went: gradients reach its arguments, the parameters of a module, and for a function
     what it names or closes over; they are the caller's own, and no replay changes them. A module is
     returned itself, its `forward` replaced: graphs answer while its training mode is that of now,
-    the original forward otherwise. Hooks of the module itself run around the graphs.
+    the original forward otherwise. Hooks of the module itself run around the graphs. Of what
+    `graph()`, `fuse()` or `tune()` has made, the module inside is taken and returned: these answer
+    without gradients.
 
     Calls of other kinds (shapes, dtypes, strides, plain values, autocast, parameters that were
     rebound, hooks, modes of submodules) go by `on_miss`. Inside of another capture, torch.compile
@@ -100,7 +103,7 @@ def make_graphed_callables(
         OptionError: an argument makes no sense.
     """
     several = isinstance(callables, tuple)
-    each = callables if several else (callables,)
+    each = tuple(map(_inside, callables if several else (callables,)))
     calls = _calls(each, sample_args, sample_kwargs, several=several)
     _check_options(num_warmup_iters, activation_sets, on_miss)
     for index, fn in enumerate(each):
@@ -177,6 +180,14 @@ def _calls(
                 f"sample_kwargs is a dictionary of a call's arguments, not {type(one).__name__}."
             )
     return [(tuple(a), dict(k or {})) for a, k in zip(args, kwargs, strict=True)]
+
+
+def _inside(fn: Any) -> Any:
+    """What graph(), fuse() or tune() was given: the results of these give no gradients."""
+    while isinstance(fn, StandIn) and not isinstance(fn, GraphedForward):
+        fn = fn._graphwright_stands_for
+        fn = fn._function if isinstance(fn, FunctionModule) else fn
+    return fn
 
 
 def _check_options(warmup: Any, sets: Any, on_miss: Any) -> None:

@@ -13,8 +13,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...dependencies import StandIn
 from ...dispatch import OnMiss
 from ...errors import GraphwrightError, SignatureError, levels_above
+from ...graphs.exclusive import turns_of
 from ...graphs.memory import MemoryPool
 from ...graphs.transaction import capturing_now
 from ...signature import CallSignature, inside_transform
@@ -40,7 +42,7 @@ class CallableStatistics:
     eager: Counter[str] = field(default_factory=Counter)
 
 
-class GraphedForward:
+class GraphedForward(StandIn):
     """A function, or the forward of a module, whose calls are answered by graphs.
 
     Attributes:
@@ -61,12 +63,14 @@ class GraphedForward:
     ) -> None:
         """As `make_graphed_callables`, which checks the arguments."""
         self._module = fn if isinstance(fn, nn.Module) else None
-        original: Any = fn if self._module is None else self._module.forward
-        self.original: Callable[..., Any] = (
-            original.original if isinstance(original, GraphedForward) else original
-        )
+        replaced: Any = fn if self._module is None else vars(self._module).get("forward")
+        if isinstance(replaced, GraphedForward):
+            replaced = replaced._replaced
+        # None for the forward of the module's class, whichever that is by the time of a call.
+        self._replaced: Callable[..., Any] | None = replaced
         self._owner = FunctionModule(self.original) if self._module is None else self._module
         self._mode = self._owner.training
+        self._turns = turns_of(self._owner, fn if self._module is None else None)
         self.pool = pool
         self.statistics = CallableStatistics()
         self._warmup = warmup
@@ -78,6 +82,18 @@ class GraphedForward:
         self._ever_trained: list[torch.Tensor] = []
         functools.update_wrapper(self, self.original, updated=())
 
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What is called without graphs."""
+        if self._replaced is not None:
+            return self._replaced
+        forward: Callable[..., Any] = type(self._module).forward.__get__(self._module)  # type: ignore[union-attr]  # a module, where nothing was replaced
+        return forward
+
+    @property
+    def _graphwright_stands_for(self) -> Any:
+        return self.original
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call.
 
@@ -88,7 +104,7 @@ class GraphedForward:
         aside = self._aside()
         if aside is not None:
             self.statistics.eager[aside] += 1
-            return self.original(*args, **kwargs)
+            return self._original(args, kwargs)
         with self.pool.lock:
             pair = self._find(args, kwargs)
         if pair is None:
@@ -96,7 +112,7 @@ class GraphedForward:
                 return self._without(args, kwargs)
             if self._was_refused(args, kwargs):
                 self.statistics.eager["it could not be captured"] += 1
-                return self.original(*args, **kwargs)
+                return self._original(args, kwargs)
             try:
                 pair = self._capture(args, kwargs)
             except GraphwrightError as error:
@@ -175,7 +191,8 @@ class GraphedForward:
         return self.pool.device is not None and self.pool.device.type == "cuda"
 
     def _capture(self, args: Any, kwargs: Any) -> Pair:
-        with self.pool.lock:
+        # Before the lock: an eager call of another thread, which is waited for, may want it too.
+        with self._turns.alone(), self.pool.lock:
             # Another thread may have been quicker.
             found = self._find(args, kwargs)
             return self._captured(args, kwargs) if found is None else found
@@ -205,7 +222,11 @@ class GraphedForward:
                 remedy="Use on_miss='capture' or on_miss='eager'.",
             )
         self.statistics.eager["a call of another kind"] += 1
-        return self.original(*args, **kwargs)
+        return self._original(args, kwargs)
+
+    def _original(self, args: Any, kwargs: Any) -> Any:
+        with self._turns.calling():
+            return self.original(*args, **kwargs)
 
     def _difference(self, args: Any, kwargs: Any) -> str:
         for pair in self._pairs:
@@ -219,7 +240,7 @@ class GraphedForward:
 
     def _given_up(self, args: Any, kwargs: Any, error: GraphwrightError) -> Any:
         """Run what cannot be captured; if that works, say once that it is slow."""
-        result = self.original(*args, **kwargs)
+        result = self._original(args, kwargs)
         self.statistics.eager["it could not be captured"] += 1
         try:
             signature = CallSignature.of(args, kwargs)

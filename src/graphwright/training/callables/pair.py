@@ -24,7 +24,7 @@ from ...graphs.recorder import Interrupted
 from ...graphs.transaction import let_go, transaction
 from ...graphs.undo import Undo
 from ...graphs.warmup import Warmed, warm
-from ...signature import Args, CallSignature, Kwargs, flatten
+from ...signature import Args, CallSignature, Kwargs, flatten, refuse_weights
 from ...watch import FunctionModule, ModuleWatch
 from .activations import Activations, Lease
 from .node import Replay
@@ -74,6 +74,7 @@ class Pair(Graph):
             CaptureError: the call cannot be captured, by the look of its arguments.
         """
         try:
+            refuse_weights(owner)
             self.signature = CallSignature.of(args, kwargs)
         except SignatureError as error:
             raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
@@ -149,7 +150,7 @@ class Pair(Graph):
         """What has changed in the module since, in words."""
         watch = self._watch
         assert watch is not None
-        return None if watch.unchanged() else watch.changed()
+        return watch.changed()
 
     @property
     def stale(self) -> bool:

@@ -1,0 +1,1082 @@
+"""What a call depends on beside its arguments: one description for every part of the package.
+
+`Dependencies` walks from a module or function to everything that its call can reach: modules,
+tensors, plain values, and the lists, dictionaries, objects, closures and globals that hold them.
+`watch.ModuleWatch` notices that one of them has changed; `graphs.undo` and `snapshots` put back
+what a run has changed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dis
+import enum
+import functools
+import inspect
+import operator
+import re
+import sys
+import sysconfig
+import types
+import weakref
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules import module as nn_module
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from .signature import SCALARS, describe
+
+FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
+_HOLDERS = ("_parameters", "_buffers", "_modules")
+_GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
+# Every module has the first ones, and no inference depends on them. The others are what PyTorch and
+# transformers attach to a module for themselves, by compiling, tracing or loading it.
+_OF_NO_CONSEQUENCE = {
+    *vars(nn.Module()),
+    "_is_hf_initialized",
+    "_compiled_call_impl",
+    "_is_torch_compile",
+    "__jit_unused_properties__",
+    "__overloads__",
+    "_jit_override_qualname",
+    "_graphwright_stands_for",
+} - {"training"}
+_OF_MODULES = tuple(name for name in vars(nn.Module()) if name not in _HOLDERS)
+_MAX_DEPTH = 50
+# So many objects and containers are looked into, those that are near to the root first.
+_MAX_SOURCES = 3_000
+# What holds more is watched by its length alone.
+_MAX_ITEMS = 1_000
+_MISSING: Any = object()
+# Tensors whose memory is what their class says; of others that of the tensors inside is watched.
+PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
+# What has no state that a call could depend on, or hides it from everybody.
+_WITHOUT_STATE = (
+    *SCALARS,
+    type,
+    types.ModuleType,
+    types.CodeType,
+    types.GetSetDescriptorType,
+    types.MappingProxyType,
+    types.WrapperDescriptorType,
+    weakref.ref,
+    enum.Enum,
+    range,
+    slice,
+    re.Pattern,
+    frozenset,
+    type(Ellipsis),
+    type(NotImplemented),
+)
+_COMPARABLE = (range, slice, re.Pattern, frozenset, types.CodeType)
+# Objects of these packages keep for themselves what they hold: it is no state of the call.
+_MACHINERY = frozenset(
+    (
+        *("torch", "graphwright", "triton", "logging", "threading", "_thread", "concurrent"),
+        *("multiprocessing", "asyncio", "queue", "_queue", "weakref", "_weakref", "abc", "inspect"),
+        *("pathlib", "io", "_io", "ctypes", "random", "contextlib", "warnings", "importlib"),
+        *("_frozen_importlib", "_frozen_importlib_external", "datetime", "decimal", "fractions"),
+        *("uuid", "unittest", "_pytest", "pytest", "sqlite3", "socket", "ssl", "select"),
+        *("subprocess", "tqdm"),
+    )
+)
+# Where code names one of these, it may read attributes whose names do not stand in it.
+_DYNAMIC = frozenset(
+    ("getattr", "setattr", "vars", "__dict__", "attrgetter", "asdict", "fields", "__getattribute__")
+)
+# Methods that run without being named by the code of the call.
+_ENTRIES = ("forward", "__call__", "__getattr__")
+_STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
+
+
+class StandIn:
+    """Stands for a module or function, whose numbers it computes another way."""
+
+    __slots__ = ()
+
+    @property
+    def _graphwright_stands_for(self) -> Any:
+        raise NotImplementedError
+
+
+class Name(NamedTuple):
+    """Where something is: an attribute, variable or item, and of what."""
+
+    before: str
+    text: str
+    after: str = ""
+
+    def attribute(self, key: str) -> Name:
+        """Of what is here."""
+        return self._replace(text=f"{self.text}.{key}")
+
+    def item(self, key: Any) -> Name:
+        """Of the container that is here."""
+        shown = repr(key) if isinstance(key, SCALARS) else type(key).__name__
+        return self._replace(text=f"{self.text}[{shown:.40}]")
+
+    def __str__(self) -> str:
+        return f"{self.before}{self.text}{self.after}"
+
+
+class Source:
+    """One place that holds values: a container, an object's attributes, a closure.
+
+    Attributes:
+        name: where it is.
+        owner: the container or object itself.
+        held: what it held when it was found, by key.
+    """
+
+    __slots__ = ("held", "name", "owner")
+
+    def __init__(self, name: Name, owner: Any) -> None:
+        self.name = name
+        self.owner = owner
+        self.held: dict[Any, Any] = self.read()
+
+    def read(self) -> dict[Any, Any]:
+        """What it holds now."""
+        raise NotImplementedError
+
+    def put_back(self) -> None:
+        """Give it back what it held."""
+
+    def key_name(self, key: Any) -> Name:
+        """The name of one of its values."""
+        return self.name.item(key)
+
+
+class _Dictionary(Source):
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return dict(self.owner)
+
+    def put_back(self) -> None:
+        owner, held = self.owner, self.held
+        if len(owner) == len(held) and all(
+            a is b and owner[b] is held[b] for a, b in zip(owner, held, strict=True)
+        ):
+            return
+        # By the methods of the base class: a user's own may count, refuse or write to disk.
+        if isinstance(owner, OrderedDict):
+            OrderedDict.clear(owner)
+            for key, value in held.items():
+                OrderedDict.__setitem__(owner, key, value)
+        else:
+            dict.clear(owner)
+            dict.update(owner, held)
+
+
+class _Sequence(Source):
+    """A list, deque or tuple."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return dict(enumerate(self.owner))
+
+    def put_back(self) -> None:
+        owner, held = self.owner, list(self.held.values())
+        if isinstance(owner, tuple):
+            return
+        if len(owner) == len(held) and all(map(operator.is_, owner, held)):
+            return
+        if isinstance(owner, deque):
+            deque.clear(owner)
+            deque.extend(owner, held)
+        else:
+            list.__setitem__(owner, slice(None), held)
+
+
+class _Set(Source):
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return {value: value for value in tuple(self.owner)}
+
+    def put_back(self) -> None:
+        if self.owner != self.held.keys():
+            set.clear(self.owner)
+            set.update(self.owner, self.held)
+
+
+class _Length(Source):
+    """What holds so much that only its length is watched."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return {"its length": len(self.owner)}
+
+
+class _Attributes(Source):
+    """Attributes of a module or an object, without those that are of no consequence.
+
+    Of those that no code of the call names, just modules, tensors and plain values.
+    """
+
+    __slots__ = ("_names",)
+
+    def __init__(self, name: Name, owner: Any, names: frozenset[str] | None = None) -> None:
+        self._names = names
+        super().__init__(name, owner)
+
+    def read(self) -> dict[Any, Any]:
+        names, now = self._names, {}
+        is_module = isinstance(self.owner, nn.Module)
+        for key, value in dict(_attributes_of(self.owner) or ()).items():
+            if is_module and key in _OF_NO_CONSEQUENCE:
+                continue
+            named = names is None or key in names
+            if not named and not (is_module and isinstance(value, _ALWAYS)):
+                continue
+            if key == "forward" and isinstance(value, StandIn):
+                value = value._graphwright_stands_for
+                if getattr(value, "__func__", None) is getattr(type(self.owner), "forward", None):
+                    continue
+            now[key] = value
+        return now
+
+    def put_back(self) -> None:
+        attributes = _attributes_of(self.owner)
+        now = self.read()
+        if attributes is None:
+            return
+        for key in now.keys() - self.held.keys():
+            del attributes[key]
+        for key, value in self.held.items():
+            if key not in now or now[key] is not value:
+                attributes[key] = value
+
+    def key_name(self, key: Any) -> Name:
+        if self.name.text:
+            return self.name.attribute(str(key))
+        return self.name._replace(text=str(key))
+
+
+class _Slots(_Attributes):
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        found = {}
+        for key in _slots_of(type(self.owner)):
+            with contextlib.suppress(Exception):  # It is not set.
+                found[key] = object.__getattribute__(self.owner, key)
+        return found
+
+    def put_back(self) -> None:
+        now = self.read()
+        for key in now.keys() - self.held.keys():
+            object.__delattr__(self.owner, key)
+        for key, value in self.held.items():
+            if now.get(key, _MISSING) is not value:
+                object.__setattr__(self.owner, key, value)
+
+
+class _Cells(Source):
+    """The variables that a function closes over."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        found = {}
+        cells = zip(self.owner.__code__.co_freevars, self.owner.__closure__ or (), strict=True)
+        for key, cell in cells:
+            try:
+                found[key] = cell.cell_contents
+            except ValueError:  # The cell is still empty.
+                continue
+        return found
+
+    def put_back(self) -> None:
+        now = self.read()
+        cells = zip(self.owner.__code__.co_freevars, self.owner.__closure__ or (), strict=True)
+        for key, cell in cells:
+            if key in self.held and now.get(key, _MISSING) is not self.held[key]:
+                cell.cell_contents = self.held[key]
+            elif key in now and key not in self.held:
+                del cell.cell_contents
+
+    def key_name(self, key: Any) -> Name:
+        return Name("the variable ", str(key))
+
+
+class _Globals(Source):
+    """The globals that code names."""
+
+    __slots__ = ("names", "stored")
+
+    def __init__(self, owner: dict[str, Any], names: Sequence[str], stored: frozenset[str]) -> None:
+        self.names = tuple(names)
+        self.stored = stored  # Others can be written to by other code alone.
+        super().__init__(Name("", ""), owner)
+
+    def read(self) -> dict[Any, Any]:
+        return {key: self.owner[key] for key in self.names if key in self.owner}
+
+    def put_back(self) -> None:
+        for key in self.stored.intersection(self.names):
+            if key not in self.held:
+                self.owner.pop(key, None)
+            elif self.owner.get(key, _MISSING) is not self.held[key]:
+                self.owner[key] = self.held[key]
+
+    def key_name(self, key: Any) -> Name:
+        return Name("the variable ", str(key))
+
+
+class _Parts(Source):
+    """Some attributes of something, which nobody has to put back."""
+
+    __slots__ = ("keys",)
+
+    def __init__(self, name: Name, owner: Any, keys: Sequence[str]) -> None:
+        self.keys = tuple(keys)
+        super().__init__(name, owner)
+
+    def read(self) -> dict[Any, Any]:
+        return {key: getattr(self.owner, key, _MISSING) for key in self.keys}
+
+    def key_name(self, key: Any) -> Name:
+        return self.name.attribute(str(key))
+
+
+class Called(nn.Module):
+    """A plain function as a module; made by `watch.FunctionModule`."""
+
+    def function_of(self) -> Callable[..., Any]:
+        """The function."""
+        raise NotImplementedError
+
+    def ignores(self, value: Any) -> bool:
+        """Whether something that the function names may be replaced by another one."""
+        return False
+
+
+class Dependencies:
+    """What a call of a module or function depends on beside its arguments, as it is now.
+
+    Attributes:
+        sources: the places that hold values, in the order in which they were found.
+        visits: by identity, the how-manieth thing that was looked into each one is.
+        tensors: the tensors, each once, with their names.
+        empty: dictionaries of modules that hold nothing: hooks, parameters, buffers.
+        typed: modules and objects, whose class matters.
+        unread: names of objects that cannot be looked into.
+        optimizers: those among the objects.
+        outermost: the modules and tensors that no other module holds.
+        ignores: whether a tensor in the place of another one is of no consequence.
+    """
+
+    def __init__(
+        self, root: Any, *, training: bool = False, whole: bool = False, hooks: bool = True
+    ) -> None:
+        """Walk.
+
+        Args:
+            root: a module, or any callable.
+            training: look at hooks for the backward too, and at no hook of the root itself.
+            whole: also at what a watch need not see, for putting back: hooks of all kinds, what no
+                code names, long lists.
+            hooks: also at what hooks reach. Where they run at every call it is no concern.
+        """
+        while isinstance(root, StandIn):
+            root = root._graphwright_stands_for
+        self.root = root
+        self.sources: list[Source] = []
+        self.visits: dict[Any, int] = {}
+        self.tensors: list[tuple[Name, torch.Tensor]] = []
+        self.empty: list[Any] = []
+        self.typed: list[Any] = []
+        self.unread: list[str] = []
+        self.optimizers: list[Optimizer] = []
+        self.outermost: dict[int, tuple[Name, Any]] = {}
+        self.ignores = root.ignores if isinstance(root, Called) else None
+        self._training = training
+        self._whole = whole
+        self._hooks = hooks
+        self._alive: list[Any] = []  # So that no identity comes back.
+        self._modules: deque[tuple[str, nn.Module]] = deque()
+        self._values: deque[tuple[Name, Any, int, bool]] = deque()
+        self._seen_globals: set[tuple[int, str]] = set()
+        # What code of the call names, where it can be told; the object that a method belongs to.
+        self._names: frozenset[str] | None = None
+        self._owner: Any = None
+        self._classes: set[int] = set()
+        self._of_modules = 0  # Sources that there is no end to, but that of the model.
+        self._reachable: frozenset[str] = frozenset(_ENTRIES)
+        if isinstance(root, nn.Module) and not isinstance(root, Called):
+            self._modules.append(("", root))
+        else:
+            called = root.function_of() if isinstance(root, Called) else root
+            self._owner = _owner_of(called)
+            self._values.append((Name("", _called(called)), called, 0, False))
+            if isinstance(root, Called):
+                self._modules.extend((k, m) for k, m in root._modules.items() if m is not None)
+        self._read_code()
+        if whole:
+            self._names = None
+        self._walk()
+        for kind in _GLOBAL_HOOKS if training else _GLOBAL_HOOKS[:2]:
+            self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
+        self._walk()
+
+    def put_back(self) -> None:
+        """Give every place back what it held."""
+        for source in self.sources:
+            with contextlib.suppress(Exception):  # One that refuses must not keep others from it.
+                source.put_back()
+        for holder in self.empty:
+            if holder and isinstance(holder, dict):
+                holder.clear()
+
+    # The walk: modules first, then what they hold, what is near before what is far.
+
+    def _walk(self) -> None:
+        while self._modules or self._values:
+            if self._modules:
+                self._module(*self._modules.popleft())
+            else:
+                self._value(*self._values.popleft())
+
+    def _read_code(self) -> None:
+        """Which attributes the code of the call names."""
+        functions: list[Any] = []
+        classes: dict[int, type] = {}
+        for _, root in self._modules:
+            for module in root.modules():
+                while isinstance(module, StandIn):
+                    module = module._graphwright_stands_for
+                classes.setdefault(id(type(module)), type(module))
+                kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
+                hooks = [h for k in kinds for h in dict(getattr(module, k, None) or ()).values()]
+                functions += [*hooks, *(v for v in vars(module).values() if callable(v))]
+        functions += [value for _, value, _, _ in self._values]
+        if self._owner is not None:
+            classes.setdefault(id(type(self._owner)), type(self._owner))
+        self._classes = set(classes)
+        names, dynamic = _closure(list(classes.values()), functions, entries=_ENTRIES)
+        self._reachable = names
+        self._names = None if dynamic else names
+
+    def _module(self, path: str, module: nn.Module) -> None:
+        while isinstance(module, StandIn):
+            module = module._graphwright_stands_for
+        if not self._visited(module):
+            return
+        if isinstance(module, Called):
+            function = module.function_of()
+            self._values.append((Name("", _called(function)), function, 0, True))
+            return
+        self.typed.append(module)
+        before_it = len(self.sources)
+        after = f" of {type(module).__name__}{f' ({path})' if path else ''}"
+        kinds: tuple[str, ...] = ()
+        if not self._training or module is not self.root:
+            kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS) if self._training else FORWARD_HOOKS
+        if self._whole:  # Some libraries add hooks of any kind in their first run.
+            kinds = tuple(k for k in _OF_MODULES if isinstance(vars(module).get(k), dict))
+        for kind in (*_HOLDERS, *kinds):
+            before = "" if kind in _HOLDERS else "hook "
+            self._held(Name(before, "", after), getattr(module, kind))
+        names = self._names if id(type(module)) in self._classes else None
+        source = _Attributes(Name("attribute ", "", after), module, names)
+        self._add(source, 1, inside=True)
+        self._class(type(module), "forward")
+        self._of_modules += len(self.sources) - before_it
+        for key, child in module._modules.items():
+            if child is not None:
+                self._modules.append((f"{path}.{key}" if path else str(key), child))
+
+    def _held(self, name: Name, holder: Any) -> None:
+        """A dictionary of a module's own: of parameters, buffers, submodules or hooks."""
+        if not holder:
+            self.empty.append(holder)
+            return
+        source = _Holder(name, holder) if isinstance(holder, dict) else _View(name, holder)
+        self.sources.append(source)
+        if name.before and not self._hooks:
+            return
+        for key, value in source.held.items():
+            if value is not None and not isinstance(value, nn.Module):
+                self._values.append((source.key_name(key), value, 1, True))
+
+    def _visited(self, value: Any) -> bool:
+        """Whether something is looked into now; not for the second time."""
+        if id(value) in self.visits:
+            return False
+        self.visits[id(value)] = len(self.visits)
+        self._alive.append(value)
+        return True
+
+    def _add(self, source: Source, depth: int, *, inside: bool) -> None:
+        """Look into what a place holds."""
+        self.sources.append(source)
+        for key, value in source.held.items():
+            if not isinstance(value, SCALARS):
+                self._values.append((source.key_name(key), value, depth + 1, inside))
+
+    def _value(self, name: Name, value: Any, depth: int, inside: bool) -> None:
+        """Whatever a place holds."""
+        while isinstance(value, StandIn) and not isinstance(value, nn.Module):
+            value = value._graphwright_stands_for
+        if isinstance(value, nn.Module | torch.Tensor) and not inside:
+            self.outermost.setdefault(id(value), (name, value))
+        if isinstance(value, nn.Module):
+            self._modules.append((f"{name.text}{name.after}", value))
+            return
+        if isinstance(value, _WITHOUT_STATE) or not self._visited(value):
+            return
+        if isinstance(value, torch.Tensor):
+            self._tensor(name, value, inside)
+        elif depth > _MAX_DEPTH or len(self.sources) - self._of_modules > _MAX_SOURCES:
+            self.unread.append(f"{name} (beyond what is looked at)")
+        elif isinstance(value, types.FunctionType):
+            self._function(name, value, depth, inside)
+        elif isinstance(value, types.MethodType):
+            of = name._replace(text=_called(value))
+            self._values.append((of, value.__self__, depth, inside))
+            self._values.append((name, value.__func__, depth, inside))
+        elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
+            owner = value.__self__  # of a method of a container, say
+            if owner is not None:
+                self._values.append((name, owner, depth, inside))
+        elif isinstance(value, functools.partial):
+            self._values.append((name, value.func, depth, inside))
+            self._values.append((name, value.args, depth, inside))
+            self._values.append((name, value.keywords, depth, inside))
+        elif isinstance(value, tuple):
+            # What it holds cannot be replaced; what that holds can.
+            for key, each in enumerate(value[: 10 * _MAX_ITEMS]):
+                if not isinstance(each, SCALARS):
+                    self._values.append((name.item(key), each, depth + 1, inside))
+        elif isinstance(value, list | deque | set):
+            if len(value) > _MAX_ITEMS and not self._whole:
+                self.unread.append(f"{name} ({len(value):,} items)")
+                self.sources.append(_Length(name, value))
+                del self.visits[id(value)]  # Another one in its place is another one.
+            else:
+                kind = _Set if isinstance(value, set) else _Sequence
+                self._add(kind(name, value), depth, inside=inside)
+            self._beside(name, value, depth, inside)
+        elif isinstance(value, dict):
+            self._add(_Dictionary(name, value), depth, inside=inside)
+            self._beside(name, value, depth, inside)
+        else:
+            self._object(name, value, depth, inside)
+
+    def _tensor(self, name: Name, value: torch.Tensor, inside: bool) -> None:
+        if type(value) in PLAIN:
+            self.tensors.append((name, value))
+        elif hasattr(type(value), "__tensor_flatten__"):
+            flatten: Any = getattr(value, "__tensor_flatten__")  # noqa: B009  # unknown to mypy
+            for inner in flatten()[0]:
+                self._values.append((name.attribute(inner), getattr(value, inner), 1, inside))
+
+    def _beside(self, name: Name, value: Any, depth: int, inside: bool) -> None:
+        """Attributes of a container of a class of its own."""
+        if type(value).__module__ not in ("builtins", "collections") and _attributes_of(value):
+            self._add(_Attributes(name, value), depth, inside=inside)
+
+    def _object(self, name: Name, value: Any, depth: int, inside: bool) -> None:
+        kind: Any = type(value)
+        if isinstance(value, Optimizer):
+            self.optimizers.append(value)
+        if _is_machinery(value):
+            return
+        if not _is_library(kind):
+            self._class(kind, None)
+        elif callable(value):
+            self._class(kind, "__call__")
+        names = self._names if value is self._owner else None
+        seen = False
+        if _attributes_of(value) is not None:
+            seen = True
+            self.typed.append(value)
+            self._add(_Attributes(name, value, names), depth, inside=inside)
+        if _slots_of(kind):
+            seen = True
+            self._add(_Slots(name, value), depth, inside=inside)
+        if not seen and not _is_immutable(value):
+            self.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
+
+    def _function(self, name: Name, function: types.FunctionType, depth: int, inside: bool) -> None:
+        inner = function.__dict__.get("_torchdynamo_orig_callable")
+        if inner is not None and inner is not function:
+            self._values.append((name, inner, depth, inside))
+            return
+        if _package_of(function) in _MACHINERY:
+            # A decorator such as torch.no_grad(): what it wraps is the user's.
+            for cell in function.__closure__ or ():
+                with contextlib.suppress(ValueError):
+                    wrapped = cell.cell_contents
+                    if isinstance(wrapped, types.FunctionType | types.MethodType):
+                        self._values.append((name, wrapped, depth, inside))
+            return
+        parts = _Parts(name, function, ("__code__", "__defaults__", "__kwdefaults__"))
+        self._add(parts, depth, inside=inside)
+        if function.__closure__:
+            cells = _Cells(name, function)
+            self._add(cells, depth, inside=inside)
+            for key, value in cells.held.items():
+                if isinstance(value, type | types.ModuleType):
+                    self._namespace(key, value, function)
+        self._globals(function, depth, inside, own=not _is_library(function))
+
+    def _globals(
+        self, function: types.FunctionType, depth: int, inside: bool, *, own: bool
+    ) -> None:
+        """The globals that a function names; of a library's only plain values, tensors, modules."""
+        plain = (*SCALARS, torch.Tensor, nn.Module)
+        found = function.__globals__
+        names = []
+        for name in global_names(function.__code__):
+            value = found.get(name, _MISSING)
+            if value is _MISSING or (id(found), name) in self._seen_globals:
+                continue
+            if own and isinstance(value, type | types.ModuleType):
+                self._namespace(name, value, function)
+            if isinstance(value, plain) or (own and not _is_constant(value)):
+                self._seen_globals.add((id(found), name))
+                names.append(name)
+        if names:
+            stored = stored_names(function.__code__)
+            self._add(_Globals(found, names, stored), depth, inside=inside)
+
+    def _namespace(self, name: str, value: Any, function: types.FunctionType) -> None:
+        """What a function names of a file or class of the user's own: `settings.SCALE`."""
+        if value.__name__.partition(".")[0] in _MACHINERY or _is_library(value):
+            return
+        keys = [key for key in _names_of(function.__code__) if key in vars(value)]
+        keys = [key for key in keys if _is_watched_part(getattr(value, key, None))]
+        if keys and (id(value), name) not in self._seen_globals:
+            self._seen_globals.add((id(value), name))
+            self._add(_Parts(Name("", name), value, keys), 1, inside=True)
+
+    def _class(self, cls: type, entry: str | None) -> None:
+        """What its instances' calls use of a class and those that it derives from.
+
+        Args:
+            cls: the class.
+            entry: the method that is called; None for any.
+        """
+        inherited: dict[str, None] = {}
+        for base in cls.__mro__:
+            package = base.__module__.partition(".")[0]
+            if base in (object, nn.Module) or package in ("builtins", "typing", "abc", "enum"):
+                continue
+            keys: list[str]
+            if package == "torch":
+                keys = [entry] if entry is not None and entry in vars(base) else []
+            elif entry is None:
+                keys = [] if _is_library(base) else list(vars(base))
+            else:
+                keys = [key for key in vars(base) if key in self._reachable]
+            self._part_of_class(base, keys)
+            if base is not cls:
+                inherited |= dict.fromkeys(keys)
+        # What a class inherits may come to stand in itself.
+        stable = [key for key in inherited if _is_stable(cls, key)]
+        keys = [key for key in stable if key not in vars(cls)]
+        if keys and (id(cls), "inherited") not in self._seen_globals:
+            self._seen_globals.add((id(cls), "inherited"))
+            self.sources.append(_Parts(Name("", cls.__qualname__), cls, keys))
+
+    def _part_of_class(self, base: type, keys: Sequence[str]) -> None:
+        own, watched = not _is_library(base), []
+        for key in keys:
+            value = vars(base)[key]
+            function = function_of(value)
+            if function is None and not (
+                isinstance(value, SCALARS) or (own and _is_watched_part(value))
+            ):
+                continue
+            if key.startswith("__") and function is None:
+                continue
+            if (id(base), key) in self._seen_globals:
+                continue
+            self._seen_globals.add((id(base), key))
+            watched.append(key)
+            if function is not None and own:
+                self._values.append((Name("", base.__qualname__), function, 1, True))
+            elif function is not None:
+                self._globals(function, 1, True, own=False)
+        if watched:
+            source = _ClassParts(Name("", base.__qualname__), base, watched)
+            self.sources.append(source)
+            for key, value in source.held.items():
+                if own and function_of(value) is None and not isinstance(value, SCALARS):
+                    self._values.append((source.key_name(key), value, 1, True))
+
+
+class _ClassParts(_Parts):
+    """Methods and attributes that stand in a class itself."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        held = vars(self.owner)
+        return {key: held.get(key, _MISSING) for key in self.keys}
+
+
+class _Holder(_Dictionary):
+    """Parameters, buffers, submodules or hooks of a module."""
+
+    __slots__ = ()
+
+    def key_name(self, key: Any) -> Name:
+        return self.name._replace(text=str(key))
+
+
+class _View(_Holder):
+    """The same of a ScriptModule."""
+
+    __slots__ = ()
+
+    def read(self) -> dict[Any, Any]:
+        return dict(self.owner.items())
+
+    def put_back(self) -> None:
+        pass
+
+
+def same(new: Any, old: Any) -> bool | None:
+    """Whether a value in the place of another one is the same; None where a walk has to tell."""
+    if new is old:
+        return True
+    if type(new) is not type(old):
+        return False
+    if isinstance(new, SCALARS):
+        return describe(new) == describe(old)
+    if isinstance(new, _COMPARABLE):
+        return _equal(new, old)
+    if isinstance(new, types.MethodType):
+        return new.__func__ is old.__func__ and new.__self__ is old.__self__
+    if isinstance(new, (*_WITHOUT_STATE, torch.Tensor, nn.Module, types.FunctionType)):
+        return False
+    if isinstance(new, tuple):
+        if len(new) != len(old):
+            return False
+        return _worst(same(a, b) for a, b in zip(new, old, strict=True))
+    if isinstance(new, functools.partial):
+        return _worst((same(new.func, old.func), same(new.args, old.args), None))
+    if isinstance(new, list | dict | set | deque):
+        return None
+    if _is_machinery(new):
+        return False
+    if _attributes_of(new) is not None or _slots_of(type(new)):
+        return None
+    return _is_immutable(new) and _equal(new, old)
+
+
+def _equal(a: Any, b: Any) -> bool:
+    try:
+        return bool(a == b)
+    except Exception:  # What cannot be compared counts as another one.
+        return False
+
+
+def _worst(verdicts: Iterable[bool | None]) -> bool | None:
+    found = list(verdicts)
+    return False if False in found else None if None in found else True
+
+
+def difference(
+    source: Source, now: Mapping[Any, Any], ignores: Callable[[Any], bool] | None = None
+) -> tuple[str | None, list[tuple[Name, Any, Any]]]:
+    """How a place differs from what it held, in words; and what a walk has to compare.
+
+    Plain values that are equal and other objects are held from now on.
+    """
+    held = source.held
+    if len(now) != len(held) or any(
+        not (a is b or (type(a) is type(b) and _equal(a, b)))
+        for a, b in zip(now, held, strict=True)
+    ):
+        return _added_or_removed(source, now), []
+    unsure = []
+    for (key, new), (mine, old) in zip(list(now.items()), list(held.items()), strict=True):
+        if new is old:
+            continue
+        verdict = same(new, old)
+        if verdict is False and ignores is not None and ignores(new) and ignores(old):
+            verdict = True
+        if verdict is False:
+            return _replaced(source.key_name(key), new, old), []
+        if verdict is None:
+            unsure.append((source.key_name(key), new, old))
+        else:
+            held[mine] = new
+    return None, unsure
+
+
+def apart(old: Dependencies, new: Dependencies, unsure: list[tuple[Name, Any, Any]]) -> str | None:
+    """How two walks from the same root differ, in words; None where they found the same.
+
+    Args:
+        old: one walk.
+        new: a later one.
+        unsure: what has taken the place of something that the first one looked into, perhaps.
+    """
+    pairs = list(unsure)
+    for before, now in zip(old.sources, new.sources, strict=False):
+        if type(before) is not type(now) or before.name != now.name:
+            return f"{before.name} was replaced"
+        change, more = difference(before, now.held, old.ignores)
+        if change is not None:
+            return change
+        pairs += more
+    for name, value, before_it in pairs:
+        # What only one of them has looked into, or at another place, is something else.
+        places = new.visits.get(id(value)), old.visits.get(id(before_it))
+        if places[0] is None or places[0] != places[1]:
+            return f"{name} was replaced"
+    if len(old.sources) != len(new.sources) or len(old.tensors) != len(new.tensors):
+        return "what its attributes hold changed"
+    ignores = old.ignores or (lambda tensor: False)
+    for (where, a), (_, b) in zip(old.tensors, new.tensors, strict=True):
+        if a is not b and not (ignores(a) and ignores(b)):
+            return f"{where} was replaced"
+    return None
+
+
+def _added_or_removed(source: Source, now: Mapping[Any, Any]) -> str:
+    added = [key for key in now if key not in source.held]
+    gone = [key for key in source.held if key not in now]
+    if isinstance(source, _Holder) and source.name.before:
+        return f"a forward hook was added or removed{source.name.after}"
+    for keys, what in ((added, "was added"), (gone, "was removed")):
+        if keys:
+            return f"{source.key_name(keys[0])} {what}"
+    return f"the order of {source.name} changed"
+
+
+def _replaced(name: Name, new: Any, old: Any) -> str:
+    if isinstance(old, SCALARS) and isinstance(new, SCALARS):
+        return f"{name} changed from {old!r:.80} to {new!r:.80}"
+    return f"{name} was replaced"
+
+
+def _closure(
+    classes: Sequence[type], functions: Sequence[Any], *, entries: Sequence[str]
+) -> tuple[frozenset[str], bool]:
+    """Names and strings in the code of calls, with that of methods and functions that it names.
+
+    Args:
+        classes: of modules, and of the object that is called.
+        functions: that are called too.
+        entries: the methods that are called.
+
+    Returns:
+        the names, and whether that code looks attributes up in ways that names do not show.
+    """
+    bases = {id(base): base for cls in classes for base in cls.__mro__}
+    own = [
+        base
+        for base in bases.values()
+        if base is not object and base.__module__.partition(".")[0] not in ("torch", "builtins")
+    ]
+    found: set[str] = set(entries)
+    waiting: list[Any] = list(functions)
+    read: dict[int, Any] = {}
+    dynamic = False
+    while True:
+        for base in own:
+            for key, value in list(vars(base).items()):
+                if (key in found or _is_operator(key)) and id(value) not in read:
+                    read[id(value)] = value
+                    waiting.append(function_of(value))
+        if not waiting:
+            return frozenset(found), dynamic
+        while waiting:
+            value = waiting.pop()
+            for function in _functions_in(value):
+                code = function.__code__
+                if id(code) in read:
+                    continue
+                read[id(code)] = code
+                names = _names_of(code)
+                found |= names
+                if _package_of(function) not in _MACHINERY:
+                    dynamic = dynamic or bool(names & _DYNAMIC)
+                for cell in function.__closure__ or ():
+                    with contextlib.suppress(ValueError):  # It is still empty.
+                        waiting.append(cell.cell_contents)
+                if not _is_library(function):
+                    waiting += [function.__globals__.get(n) for n in global_names(code)]
+
+
+def _functions_in(value: Any) -> list[types.FunctionType]:
+    """The functions that something callable consists of."""
+    if isinstance(value, StandIn) and not isinstance(value, nn.Module):
+        value = value._graphwright_stands_for
+    if isinstance(value, types.MethodType):
+        value = value.__func__
+    if isinstance(value, functools.partial):
+        return _functions_in(value.func)
+    function = function_of(value)
+    return [] if function is None else [function]
+
+
+def _is_operator(key: Any) -> bool:
+    """Whether a method runs without being named: `__getitem__`, `__add__`."""
+    return (
+        isinstance(key, str)
+        and key.startswith("__")
+        and key.endswith("__")
+        and key not in ("__init__", "__new__", "__repr__", "__setstate__", "__getstate__")
+        and key not in ("__reduce__", "__deepcopy__", "__copy__", "__del__", "__setattr__")
+    )
+
+
+@functools.lru_cache(maxsize=4096)
+def _names_of(code: types.CodeType) -> frozenset[str]:
+    found = set(code.co_names)
+    for value in code.co_consts:
+        if isinstance(value, str):
+            found.add(value)
+        elif isinstance(value, tuple):
+            found |= {each for each in value if isinstance(each, str)}
+        elif isinstance(value, types.CodeType):
+            found |= _names_of(value)
+    return frozenset(found)
+
+
+@functools.lru_cache(maxsize=4096)
+def global_names(code: types.CodeType) -> tuple[str, ...]:
+    """The globals that code names, that of inner functions included."""
+    found = {
+        str(step.argval)
+        for step in dis.get_instructions(code)
+        if step.opname in ("LOAD_GLOBAL", "LOAD_NAME", "STORE_GLOBAL", "LOAD_FROM_DICT_OR_GLOBALS")
+    }
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            found |= set(global_names(value))
+    return tuple(sorted(found))
+
+
+@functools.lru_cache(maxsize=4096)
+def stored_names(code: types.CodeType) -> frozenset[str]:
+    """The globals that code gives values to, that of inner functions included."""
+    found = {str(s.argval) for s in dis.get_instructions(code) if s.opname == "STORE_GLOBAL"}
+    for value in code.co_consts:
+        if isinstance(value, types.CodeType):
+            found |= stored_names(value)
+    return frozenset(found)
+
+
+def function_of(value: Any) -> types.FunctionType | None:
+    """The function behind a method, property, class method or static method."""
+    if isinstance(value, property):
+        value = value.fget
+    elif isinstance(value, staticmethod | classmethod):
+        value = value.__func__
+    return value if isinstance(value, types.FunctionType) else None
+
+
+def _is_library(value: Any) -> bool:
+    """Whether a function, class or file belongs to an installed library."""
+    if isinstance(value, types.FunctionType):
+        return _in_library(value.__code__.co_filename)
+    if isinstance(value, types.ModuleType):
+        file = value.__dict__.get("__file__")
+        known = value.__name__.partition(".")[0] in sys.stdlib_module_names
+        return known if file is None else _in_library(file)
+    if value.__module__ in ("types", "argparse", "collections", "__main__"):
+        return False
+    module = sys.modules.get(value.__module__)
+    return _in_library(getattr(module, "__file__", None) or "<")
+
+
+def _package_of(function: types.FunctionType) -> str:
+    """The package that a function's code stands in, whatever a decorator says."""
+    return str(function.__globals__.get("__name__", "")).partition(".")[0]
+
+
+@functools.lru_cache(maxsize=4096)
+def _in_library(file: str) -> bool:
+    return "site-packages" in file or "dist-packages" in file or file.startswith(_STANDARD_LIBRARY)
+
+
+def _slots_of(cls: type) -> tuple[str, ...]:
+    """The slots of a class and of those that it derives from, as attributes are called."""
+    found = []
+    for each in cls.__mro__:
+        slots = vars(each).get("__slots__", ()) if each.__module__ != "builtins" else ()
+        for name in (slots,) if isinstance(slots, str) else tuple(slots):
+            if name in ("__dict__", "__weakref__"):
+                continue
+            private = name.startswith("__") and not name.endswith("__")
+            found.append(f"_{each.__name__.lstrip('_')}{name}" if private else name)
+    return tuple(found)
+
+
+def _attributes_of(value: Any) -> dict[str, Any] | None:
+    """An object's own attributes, without asking its class; None where it has none."""
+    try:
+        found = object.__getattribute__(value, "__dict__")
+    except Exception:
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _owner_of(called: Any) -> Any:
+    """The object that a method belongs to, or that is called."""
+    while isinstance(called, functools.partial):
+        called = called.func
+    if isinstance(called, types.MethodType):
+        return called.__self__
+    return None if isinstance(called, (types.FunctionType, nn.Module)) else called
+
+
+def _is_stable(cls: type, key: Any) -> bool:
+    """Whether a class gives the same object whenever it is asked for an attribute."""
+    if not isinstance(key, str) or key.startswith("__"):
+        return False
+    value = inspect.getattr_static(cls, key, _MISSING)
+    return isinstance(value, (*SCALARS, property, staticmethod, types.FunctionType))
+
+
+def _is_watched_part(value: Any) -> bool:
+    """Whether an attribute of a class or file of the user's own is state, and no definition."""
+    if function_of(value) is not None:
+        return True
+    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+        return False
+    return isinstance(
+        value, (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module)
+    ) or (_attributes_of(value) is not None and type(value).__module__ != "builtins")
+
+
+def _is_constant(value: Any) -> bool:
+    """Whether a global of a user's own is what code consists of: modules, classes, builtins."""
+    return isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType))
+
+
+def _is_machinery(value: Any) -> bool:
+    """Whether what an object keeps for itself is no state of the call."""
+    if isinstance(value, Optimizer | LRScheduler | GradScaler):  # Those of users too.
+        return True
+    return type(value).__module__.partition(".")[0] in _MACHINERY
+
+
+def _is_immutable(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and not hasattr(value, "__setitem__")
+
+
+_ALWAYS = (*SCALARS, torch.Tensor, nn.Module, types.FunctionType, types.MethodType)
+
+
+def _called(value: Any) -> str:
+    name = getattr(value, "__name__", None)
+    return name if isinstance(name, str) else type(value).__name__

@@ -1,0 +1,173 @@
+"""Who runs a model's Python: any number of eager calls at once, or one capture by itself.
+
+A capture runs a model a few times and puts back what that has changed. An eager call of another
+thread in between would lose what it has changed itself: a counter, a cache. So calls that our
+objects pass on to a model wait while that model is being captured, and a capture waits for them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import CaptureError
+
+# A capture gives up on eager calls that take longer: one may be waiting for this very thread.
+PATIENCE_S = 1.0
+# A capture may wait for a call in another thread; hardly any takes that long.
+_PATIENCE_OF_CALLS_S = 5.0
+
+
+class Busy(CaptureError):
+    """Eager calls of other threads did not end for so long that nothing was captured."""
+
+
+class Turns:
+    """The turns of those who run one model, or models that share a part.
+
+    Captures do not wait for each other here: what they share is guarded by the lock of their pool.
+    """
+
+    def __init__(self) -> None:
+        self._free = threading.Condition()
+        # By thread: how deep it is in eager calls, and in captures.
+        self._calls: dict[int, int] = {}
+        self._captures: dict[int, int] = {}
+        self._waiting = 0
+        # Whether calls go on beside captures, since one could not wait.
+        self._open = False
+        _ALL.add(self)
+
+    def calling(self) -> AbstractContextManager[None]:
+        """Run an eager call inside the block; it waits for captures of other threads."""
+        if torch.compiler.is_compiling():  # It is traced, and does not run.
+            return contextlib.nullcontext()
+        if torch._C._current_graph_task_id() != -1:
+            # In a backward, which a capture may be waiting for in another thread.
+            return contextlib.nullcontext()
+        return self._calling()
+
+    @contextlib.contextmanager
+    def _calling(self) -> Iterator[None]:
+        me = threading.get_ident()
+        with self._free:
+            # Inside of another call or its own capture it goes on, or both would wait for ever.
+            if me not in self._calls and me not in self._captures:
+                self._wait_for_captures()
+            self._calls[me] = self._calls.get(me, 0) + 1
+        try:
+            yield
+        finally:
+            with self._free:
+                _less(self._calls, me)
+                self._free.notify_all()
+
+    def _wait_for_captures(self) -> None:
+        end = time.monotonic() + _PATIENCE_OF_CALLS_S
+        while (self._captures or self._waiting) and not self._open:
+            if not self._free.wait(max(0.0, end - time.monotonic())):
+                # The capture may be waiting for this call; from now on none waits for it.
+                self._open = True
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Have no eager call of another thread run inside the block.
+
+        Raises:
+            Busy: others went on for longer than `PATIENCE_S`.
+        """
+        me = threading.get_ident()
+        with self._free:
+            if me not in self._captures:
+                # A call that captures stands still meanwhile: others need not wait for its end.
+                mine = self._calls.pop(me, 0)
+                self._waiting += 1
+                self._free.notify_all()
+                try:
+                    self._wait_for_calls()
+                finally:
+                    self._waiting -= 1
+                    if mine:
+                        self._calls[me] = mine
+                    self._free.notify_all()
+            self._captures[me] = self._captures.get(me, 0) + 1
+        try:
+            yield
+        finally:
+            with self._free:
+                _less(self._captures, me)
+                self._free.notify_all()
+
+    def _wait_for_calls(self) -> None:
+        end = time.monotonic() + PATIENCE_S
+        # Calls of threads that capture by now stand still.
+        while self._calls.keys() - self._captures.keys() and not self._open:
+            if not self._free.wait(max(0.0, end - time.monotonic())):
+                raise Busy(
+                    f"Other threads were in eager calls of the same model for {PATIENCE_S:g} s.",
+                    remedy="Capture while no other thread waits inside of the model for this one.",
+                )
+
+    def _forget(self) -> None:
+        """A forked child has none of the threads that hold or wait for anything."""
+        self._free = threading.Condition()
+        self._calls, self._captures, self._waiting = {}, {}, 0
+
+
+def _less(counts: dict[int, int], me: int) -> None:
+    counts[me] = counts.get(me, 1) - 1
+    if not counts[me]:
+        del counts[me]
+
+
+_ALL: weakref.WeakSet[Turns] = weakref.WeakSet()
+_OF: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
+_LOCK = threading.Lock()
+
+
+def turns_of(module: nn.Module, function: Callable[..., Any] | None = None) -> Turns:
+    """The turns of a module: the same for all that share a part of it.
+
+    Args:
+        module: that is called; a plain function as a FunctionModule.
+        function: the plain function, where it is one.
+    """
+    parts: list[Any] = [part for part in module.modules() if part is not module or not function]
+    if function is not None:
+        # A method is a new object each time; its owner is not.
+        parts.append(getattr(function, "__self__", function))
+    with _LOCK:
+        known = next((_OF[part] for part in parts if _can_be_known(part) and part in _OF), None)
+        turns = Turns() if known is None else known
+        for part in parts:
+            if _can_be_known(part):
+                _OF.setdefault(part, turns)
+    return turns
+
+
+def _can_be_known(part: Any) -> bool:
+    try:
+        weakref.ref(part)
+        hash(part)
+    except TypeError:
+        return False
+    return True
+
+
+def _after_fork() -> None:
+    global _LOCK
+    _LOCK = threading.Lock()
+    for turns in list(_ALL):
+        turns._forget()
+
+
+os.register_at_fork(after_in_child=_after_fork)

@@ -1,0 +1,260 @@
+"""torch.utils.checkpoint inside of what is captured: right gradients, or refused by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F  # noqa: N812
+from torch.utils.checkpoint import checkpoint
+
+import graphwright as gw
+
+SIZE = 64
+REFUSED = r"torch\.utils\.checkpoint sets the random numbers back"
+
+
+def dropping(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x, 0.5, True) * 1.0
+
+
+def plain(x: torch.Tensor) -> torch.Tensor:
+    return x.sin() * 2
+
+
+class Checkpointed(nn.Module):
+    """Computes a part by way of checkpoint, with dropout around it if wanted."""
+
+    def __init__(
+        self, part: Callable[..., Any], reentrant: bool, around: float = 0.0, **options: Any
+    ) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(SIZE))
+        self._part = part
+        self._around = around
+        self._options = {"use_reentrant": reentrant, **options}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = F.dropout(self.weight * x, self._around)
+        y = checkpoint(self._part, y, **self._options)
+        return F.dropout(y, self._around)
+
+
+def step_of(module: nn.Module) -> Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """A function that gives the output and the gradient of a module's weight."""
+
+    def step(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            module.weight.grad.zero_()
+            y = module(x)
+            y.sum().backward()
+        return y.detach(), module.weight.grad
+
+    module.weight.grad = torch.zeros_like(module.weight)
+    return step
+
+
+def state_of(device: torch.device) -> torch.Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else torch.cuda.get_rng_state(device)
+
+
+def put(device: torch.device, state: torch.Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.cuda.set_rng_state(state, device)
+
+
+def captured(module: nn.Module, x: torch.Tensor) -> tuple[gw.Graph, torch.Tensor, torch.Tensor]:
+    """A block with forward and backward as a graph, its output and its gradient."""
+    step, outs = step_of(module), [torch.zeros_like(x) for _ in range(2)]
+    side = torch.cuda.Stream() if x.is_cuda else None
+    with torch.cuda.stream(side):  # type: ignore[arg-type]
+        step(x)
+    if side is not None:
+        torch.cuda.synchronize()
+    with gw.capturing() as graph:
+        for out, value in zip(outs, step(x), strict=True):
+            out.copy_(value)
+    return graph, outs[0], outs[1]
+
+
+def through_capture(module: nn.Module, x: torch.Tensor) -> Callable[..., Any]:
+    with torch.no_grad():
+        return gw.capture(step_of(module), x)
+
+
+def through_graph_step(module: nn.Module, x: torch.Tensor) -> Callable[..., Any]:
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.0)
+
+    def step(batch: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        y = module(batch)
+        y.sum().backward()
+        optimizer.step()
+        return y.detach()
+
+    return gw.graph_step(step, x)
+
+
+def through_graphed_callables(module: nn.Module, x: torch.Tensor) -> Callable[..., Any]:
+    graphed: Any = gw.make_graphed_callables(module, (x,))
+    return graphed  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_block_that_recomputes_dropout_is_refused(device: torch.device, reentrant: bool) -> None:
+    module = Checkpointed(dropping, reentrant).to(device)
+    x = torch.ones(SIZE, device=device)
+    # On a GPU it is PyTorch that refuses, since a capture is under way.
+    with pytest.raises(gw.CaptureError, match="random numbers") as raised:
+        captured(module, x)
+    assert "checkpoint" in str(raised.value)
+    # Nothing is left behind: what draws outside of a checkpoint can be captured afterwards.
+    preserve = device.type == "cpu"
+    outside = Checkpointed(plain, reentrant, 0.5, preserve_rng_state=preserve).to(device)
+    graph, out, grad = captured(outside, x)
+    graph.replay()
+    assert out.any()
+    assert grad.any()
+
+
+@pytest.mark.parametrize(
+    ("way", "reentrant"),
+    [
+        (through_capture, False),
+        (through_capture, True),
+        (through_graph_step, False),
+        (through_graph_step, True),
+        (through_graphed_callables, False),  # The other kind has no gradients by argument.
+    ],
+)
+def test_call_that_recomputes_dropout_is_refused(
+    device: torch.device, way: Callable[..., Any], reentrant: bool
+) -> None:
+    module = Checkpointed(dropping, reentrant).to(device)
+    with pytest.raises(gw.CaptureError, match=REFUSED):
+        way(module, torch.ones(SIZE, device=device))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_graphed_call_that_recomputes_dropout_goes_eager(
+    device: torch.device, reentrant: bool
+) -> None:
+    step = step_of(Checkpointed(dropping, reentrant).to(device))
+    graphed, x = gw.graph(step), torch.ones(SIZE, device=device)
+    with torch.no_grad(), pytest.warns(RuntimeWarning, match=REFUSED):
+        graphed(x)
+    for _ in range(3):
+        with torch.no_grad():
+            out, grad = graphed(x)
+        assert torch.equal(out != 0, grad != 0)
+    assert "torch.utils.checkpoint" in graphed.explain()
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("around", [0.0, 0.5])
+def test_block_with_checkpoint_of_what_draws_nothing_equals_eager(
+    device: torch.device, reentrant: bool, around: float
+) -> None:
+    # While a GPU is captured, its random state cannot be set, not even to what it is.
+    preserve = device.type == "cpu"
+    module = Checkpointed(plain, reentrant, around, preserve_rng_state=preserve).to(device)
+    x = torch.rand(SIZE, device=device) + 0.5
+    graph, out, grad = captured(module, x)
+    for _ in range(3):
+        state = state_of(device)
+        graph.replay()
+        after = state_of(device)
+        put(device, state)
+        expected = step_of(module)(x)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(grad, expected[1])
+        assert torch.equal(after, state_of(device))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("around", [0.0, 0.5])
+def test_step_with_checkpoint_of_what_draws_nothing_equals_eager(
+    device: torch.device, reentrant: bool, around: float
+) -> None:
+    preserve = device.type == "cpu"
+    module = Checkpointed(plain, reentrant, around, preserve_rng_state=preserve).to(device)
+    x = torch.rand(SIZE, device=device) + 0.5
+    step = through_graph_step(module, x)
+    eager = step_of(module)
+    for _ in range(3):
+        state = state_of(device)
+        out = step(x).clone()
+        assert module.weight.grad is not None
+        grad = module.weight.grad.clone()
+        put(device, state)
+        module.weight.grad.zero_()
+        expected = eager(x)
+        assert torch.equal(out, expected[0])
+        assert torch.equal(grad, expected[1])
+
+
+def seeds(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(3)
+    return F.dropout(x, 0.5, True)
+
+
+def forks(x: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng():
+        return F.dropout(x, 0.5, True)
+
+
+def seeds_afterwards(x: torch.Tensor) -> torch.Tensor:
+    y = F.dropout(x, 0.5, True)
+    torch.manual_seed(3)
+    return y
+
+
+def seeds_another_time(x: torch.Tensor) -> torch.Tensor:
+    return F.dropout(x, 0.5, True) + seeds(x)
+
+
+@pytest.mark.parametrize("work", [seeds, forks, seeds_afterwards, seeds_another_time])
+def test_block_that_moves_the_random_state_by_itself_is_refused(
+    device: torch.device, work: Callable[[torch.Tensor], torch.Tensor], one_thread: None
+) -> None:
+    x = torch.ones(SIZE, device=device)
+    work(x)
+    state = state_of(device)
+    with pytest.raises(gw.CaptureError), gw.capturing():
+        work(x)
+    assert torch.equal(state, state_of(device))
+
+
+def test_block_that_draws_again_and_again_is_captured(device: torch.device) -> None:
+    x, out = torch.ones(SIZE, device=device), torch.zeros(SIZE, device=device)
+    dropping(x)
+    with gw.capturing() as graph:
+        out.copy_(dropping(dropping(x)) + torch.rand(SIZE, device=device))
+    state = state_of(device)
+    graph.replay()
+    put(device, state)
+    assert torch.equal(out, dropping(dropping(x)) + torch.rand(SIZE, device=device))
+
+
+def test_refusal_by_pytorch_to_move_a_gpu_s_random_state_is_explained() -> None:
+    with pytest.raises(gw.CaptureError, match="preserve_rng_state=False"), gw.capturing():
+        raise RuntimeError("Cannot call CUDAGeneratorImpl::set_offset during CUDA graph capture.")
+
+
+def test_checkpoint_without_random_state_is_refused_where_the_gpu_would_be_asked(
+    device: torch.device,
+) -> None:
+    module = Checkpointed(plain, False).to(device)
+    x = torch.ones(SIZE, device=device)
+    if device.type == "cpu":
+        captured(module, x)[0].replay()
+        return
+    with pytest.raises(gw.CaptureError, match="preserve_rng_state=False"):
+        captured(module, x)
+    with pytest.raises(gw.CaptureError, match="preserve_rng_state=False"):
+        through_graph_step(module, x)
