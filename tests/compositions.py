@@ -1354,6 +1354,8 @@ def build(case: Case, world: World, *, real: bool) -> Side:
     _part(side, case, shape.outer, case.options[1], sample, inner_trains=trains)
     _wrap(side, shape.around, "around")
     world.model.train("graph_step" in (shape.inner, shape.outer) or case.training)
+    if case.alone and "load" in (shape.inner, shape.outer):
+        world.model.eval()  # As it was when it was saved.
     return side
 
 
@@ -1432,6 +1434,8 @@ def check(case: Case, device: torch.device) -> Counter[str]:
     """
     with cheap_tuning(device), time_limit(LIMIT_S), contextlib.ExitStack() as stack:
         stack.callback(_back, torch.get_default_dtype())
+        # By default TorchDynamo does not notice hooks that come later.
+        stack.enter_context(mock.patch("torch._dynamo.config.skip_nnmodule_hook_guards", False))
         run = _Run(case, device, stack)
         try:
             return run.run()
@@ -1636,18 +1640,15 @@ class _Run:
         if asked.how == "threads" and self._threads_fit(side) and asked.mode == "no_grad":
             return _in_threads(side, asked, seed)
         program = side.program
-        if (
-            asked.how == "copy"
-            and isinstance(program, nn.Module)
-            and side.world.pure
-            and not self.trains
-        ):
+        # Gradients of a copy are no gradients of the model.
+        copied = asked.how == "copy" and side.world.pure and not self.trains
+        if copied and isinstance(program, nn.Module):
             try:
                 program = copy.deepcopy(program)
             except Exception as error:
                 return Outcome(None, error)
         args = sample_of(side.world, asked, seed)
-        wanted = self._grad_wanted(side, asked) and program is side.program
+        wanted = self._grad_wanted(side, asked) and not copied
         try:
             with _gradients(asked.mode):
                 result = program(*args)

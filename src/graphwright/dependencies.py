@@ -619,7 +619,7 @@ class Dependencies:
             for cell in function.__closure__ or ():
                 with contextlib.suppress(ValueError):
                     wrapped = cell.cell_contents
-                    if isinstance(wrapped, types.FunctionType | types.MethodType):
+                    if callable(wrapped) and not isinstance(wrapped, type):
                         self._values.append((name, wrapped, depth, inside))
             return
         parts = _Parts(name, function, ("__code__", "__defaults__", "__kwdefaults__"))

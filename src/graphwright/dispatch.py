@@ -36,6 +36,7 @@ from .graphs.graph import GraphClosed
 from .graphs.memory import MemoryPool
 from .graphs.transaction import capturing_now
 from .graphs.undo import StateChanges
+from .modes import opaque
 from .report.progress import Progress, shown
 from .shapes.buckets import PADDING
 from .shortcut import MISS, Shortcut, shortcut
@@ -117,6 +118,7 @@ class GraphedCallable(StandIn):
     def _graphwright_stands_for(self) -> Any:
         return self.fn
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call by a graph, or eagerly where none fits or may be captured.
 

@@ -12,6 +12,7 @@ from .dispatch import Call, GraphedCallable, OnMiss
 from .errors import OptionError
 from .graphs.callgraph import Breaks, Outputs
 from .graphs.memory import MemoryPool
+from .modes import opaque
 from .proxy import ModuleProxy
 from .shapes.buckets import Buckets
 from .tally import GraphStatistics
@@ -33,6 +34,7 @@ class GraphedModule(ModuleProxy):
         super().__init__(graphs.fn)
         object.__setattr__(self, "_graphs", graphs)
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As `GraphedCallable.__call__`."""
         return self._graphs.call(args, kwargs)

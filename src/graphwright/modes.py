@@ -9,13 +9,15 @@ import os
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from . import forking
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 class Shared:
@@ -160,9 +162,20 @@ class OperationMode(TorchDispatchMode):
         return self.run(func, args, dict(kwargs or {}))
 
 
+def opaque(function: _Function) -> _Function:
+    """A function that TorchDynamo never traces: it breaks its graph there and calls it as it is.
+
+    What `torch.compiler.disable` comes to, for all that the function calls too, but at no cost to
+    a call. What was compiled by itself still runs compiled inside.
+    """
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]  # by this TorchDynamo knows
+    function._torchdynamo_disable_msg = "graphwright runs it by itself"  # type: ignore[attr-defined]  # likewise
+    if hasattr(eval_frame, "set_code_exec_strategy"):
+        skip = eval_frame._FrameAction.SKIP
+        strategy = eval_frame._FrameExecStrategy(skip, skip)
+        eval_frame.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
 if not OperationMode._should_skip_dynamo():
-    # What `torch._dynamo.disable` comes to, for this function and for all that it calls.
-    _skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(
-        OperationMode.__torch_dispatch__.__code__, eval_frame._FrameExecStrategy(_skip, _skip)
-    )
+    opaque(OperationMode.__torch_dispatch__)

@@ -7,7 +7,22 @@ from typing import Any
 from torch import nn
 
 from .dependencies import StandIn
+from .modes import opaque
 from .watch import FunctionModule
+
+# What torch.compile keeps on the module that it returns concerns that one alone: with it, another
+# torch.compile would take what stands for that module for compiled, or refuse it.
+_OF_COMPILED = ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config")
+
+
+class _Hidden:
+    """An attribute that the module may have, and its stand-in has not."""
+
+    def __get__(self, owner: object, of: type | None = None) -> Any:
+        raise AttributeError
+
+    def __set__(self, owner: object, value: Any) -> None:
+        raise AttributeError
 
 
 class ModuleProxy(nn.Module, StandIn):
@@ -36,6 +51,7 @@ class ModuleProxy(nn.Module, StandIn):
         original = self._original
         return original._function if isinstance(original, FunctionModule) else original
 
+    @opaque
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling."""
         return self(*args, **kwargs)
@@ -60,7 +76,8 @@ class ModuleProxy(nn.Module, StandIn):
         return self._original.load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "_original":  # Asked for before it is set, by copying or unpickling.
+        # The first is asked for before it is set, by copying or unpickling.
+        if name == "_original" or name in _OF_COMPILED:
             raise AttributeError(name)
         # Methods of the module's class; what they call is the module, not this object.
         return getattr(self._original, name)
@@ -71,6 +88,8 @@ class ModuleProxy(nn.Module, StandIn):
 
     def __len__(self) -> int:
         return len(self._original)  # type: ignore[arg-type]  # a Sequential has a length
+
+    _torchdynamo_orig_callable = _torchdynamo_wrapper_id = get_compiler_config = _Hidden()
 
     def __bool__(self) -> bool:
         return True

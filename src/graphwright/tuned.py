@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import SignatureError
 from .graphs.exclusive import turns_of
+from .modes import opaque
 from .proxy import ModuleProxy
 from .ranges import Range, RangedSignature
 from .report import Report
@@ -267,6 +268,7 @@ class TunedModule(ModuleProxy):
         """
         return self._choice.calls
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the winner, or the module itself where the winner does not fit."""
         choice = self._choice

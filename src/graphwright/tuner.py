@@ -22,6 +22,7 @@ from .coldstart import ColdStarts
 from .errors import ModelFailed, in_words
 from .evaluation import Evaluator, Sample, status_of
 from .finals import Finals
+from .graphs.transaction import for_inference
 from .measurement import load_note
 from .ranges import Range
 from .reference import reference
@@ -222,7 +223,7 @@ class Tuning:
     def run(self, progress: Progress | None = None) -> TunedModule:
         """Tune. On KeyboardInterrupt the report holds what was known, and the error goes on."""
         listener = progress or Silent()
-        with _same_random_state(self.asked.device):
+        with for_inference(), _same_random_state(self.asked.device):
             try:
                 return self._run(listener)
             except KeyboardInterrupt:

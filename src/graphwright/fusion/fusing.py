@@ -14,6 +14,7 @@ import torch
 from torch import fx, nn
 
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
+from ..graphs.transaction import for_inference
 from ..graphs.undo import Undo
 from ..ops.defining import prepare_triton
 from ..proxy import ModuleProxy
@@ -157,7 +158,7 @@ def fused_call(
     with _LOCK:
         state, undo = State(module), Undo(module)
         try:
-            with torch.random.fork_rng(list(places)):
+            with for_inference(), torch.random.fork_rng(list(places)):
                 _fuse(module, args, kwargs, passes, check, found)
         finally:
             state.restore()
@@ -366,6 +367,8 @@ def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:
         try:
             with torch.no_grad():
                 called(*mine, **named)
+        except GraphwrightError:
+            raise
         except Exception as error:
             raise ModelFailed(
                 f"The model fails in eager with the sample inputs: {first_line(error)}",

@@ -14,6 +14,7 @@ from .. import forking
 from ..errors import OptionError, first_line
 from ..graphs.exclusive import turns_of
 from ..graphs.transaction import capturing_now
+from ..modes import opaque
 from ..proxy import ModuleProxy
 from ..signature import Args, CallSignature, Kwargs, inside_transform
 from ..watch import FunctionModule, ModuleWatch, check_audit, unread_in_words
@@ -104,6 +105,7 @@ class FusedModule(ModuleProxy):
         """The parts that are no graphs, by name ("" for the whole), with the reason."""
         return [reason for _, fused in self._fusion.table[:1] for reason in fused.untraced]
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what was fused, or the module itself where that does not fit."""
         fusion = self._fusion

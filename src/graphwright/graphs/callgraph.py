@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..errors import CaptureError, OptionError, SignatureError
+from ..modes import opaque
 from ..signature import Args, Kwargs, flatten, unflatten
 from ..watch import FunctionModule, ModuleWatch
 from .arguments import device_of, name_of, signature_of
@@ -141,6 +142,7 @@ class CallGraph(Graph):
             _ = self.outputs
         super().replay()
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         self._ready()
         if not self.signature.fits(args, kwargs):

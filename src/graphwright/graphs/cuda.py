@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
@@ -105,7 +106,10 @@ class CudaRecorder:
     @contextlib.contextmanager
     def warming(self, *, told: bool = True) -> Iterator[None]:
         """Run on the capture stream, in ordinary memory."""
-        with self._on_stream(), capturing_seems_on() if told else PreparedThreads(self._bench):
+        told_of_it = capturing_seems_on() if told else PreparedThreads(self._bench)
+        with self._on_stream(), told_of_it, warnings.catch_warnings():
+            # Eager's backward, before, ran on another stream: that is how it is meant.
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
             yield
 
     def tidy(self) -> None:

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from ..errors import CaptureError
+from ..modes import opaque
 from .memory import GraphMemory, MemoryPool
 from .recorder import Recording
 from .transaction import capturing_now
@@ -82,6 +83,7 @@ class Graph:
             self.pool.order()
             recording.replay()
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay for other values of the arguments that it was captured with.
 

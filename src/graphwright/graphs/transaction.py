@@ -22,7 +22,7 @@ class _Thread(threading.local):
     """How many captures this thread is in."""
 
     depth = 0
-    # How many of these are for inference.
+    # How many blocks, these or others, may train nothing.
     inference = 0
 
 
@@ -34,8 +34,18 @@ def capturing_now() -> bool:
     return THREAD.depth > 0
 
 
-def capturing_for_inference() -> bool:
-    """Whether this thread captures something that may train nothing."""
+@contextlib.contextmanager
+def for_inference() -> Iterator[None]:
+    """Have training steps refuse to run inside the block: what is done there trains nothing."""
+    THREAD.inference += 1
+    try:
+        yield
+    finally:
+        THREAD.inference -= 1
+
+
+def only_for_inference() -> bool:
+    """Whether this thread captures, fuses or tunes something that may train nothing."""
     return THREAD.inference > 0
 
 
@@ -54,13 +64,12 @@ def transaction(
         forget: gives up what was recorded.
         trained: parameters whose gradients may be set; by default none.
     """
-    with turns_of(module, getattr(module, "_function", None)).alone():
-        THREAD.inference += trained is None
-        try:
-            with _put_back(pool, module, forget, trained) as undo:
-                yield undo
-        finally:
-            THREAD.inference -= trained is None
+    with (
+        turns_of(module, getattr(module, "_function", None)).alone(),
+        for_inference() if trained is None else contextlib.nullcontext(),
+        _put_back(pool, module, forget, trained) as undo,
+    ):
+        yield undo
 
 
 @contextlib.contextmanager

@@ -23,7 +23,8 @@ from ..errors import (
 )
 from ..graphs.graph import State
 from ..graphs.memory import MemoryPool, in_units
-from ..graphs.transaction import capturing_for_inference, capturing_now
+from ..graphs.transaction import capturing_now, only_for_inference
+from ..modes import opaque
 from ..signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
 from .body import name_of_step, plainly
 from .stepgraph import GRAPHS, StepGraph
@@ -107,6 +108,7 @@ class GraphedStep:
         self._statistics.nbytes = self.pool.reserved
         return self._statistics
 
+    @opaque
     def __call__(self, *batch: Any, **kwargs: Any) -> Any:
         """Do one step.
 
@@ -176,14 +178,16 @@ class GraphedStep:
     def _answer(self, args: Args, kwargs: Kwargs, *, again: bool = False) -> Any:
         if self._closed or self.pool.closed:
             return self._eagerly("closed", args, kwargs)
-        if capturing_for_inference() or (inside_transform() and not capturing_now()):
+        if only_for_inference() or (inside_transform() and not capturing_now()):
             raise CaptureError(
                 f"The training step {name_of_step(self._step)} is part of a call that is captured, "
-                "fused, traced or transformed for inference.",
+                "fused, tuned, traced or transformed for inference.",
                 remedy="Call the step where that call is made.",
             )
         if capturing_now():
             return self._eagerly("inside another capture", args, kwargs)
+        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+            return self._eagerly("under hooks for saved tensors", args, kwargs)
         if self._graphs:
             self.pool.order()  # What graphs read may be written to here.
         graph = self._find(args, kwargs)

@@ -19,6 +19,7 @@ from ...errors import GraphwrightError, SignatureError, levels_above
 from ...graphs.exclusive import turns_of
 from ...graphs.memory import MemoryPool
 from ...graphs.transaction import capturing_now
+from ...modes import opaque
 from ...signature import CallSignature, inside_transform
 from ...watch import FunctionModule
 from .pair import BUSY, Pair
@@ -94,6 +95,7 @@ class GraphedForward(StandIn):
     def _graphwright_stands_for(self) -> Any:
         return self.original
 
+    @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call.
 
