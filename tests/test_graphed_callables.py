@@ -1307,7 +1307,7 @@ def test_a_graphed_module_may_be_compiled(device: torch.device) -> None:
     torch._dynamo.reset()
     both(torch.compile(graphed, backend="eager"), eager, rand(device, 6, 8))
     same_state(graphed, eager)
-    assert not statistics(graphed).replays
+    assert statistics(graphed).replays == 1  # TorchDynamo leaves it as it is.
 
 
 def test_memory_stays_flat(device: torch.device) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -274,10 +275,13 @@ class GraphedCallable(StandIn):
             # The state of now will not come back, so that the refusal is of no use to it.
             why = in_words(error)[0]
             self._waits.setdefault(signature, Wait()).begin(why)
-            return Miss(UNCAPTURED, why)
+            missed = Miss(UNCAPTURED, why)
         except (CaptureError, MemoryBudgetExceeded) as error:
             self._entries.refuse(signature, state, asked.grad, error)
-            return Miss(_kind(error), in_words(error)[0])
+            missed = Miss(_kind(error), in_words(error)[0])
+        # What the error held, such as nodes of autograd, which remember the stream they ran on.
+        gc.collect(1)
+        return missed
 
     def _missed(
         self,

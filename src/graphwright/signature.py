@@ -7,6 +7,7 @@ module holds.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import struct
@@ -19,6 +20,7 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
 
 from .errors import SignatureError
 
@@ -386,6 +388,28 @@ class FastPath:
     kept: bool | None = None
 
 
+class _Attention:
+    """The order of attention's kernels, which PyTorch itself changes when it first picks one.
+
+    Only then does it see that the GPU prefers cuDNN's. That is no change of the user's.
+
+    Attributes:
+        settled: whether it has picked one.
+    """
+
+    settled = False
+
+    @classmethod
+    def settle(cls) -> None:
+        """Have it pick one, where CUDA is in use."""
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return
+        cls.settled = True
+        with contextlib.suppress(RuntimeError), _disable_current_modes():
+            few = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+            torch._fused_sdp_choice(few, few, few)
+
+
 class _Tf32:
     """Whether the older flags of TF32 can be asked for, which is quicker than the newer settings.
 
@@ -495,6 +519,8 @@ class CallSignature:
         Raises:
             SignatureError: an argument is neither a tensor nor a plain value.
         """
+        if _CUDA and not _Attention.settled:
+            _Attention.settle()
         leaves, spec = flatten(args, kwargs)
         described: list[tuple[Any, ...]] = []
         for index, leaf in enumerate(leaves):

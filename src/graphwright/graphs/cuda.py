@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import secrets
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -62,6 +63,23 @@ class _CudaSegment:
 
     def forget(self) -> None:
         """Nothing was done."""
+
+
+@contextlib.contextmanager
+def _another_seed(device: torch.device) -> Iterator[torch.Generator]:
+    """Give the device's generator, with a seed of no meaning inside the block.
+
+    A graph takes seed and offset when it is replayed. To seed inside of a capture has no effect
+    then, and PyTorch forbids it, but for the seed that is set already: that of the run before.
+    What is read and set back inside, as by torch.utils.checkpoint, is set back in a replay too.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    state = generator.get_state()
+    generator.manual_seed(secrets.randbits(62))
+    try:
+        yield generator
+    finally:
+        generator.set_state(state)
 
 
 class CudaRecorder:
@@ -204,8 +222,13 @@ class CudaRecorder:
     def open(self) -> Iterator[Callable[[], CudaRecording]]:
         """Capture a `with` block."""
         journal = Journal()
-        with self._capturing(self._memory(), ()) as graph, journal:
+        with (
+            _another_seed(self.device) as generator,
+            self._capturing(self._memory(), ()) as graph,
+            journal,
+        ):
             yield lambda: self._recording(graph, (), (), None, list(journal.external.values()))
+            journal.check_moved(generator)
         graph.instantiate()
 
     @contextlib.contextmanager

@@ -116,6 +116,15 @@ class Journal(OperationMode):
                 if self._strict and not generator.get_state().equal(self._stand[key]):
                     self.refuse(_seeded())
 
+    def check_moved(self, generator: torch.Generator) -> None:
+        """At the end of a CUDA capture: whether what was drawn has moved the generator.
+
+        A graph that sets it back to where it was is not given its seed by PyTorch.
+        """
+        before = self._generators.get(id(generator), (generator, None))[1]
+        if before is not None and generator.get_state().equal(before):
+            self.refuse(_seeded())
+
     def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """After an operation: where its random generator stands."""
         if torch.Tag.nondeterministic_seeded in func.tags:
