@@ -330,3 +330,79 @@ def test_compilation_begun_for_the_first_time_inside_of_a_call_that_is_seen() ->
     # Before that, TorchDynamo is not even imported.
     done = subprocess.run([sys.executable, "-W", "ignore", "-c", LATE], capture_output=True)
     assert done.returncode == 0, done.stderr.decode()
+
+
+# torch.compile around what is ours: it breaks its graph there, and ours runs as it is.
+
+
+def graphed_of(model: nn.Module, x: torch.Tensor) -> Any:
+    return gw.graph(model)
+
+
+def graphed_function_of(model: nn.Module, x: torch.Tensor) -> Any:
+    return gw.graph(lambda y: model(y))
+
+
+def fused_of(model: nn.Module, x: torch.Tensor) -> Any:
+    return gw.fuse(model, (x,))
+
+
+def captured_of(model: nn.Module, x: torch.Tensor) -> Any:
+    return gw.capture(model, x)
+
+
+def tuned_of(model: nn.Module, x: torch.Tensor) -> Any:
+    return gw.tune(model, (x,), strategies=["eager:no_grad"], progress=False, remember=False)
+
+
+def callables_of(model: nn.Module, x: torch.Tensor) -> Any:
+    return gw.make_graphed_callables(model, (x,))
+
+
+OURS = [graphed_of, graphed_function_of, fused_of, captured_of, tuned_of, callables_of]
+
+
+@pytest.mark.parametrize("around", [True, False], ids=["part", "whole"])
+@pytest.mark.parametrize("make", OURS)
+def test_ours_is_compiled_around_and_never_through(
+    make: Callable[[nn.Module, torch.Tensor], Any], around: bool, device: torch.device
+) -> None:
+    model, x = Small().to(device).eval(), torch.randn(4, 4, device=device)
+    backend = Counting()
+    with torch.no_grad():
+        expected = model(x) * (2 if around else 1)
+        ours = make(model, x)
+        compiled: Any = torch.compile(Around(ours) if around else ours, backend=backend)
+        for _ in range(12):  # Counters of ours change with each call.
+            torch.testing.assert_close(compiled(x), expected)
+        # Only what is around ours is compiled, once.
+        assert backend.compiled == (1 if around else 0)
+        if make is captured_of:
+            return
+        # TorchDynamo does not see this; what is ours does.
+        model.linear.forward = lambda y: y  # type: ignore[method-assign]
+        torch.testing.assert_close(compiled(x), (x.relu() + 1) * (2 if around else 1))
+
+
+@pytest.mark.parametrize("make", [graphed_of, fused_of, tuned_of])
+def test_ours_of_what_is_compiled_may_be_compiled(
+    make: Callable[[nn.Module, torch.Tensor], Any],
+) -> None:
+    model, x = Small().eval(), torch.randn(4, 4)
+    with torch.no_grad():
+        inner: Any = torch.compile(model, backend="eager")
+        twice: Any = torch.compile(make(inner, x), backend="eager")
+        for _ in range(2):
+            torch.testing.assert_close(twice(x), model(x))
+        model.linear.bias.fill_(5.0)
+        torch.testing.assert_close(twice(x), model(x))
+
+
+def test_a_compiled_object_is_watched() -> None:
+    gain, x = [1.0], torch.randn(4, 4)
+    graphed: Any = gw.make_graphed_callables(lambda y: y * gain[0], (x,))
+    ours = gw.graph(torch.compile(graphed, backend="eager"))
+    with torch.no_grad():
+        torch.testing.assert_close(ours(x), x)
+        gain[0] = 3.0
+        torch.testing.assert_close(ours(x), 3 * x)

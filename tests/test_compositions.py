@@ -32,29 +32,7 @@ from graphwright.training.stepgraph import StepGraph
 from graphwright.watch import ModuleWatch
 
 PLAN = plan()
-# Pairs in whose cases something is still wrong. Most is not stale state: torch.compile around one
-# of our parts, copies of what was tuned, checkpoint around a training step, a refused step.
-OPEN = {
-    ("graph", "capture"),
-    ("graph", "tune"),
-    ("graph", "graph_step"),
-    ("graph", "load"),
-    ("fuse", "graph_step"),
-    ("fuse", "buckets"),
-    ("capture", "graph"),
-    ("make_graphed_callables", "graph"),
-    ("make_graphed_callables", "buckets"),
-    ("make_graphed_callables", "tune"),
-    ("make_graphed_callables", "load"),
-    ("graph_step", "graph"),
-    ("graph_step", "buckets"),
-    ("graph_step", "fuse"),
-}
-NOT_YET = pytest.mark.xfail(reason="something is still wrong in these pairs", strict=False)
-PAIRS = [
-    pytest.param(*pair, id=f"{pair[0]}-in-{pair[1]}", marks=NOT_YET if pair in OPEN else ())
-    for pair in PLAN
-]
+PAIRS = [pytest.param(*pair, id=f"{pair[0]}-in-{pair[1]}") for pair in PLAN]
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -716,3 +716,52 @@ def test_a_failed_capture_leaves_containers_as_they_were(device: torch.device) -
     assert seen == [0]
     assert not optimizer.state
     assert scheduler.state_dict() == state
+
+
+def test_step_under_hooks_for_saved_tensors_is_eager(device: torch.device) -> None:
+    model = net(device)
+    twin = copy.deepcopy(model)
+    graphed = gw.graph_step(plain(model, sgd(model)), rows(device, 0))
+    eager, seen = plain(twin, sgd(twin)), []
+
+    def halved(tensor: torch.Tensor) -> torch.Tensor:
+        seen.append(tensor)
+        return tensor / 2 if tensor.is_floating_point() else tensor
+
+    for index in range(4):
+        with torch.autograd.graph.saved_tensors_hooks(halved, lambda tensor: tensor):
+            if index % 2:
+                graphed(rows(device, index)), eager(rows(device, index))
+                continue
+        graphed(rows(device, index)), eager(rows(device, index))
+    assert seen
+    for mine, theirs in zip(weights(model), weights(twin), strict=True):
+        torch.testing.assert_close(mine, theirs)
+    assert graphed.statistics.eager["under hooks for saved tensors"] == 2
+
+
+def fused_step(step: Graphed, x: torch.Tensor) -> None:
+    raise gw.CaptureError(gw.fuse(step, (x,)).untraced[-1][1])
+
+
+def tuned_step(step: Graphed, x: torch.Tensor) -> None:
+    gw.tune(step, (x,), strategies=["eager:no_grad"], progress=False, remember=False)
+
+
+def captured_step(step: Graphed, x: torch.Tensor) -> None:
+    gw.capture(step, x)
+
+
+@pytest.mark.parametrize("make", [fused_step, tuned_step, captured_step])
+def test_step_trains_nothing_where_it_is_put_into_what_infers(
+    make: Callable[[Graphed, torch.Tensor], None], device: torch.device
+) -> None:
+    model = net(device)
+    step = gw.graph_step(plain(model, sgd(model, momentum=0.5)), rows(device, 0))
+    before = weights(model)
+    with pytest.raises(gw.CaptureError, match="training step"):
+        make(step, rows(device, 0))
+    for mine, theirs in zip(weights(model), before, strict=True):
+        assert torch.equal(mine, theirs)
+    step(rows(device, 0))
+    assert step.statistics.replays == 1

@@ -328,10 +328,6 @@ MAIN_CHANGES = [
 ]
 
 
-# `forward` unmerges by giving weights other memory; what a refused capture puts back is not all.
-NOT_YET = pytest.mark.xfail(reason="DoRA, merged and then disabled, is off", strict=False)
-
-
 def each_change(*firsts: Any, all_of: Sequence[Any] = (), main_of: Sequence[Any] = ()) -> list[Any]:
     """First parameters (kinds of adapters, strategies) with each of the changes.
 
@@ -342,14 +338,9 @@ def each_change(*firsts: Any, all_of: Sequence[Any] = (), main_of: Sequence[Any]
             first,
             change,
             id=f"{first}-{change.__name__}",
-            marks=[
-                *(
-                    ()
-                    if first in all_of or (first in main_of and change in MAIN_CHANGES)
-                    else (pytest.mark.slow,)
-                ),
-                *((NOT_YET,) if "DoRA" in str(first) and change is merged_then_disabled else ()),
-            ],
+            marks=()
+            if first in all_of or (first in main_of and change in MAIN_CHANGES)
+            else pytest.mark.slow,
         )
         for first in firsts
         for change in CHANGES

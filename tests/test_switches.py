@@ -272,3 +272,21 @@ def test_each_switch_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     both = len(signature._LASTING) + len(signature._LASTING_ON_CUDA)
     assert len(signature.lasting_switches()) == both
     assert len(signature.switches()) == len(signature.SWITCHES)
+
+
+@pytest.mark.gpu
+def test_first_use_of_attention_changes_no_switch(monkeypatch: pytest.MonkeyPatch) -> None:
+    # As in a new process: PyTorch has not seen yet which kernel this GPU prefers.
+    before = torch._C._get_sdp_priority_order()
+    torch._C._set_sdp_priority_order([1, 2, 0, 3, 4])
+    monkeypatch.setattr(signature._Attention, "settled", False)
+    q = HEADS.cuda().half()
+    try:
+        graphed = gw.graph(attention)
+        with torch.no_grad():
+            for _ in range(3):
+                graphed(q)
+            assert graphed.statistics().captures == 1
+            assert torch.equal(graphed(q), attention(q))
+    finally:
+        torch._C._set_sdp_priority_order(before)

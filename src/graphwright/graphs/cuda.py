@@ -66,8 +66,8 @@ class _CudaSegment:
 
 
 @contextlib.contextmanager
-def _another_seed(device: torch.device) -> Iterator[torch.Generator]:
-    """Give the device's generator, with a seed of no meaning inside the block.
+def _another_seed(device: torch.device) -> Iterator[tuple[torch.Generator, torch.Tensor]]:
+    """Give the device's generator, with a seed of no meaning inside the block, and its state.
 
     A graph takes seed and offset when it is replayed. To seed inside of a capture has no effect
     then, and PyTorch forbids it, but for the seed that is set already: that of the run before.
@@ -77,7 +77,7 @@ def _another_seed(device: torch.device) -> Iterator[torch.Generator]:
     state = generator.get_state()
     generator.manual_seed(secrets.randbits(62))
     try:
-        yield generator
+        yield generator, generator.get_state()
     finally:
         generator.set_state(state)
 
@@ -223,12 +223,12 @@ class CudaRecorder:
         """Capture a `with` block."""
         journal = Journal()
         with (
-            _another_seed(self.device) as generator,
+            _another_seed(self.device) as (generator, start),
             self._capturing(self._memory(), ()) as graph,
             journal,
         ):
             yield lambda: self._recording(graph, (), (), None, list(journal.external.values()))
-            journal.check_moved(generator)
+            journal.check_moved(generator, start)
         graph.instantiate()
 
     @contextlib.contextmanager

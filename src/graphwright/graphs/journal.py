@@ -116,13 +116,12 @@ class Journal(OperationMode):
                 if self._strict and not generator.get_state().equal(self._stand[key]):
                     self.refuse(_seeded())
 
-    def check_moved(self, generator: torch.Generator) -> None:
+    def check_moved(self, generator: torch.Generator, start: torch.Tensor) -> None:
         """At the end of a CUDA capture: whether what was drawn has moved the generator.
 
-        A graph that sets it back to where it was is not given its seed by PyTorch.
+        PyTorch gives no seed to a graph that sets it back to where it was at the start.
         """
-        before = self._generators.get(id(generator), (generator, None))[1]
-        if before is not None and generator.get_state().equal(before):
+        if id(generator) in self._generators and generator.get_state().equal(start):
             self.refuse(_seeded())
 
     def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

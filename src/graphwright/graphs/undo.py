@@ -111,7 +111,7 @@ class Undo:
         """Put back random numbers and gradients; with `python`, attributes and containers too.
 
         After a success what the first run has set up, such as a cache, stays, as it would after
-        an eager call.
+        an eager call; other memory that it has given to parameters with it.
         """
         if self._alone:
             random.setstate(self._python)
@@ -121,9 +121,6 @@ class Undo:
         for parameter, grad in self._grads:
             if grad_of(parameter) is not grad:
                 parameter.grad = grad
-        for tensor, alias in self._data:
-            if _place(tensor) != _place(alias):
-                tensor.data = alias
         for optimizer, states, groups in self._optimizers:
             optimizer.state.clear()
             optimizer.state.update(states)
@@ -131,6 +128,9 @@ class Undo:
                 group.update(before)
         if python:
             self._kept.found.put_back()
+            for tensor, alias in self._data:
+                if _place(tensor) != _place(alias):
+                    tensor.data = alias
 
 
 def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
