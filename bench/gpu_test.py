@@ -31,6 +31,8 @@ class Recorder:
             self.outcomes[report.nodeid] = report.outcome
         if report.failed:
             self.failures[report.nodeid] = report.longreprtext[-2000:]
+            # At once: a run that is cut off has no summary.
+            print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-2000:]}", flush=True)
 
 
 def main() -> int:

@@ -169,7 +169,7 @@ def opaque(function: _Function) -> _Function:
     a call. What was compiled by itself still runs compiled inside.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # by this TorchDynamo knows
-    function._torchdynamo_disable_msg = "graphwright runs it by itself"  # type: ignore[attr-defined]  # likewise
+    function._torchdynamo_disable_msg = "graphwright's own: compile what is inside of it"  # type: ignore[attr-defined]  # likewise
     if hasattr(eval_frame, "set_code_exec_strategy"):
         skip = eval_frame._FrameAction.SKIP
         strategy = eval_frame._FrameExecStrategy(skip, skip)
