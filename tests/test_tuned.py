@@ -176,6 +176,29 @@ def test_a_traced_call_goes_to_the_module(tuned_small: Callable[..., Made]) -> N
     assert "tuned" not in tuned.calls
 
 
+def test_a_capture_is_of_the_module_and_follows_its_weights(
+    tuned_small: Callable[..., Made], device: torch.device
+) -> None:
+    # A graph of a winner that holds copies would go on with them.
+    tuned, model, x = tuned_small(device)
+    with torch.no_grad():
+        assert won(tuned(x))
+        captured, graphed = gw.capture(tuned, x), gw.graph(lambda y: tuned(y))
+        for _ in range(2):
+            torch.testing.assert_close(captured(x), model(x))
+            torch.testing.assert_close(graphed(x), model(x))
+            for parameter in model.parameters():
+                parameter.mul_(2)
+        if device.type == "cuda":
+            taken = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(taken):
+                y = tuned(x)
+            for parameter in model.parameters():
+                parameter.mul_(2)
+            taken.replay()
+            torch.testing.assert_close(y, model(x))
+
+
 def test_what_fails_since_the_module_changed_is_eager() -> None:
     model, x = Small().eval(), torch.randn(4, 16)
     signature, watch = CallSignature.of((x,), {}), ModuleWatch(model, values=False)

@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from .errors import SignatureError
 from .graphs.exclusive import turns_of
+from .graphs.transaction import captured_by_others, capturing_now
 from .modes import opaque
 from .proxy import ModuleProxy
 from .ranges import Range, RangedSignature
@@ -49,6 +50,7 @@ def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any
 # Why a call goes to the module itself, as it is counted.
 GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
 TRANSFORMED = "it is traced or transformed"
+CAPTURED = "it is captured"
 CHANGED, OTHER, NO_BUCKET = "the module changed", "another signature", "no bucket"
 
 
@@ -133,6 +135,7 @@ class _Choice:
         self.report = report
         self.table = list(table)
         self.watch = watch
+        self.copies = watch is not None and watch.values
         self.pure = pure
         self.quiet = quiet
         self.filled = filled
@@ -272,6 +275,12 @@ class TunedModule(ModuleProxy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the winner, or the module itself where the winner does not fit."""
         choice = self._choice
+        if (capturing_now() or (choice.copies and captured_by_others())) and not isinstance(
+            choice.module, Absent
+        ):
+            # A graph would keep the winner's copies, and its owner would not know of them.
+            choice.last_difference = CAPTURED
+            return choice.eager(CAPTURED, choice.module, args, kwargs)
         if not choice.module.training:
             for short in choice.shortcuts:
                 result = short(args, kwargs)

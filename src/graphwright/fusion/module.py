@@ -13,7 +13,7 @@ from torch import nn
 from .. import forking
 from ..errors import OptionError, first_line
 from ..graphs.exclusive import turns_of
-from ..graphs.transaction import capturing_now
+from ..graphs.transaction import captured_by_others, capturing_now
 from ..modes import opaque
 from ..proxy import ModuleProxy
 from ..signature import Args, CallSignature, Kwargs, inside_transform
@@ -135,8 +135,7 @@ class FusedModule(ModuleProxy):
             return "gradients are wanted"
         if inside_transform():
             return "it is traced or transformed"
-        asked = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
-        if asked or capturing_now():
+        if capturing_now() or captured_by_others():
             # A graph would keep the folded weights, and its owner would not know of them.
             return "it is captured"
         if global_hooks():

@@ -17,6 +17,8 @@ from .journal import Shared, seeded_on_gpu
 from .memory import MemoryPool
 from .undo import Undo
 
+_CUDA = torch.version.cuda is not None or torch.version.hip is not None
+
 
 class _Thread(threading.local):
     """How many captures this thread is in."""
@@ -32,6 +34,11 @@ THREAD = _Thread()
 def capturing_now() -> bool:
     """Whether this thread is warming up or capturing a graph."""
     return THREAD.depth > 0
+
+
+def captured_by_others() -> bool:
+    """Whether the current CUDA stream is being captured, by whomsoever."""
+    return _CUDA and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

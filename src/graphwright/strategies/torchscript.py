@@ -90,7 +90,10 @@ class TorchScript:
 
         def save(folder: Path) -> None:
             if saved is None:
-                torch.jit.save(known.script, folder / _SCRIPT)
+                try:
+                    torch.jit.save(known.script, folder / _SCRIPT)
+                except RuntimeError as error:  # It calls Python: an autograd.Function, say.
+                    raise StrategyFailed(f"torch.jit.save: {first_line(error)}") from error
             else:
                 (folder / _SCRIPT).write_bytes(saved.getvalue())
             row = None
