@@ -306,8 +306,8 @@ def configured() -> World:
         "config.scale = {}": lambda v: setattr(model.config, "scale", v),
         "config.hidden_act = 'tanh'": lambda v: setattr(model.config, "hidden_act", "tanh"),
         "config.layers[0]['scale'] = {}": lambda v: config.layers[0].__setitem__("scale", v),
-        "config.layers[1]['skip'] ^= True": lambda v: config.layers[1].__setitem__(
-            "skip", not config.layers[1]["skip"]
+        "config.layers[-1]['skip'] ^= True": lambda v: config.layers[-1].__setitem__(
+            "skip", not config.layers[-1]["skip"]
         ),
         "config.rope['factors'][0] = {}": lambda v: config.rope["factors"].__setitem__(0, v),
         "config.layers.pop() or gets one": lambda v: (
