@@ -1420,6 +1420,8 @@ _EAGER_S_OWN = (
     ".*None of the inputs have requires_grad",
     "(?s).*Dynamo",
     "Using `torch.compile",
+    # PyTorch's own look at what functional_call puts into a module, once a process.
+    "The .grad attribute of a Tensor that is not a leaf Tensor is being accessed",
     "Attempting to run cuBLAS, but there was no current CUDA context",  # A new thread's first.
 )
 
@@ -1433,8 +1435,7 @@ def check(case: Case, device: torch.device) -> Counter[str]:
     Raises:
         Wrong: they do not agree, or what eager does fails here.
     """
-    limit = LIMIT_S if device.type == "cpu" else 4 * LIMIT_S  # Captures there take a while.
-    with cheap_tuning(device), time_limit(limit), contextlib.ExitStack() as stack:
+    with cheap_tuning(device), time_limit(LIMIT_S), contextlib.ExitStack() as stack:
         stack.callback(_back, torch.get_default_dtype())
         # By default TorchDynamo does not notice hooks that come later.
         stack.enter_context(mock.patch("torch._dynamo.config.skip_nnmodule_hook_guards", False))
@@ -1445,7 +1446,8 @@ def check(case: Case, device: torch.device) -> Counter[str]:
             raise run.wrong("after what was done last", "an end", _shown(error)) from error
 
 
-LIMIT_S = 20.0  # A case takes a tenth of a second: this one hangs.
+# A case takes a tenth of a second, some 14: buckets that see new parameters at each call.
+LIMIT_S = 120.0
 
 
 @contextlib.contextmanager
