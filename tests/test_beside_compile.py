@@ -406,3 +406,29 @@ def test_a_compiled_object_is_watched() -> None:
         torch.testing.assert_close(ours(x), x)
         gain[0] = 3.0
         torch.testing.assert_close(ours(x), 3 * x)
+
+
+@pytest.mark.parametrize("make", [graphed_of, fused_of, tuned_of])
+@pytest.mark.parametrize("grad", [True, False])
+def test_ours_may_be_compiled_in_place(
+    make: Callable[[nn.Module, torch.Tensor], Any], grad: bool
+) -> None:
+    model, x = Small().eval(), torch.randn(4, 4)
+    expected = model(x)
+    with torch.set_grad_enabled(grad):
+        ours = make(model, x)
+        ours.compile(backend="eager")
+        for each in (ours, model, ours):
+            torch.testing.assert_close(each(x), expected)
+
+
+@pytest.mark.parametrize("make", [graphed_of, fused_of, tuned_of])
+def test_forward_of_ours_may_be_wrapped(make: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+    model, x = Small().eval(), torch.randn(4, 4)
+    with torch.no_grad():
+        expected = model(x) + 1
+        ours = make(model, x)
+        before = ours.forward
+        ours.forward = lambda y: before(y) + 1
+        for each in (ours, model, ours):
+            torch.testing.assert_close(each(x), expected)

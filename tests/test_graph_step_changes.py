@@ -765,3 +765,19 @@ def test_step_trains_nothing_where_it_is_put_into_what_infers(
         assert torch.equal(mine, theirs)
     step(rows(device, 0))
     assert step.statistics.replays == 1
+
+
+def test_nothing_is_captured_for_training_under_hooks_for_saved_tensors(
+    device: torch.device,
+) -> None:
+    model, x = net(device), rows(device, 0)
+    before = weights(model)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t * 0, lambda t: t):
+        with pytest.raises(gw.CaptureError, match="Hooks for saved tensors"):
+            gw.graph_step(plain(model, sgd(model)), x)
+        with pytest.raises(gw.CaptureError, match="Hooks for saved tensors"):
+            gw.make_graphed_callables(model, (x,))
+    for mine, theirs in zip(weights(model), before, strict=True):
+        assert torch.equal(mine, theirs)
+    gw.make_graphed_callables(model, (x,))(x).sum().backward()
+    assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in model.parameters())

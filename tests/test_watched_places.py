@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import enum
 import functools
 import threading
 import time
 import types
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -368,3 +370,132 @@ def test_a_watch_of_many_items_looks_at_their_number_alone() -> None:
     assert watch.unread
     many.add(-1)
     assert watch.changed() is not None
+
+
+class Processor:
+    """Called by a module, whose attributes it reads."""
+
+    def __call__(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        return self.scaled(module, x)
+
+    def scaled(self, module: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * module.options["scale"]
+
+
+class Processed(nn.Module):
+    def __init__(self, processor: Any) -> None:
+        super().__init__()
+        self.processor, self.options = processor, {"scale": 2.0}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.processor(self, x)
+
+
+PROCESSORS = {
+    "an object": Processor,
+    "a partial of one": lambda: functools.partial(Processor()),
+    "one under no_grad": lambda: torch.no_grad()(Processor()),
+}
+
+
+@pytest.mark.parametrize("kind", PROCESSORS)
+def test_what_the_code_of_a_callable_object_names_is_watched(
+    kind: str, device: torch.device
+) -> None:
+    model, x = Processed(PROCESSORS[kind]()).eval(), torch.ones(2, device=device)
+    graphed = gw.graph(model)
+    with torch.no_grad():
+        assert torch.equal(graphed(x), 2 * x)
+        model.options["scale"] = 5.0
+        assert torch.equal(graphed(x), 5 * x)
+
+
+# What the first call sets up.
+
+
+class MergesOnce(nn.Module):
+    """Gives a tensor that is held somewhere other memory, once; then counts, and is refused."""
+
+    def __init__(self, hold: Callable[[nn.Module, torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.kept, self.merged, self.calls = hold(self, torch.ones(2)), False, 0
+
+    def weight(self) -> torch.Tensor:
+        found = self.kept[0] if isinstance(self.kept, list) else self.kept
+        return found.weight if isinstance(found, nn.Module) else found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.merged:
+            self.weight().data = self.weight().data * 2
+            self.merged = True
+        self.calls += 1
+        return x * self.weight().to(x.device)
+
+
+class Weighted(nn.Module):
+    def __init__(self, weight: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(weight)
+
+
+HOLDERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
+    "a parameter": lambda module, tensor: nn.Parameter(tensor),
+    "an attribute": lambda module, tensor: tensor,
+    "a list": lambda module, tensor: [tensor],
+    "a module in a list": lambda module, tensor: [Weighted(tensor)],
+}
+
+
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_refused_capture_puts_other_memory_back(kind: str) -> None:
+    model, x = MergesOnce(HOLDERS[kind]).eval(), torch.ones(2)
+    with torch.no_grad():
+        with pytest.raises(gw.CaptureError, match="calls"):
+            gw.capture(model, x)
+        assert not model.merged
+        assert torch.equal(model.weight(), x)
+        graphed = gw.graph(model)
+        with pytest.warns(RuntimeWarning, match="calls"):
+            assert torch.equal(graphed(x), 2 * x)
+        assert torch.equal(graphed(x), 2 * x)
+
+
+class SetsUp(nn.Module):
+    """Fills a buffer from the first input, in place or by other memory."""
+
+    def __init__(self, in_place: bool) -> None:
+        super().__init__()
+        self.register_buffer("shift", torch.zeros(4))
+        self.in_place, self.ready = in_place, False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready:
+            if self.in_place:
+                self.shift.copy_(-x.mean(0))
+            else:
+                self.shift.data = -x.mean(0)
+            self.ready = True
+        return x + self.shift
+
+
+@pytest.mark.parametrize("buckets", [False, True])
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_the_first_call_sets_up_is_as_in_eager(
+    in_place: bool, buckets: bool, device: torch.device
+) -> None:
+    model = SetsUp(in_place).eval().to(device)
+    twin = copy.deepcopy(model)
+    options: dict[str, Any] = {}
+    if buckets:
+        options = {
+            "dynamic_shapes": {"x": {0: "batch"}},
+            "buckets": gw.Buckets(batch=[4, 8]),
+        }
+    graphed = gw.graph(model, **options)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "(?s).*runs eagerly")
+        for index in range(30):
+            x = torch.randn(3 + 2 * (index % 3), 4, device=device) + 5
+            torch.testing.assert_close(graphed(x), twin(x))
+            torch.testing.assert_close(model.shift, twin.shift)
+    assert graphed.statistics.captures

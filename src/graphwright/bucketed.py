@@ -128,6 +128,9 @@ class BucketedCallable(GraphedCallable):
             return self._missed("it cannot be split", chunks, args, kwargs, sizes)
         if answer.reason is not None:
             return self._missed(answer.kind, answer.reason, args, kwargs, sizes)
+        if kind.sets_up is not None:
+            # By this call, and not by one that is filled up.
+            return self._exactly(asked, sizes)
         leaves, _ = flatten(args, kwargs)
         plan = kind.laid_out(leaves, sizes) if answer.plan is None else answer.plan
         if plan is None:

@@ -899,6 +899,11 @@ def _closure(
             return frozenset(found), dynamic
         while waiting:
             value = waiting.pop()
+            while isinstance(value, functools.partial):
+                waiting += [*value.args, *value.keywords.values()]
+                value = value.func
+            if _is_own_callable(value):
+                own += [base for base in type(value).__mro__ if base not in (object, *own)]
             for function in _functions_in(value):
                 code = function.__code__
                 if id(code) in read:
@@ -921,10 +926,17 @@ def _functions_in(value: Any) -> list[types.FunctionType]:
         value = value._graphwright_stands_for
     if isinstance(value, types.MethodType):
         value = value.__func__
-    if isinstance(value, functools.partial):
-        return _functions_in(value.func)
     function = function_of(value)
+    if function is None and _is_own_callable(value):
+        function = function_of(inspect.getattr_static(type(value), "__call__", None))
     return [] if function is None else [function]
+
+
+def _is_own_callable(value: Any) -> bool:
+    """Whether something is an object with `__call__` of the user's own."""
+    if isinstance(value, type | nn.Module) or not callable(value):
+        return False
+    return not _is_machinery(value) and type(value).__module__ != "builtins"
 
 
 def _is_operator(key: Any) -> bool:

@@ -54,7 +54,14 @@ class ModuleProxy(nn.Module, StandIn):
     @opaque
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The same as calling."""
+        original = self._original
+        if "forward" in vars(original):  # It is what somebody has wrapped this in.
+            return type(original).forward(original, *args, **kwargs)
         return self(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module itself in place, as `torch.nn.Module.compile` does."""
+        self._original.compile(*args, **kwargs)
 
     # Subclasses of nn.Module may override any of these; their own version has to run.
 

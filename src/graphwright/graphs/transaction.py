@@ -71,12 +71,29 @@ def transaction(
         forget: gives up what was recorded.
         trained: parameters whose gradients may be set; by default none.
     """
+    if trained is not None:
+        refuse_hooks_for_saved_tensors()
     with (
         turns_of(module, getattr(module, "_function", None)).alone(),
         for_inference() if trained is None else contextlib.nullcontext(),
         _put_back(pool, module, forget, trained) as undo,
     ):
         yield undo
+
+
+def under_hooks_for_saved_tensors() -> bool:
+    """Whether autograd hands what it saves to somebody's hooks."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+
+
+def refuse_hooks_for_saved_tensors() -> None:
+    """Raise CaptureError where autograd hands what it saves to somebody's hooks."""
+    if under_hooks_for_saved_tensors():
+        raise CaptureError(
+            "Hooks for saved tensors are on; a graph would have them at every replay.",
+            remedy="Capture outside of torch.autograd.graph.saved_tensors_hooks, save_on_cpu and "
+            "torch.utils.checkpoint; calls under them are eager.",
+        )
 
 
 @contextlib.contextmanager

@@ -49,9 +49,11 @@ class Undo:
         self._trains = trained is not None
         trainable = module.parameters() if trained is None else trained
         self._grads = [(p, grad_of(p)) for p in trainable]
-        held = [t for t in (*module.parameters(), *module.buffers()) if t.layout is torch.strided]
-        self._data = [(tensor, tensor.detach()) for tensor in held]
         self._kept = _Look(module)
+        held = [t for _, t in self._kept.found.tensors]
+        held += [*module.parameters(), *module.buffers()]  # Those of a ScriptModule too.
+        held = list({id(t): t for t in held if t.layout is torch.strided}.values())
+        self._data = [(tensor, tensor.detach()) for tensor in held]
         # A call that should not train at all may do so by mistake.
         optimizers = self._kept.found.optimizers if trained is None else []
         self._optimizers = [
@@ -82,6 +84,14 @@ class Undo:
                 remedy="Keep it out of the captured call: pass it in and return it as a tensor, or "
                 "update it where the graph is called.",
             )
+
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Whether memory is that of a tensor which could be reached at the beginning."""
+        return any(alias.untyped_storage()._cdata == storage._cdata for _, alias in self._data)
+
+    def changed(self) -> str | None:
+        """The name of something that differs from what it was at the beginning, if any does."""
+        return _first_change(self._kept, _Look(self._module))
 
     def refuse_host_randomness(
         self, device: torch.device, generators: Sequence[torch.Generator]

@@ -21,7 +21,7 @@ from .recorder import Allocate, Recorder
 from .told import Comparison, WithoutDropout, run_told
 from .transaction import let_go
 from .transfer import Inputs
-from .undo import Undo
+from .undo import StateChanges, Undo
 
 _OTHER_SEED = 8_675_309
 
@@ -81,7 +81,7 @@ def warm(
     allocate = _ordinary(recorder.device)
     comparison = Comparison() if comparison is None else comparison
     trial = _Trial(work, sample, recorder, undo, comparison, copies)
-    eager, first = trial.eager()
+    eager, first, set_up = trial.eager()
     # Not its inputs, which need not be there any longer.
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
     made = first.made_by_it
@@ -92,6 +92,7 @@ def warm(
     try:
         with recorder.warming(), compilers_off(), journal:
             result = run_told(work, inputs)
+        _refuse_what_the_first_run_set_up(set_up, journal.written)
         if journal.goes_on_from(made):
             raise CaptureError(
                 "The call makes a tensor in its first run that later runs change; a graph would "
@@ -206,6 +207,21 @@ def _refuse_writes_on_host(written: Sequence[torch.UntypedStorage]) -> None:
         )
 
 
+def _refuse_what_the_first_run_set_up(
+    first: Sequence[torch.UntypedStorage], second: Sequence[torch.UntypedStorage]
+) -> None:
+    """Raise where only the first of two runs has written to some memory of the model's.
+
+    What it wrote is put back; whatever tells later runs that it is done is not.
+    """
+    if {storage._cdata for storage in first} - {storage._cdata for storage in second}:
+        raise StateChanges(
+            "The first run of the call writes to tensors that later runs leave alone: it sets "
+            "something up.",
+            remedy="Call it once before it is captured.",
+        )
+
+
 class _Trial:
     """Runs of a call that are only to find something out about it, each put back."""
 
@@ -225,8 +241,13 @@ class _Trial:
         self._comparison = comparison
         self._copies = copies
 
-    def eager(self, under: AbstractContextManager[Any] | None = None) -> tuple[Any, Journal]:
-        """What is kept of a call that is not told of a capture, and what was seen of it."""
+    def eager(
+        self, under: AbstractContextManager[Any] | None = None
+    ) -> tuple[Any, Journal, list[torch.UntypedStorage]]:
+        """What is kept of a call that is not told of a capture, and what was seen of it.
+
+        The third is the memory that it wrote to of tensors that the model held before.
+        """
         inputs = Inputs(self._sample, _ordinary(self._recorder.device))
         journal = Journal(self._copies)
         try:
@@ -236,9 +257,10 @@ class _Trial:
             self._undo.check()
         finally:
             journal.undo()
+        written = [storage for storage in journal.written if self._undo.holds(storage)]
         if self._copies is not None:
             self._recorder.tidy()  # The next run needs blocks of other sizes.
-        return kept, journal
+        return kept, journal, written
 
     def compare_without_dropout(self) -> None:
         """Compare a run that is told of a capture with eager, both without dropout.
@@ -246,7 +268,7 @@ class _Trial:
         Raises:
             CaptureError: it computes something else.
         """
-        eager, _ = self.eager(WithoutDropout())
+        eager, *_ = self.eager(WithoutDropout())
         inputs = Inputs(self._sample, _ordinary(self._recorder.device))
         journal = Journal(self._copies)
         try:

@@ -16,6 +16,7 @@ from ..graphs.exclusive import turns_of
 from ..graphs.journal import compilers_off
 from ..graphs.memory import MemoryPool
 from ..graphs.transaction import transaction
+from ..graphs.undo import Undo
 from ..signature import Args, Kwargs, flatten, leaf_names, unflatten
 from ..snapshots import State, clone_leaves, layout
 from ..watch import FunctionModule
@@ -40,6 +41,7 @@ class Kind:
         grad: the gradient mode that it belongs to, where the function's numbers depend on it.
         subject: the function, and the first call as the sample.
         reason: why none of these calls may be filled up, or None.
+        sets_up: what its first run sets up, by name, for good; None where that is nothing.
         prepared: whether all buckets were prepared for it.
     """
 
@@ -98,6 +100,7 @@ class Kind:
         self._turns = turns_of(self.subject.module, None if isinstance(fn, nn.Module) else fn)
         self.prepared = False
         self.reason: str | None = None
+        self.sets_up: str | None = None
         self._traces = Traces(self.subject)
         self._observed: Observation | None = None
         self._prover: Prover | None = None
@@ -274,8 +277,9 @@ class Kind:
     def _look(self) -> None:
         """Run the sample, once, for what has to be known beside shapes."""
         if self._observed is None and self.reason is None:
-            with self._trial():
+            with self._trial() as undo:
                 seen = observe(self.subject, self.form, self._as_given)
+                self.sets_up = undo.changed()
             self.reason = seen.reason
             self._observed = seen
             self._prover = Prover(self.subject, seen.shared, seen.buffers)
@@ -288,7 +292,7 @@ class Kind:
             yield
 
     @contextmanager
-    def _trial(self) -> Iterator[None]:
+    def _trial(self) -> Iterator[Undo]:
         """Run the function as a capture would; whatever that changes is put back."""
         devices = sorted({v.device.index for v in self.subject.sample if _on_gpu(v)})
         with (
@@ -299,7 +303,7 @@ class Kind:
         ):
             state = State(self.subject.module, weights=False)
             try:
-                yield
+                yield undo
             finally:
                 state.restore()
                 undo.restore(python=True)

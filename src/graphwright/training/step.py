@@ -23,7 +23,7 @@ from ..errors import (
 )
 from ..graphs.graph import State
 from ..graphs.memory import MemoryPool, in_units
-from ..graphs.transaction import capturing_now, only_for_inference
+from ..graphs.transaction import capturing_now, only_for_inference, under_hooks_for_saved_tensors
 from ..modes import opaque
 from ..signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
 from .body import name_of_step, plainly
@@ -186,7 +186,7 @@ class GraphedStep:
             )
         if capturing_now():
             return self._eagerly("inside another capture", args, kwargs)
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if under_hooks_for_saved_tensors():
             return self._eagerly("under hooks for saved tensors", args, kwargs)
         if self._graphs:
             self.pool.order()  # What graphs read may be written to here.

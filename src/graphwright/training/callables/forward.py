@@ -18,7 +18,7 @@ from ...dispatch import OnMiss
 from ...errors import GraphwrightError, SignatureError, levels_above
 from ...graphs.exclusive import turns_of
 from ...graphs.memory import MemoryPool
-from ...graphs.transaction import capturing_now
+from ...graphs.transaction import capturing_now, under_hooks_for_saved_tensors
 from ...modes import opaque
 from ...signature import CallSignature, inside_transform
 from ...watch import FunctionModule
@@ -185,7 +185,7 @@ class GraphedForward(StandIn):
             return "another thread captures in the same pool"
         if torch.compiler.is_compiling() or inside_transform():
             return "inside of torch.compile, a transform or a dispatch mode"
-        if torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        if under_hooks_for_saved_tensors():
             return "under hooks for saved tensors"
         return None
 

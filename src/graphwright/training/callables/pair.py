@@ -21,7 +21,7 @@ from ...graphs.arguments import device_of, name_of
 from ...graphs.graph import Graph, State
 from ...graphs.memory import MemoryPool, Prediction
 from ...graphs.recorder import Interrupted
-from ...graphs.transaction import let_go, transaction
+from ...graphs.transaction import let_go, refuse_hooks_for_saved_tensors, transaction
 from ...graphs.undo import Undo
 from ...graphs.warmup import Warmed, warm
 from ...signature import Args, CallSignature, Kwargs, flatten, refuse_weights
@@ -165,6 +165,7 @@ class Pair(Graph):
         Raises:
             CaptureError: it cannot be captured.
         """
+        refuse_hooks_for_saved_tensors()
         with self.pool.lock:
             recorder = self.pool.recorder(self._device)
             with self._transaction(State.WARMING) as undo:
