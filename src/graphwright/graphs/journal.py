@@ -247,12 +247,13 @@ class Journal(OperationMode):
         Both did the same, from the same state; so it is one that goes on from run to run.
         """
         for key, (storage, kept) in self._saved.items():
-            if key in made and not made[key].expired():
-                now = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-                before = torch.empty(0, dtype=torch.uint8, device=kept.device).set_(kept)
-                if not torch.equal(now, before.to(now.device)):
-                    return True
+            if key in made and not made[key].expired() and not _same_bytes(storage, kept):
+                return True
         return False
+
+    def changed(self, storage: torch.UntypedStorage) -> bool:
+        """Whether memory that the run wrote to holds something else by now."""
+        return not _same_bytes(*self._saved[storage._cdata])
 
     def undo(self) -> None:
         """Put back all that the run, and later ones of the same work, wrote to."""
@@ -270,6 +271,12 @@ class Journal(OperationMode):
         for key, (generator, state) in list(self._generators.items()):
             self._generators[key] = generator, generator.get_state()
             generator.set_state(state)
+
+
+def _same_bytes(storage: torch.UntypedStorage, kept: torch.UntypedStorage) -> bool:
+    now = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    before = torch.empty(0, dtype=torch.uint8, device=kept.device).set_(kept)
+    return torch.equal(now, before.to(now.device))
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:

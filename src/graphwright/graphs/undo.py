@@ -86,8 +86,10 @@ class Undo:
             )
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether memory is that of a tensor which could be reached at the beginning."""
-        return any(alias.untyped_storage()._cdata == storage._cdata for _, alias in self._data)
+        """Whether memory is that of a tensor of the model's, and none that it trains."""
+        return not self._trains and any(
+            alias.untyped_storage()._cdata == storage._cdata for _, alias in self._data
+        )
 
     def changed(self) -> str | None:
         """The name of something that differs from what it was at the beginning, if any does."""

@@ -246,7 +246,7 @@ class _Trial:
     ) -> tuple[Any, Journal, list[torch.UntypedStorage]]:
         """What is kept of a call that is not told of a capture, and what was seen of it.
 
-        The third is the memory that it wrote to of tensors that the model held before.
+        The third is the memory that it changed of tensors that the model held before.
         """
         inputs = Inputs(self._sample, _ordinary(self._recorder.device))
         journal = Journal(self._copies)
@@ -255,9 +255,10 @@ class _Trial:
                 with under or contextlib.nullcontext():
                     kept = self._comparison.keep(self._work(inputs))
             self._undo.check()
+            written = [storage for storage in journal.written if self._undo.holds(storage)]
+            written = [storage for storage in written if journal.changed(storage)]
         finally:
             journal.undo()
-        written = [storage for storage in journal.written if self._undo.holds(storage)]
         if self._copies is not None:
             self._recorder.tidy()  # The next run needs blocks of other sizes.
         return kept, journal, written
