@@ -53,7 +53,8 @@ class Undo:
         held = [t for _, t in self._kept.found.tensors]
         held += [*module.parameters(), *module.buffers()]  # Those of a ScriptModule too.
         held = list({id(t): t for t in held if t.layout is torch.strided}.values())
-        self._data = [(tensor, tensor.detach()) for tensor in held]
+        # Inside of a transform of torch.func the alias is a tensor of another kind.
+        self._data = [(tensor, tensor.detach(), _place(tensor)) for tensor in held]
         # A call that should not train at all may do so by mistake.
         optimizers = self._kept.found.optimizers if trained is None else []
         self._optimizers = [
@@ -88,7 +89,9 @@ class Undo:
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether memory is that of a tensor of the model's, and none that it trains."""
         return not self._trains and any(
-            alias.untyped_storage()._cdata == storage._cdata for _, alias in self._data
+            alias.untyped_storage()._cdata == storage._cdata
+            for _, alias, _ in self._data
+            if without_memory(alias) is None
         )
 
     def changed(self) -> str | None:
@@ -140,8 +143,8 @@ class Undo:
                 group.update(before)
         if python:
             self._kept.found.put_back()
-            for tensor, alias in self._data:
-                if _place(tensor) != _place(alias):
+            for tensor, alias, place in self._data:
+                if _place(tensor) != place:
                     tensor.data = alias
 
 
