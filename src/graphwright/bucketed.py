@@ -17,9 +17,9 @@ from .audit import compare
 from .dispatch import SHARED, UNCAPTURED, Asked, GraphedCallable, Miss, name_of, quick_key
 from .entries import Entry
 from .errors import CaptureError, OptionError, PaddingError, SignatureError
-from .graphs.exclusive import Busy
 from .graphs.graph import GraphClosed
 from .graphs.transaction import capturing_now
+from .graphs.turns import Busy
 from .report.progress import Progress
 from .shapes.bucketing import Bucketing
 from .shapes.buckets import PADDING, Buckets

@@ -32,10 +32,10 @@ from .errors import (
     levels_above,
 )
 from .graphs.callgraph import Breaks, CallGraph, Outputs
-from .graphs.exclusive import Busy
 from .graphs.graph import GraphClosed
 from .graphs.memory import MemoryPool
 from .graphs.transaction import capturing_now
+from .graphs.turns import Busy
 from .graphs.undo import StateChanges
 from .modes import opaque
 from .report.progress import Progress, shown

@@ -11,9 +11,9 @@ from torch import nn
 
 from .errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
 from .graphs.callgraph import Breaks, CallGraph, Outputs
-from .graphs.exclusive import turns_of
 from .graphs.graph import State as GraphState
 from .graphs.memory import MemoryPool
+from .graphs.turns import turns_of
 from .signature import Args, CallSignature, Kwargs
 from .watch import FunctionModule, ModuleWatch, in_training, unread_in_words
 

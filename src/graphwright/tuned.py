@@ -16,8 +16,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from .errors import SignatureError
-from .graphs.exclusive import turns_of
 from .graphs.transaction import captured_by_others, capturing_now
+from .graphs.turns import turns_of
 from .modes import opaque
 from .proxy import ModuleProxy
 from .ranges import Range, RangedSignature

@@ -12,8 +12,8 @@ from torch import nn
 
 from .. import forking
 from ..errors import OptionError, first_line
-from ..graphs.exclusive import turns_of
 from ..graphs.transaction import captured_by_others, capturing_now
+from ..graphs.turns import turns_of
 from ..modes import opaque
 from ..proxy import ModuleProxy
 from ..signature import Args, CallSignature, Kwargs, inside_transform

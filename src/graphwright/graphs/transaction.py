@@ -12,9 +12,9 @@ from torch import nn
 
 from ..errors import CaptureError, GraphwrightError, SignatureError, first_line, user_frame
 from ..signature import FastPath
-from .exclusive import turns_of
 from .journal import Shared, seeded_on_gpu
 from .memory import MemoryPool
+from .turns import turns_of
 from .undo import Undo
 
 _CUDA = torch.version.cuda is not None or torch.version.hip is not None

@@ -12,10 +12,10 @@ from torch.utils import _pytree as pytree
 
 from ..audit import difference
 from ..errors import CaptureError
-from ..graphs.exclusive import turns_of
 from ..graphs.journal import compilers_off
 from ..graphs.memory import MemoryPool
 from ..graphs.transaction import transaction
+from ..graphs.turns import turns_of
 from ..graphs.undo import Undo
 from ..signature import Args, Kwargs, flatten, leaf_names, unflatten
 from ..snapshots import State, clone_leaves, layout

@@ -16,9 +16,9 @@ from torch import nn
 from ...dependencies import StandIn
 from ...dispatch import OnMiss
 from ...errors import GraphwrightError, SignatureError, levels_above
-from ...graphs.exclusive import turns_of
 from ...graphs.memory import MemoryPool
 from ...graphs.transaction import capturing_now, under_hooks_for_saved_tensors
+from ...graphs.turns import turns_of
 from ...modes import opaque
 from ...signature import CallSignature, inside_transform
 from ...watch import FunctionModule
