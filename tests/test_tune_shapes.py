@@ -169,17 +169,10 @@ class Scaled(nn.Module):
 def between(strategy: str = "eager:no_grad") -> tuple[gw.TunedModule, Scaled]:
     """A model that was tuned for two buckets, when nothing of it depended on the padding."""
     model = Scaled().eval()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.choosing._WORTH_IT", 1e9)
-        patch.setattr(gw.strategies.eager.EAGER.__class__, "complexity", 0, raising=False)
-        patch.setattr("graphwright.tuner.ranked", _last)
+    with choosing(strategy):
         tuned = gw.tune(model, (torch.randn(4, 16),), buckets=BUCKETS, strategies=[strategy])
     assert tuned.report.chosen == strategy
     return tuned, model
-
-
-def _last(report: Report, rows: list[Any]) -> list[Any]:
-    return list(reversed(rows))
 
 
 CHANGES: dict[str, Callable[[Scaled], Any]] = {
