@@ -23,8 +23,8 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.errors import first_line
-from graphwright.graphs.callgraph import CallGraph
-from graphwright.measurement import Timer, interleave
+from graphwright.evaluation.measurement import Timer, interleave
+from graphwright.graphs.captured_call import CallGraph
 from graphwright.report.environment import environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))

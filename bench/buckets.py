@@ -22,7 +22,13 @@ from torch.export import Dim
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright.measurement import DIGITS, Measurement, Timer, collection_held_off, interleave
+from graphwright.evaluation.measurement import (
+    DIGITS,
+    Measurement,
+    Timer,
+    collection_held_off,
+    interleave,
+)
 from graphwright.report.environment import environment
 
 SCHEMA = "graphwright.benchmark"

@@ -33,7 +33,7 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.errors import first_line
-from graphwright.measurement import DIGITS, Timer, collection_held_off, interleave
+from graphwright.evaluation.measurement import DIGITS, Timer, collection_held_off, interleave
 from graphwright.report.environment import environment
 
 BATCHES = "batches"
@@ -135,7 +135,7 @@ def prediction(case: Case) -> Figures:
     """What an empty pool predicts for the call, and by how much its capture grows the pool."""
     try:
         with gw.MemoryPool() as pool:
-            predicted = pool.predict(case.model, *case.args, **case.kwargs).nbytes
+            predicted = gw.predict_memory(case.model, *case.args, pool=pool, **case.kwargs).nbytes
             graph = gw.capture(case.model, *case.args, pool=pool, **case.kwargs)
             return {"predicted": predicted, "measured": graph.nbytes}
     except gw.GraphwrightError as error:

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.graphs.capture import CallGraph
-from graphwright.measurement import Timer
+from graphwright.evaluation.measurement import Timer
+from graphwright.graphs.captured_call import CallGraph
 
 BATCHED = "resnet50"
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)

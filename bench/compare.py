@@ -12,7 +12,7 @@ from typing import Any
 
 from rendering import Table, aligned, bare, short
 
-from graphwright.measurement import median_interval
+from graphwright.evaluation.measurement import median_interval
 
 Result = dict[str, Any]
 

@@ -19,9 +19,10 @@ import cases
 import torch
 
 import graphwright as gw
-from graphwright.report import Report, Row
 from graphwright.report.environment import environment
-from graphwright.strategies import parse_candidates
+from graphwright.report.report import Report
+from graphwright.report.result import Row
+from graphwright.strategies.registry import parse_candidates
 
 Figures = dict[str, Any]
 SCHEMA = "graphwright.bench"

@@ -28,13 +28,13 @@ from processes import figures_of, run_all
 from run import SCHEMA, commit
 from torch import nn
 
+from graphwright.calls.snapshots import Call
+from graphwright.evaluation.reference import reference
+from graphwright.evaluation.verification import verify
 from graphwright.graphs.capture import capture
-from graphwright.ops import fused as operators
-from graphwright.reference import reference
+from graphwright.ops.fused import registry as operators
 from graphwright.report.environment import environment
-from graphwright.snapshots import Call
-from graphwright.strategies import parse_candidates
-from graphwright.verification import verify
+from graphwright.strategies.registry import parse_candidates
 
 Row = dict[str, Any]
 Args = tuple[Any, ...]

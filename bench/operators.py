@@ -25,9 +25,9 @@ import torch
 from run import SCHEMA, commit
 from torch.utils import _pytree as pytree
 
-from graphwright.measurement import DIGITS, Samples
-from graphwright.ops import fused, reference
-from graphwright.ops.defining import triton_works
+from graphwright.evaluation.measurement import DIGITS, Samples
+from graphwright.ops.fused import reference, registry
+from graphwright.ops.fused.fused_operator import triton_works
 from graphwright.report.environment import environment
 
 Row = dict[str, Any]
@@ -316,14 +316,14 @@ def times(samples: Mapping[str, list[float]], repeats: int) -> Row:
 
 def kernel_used(case: Case, args: Args) -> bool:
     """Whether our kernel computes the call, rather than the reference."""
-    operator = fused.OPERATORS[case.operator]
+    operator = registry.OPERATORS[case.operator]
     return torch.cuda.is_available() and triton_works() and operator.applies(*args)
 
 
 def bandwidth(case: Case, *, quick: bool) -> Row:
     """The operator beside a copy of as many bytes, read and written together."""
     args = case.make()
-    operator = getattr(fused, case.operator)
+    operator = getattr(registry, case.operator)
     moved = bytes_of(args, operator(*args))
     # Rounded down to what copies best: the driver is slower by a third with some odd sizes.
     size = max(moved // 2 // COPIED_BY * COPIED_BY, 1)
@@ -349,7 +349,7 @@ def bandwidth(case: Case, *, quick: bool) -> Row:
 def beside_inductor(case: Case, *, quick: bool) -> Row:
     """The operator beside its reference as Inductor compiles it."""
     torch._dynamo.reset()
-    ours, plain = getattr(fused, case.operator), getattr(reference, case.operator)
+    ours, plain = getattr(registry, case.operator), getattr(reference, case.operator)
     on_gpu = torch.cuda.is_available()
     other = torch.compile(plain, dynamic=False) if on_gpu else plain
     one = case.make()

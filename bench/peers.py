@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from graphwright.errors import first_line
-from graphwright.measurement import Measurement, Timer
+from graphwright.evaluation.measurement import Measurement, Timer
 
 Call = Callable[..., Any]
 Figures = dict[str, Any]

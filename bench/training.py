@@ -26,7 +26,7 @@ from training_ways import COMPILED, EAGER, FUSED, PLAIN, WAYS, Trainer, eager, l
 
 import graphwright as gw
 from graphwright.errors import first_line
-from graphwright.measurement import DIGITS, Measurement, Timer, collection_held_off
+from graphwright.evaluation.measurement import DIGITS, Measurement, Timer, collection_held_off
 from graphwright.report.environment import environment
 
 Figures = dict[str, Any]

@@ -22,7 +22,7 @@ import torch
 from peers import PEERS, Call, Case, Figures, needs_cuda, set_up, timed
 
 import graphwright as gw
-from graphwright.measurement import Timer, interleave
+from graphwright.evaluation.measurement import Timer, interleave
 from graphwright.report.environment import environment
 
 CHOSEN = "graphwright.tune"
@@ -75,7 +75,9 @@ def tuned(case: Case, options: Options, *, quick: bool) -> gw.TunedModule:
     """The model as tune() gives it back."""
     rounds: Any = contextlib.nullcontext()
     if quick:
-        rounds = mock.patch.multiple("graphwright.tuner", SCREENING_S=QUICK_S, FINAL_S_EACH=QUICK_S)
+        rounds = mock.patch.multiple(
+            "graphwright.tuning.tuner", SCREENING_S=QUICK_S, FINAL_S_EACH=QUICK_S
+        )
     # An earlier run's choice would be no run of this one.
     given = {"remember": False, **options}
     with rounds:

@@ -23,8 +23,8 @@ from rendering import (
 )
 
 from graphwright.errors import GraphwrightError
-from graphwright.report import Report
 from graphwright.report.markdown import to_markdown as report_to_markdown
+from graphwright.report.report import Report
 
 CHOSEN = "graphwright.tune"
 PEERS = (

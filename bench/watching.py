@@ -55,7 +55,7 @@ def block(work: Any, count: int) -> float:
 def rounds() -> None:
     """Answer each line on stdin by a round of measurements."""
     import graphwright as gw
-    from graphwright.watch import ModuleWatch
+    from graphwright.calls.watch import ModuleWatch
 
     torch.set_num_threads(1)
     torch.manual_seed(0)

@@ -15,8 +15,8 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.ops import Function
-from graphwright.strategies import Availability, Built, Candidate
+from graphwright.ops.custom.operator import Function
+from graphwright.strategies.base import Availability, Built, Candidate
 from graphwright.strategies.eager import EAGER
 from graphwright.strategies.runners import GRAPH
 

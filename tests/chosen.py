@@ -6,7 +6,8 @@ import contextlib
 from collections.abc import Iterator
 from unittest import mock
 
-from graphwright.report import Report, Row
+from graphwright.report.report import Report
+from graphwright.report.result import Row
 
 
 @contextlib.contextmanager
@@ -18,9 +19,9 @@ def choosing(name: str) -> Iterator[None]:
         return [row for row in report.rows if row.status == "ok"]
 
     with (
-        mock.patch("graphwright.tuner.ranked", ranked),
-        mock.patch("graphwright.finals.near_best", right),
-        mock.patch("graphwright.tuner.near_best", right),
-        mock.patch("graphwright.evaluation._SLOWER", 1e9),
+        mock.patch("graphwright.tuning.selection.ranked", ranked),
+        mock.patch("graphwright.tuning.selection.near_best", right),
+        mock.patch("graphwright.tuning.selection.near_best", right),
+        mock.patch("graphwright.tuning.trial._SLOWER", 1e9),
     ):
         yield

@@ -68,18 +68,18 @@ def little_to_collect() -> None:
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Short timing rounds, in one process: no test asserts on a time; no memory of other runs."""
-    monkeypatch.setattr("graphwright.tuner.ISOLATED", False)
+    monkeypatch.setattr("graphwright.tuning.tuner.ISOLATED", False)
     monkeypatch.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
-    monkeypatch.setattr("graphwright.tuner.SCREENING_S", 0.05)
-    monkeypatch.setattr("graphwright.tuner.FINAL_S_EACH", 0.05)
-    monkeypatch.setattr("graphwright.measurement.WARMUP_S", 0.0)
-    monkeypatch.setattr("graphwright.measurement.MAX_CALLS_PER_BLOCK", 10)
+    monkeypatch.setattr("graphwright.tuning.tuner.SCREENING_S", 0.05)
+    monkeypatch.setattr("graphwright.tuning.tuner.FINAL_S_EACH", 0.05)
+    monkeypatch.setattr("graphwright.evaluation.measurement.WARMUP_S", 0.0)
+    monkeypatch.setattr("graphwright.evaluation.measurement.MAX_CALLS_PER_BLOCK", 10)
 
 
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors this small are faster on one; and no other thread draws random numbers."""
-    monkeypatch.setattr("graphwright.graphs.undo.threading.active_count", lambda: 1)
+    monkeypatch.setattr("graphwright.graphs.python_state.threading.active_count", lambda: 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

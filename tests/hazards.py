@@ -28,21 +28,16 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright import dispatch, signature, watch
-from graphwright.dispatch import GraphedCallable
-from graphwright.graphs import (
-    callgraph,
-    cpu,
-    cuda,
-    cuda_capture,
-    transaction,
-    transfer,
-    undo,
-    workspaces,
-)
+from graphwright.calls import signature, watch
+from graphwright.dispatch import graphed_callable
+from graphwright.dispatch.graphed_callable import GraphedCallable
 from graphwright.graphs import capture as capture_module
+from graphwright.graphs import captured_call, python_state, static_tensors, transaction
 from graphwright.graphs import graph as graph_module
-from graphwright.graphs.callgraph import CallGraph
+from graphwright.graphs.captured_call import CallGraph
+from graphwright.graphs.cpu import recorder as cpu
+from graphwright.graphs.cuda import capture, streams
+from graphwright.graphs.cuda import recorder as cuda
 from graphwright.graphs.graph import Graph
 from graphwright.graphs.journal import Journal
 
@@ -125,28 +120,30 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 
 def results_stay_static(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transfer.Results, "build", lambda self, leaves, copies, finish=None: self.tree)
+    patch.setattr(
+        static_tensors.Results, "build", lambda self, leaves, copies, finish=None: self.tree
+    )
     never = property(lambda self: False, lambda self, value: None)
-    patch.setattr(transfer.Results, "single", never, raising=False)
+    patch.setattr(static_tensors.Results, "single", never, raising=False)
 
 
 def results_are_copies(patch: pytest.MonkeyPatch) -> None:
-    def build(self: transfer.Results, leaves: Any, copies: Any, finish: Any = None) -> Any:
+    def build(self: static_tensors.Results, leaves: Any, copies: Any, finish: Any = None) -> Any:
         clone = torch.Tensor.clone
         return torch.utils._pytree.tree_map_only(torch.Tensor, clone, self.tree)
 
-    patch.setattr(transfer.Results, "build", build)
+    patch.setattr(static_tensors.Results, "build", build)
 
 
 def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Journal, "undo", lambda self: None)
-    patch.setattr(undo.Undo, "restore", lambda self, python: None)
+    patch.setattr(python_state.Undo, "restore", lambda self, python: None)
 
 
 def any_call_fits(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(signature.CallSignature, "fits", lambda self, args, kwargs: True)
     patch.setattr(GraphedCallable, "_shortcut", lambda self, entry: None)
-    patch.setattr(dispatch, "quick_key", lambda args, kwargs: None)
+    patch.setattr(graphed_callable, "quick_key", lambda args, kwargs: None)
 
 
 def module_is_not_watched(patch: pytest.MonkeyPatch) -> None:
@@ -159,7 +156,7 @@ def writes_are_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 
 def overlaps_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(transfer, "_overlaps", lambda tensor: False)
+    patch.setattr(static_tensors, "_overlaps", lambda tensor: False)
 
 
 def aliases_are_not_seen(patch: pytest.MonkeyPatch) -> None:
@@ -205,7 +202,7 @@ def generators_are_not_seen(patch: pytest.MonkeyPatch) -> None:
 
 
 def frames_keep_their_tensors(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(callgraph, "let_go", lambda error: None)
+    patch.setattr(captured_call, "let_go", lambda error: None)
     patch.setattr(transaction, "let_go", lambda error: None)
 
 
@@ -218,7 +215,7 @@ def no_lock(patch: pytest.MonkeyPatch) -> None:
         def __enter__(self) -> None: ...
         def __exit__(self, *exc: object) -> None: ...
 
-    patch.setattr("graphwright.forking.lock", Open)
+    patch.setattr("graphwright.calls.forking.lock", Open)
 
 
 def streams_do_not_wait(patch: pytest.MonkeyPatch) -> None:
@@ -245,12 +242,12 @@ def nothing_is_swept(patch: pytest.MonkeyPatch) -> None:
 
 
 def workspaces_lie_anywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(workspaces.Bench, "prepare", lambda self: None)
+    patch.setattr(streams.Bench, "prepare", lambda self: None)
 
 
 def backwards_threads_have_theirs_anywhere(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        workspaces.PreparedThreads, "run", lambda self, func, args, kwargs: func(*args, **kwargs)
+        streams.PreparedThreads, "run", lambda self, func, args, kwargs: func(*args, **kwargs)
     )
 
 
@@ -259,7 +256,7 @@ def graphs_are_not_closed(patch: pytest.MonkeyPatch) -> None:
 
 
 def autocast_keeps_its_casts(patch: pytest.MonkeyPatch) -> None:
-    for module in (callgraph, capture_module):
+    for module in (captured_call, capture_module):
         patch.setattr(module, "autocast_cache_apart", contextlib.nullcontext)
 
 
@@ -736,7 +733,7 @@ def an_interrupted_capture_leaves_nothing(device: torch.device) -> None:
 
 
 def abandoned_captures_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(cuda_capture, "_abandon", lambda *args: None)
+    patch.setattr(capture, "_abandon", lambda *args: None)
 
 
 @hazard(9, abandoned_captures_stay, only="cuda", isolated=True)

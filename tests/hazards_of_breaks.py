@@ -12,9 +12,10 @@ from hazards import hazard, rand, same
 from torch import nn
 
 import graphwright as gw
-from graphwright.graphs import breaks, steps, tracing, undo, walk
-from graphwright.graphs import observation as observing
-from graphwright.shapes import observation
+from graphwright.graphs import python_state
+from graphwright.graphs.segments import observation as observing
+from graphwright.graphs.segments import recording, segment, steps, tracer
+from graphwright.shapes import eligibility
 
 
 def keep_on(graphed: Any, fn: Any, *inputs: torch.Tensor) -> None:
@@ -25,13 +26,13 @@ def keep_on(graphed: Any, fn: Any, *inputs: torch.Tensor) -> None:
 
 
 def the_first_way_is_always_gone(patch: pytest.MonkeyPatch) -> None:
-    run = breaks.Stop.run
+    run = segment.Stop.run
 
-    def blind(self: breaks.Stop) -> Any:
+    def blind(self: segment.Stop) -> Any:
         key, result = run(self)
         return next(iter(self.after), key), result
 
-    patch.setattr(breaks.Stop, "run", blind)
+    patch.setattr(segment.Stop, "run", blind)
 
 
 @hazard(17, the_first_way_is_always_gone)
@@ -44,7 +45,7 @@ def a_guard_may_flip_back_and_forth(device: torch.device) -> None:
 
 
 def values_are_known_by_what_they_equal(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(breaks, "key_of", lambda value: value)
+    patch.setattr(segment, "key_of", lambda value: value)
     patch.setattr(steps, "key_of", lambda value: value)
 
 
@@ -57,7 +58,7 @@ def zeros_of_both_signs_go_their_own_ways(device: torch.device) -> None:
 
 
 def nothing_lives_over_a_break(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(walk.Walk, "living", lambda self: {})
+    patch.setattr(tracer.Walk, "living", lambda self: {})
 
 
 @hazard(17, nothing_lives_over_a_break)
@@ -92,22 +93,22 @@ class Counting(nn.Module):
 
 
 def prefixes_are_run_again(patch: pytest.MonkeyPatch) -> None:
-    def again(self: walk.Walk, step: steps.Step, given: list[torch.Tensor]) -> Any:
+    def again(self: tracer.Walk, step: steps.Step, given: list[torch.Tensor]) -> Any:
         if step.func is torch.ops.aten.add_.Tensor:
             with torch.no_grad():
                 given[0].add_(1)
         return answered(self, step, given)
 
-    answered = walk.Walk.answered
-    patch.setattr(walk.Walk, "answered", again)
+    answered = tracer.Walk.answered
+    patch.setattr(tracer.Walk, "answered", again)
 
 
 def recording_leaves_its_traces(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(observing.Observation, "exchange", lambda self: None)
-    patch.setattr(tracing.Tracing, "record", _recorded_by_force)
+    patch.setattr(recording.Tracing, "record", _recorded_by_force)
 
 
-def _recorded_by_force(self: tracing.Tracing, work: Any, inputs: Any, finish: Any) -> None:
+def _recorded_by_force(self: recording.Tracing, work: Any, inputs: Any, finish: Any) -> None:
     """As it does, with what it did to tensors from outside left there, on either device."""
     record(self, work, inputs, finish)
     with torch.no_grad():
@@ -116,7 +117,7 @@ def _recorded_by_force(self: tracing.Tracing, work: Any, inputs: Any, finish: An
                 next(a.tensor for a in step.sources if isinstance(a, steps.Outside)).add_(1)
 
 
-record = tracing.Tracing.record
+record = recording.Tracing.record
 
 
 @hazard(17, prefixes_are_run_again)
@@ -138,7 +139,7 @@ def what_comes_after_a_new_value_is_applied_once(device: torch.device) -> None:
 
 
 def hoisted_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(breaks.Source, "refresh", lambda self: None)
+    patch.setattr(segment.Source, "refresh", lambda self: None)
 
 
 @hazard(17, hoisted_for_ever, only="cuda")
@@ -155,7 +156,7 @@ def a_tensor_on_the_host_is_followed(device: torch.device) -> None:
 
 
 def python_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(undo.Undo, "check", lambda self: None)
+    patch.setattr(python_state.Undo, "check", lambda self: None)
 
 
 @hazard(17, python_is_not_looked_at)
@@ -182,7 +183,7 @@ def python_s_state_on_a_new_way_is_not_frozen(device: torch.device) -> None:
 
 
 def reads_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(observation, "reads_of_arguments", lambda *args: None)
+    patch.setattr(eligibility, "reads_of_arguments", lambda *args: None)
 
 
 @hazard(17, reads_are_not_seen)

@@ -23,8 +23,9 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.graphs import cpu, cuda
-from graphwright.training.callables import activations, forward, standins
+from graphwright.graphs.cpu import recorder as cpu
+from graphwright.graphs.cuda import recorder as cuda
+from graphwright.training.callables import activations, forward_backward, graphed_forward
 
 
 def graphed_and_eager(model: nn.Module, *sample: Any, **options: Any) -> tuple[Any, Any]:
@@ -86,7 +87,7 @@ def hooks_go_along(patch: pytest.MonkeyPatch) -> None:
     def itself(tensor: torch.Tensor) -> torch.Tensor:
         return tensor
 
-    patch.setattr(standins, "_stand_in", itself)
+    patch.setattr(forward_backward, "_stand_in", itself)
 
 
 @hazard(2, hooks_go_along)
@@ -254,7 +255,7 @@ def dropout_in_training_differs_and_repeats(device: torch.device) -> None:
 
 def modes_are_not_seen(patch: pytest.MonkeyPatch) -> None:
     module_is_not_watched(patch)
-    patch.setattr(forward.GraphedForward, "_aside", lambda self: None)
+    patch.setattr(graphed_forward.GraphedForward, "_aside", lambda self: None)
 
 
 @hazard(15, modes_are_not_seen)

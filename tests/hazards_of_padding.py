@@ -20,20 +20,19 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright import dependencies
+from graphwright.calls import dependencies
+from graphwright.calls.snapshots import layout
 from graphwright.shapes import (
+    aliasing,
     comparison,
-    form,
-    kinds,
+    dynamic_signature,
+    family,
     outputs,
     padding,
-    plans,
     proof,
-    sharing,
-    subject,
-    tracing,
+    sampler,
+    shape_inference,
 )
-from graphwright.snapshots import layout
 
 Sizes = tuple[int, ...]
 Arguments = Callable[[torch.device, Sizes], tuple[torch.Tensor, ...]]
@@ -330,7 +329,7 @@ def as_eager(case: Case, device: torch.device) -> Any:
 
 
 def graphs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(kinds.Kind, "check", lambda self, plan, run, args, kwargs: None)
+    patch.setattr(family.Kind, "check", lambda self, plan, run, args, kwargs: None)
 
 
 def nothing_is_proved(patch: pytest.MonkeyPatch) -> None:
@@ -340,16 +339,16 @@ def nothing_is_proved(patch: pytest.MonkeyPatch) -> None:
 
 def fillings_are_compared_with_each_other(patch: pytest.MonkeyPatch) -> None:
     """What others do: run the padded call with two fillings, and see whether they agree."""
-    original = subject.Subject.at
+    original = sampler.Subject.at
     graphs_are_not_compared(patch)
 
     def run(self: proof.Prover, verdicts: Any, sizes: Any, thorough: bool) -> str | None:
-        subject, found = self.subject, []
+        sampler, found = self.subject, []
         for filling in (0, 1):
-            leaves = subject.padded(original(subject, sizes), verdicts.bucket, filling, _SEED)
+            leaves = sampler.padded(original(sampler, sizes), verdicts.bucket, filling, _SEED)
             with self._from_now() if self._state is None else contextlib.nullcontext():
                 found.append(self._run(leaves)[0])
-        cuts = padding.cuts_of(verdicts.shapes, sizes, verdicts.bucket)
+        cuts = outputs.cuts_of(verdicts.shapes, sizes, verdicts.bucket)
         pairs = zip(*(outcome.outputs.values() for outcome in found), cuts, strict=True)
         for one, two, ways in pairs:
             if isinstance(one, torch.Tensor) and not torch.allclose(
@@ -365,13 +364,13 @@ _SEED = torch.Generator().manual_seed(1)
 
 
 def padding_is_whatever_was_there(patch: pytest.MonkeyPatch) -> None:
-    original = plans.fill
-    patch.setattr(plans, "fill", lambda leaf, widths, value: original(leaf, widths, float("nan")))
+    original = padding.fill
+    patch.setattr(padding, "fill", lambda leaf, widths, value: original(leaf, widths, float("nan")))
     graphs_are_not_compared(patch)
 
 
 def nothing_is_cut(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(plans.Cut, "__call__", lambda self, output: output)
+    patch.setattr(padding.Cut, "__call__", lambda self, output: output)
     nothing_is_proved(patch)
 
 
@@ -462,12 +461,12 @@ def padding_is_not_written_to_buffers(device: torch.device) -> None:
 
 def proofs_start_from_the_first_one_s_state(patch: pytest.MonkeyPatch) -> None:
     first: dict[int, Any] = {}
-    original = kinds.State
+    original = family.State
 
     def once(module: nn.Module, **options: Any) -> Any:
         return first.setdefault(id(module), original(module, **options))
 
-    patch.setattr(kinds, "State", once)
+    patch.setattr(family, "State", once)
 
 
 @hazard(16, proofs_start_from_the_first_one_s_state)
@@ -516,8 +515,8 @@ def a_trial_leaves_no_hooks(device: torch.device) -> None:
 
 
 def all_sizes_go_the_sample_s_way(patch: pytest.MonkeyPatch) -> None:
-    first = sharing.Sharing(((0, 0),), frozenset({0}), (), frozenset())
-    patch.setattr(sharing.Sharing, "of", lambda result, leaves, axes: first)
+    first = aliasing.Sharing(((0, 0),), frozenset({0}), (), frozenset())
+    patch.setattr(aliasing.Sharing, "of", lambda result, leaves, axes: first)
     graphs_are_not_compared(patch)
 
 
@@ -535,7 +534,7 @@ def an_output_may_be_an_argument_at_some_sizes(device: torch.device) -> None:
 
 
 def only_the_bucket_s_way_is_followed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tracing.Traces, "_tell_ways_apart", lambda self, shapes, bucket: None)
+    patch.setattr(shape_inference.Traces, "_tell_ways_apart", lambda self, shapes, bucket: None)
 
 
 @hazard(16, only_the_bucket_s_way_is_followed)
@@ -554,9 +553,9 @@ def a_branch_behind_another_is_seen(device: torch.device) -> None:
 
 
 def values_are_the_sample_s(patch: pytest.MonkeyPatch) -> None:
-    given = subject.Subject.at
+    given = sampler.Subject.at
     patch.setattr(
-        subject.Subject, "changed", lambda self, sizes, how, generator: given(self, sizes)
+        sampler.Subject, "changed", lambda self, sizes, how, generator: given(self, sizes)
     )
 
 
@@ -565,7 +564,7 @@ def rows_are_repeated(patch: pytest.MonkeyPatch) -> None:
         places = torch.arange(n, device=tensor.device) % tensor.shape[axis]
         return tensor.index_select(axis, places)
 
-    patch.setattr(subject, "_extended", extended)
+    patch.setattr(sampler, "_extended", extended)
     values_are_the_sample_s(patch)
 
 
@@ -603,8 +602,8 @@ def large_values_hide_no_others(device: torch.device) -> None:
 
 
 def aliases_are_of_no_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(form, "_pairs", lambda signature: [])
-    patch.setattr(form.Form, "overlap", False)
+    patch.setattr(dynamic_signature, "_pairs", lambda signature: [])
+    patch.setattr(dynamic_signature.Form, "overlap", False)
 
 
 @hazard(16, aliases_are_of_no_kind)
@@ -622,7 +621,7 @@ def arguments_that_overlap_are_another_kind(device: torch.device) -> None:
 
 
 def gaps_are_of_no_kind(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(form, "_gaps", lambda leaves, axes, forms: (False,) * len(leaves))
+    patch.setattr(dynamic_signature, "_gaps", lambda leaves, axes, forms: (False,) * len(leaves))
 
 
 @hazard(16, gaps_are_of_no_kind)

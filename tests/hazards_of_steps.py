@@ -31,9 +31,9 @@ from training_steps import (
 )
 
 import graphwright as gw
-from graphwright.graphs import callgraph
-from graphwright.training import discovery, optimizers, stepgraph
-from graphwright.training.step import GraphedStep
+from graphwright.graphs import captured_call
+from graphwright.training.step import captured_step, components, optimizers
+from graphwright.training.step.graphed_step import GraphedStep
 
 Between = Callable[[Training, int], None]
 
@@ -71,7 +71,7 @@ def nothing(training: Training, index: int) -> None:
 
 
 def holders_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stepgraph.StepGraph, "_let_holders_keep_theirs", lambda self: None)
+    patch.setattr(captured_step.StepGraph, "_let_holders_keep_theirs", lambda self: None)
 
 
 @hazard(2, holders_are_not_seen)
@@ -87,7 +87,7 @@ def gradients_that_are_held_outlive_the_next_step(device: torch.device) -> None:
 
 
 def any_gradients_will_do(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(stepgraph.StepGraph, "begins_here", lambda self: True)
+    patch.setattr(captured_step.StepGraph, "begins_here", lambda self: True)
 
 
 @hazard(2, any_gradients_will_do)
@@ -128,7 +128,7 @@ def setting_a_step_up_changes_nothing(device: torch.device) -> None:
 
 
 def states_stay(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(discovery.OptimizersKept, "put_back", lambda self: None)
+    patch.setattr(components.OptimizersKept, "put_back", lambda self: None)
 
 
 @hazard(3, states_stay)
@@ -214,7 +214,7 @@ def a_step_that_cannot_be_captured_changes_nothing(device: torch.device) -> None
 
 
 def casts_are_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(callgraph, "autocast_cache_apart", contextlib.nullcontext)
+    patch.setattr(captured_call, "autocast_cache_apart", contextlib.nullcontext)
 
 
 @hazard(12, backwards_threads_have_theirs_anywhere, only="cuda", isolated=True)

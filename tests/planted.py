@@ -20,8 +20,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from graphwright.signature import switches
-from graphwright.strategies import Availability, Built
+from graphwright.calls.signature import switches
+from graphwright.strategies.base import Availability, Built
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:

@@ -28,10 +28,10 @@ from torch.export import Dim
 
 import graphwright as gw
 from graphwright.artifacts import container
-from graphwright.artifacts.starting import begun
-from graphwright.fusion.stored import read, stored
-from graphwright.storage import packed, read_tensors, tree_of, unpacked, write_tensors
-from graphwright.strategies import parse_candidates
+from graphwright.artifacts.loading import begun
+from graphwright.calls.serialization import packed, read_tensors, tree_of, unpacked, write_tensors
+from graphwright.fusion.serialization import read, stored
+from graphwright.strategies.registry import parse_candidates
 
 CPU = torch.device("cpu")
 
@@ -72,7 +72,7 @@ def tuned_with(
     name: str, model: Any, args: tuple[Any, ...], kwargs: Any = None, **options: Any
 ) -> gw.TunedModule:
     given = {"strategies": [name], "remember": False, "isolate": False, "progress": False}
-    quick = mock.patch.multiple("graphwright.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
+    quick = mock.patch.multiple("graphwright.tuning.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
     with choosing(name), quick:
         tuned = gw.tune(model, args, kwargs, **given | options)
     row = tuned.report.row(name)
@@ -941,7 +941,7 @@ def test_a_range_goes_no_further_than_what_was_verified(name: str) -> None:
         "dynamic_shapes": ({0: Dim("b", min=1, max=32)},),
         "buckets": gw.Buckets(b=[4, 8]),
     }
-    quick = mock.patch.multiple("graphwright.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
+    quick = mock.patch.multiple("graphwright.tuning.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
     given = {"strategies": [name], "remember": False, "isolate": False, "progress": False}
     with choosing(name), quick:
         tuned = gw.tune(model, (x,), **given, **options)
@@ -1135,7 +1135,7 @@ def test_what_a_sample_leaves_as_it_is_may_change_later(how: str, name: str) -> 
     model = Counting(how).eval()
     like = copy.deepcopy(model)
     given = {"strategies": [name], "remember": False, "isolate": False, "progress": False}
-    quick = mock.patch.multiple("graphwright.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
+    quick = mock.patch.multiple("graphwright.tuning.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
     with choosing(name), quick:
         tuned = gw.tune(model, (torch.randn(2, 4),), **given)
     row = tuned.report.row(name)

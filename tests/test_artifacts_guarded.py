@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
+from graphwright.calls.serialization import tree_of, tree_text
 from graphwright.errors import ArtifactError
-from graphwright.storage import tree_of, tree_text
 
 
 class Single(nn.Module):

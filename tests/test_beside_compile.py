@@ -14,8 +14,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import graphwright as gw
-from graphwright.graphs.journal import compilers_off
-from graphwright.modes import OperationMode
+from graphwright.calls.modes import OperationMode, compilers_off
 
 
 class Counting:

@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright.graphs.branches import Branches
-from graphwright.graphs.callgraph import CallGraph
-from graphwright.graphs.cuda import _CudaSegment
+from graphwright.graphs.captured_call import CallGraph
+from graphwright.graphs.cuda.recorder import _CudaSegment
+from graphwright.graphs.segments.tree import Branches
 from graphwright.strategies.base import Built
 from graphwright.strategies.runners import GRAPH
 

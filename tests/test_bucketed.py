@@ -18,15 +18,15 @@ from torch import nn
 from torch.export import Dim
 
 import graphwright as gw
+from graphwright.calls.signature import CallSignature
+from graphwright.calls.snapshots import layout
 from graphwright.graphs.memory import MemoryPool
 from graphwright.shapes import outputs, symbolic
-from graphwright.shapes.bucketing import Bucketing
 from graphwright.shapes.dimensions import Dimensions
-from graphwright.shapes.form import Form
-from graphwright.shapes.kinds import Kind
+from graphwright.shapes.dynamic_signature import Form
+from graphwright.shapes.family import Kind
 from graphwright.shapes.proof import Prover
-from graphwright.signature import CallSignature
-from graphwright.snapshots import layout
+from graphwright.shapes.selection import Bucketing
 
 TABLE = pytest.mark.parametrize
 

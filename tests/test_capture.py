@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.graphs.callgraph import CallGraph
+from graphwright.graphs.captured_call import CallGraph
 from graphwright.graphs.graph import State
 from graphwright.graphs.journal import Journal
 

@@ -20,8 +20,8 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
 from graphwright import Severity
-from graphwright.checker.proposals import chosen_on_the_gpu, made_once
 from graphwright.checker.rendering import summary, to_json, to_lines
+from graphwright.checker.suggestions import chosen_on_the_gpu, made_once
 
 Fn = Callable[..., Any]
 

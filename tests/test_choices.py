@@ -20,9 +20,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphwright import choices
-from graphwright.choices import Key, folder, forget, key_of, recall, remember
-from graphwright.report import Report, Row, Status
+from graphwright.calls.fingerprint import Key, key_of
+from graphwright.report.report import Report
+from graphwright.report.result import Row, Status
+from graphwright.tuning import choice_cache
+from graphwright.tuning.choice_cache import folder, forget, recall, remember
 
 
 @pytest.fixture(autouse=True)
@@ -267,7 +269,7 @@ def aged(path: Path, seconds: float) -> Path:
 
 
 def test_oldest_entries_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "MAX_ENTRIES", 3)
+    monkeypatch.setattr(choice_cache, "MAX_ENTRIES", 3)
     for age, name in enumerate("abc"):
         aged(entry(name), 100 + age)
     recall(key("c"))  # The oldest, but used.
@@ -276,14 +278,14 @@ def test_oldest_entries_are_removed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_newest_entry_stays_though_clocks_differ(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "MAX_ENTRIES", 1)
+    monkeypatch.setattr(choice_cache, "MAX_ENTRIES", 1)
     aged(entry("a"), -1000)
     entry("b")
     assert {name for name in "ab" if recall(key(name))} == {"b"}
 
 
 def test_stale_temporary_files_are_removed_and_no_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(choices, "MAX_ENTRIES", 1)
+    monkeypatch.setattr(choice_cache, "MAX_ENTRIES", 1)
     path = entry()
     young, stale = (path.with_suffix(f".{name}.tmp") for name in ("young", "stale"))
     foreign = [path.with_name(name) for name in ("notes.json", "notes.tmp", "a.b.tmp")]

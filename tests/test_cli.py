@@ -18,14 +18,14 @@ from click import unstyle
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from graphwright.cli import main
+from graphwright.cli.main import main
+from graphwright.cli.targets import load_target, parse_input
 from graphwright.errors import GraphwrightError, TargetError
 from graphwright.report.terminal import printing
 from graphwright.strategies import base
-from graphwright.strategies.onnxruntime import ONNXRUNTIME
+from graphwright.strategies.onnxruntime.strategy import ONNXRUNTIME
 from graphwright.strategies.xla import XLA
-from graphwright.targets import load_target, parse_input
-from graphwright.tuner import Tuning
+from graphwright.tuning.tuner import Tuning
 
 CPU = torch.device("cpu")
 SOURCE = """
@@ -567,9 +567,9 @@ def test_what_cannot_be_remembered_is_a_sentence_with_its_remedy(
 @pytest.mark.parametrize(
     ("command", "where"),
     [
-        (("run", "net.gw"), "graphwright.running.tried"),
-        (("strategies",), "graphwright.strategies.probe"),
-        (("check", "models:pair"), "graphwright.targets.load_target"),
+        (("run", "net.gw"), "graphwright.cli.run.tried"),
+        (("strategies",), "graphwright.strategies.base.probe"),
+        (("check", "models:pair"), "graphwright.cli.targets.load_target"),
     ],
 )
 def test_ctrl_c_in_any_command_exits_130(

@@ -20,14 +20,14 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.artifacts import evidence
-from graphwright.choosing import near_best, ranked
-from graphwright.evaluation import Sample
-from graphwright.nursery import CANDIDATE
-from graphwright.report import Report, Row, Status
+from graphwright.evaluation.reference import Sample
 from graphwright.report.markdown import to_markdown
-from graphwright.report.reason import sentence
-from graphwright.strategies import default_candidates
-from graphwright.tuner import Tuning
+from graphwright.report.report import Report
+from graphwright.report.result import Row, Status
+from graphwright.strategies.registry import default_candidates
+from graphwright.tuning.selection import near_best, ranked, sentence
+from graphwright.tuning.tuner import Tuning
+from graphwright.tuning.workers.fork_server import CANDIDATE
 
 
 class Rows(nn.Module):
@@ -47,7 +47,7 @@ def nothing_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[No
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(scratch))
-    monkeypatch.setattr("graphwright.coldstart.ROUNDS", 1)
+    monkeypatch.setattr("graphwright.tuning.cold_start.ROUNDS", 1)
     yield
     left = [path.name for path in scratch.iterdir()]
     assert [name for name in left if not name.startswith("torchinductor_")] == []

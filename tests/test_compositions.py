@@ -23,13 +23,14 @@ from compositions import (
     search,
 )
 
-from graphwright import dispatch, shortcut, signature
-from graphwright.dispatch import GraphedCallable
-from graphwright.entries import Entries
-from graphwright.signature import CallSignature
-from graphwright.snapshots import State
-from graphwright.training.stepgraph import StepGraph
-from graphwright.watch import ModuleWatch
+from graphwright.calls import signature
+from graphwright.calls.signature import CallSignature
+from graphwright.calls.snapshots import State
+from graphwright.calls.watch import ModuleWatch
+from graphwright.dispatch import fast_path, graphed_callable
+from graphwright.dispatch.graph_cache import Entries
+from graphwright.dispatch.graphed_callable import GraphedCallable
+from graphwright.training.step.captured_step import StepGraph
 
 PLAN = plan()
 PAIRS = [pytest.param(*pair, id=f"{pair[0]}-in-{pair[1]}") for pair in PLAN]
@@ -129,7 +130,7 @@ def graphs_of_another_state_answer(patch: pytest.MonkeyPatch) -> None:
 def switches_are_not_compared(patch: pytest.MonkeyPatch) -> None:
     none = (False, False, *signature.lasting_switches())
     patch.setattr(signature, "switches", lambda: none)
-    for module in (signature, shortcut):
+    for module in (signature, fast_path):
         patch.setattr(module, "lasting_switches", lambda: none[2:])
 
 
@@ -140,7 +141,7 @@ def every_call_fits(patch: pytest.MonkeyPatch) -> None:
 
 @planted("graph", "buckets")
 def gradients_are_not_asked_for(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(dispatch, "tensors_of", lambda tree: [])
+    patch.setattr(graphed_callable, "tensors_of", lambda tree: [])
 
 
 @planted("graph", "buckets")

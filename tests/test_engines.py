@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import graphwright as gw
-from graphwright.report import Status
+from graphwright.report.result import Status
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
@@ -24,7 +24,7 @@ def test_an_engine_is_measured_or_says_why_not(name: str) -> None:
 
     model, inputs = cases.load(name, torch.device("cpu"))
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
-    quick = mock.patch.multiple("graphwright.tuner", SCREENING_S=0.1, FINAL_S_EACH=0.1)
+    quick = mock.patch.multiple("graphwright.tuning.tuner", SCREENING_S=0.1, FINAL_S_EACH=0.1)
     with quick, torch.no_grad():
         tuned = gw.tune(model, args, kwargs, strategies=ENGINES, isolate=False, remember=False)
     for engine in ENGINES:

@@ -19,7 +19,7 @@ CLASSICS = ["mlp", "cnn", "rnn", pytest.param("conv_relu_pool", marks=pytest.mar
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Measured for a moment each: what is chosen is not the point."""
     for name in ("SCREENING_S", "FINAL_S_EACH"):
-        monkeypatch.setattr(f"graphwright.tuner.{name}", 0.1)
+        monkeypatch.setattr(f"graphwright.tuning.tuner.{name}", 0.1)
 
 
 @pytest.mark.parametrize("name", CLASSICS)

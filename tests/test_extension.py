@@ -19,9 +19,10 @@ from torch import nn
 from torch.autograd import forward_ad
 
 import graphwright as gw
-from graphwright.ops import Function, building
-from graphwright.ops.diagnosis import diagnosed
-from graphwright.ops.sources import unit
+from graphwright.ops.custom import building
+from graphwright.ops.custom.diagnosis import diagnosed
+from graphwright.ops.custom.operator import Function
+from graphwright.ops.custom.sources import unit
 
 ADD = """
 #include <ATen/ATen.h>

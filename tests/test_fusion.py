@@ -19,21 +19,21 @@ from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.fusion import Change, Pass, epilogues, fusing, layout, linears
-from graphwright.fusion.attention import ATTENTION, MASKS
-from graphwright.fusion.by_hand import BY_HAND
-from graphwright.fusion.epilogues import EPILOGUES
-from graphwright.fusion.excitation import CHANNEL_GATES, MEANS
-from graphwright.fusion.folding import BATCH_NORM, CLEAN, CONSTANTS, SCALES
-from graphwright.fusion.layout import CHANNELS_LAST, restored
-from graphwright.fusion.linears import ACTIVATIONS, GATES, PADDED, PROJECTIONS
+from graphwright.calls.snapshots import same_bits
+from graphwright.fusion import pass_manager
 from graphwright.fusion.nodes import add_constant, calls
-from graphwright.fusion.patches import PATCHES
-from graphwright.fusion.pools import POOLS
-from graphwright.fusion.residuals import NORMS, RESIDUALS
+from graphwright.fusion.passes import epilogues, layout, linears
+from graphwright.fusion.passes.attention import ATTENTION, MASKS
+from graphwright.fusion.passes.base import Change, Pass
+from graphwright.fusion.passes.epilogues import EPILOGUES
+from graphwright.fusion.passes.folding import BATCH_NORM, CLEAN, CONSTANTS, SCALES
+from graphwright.fusion.passes.idioms import BY_HAND
+from graphwright.fusion.passes.layout import CHANNELS_LAST, restored
+from graphwright.fusion.passes.linears import ACTIVATIONS, GATES, PADDED, PATCHES, PROJECTIONS
+from graphwright.fusion.passes.norms import NORMS, RESIDUALS
+from graphwright.fusion.passes.pooling import CHANNEL_GATES, MEANS, POOLS
 from graphwright.fusion.sharing import share_constants
 from graphwright.fusion.tracing import Untraceable, trace
-from graphwright.snapshots import same_bits
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
@@ -865,7 +865,7 @@ def test_rows_that_are_masked_altogether_are_eagers(
 
 
 def test_masks_that_turn_out_otherwise_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphwright.fusion.attention.same_bits", lambda a, b: False)
+    monkeypatch.setattr("graphwright.calls.snapshots.same_bits", lambda a, b: False)
     x, mask = torch.randn(2, 3, 4, 4), torch.ones(4, 4, dtype=torch.bool)
     model = Model(lambda self, x, mask: F.scaled_dot_product_attention(x, x, x, mask))
     assert after(model, (x, mask), MASKS)[0] == []
@@ -1197,7 +1197,7 @@ def test_gradients_are_not_lost() -> None:
 
 def test_what_is_fused_can_be_captured_while_gradients_are_on(device: torch.device) -> None:
     model, x = nn.Linear(4, 4).eval().to(device), torch.randn(3, 4, device=device)
-    call = fusing.fused_call(model, (x,), {}, fusing.PASSES, check=False).call
+    call = pass_manager.fused_call(model, (x,), {}, pass_manager.PASSES, check=False).call
     assert torch.is_grad_enabled()
     with gw.capture(call, x) as graph:
         torch.testing.assert_close(graph(x), model(x).detach())
@@ -1588,7 +1588,7 @@ def test_passes_are_named() -> None:
         gw.fuse(model, (x,), passes=["folding"])
     with pytest.raises(gw.OptionError, match="a text"):
         gw.fuse(model, (x,), passes="clean")
-    names = [each.name for each in fusing.PASSES]
+    names = [each.name for each in pass_manager.PASSES]
     assert len(set(names)) == len(names)
 
 
@@ -1647,7 +1647,7 @@ def as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[Pass]:
     """All passes, those for the GPU too; without cuDNN's own operations."""
     monkeypatch.setattr(layout, "_turns", layout.wants_channels_last)
     kernel = on_gpu(monkeypatch)
-    return [kernel if each is EPILOGUES else everywhere(each) for each in fusing.PASSES]
+    return [kernel if each is EPILOGUES else everywhere(each) for each in pass_manager.PASSES]
 
 
 @pytest.mark.parametrize("name", LAID_OUT)
@@ -1713,7 +1713,7 @@ def test_a_pass_that_fails_is_left_out_without_verification_too() -> None:
             node.target = aten.neg.default
         raise RuntimeError("half done")
 
-    breaks.__module__ = "graphwright.fusion.folding"  # It is given the graph itself.
+    breaks.__module__ = "graphwright.fusion.passes.folding"  # It is given the graph itself.
     model = nn.Sequential(nn.Linear(4, 2049), nn.Dropout(), nn.ReLU()).eval()
     fused = gw.fuse(
         model, (torch.randn(3, 4),), passes=[CLEAN, Pass("breaks", breaks)], verify=False
@@ -1795,14 +1795,14 @@ def test_graphs_of_a_model_share_what_they_fold() -> None:
     trained(model)
     fold = [BATCH_NORM]
     one, two = (
-        fusing.fused_call(model, (images(n, 3, 8, 8),), {}, fold, check=False) for n in (1, 2)
+        pass_manager.fused_call(model, (images(n, 3, 8, 8),), {}, fold, check=False) for n in (1, 2)
     )
     assert held(one).keys() == held(two).keys()
     assert len(held(one)) == 2
     with torch.no_grad():
         model.conv.weight.mul_(2)
         x = images(3, 3, 8, 8)
-        three = fusing.fused_call(model, (x,), {}, fold, check=False)
+        three = pass_manager.fused_call(model, (x,), {}, fold, check=False)
         assert len(held(three).keys() & held(one).keys()) == 1  # The bias is as it was.
         assert three.call is not None
         same(three.call(x), model(x))

@@ -32,8 +32,8 @@ from training_steps import (
 )
 
 import graphwright as gw
-from graphwright.training.step import GraphedStep
-from graphwright.training.workings import Workings
+from graphwright.training.step.builder import Workings
+from graphwright.training.step.graphed_step import GraphedStep
 
 STEPS = 200
 

@@ -21,16 +21,17 @@ from planted import Branching, Planted, Roundabout, Small, directly
 from torch import nn
 
 import graphwright as gw
-from graphwright.report import Report, Status
-from graphwright.settings import Settings
-from graphwright.strategies import Availability, Built
+from graphwright.report.report import Report
+from graphwright.report.result import Status
+from graphwright.strategies.base import Availability, Built
+from graphwright.tuning.workers.settings import Settings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="candidates are forked on Linux")
 
 
 @pytest.fixture(autouse=True)
 def isolated(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphwright.tuner.ISOLATED", True)
+    monkeypatch.setattr("graphwright.tuning.tuner.ISOLATED", True)
 
 
 @pytest.fixture
@@ -192,7 +193,7 @@ def test_what_is_aimed_at_the_watch_is_a_row_too(before: set[int]) -> None:
 
 def test_the_one_that_ends_the_nursery_is_told_from_the_others_of_its_group() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.isolation._cores", lambda: 4)
+        patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
         report = tune([QUICK, Planted("kill", planted.kills_its_parent)])
     statuses = {row.strategy: row.status for row in report.rows}
     assert statuses == {"eager": Status.OK, "quick": Status.OK, "kill": Status.CRASHED}
@@ -202,8 +203,8 @@ def test_what_exceeds_its_share_alone_is_tried_with_all_of_it() -> None:
     limits = gw.isolation.Limits(5.0, 800 << 20, shared=True)
     assert limits.among(4).host_bytes == 200 << 20
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.isolation._cores", lambda: 4)
-        patch.setattr("graphwright.isolation._free_host_bytes", lambda: 1 << 30)
+        patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
+        patch.setattr("graphwright.tuning.workers.pool._free_host_bytes", lambda: 1 << 30)
         report = tune([Planted("large", planted.takes_half_a_gib), QUICK])
     statuses = {row.strategy: row.status for row in report.rows}
     assert statuses["large"] in (Status.OK, Status.SLOWER)
@@ -306,7 +307,7 @@ def test_what_comes_too_late_does_not_run_beside_the_timings(tmp_path: Path) -> 
         Planted("s", planted.Logs(str(calls))),
     ]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.isolation._cores", lambda: 4)
+        patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
         report = gw.tune(
             Small().eval(), (torch.randn(4, 16),), strategies=strategies, budget_s=16
         ).report
@@ -320,7 +321,7 @@ def test_set_ups_overlap_and_timings_do_not(tmp_path: Path) -> None:
     model, x = Small().eval(), torch.randn(4, 16)
     strategies = [Planted(f"s{n}", planted.Logs(str(tmp_path / f"{n}"))) for n in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.isolation._cores", lambda: 6)
+        patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 6)
         gw.tune(model, (x,), strategies=strategies)
     spans = {}
     for n in range(3):

@@ -18,10 +18,10 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from graphwright.calls.fingerprint import Key, _Words, key_of
+from graphwright.calls.modules import FunctionModule
+from graphwright.calls.signature import describe
 from graphwright.errors import SignatureError
-from graphwright.keys import Key, _Words, key_of
-from graphwright.signature import describe
-from graphwright.watch import FunctionModule
 
 ENVIRONMENT = {"torch": "2.13.0", "gpu": "a GPU", "driver": "580.1"}
 OPTIONS = {"objective": "latency", "tolerance": None, "allow": ("tf32",), "strategies": ["eager"]}

@@ -28,11 +28,11 @@ from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.errors import CaptureError
-from graphwright.graphs import driver
-from graphwright.graphs.driver import KernelFunction
-from graphwright.ops import defining, launches
-from graphwright.ops import fused as operators
-from graphwright.ops.launches import Binary, Launch
+from graphwright.graphs.cuda import driver
+from graphwright.graphs.cuda.driver import KernelFunction
+from graphwright.ops.fused import fused_operator, launch_cache
+from graphwright.ops.fused import registry as operators
+from graphwright.ops.fused.launch_cache import Binary, Launch
 
 KIND = "i32"
 SUM = (("input", 0), ("input", 1), ("result", 0), ("fp32", 2.0), ("i32", 5))
@@ -80,8 +80,8 @@ def cuda(library: ctypes.CDLL) -> Iterator[ctypes.CDLL]:
         mock.patch.object(driver, "libcuda", return_value=library),
         mock.patch.object(torch.cuda, "device", return_value=contextlib.nullcontext()),
         mock.patch.object(torch.cuda, "current_stream", return_value=stream),
-        mock.patch.object(defining, "triton_works", return_value=True),
-        mock.patch.object(launches, "_LOADED", {}),
+        mock.patch.object(fused_operator, "triton_works", return_value=True),
+        mock.patch.object(launch_cache, "_LOADED", {}),
     ):
         yield library
 
@@ -95,17 +95,17 @@ def operator(kernel: Kernel, made: Callable[..., torch.Tensor] = torch.empty_lik
 
     def launch(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
         out = made(x)
-        launches.launched(kernel, (3,), x, y, out, factor, x.numel(), wide=True)
+        launch_cache.launched(kernel, (3,), x, y, out, factor, x.numel(), wide=True)
         return out
 
     def plain(x: torch.Tensor, y: torch.Tensor, factor: float) -> torch.Tensor:
         raise AssertionError("it is not asked for")
 
-    return defining.FusedOperator("sum", plain, plain, lambda *args: True, launch)
+    return fused_operator.FusedOperator("sum", plain, plain, lambda *args: True, launch)
 
 
 def noted(work: Any, *args: Any) -> dict[str, Launch]:
-    with launches.noting() as found:
+    with launch_cache.noting() as found:
         work.on_gpu(*args)
     return found
 
@@ -115,7 +115,7 @@ def test_a_launch_answers_calls_of_its_kind_and_no_others(cuda: ctypes.CDLL) -> 
     work = operator(kernel)
     found = noted(work, torch.zeros(5), torch.ones(5), 2.0)
     assert len(found) == kernel.calls == 1
-    again = launches.read(launches.written(found))
+    again = launch_cache.read(launch_cache.written(found))
     assert again == found
     x, y = torch.randn(5), torch.randn(5)
     memory = torch.randn(9)
@@ -127,7 +127,7 @@ def test_a_launch_answers_calls_of_its_kind_and_no_others(cuda: ctypes.CDLL) -> 
         (torch.randn(10)[::2], y, 2.0),  # other strides
         (x, x, 2.0),  # the same memory
     ]
-    with launches.answering(again):
+    with launch_cache.answering(again):
         torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
         assert (kernel.calls, count(cuda, "launches"), count(cuda, "modules")) == (1, 1, 1)
         for number, args in enumerate(other):
@@ -137,7 +137,7 @@ def test_a_launch_answers_calls_of_its_kind_and_no_others(cuda: ctypes.CDLL) -> 
         work.name = "another"
         work.on_gpu(x, y, 2.0)
         assert kernel.calls == 2 + len(other)
-    with launches.answering({}):
+    with launch_cache.answering({}):
         work.on_gpu(x, y, 2.0)
     assert kernel.calls == 3 + len(other)
 
@@ -147,7 +147,7 @@ def test_one_tensor_twice_is_a_kind_of_its_own() -> None:
     # Noted from such a call, an argument could not be told from the other.
     work, x, y = operator(Kernel()), torch.randn(5), torch.randn(5)
     found = noted(work, x, x, 2.0)
-    with launches.answering(found):
+    with launch_cache.answering(found):
         torch.testing.assert_close(work.on_gpu(y, y, 2.0), 3 * y)
         torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
 
@@ -161,13 +161,13 @@ def test_threads_do_not_get_each_others_arguments_or_notes() -> None:
 
     def calls(seed: int) -> None:
         x, y = torch.full((5,), float(seed)), torch.full((5,), 1.0)
-        with launches.answering(found):
+        with launch_cache.answering(found):
             for _ in range(300):
                 if not torch.equal(work.on_gpu(x, y, 2.0), x + 2 * y):
                     wrong.append(seed)
 
     threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
-    with launches.noting() as mine:
+    with launch_cache.noting() as mine:
         for each in threads:
             each.start()
         for each in threads:
@@ -214,10 +214,10 @@ def test_a_kernel_that_a_second_device_refuses_is_triton_s_there() -> None:
     found = noted(work, x, y, 2.0)
     [(kind, launch)] = found.items()
     other = {kind: replace(launch, binary=replace(launch.binary, code=b"no ELF"))}
-    with launches.answering(other):
+    with launch_cache.answering(other):
         torch.testing.assert_close(work.on_gpu(x, y, 2.0), x + 2 * y)
     assert kernel.calls == 2
-    with launches.answering(found):  # A refusal is for that kernel, and for now.
+    with launch_cache.answering(found):  # A refusal is for that kernel, and for now.
         work.on_gpu(x, y, 2.0)
     assert kernel.calls == 2
 
@@ -251,7 +251,7 @@ def test_another_thread_that_compiles_changes_nothing_here(cuda: ctypes.CDLL) ->
     with ThreadPoolExecutor(1) as pool:
         other = pool.submit(compiles)
         assert inside.wait(60)
-        with launches.answering(found):
+        with launch_cache.answering(found):
             work.on_gpu(x, y, 2.0)
         go.set()
         other.result()
@@ -298,7 +298,7 @@ def test_a_launch_of_other_arguments_is_refused() -> None:
 
 
 def test_arguments_on_several_devices_are_of_no_kind() -> None:
-    assert launches.kind_of("sum", (torch.ones(2), torch.ones(2, device="meta"))) == ""
+    assert launch_cache.kind_of("sum", (torch.ones(2), torch.ones(2, device="meta"))) == ""
 
 
 def some_launch() -> dict[str, Launch]:
@@ -309,38 +309,38 @@ def some_launch() -> dict[str, Launch]:
 
 
 def test_kernels_of_another_edition_are_left_alone() -> None:
-    text = launches.written(some_launch())
-    assert launches.read(text) == some_launch()
+    text = launch_cache.written(some_launch())
+    assert launch_cache.read(text) == some_launch()
     for other in ("another", None):
-        with mock.patch.object(launches, "EDITION", other):
-            assert launches.read(text) == {}
+        with mock.patch.object(launch_cache, "EDITION", other):
+            assert launch_cache.read(text) == {}
     without = {name: part for name, part in json.loads(text).items() if name != "edition"}
-    assert launches.read(json.dumps(without)) == {}
+    assert launch_cache.read(json.dumps(without)) == {}
 
 
 def test_an_edition_is_of_all_sources_and_nothing_else(tmp_path: Path) -> None:
-    assert launches.edition_of(tmp_path) is None
+    assert launch_cache.edition_of(tmp_path) is None
     (tmp_path / "kernels").mkdir()
     (tmp_path / "a.py").write_text("1")
-    known = {launches.edition_of(tmp_path)}
+    known = {launch_cache.edition_of(tmp_path)}
     (tmp_path / ".#a.py").symlink_to("nowhere")
     (tmp_path / "folder.py").mkdir()
     (tmp_path / "a.pyc").write_text("2")
-    assert {launches.edition_of(tmp_path)} == known
+    assert {launch_cache.edition_of(tmp_path)} == known
     for name, text in (("a.py", "2"), ("kernels/b.py", "1"), ("b.py", "1"), ("b.py", "")):
         (tmp_path / name).write_text(text)
-        edition = launches.edition_of(tmp_path)
+        edition = launch_cache.edition_of(tmp_path)
         assert edition not in known
         known.add(edition)
-    with mock.patch.object(launches, "__version__", "another"):
-        assert launches.edition_of(tmp_path) not in known
+    with mock.patch.object(launch_cache, "__version__", "another"):
+        assert launch_cache.edition_of(tmp_path) not in known
     with mock.patch.object(Path, "read_bytes", side_effect=PermissionError):
-        assert launches.edition_of(tmp_path) is None
+        assert launch_cache.edition_of(tmp_path) is None
 
 
 @pytest.mark.usefixtures("cuda")
 def test_nothing_is_noted_where_sources_have_changed_since_they_were_imported() -> None:
-    with mock.patch.object(launches, "EDITION", "another"):
+    with mock.patch.object(launch_cache, "EDITION", "another"):
         assert noted(operator(Kernel()), torch.ones(5), torch.ones(5), 2.0) == {}
 
 
@@ -369,11 +369,11 @@ def test_nothing_is_noted_where_sources_have_changed_since_they_were_imported() 
     ids=str,
 )
 def test_launches_that_make_no_sense_are_refused(place: tuple[str, int], value: Any) -> None:
-    given = json.loads(launches.written(some_launch()))
+    given = json.loads(launch_cache.written(some_launch()))
     entry = next(iter(given[place[0]].values()))
     entry[place[1]] = value
     with pytest.raises((AttributeError, KeyError, TypeError, ValueError, zlib.error)):
-        launches.read(json.dumps(given))
+        launch_cache.read(json.dumps(given))
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
@@ -409,7 +409,7 @@ def test_kernels_are_code_and_used_of_those_alone_who_are_trusted(tmp_path: Path
     saved_with_kernels(path)
     model, x = net()
     for trust in (False, True):
-        with mock.patch.object(launches, "_loaded", return_value=object()):
+        with mock.patch.object(launch_cache, "_loaded", return_value=object()):
             loaded = gw.load(path, trust=trust)
         [built] = loaded._choice.origin.builts
         assert built.save.args[0].launches == (some_launch() if trust else {})
@@ -423,7 +423,7 @@ def test_kernels_are_left_alone_if_the_gpu_refuses_one(tmp_path: Path) -> None:
     def but_one(code: bytes, *others: Any) -> object | None:
         return object() if code == b"\0code" else None
 
-    with mock.patch.object(launches, "_loaded", but_one):
+    with mock.patch.object(launch_cache, "_loaded", but_one):
         loaded = gw.load(path, trust=True)
     [built] = loaded._choice.origin.builts
     assert built.save.args[0].launches == {}
@@ -434,7 +434,7 @@ def test_kernels_that_make_no_sense_are_told_where_they_would_be_used(tmp_path: 
     saved_with_kernels(path)
 
     def nonsense(members: dict[str, bytes], manifest: dict[str, Any]) -> None:
-        members["strategy/0/kernels.json"] = json.dumps({"edition": launches.EDITION}).encode()
+        members["strategy/0/kernels.json"] = json.dumps({"edition": launch_cache.EDITION}).encode()
 
     rewritten(path, nonsense)
     with pytest.raises(gw.ArtifactError, match="fused could not be loaded: KeyError"):
@@ -457,10 +457,10 @@ def test_kernels_that_make_no_sense_are_told_where_they_would_be_used(tmp_path: 
 def test_each_operator_is_launched_again_as_it_was(name: str, dtype: torch.dtype) -> None:
     for shape in ((4, 768), (2, 3, 129), (2, 8, 20, 16)):
         options = {"dtype": dtype, "device": "cuda"}
-        with launches.noting() as found:
+        with launch_cache.noting() as found:
             PUBLIC[name](*of_names(name, shape, **options))
         assert len(found) == 1, shape
-        found = launches.read(launches.written(found))
+        found = launch_cache.read(launch_cache.written(found))
         args = of_names(name, shape, **options)
         expected = pytree.tree_leaves(PUBLIC[name](*args))
         for each in expected:
@@ -480,7 +480,7 @@ def test_each_operator_is_launched_again_as_it_was(name: str, dtype: torch.dtype
 def again(
     found: dict[str, Launch], name: str, args: Any, stream: torch.cuda.Stream | None = None
 ) -> list[torch.Tensor]:
-    with launches.answering(found), torch.cuda.stream(stream):
+    with launch_cache.answering(found), torch.cuda.stream(stream):
         return pytree.tree_leaves(PUBLIC[name](*args))
 
 
@@ -495,11 +495,11 @@ def without_triton(name: str) -> Any:
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter compiles nothing")
 def test_tensors_that_are_not_aligned_go_to_triton() -> None:
     weight = torch.randn(768, device="cuda")
-    with launches.noting() as found:
+    with launch_cache.noting() as found:
         operators.layer_norm(torch.randn(4, 768, device="cuda"), weight, weight)
     x = torch.randn(4 * 768 + 1, device="cuda")[1:].view(4, 768)
     right = operators.layer_norm(x, weight, weight)
-    with launches.answering(found):
+    with launch_cache.answering(found):
         assert torch.equal(operators.layer_norm(x, weight, weight), right)
         with without_triton("layer_norm"), pytest.raises(AssertionError):
             operators.layer_norm(x, weight, weight)
@@ -512,7 +512,7 @@ def test_what_is_no_kernel_or_takes_other_arguments_is_refused() -> None:
     with pytest.raises(CaptureError, match="cuModuleLoadData"):
         KernelFunction(b"\0" * 64, "k", (8,), device)
     weight = torch.randn(768, device="cuda")
-    with launches.noting() as found:
+    with launch_cache.noting() as found:
         operators.layer_norm(torch.randn(4, 768, device="cuda"), weight, weight)
     [launch] = found.values()
     code, symbol = launch.binary.code, launch.binary.symbol

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from graphwright.measurement import (
+from graphwright.evaluation.measurement import (
     MAX_ROUNDS,
     MIN_ROUNDS,
     Measurement,

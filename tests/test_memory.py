@@ -12,7 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 import graphwright as gw
 from graphwright.graphs import warmup
-from graphwright.graphs.arena import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Arena
+from graphwright.graphs.cpu.arena import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Arena
 from graphwright.graphs.memory import in_units, parse_bytes
 
 
@@ -74,7 +74,7 @@ def test_smaller_graphs_fit_into_the_largest_one_s_memory(device: torch.device) 
 def test_prediction_is_what_is_then_measured(device: torch.device) -> None:
     net, pool = model(device), gw.MemoryPool()
     x = rows(device, 4096)
-    prediction = pool.predict(net, x)
+    prediction = gw.predict_memory(net, x, pool=pool)
     assert pool.graphs == []
     assert pool.reserved == 0
     graph = gw.capture(net, x, pool=pool)
@@ -121,7 +121,7 @@ def test_a_graph_keeps_none_of_the_copies_that_warm_up_ran_on(
 @pytest.mark.gpu
 def test_what_runs_leave_over_is_handed_back_in_their_midst() -> None:
     """Where it is much, and more than when that was last done."""
-    from graphwright.graphs.cuda import CudaRecorder
+    from graphwright.graphs.cuda.recorder import CudaRecorder
 
     recorder = CudaRecorder(torch.device("cuda"))
     torch.cuda.empty_cache()
@@ -145,7 +145,7 @@ def test_what_runs_leave_over_is_handed_back_in_their_midst() -> None:
 
 def test_only_a_training_step_s_set_up_hands_memory_back(monkeypatch: pytest.MonkeyPatch) -> None:
     """Not that of a call: others may be using what the allocator keeps."""
-    from graphwright.graphs.cpu import CpuRecorder
+    from graphwright.graphs.cpu.recorder import CpuRecorder
 
     count = [0]
     monkeypatch.setattr(CpuRecorder, "relieve", lambda self: count.__setitem__(0, count[0] + 1))
@@ -167,7 +167,7 @@ def test_only_a_training_step_s_set_up_hands_memory_back(monkeypatch: pytest.Mon
 
 def test_the_least_recently_used_graph_gives_way(device: torch.device) -> None:
     net = model(device)
-    size = gw.MemoryPool().predict(net, rows(device, 6000)).nbytes
+    size = gw.predict_memory(net, rows(device, 6000)).nbytes
     pool = gw.MemoryPool(int(1.1 * size), evict=True)
     first, second = gw.graph(net, pool=pool), gw.graph(model(device), pool=pool)
     x = rows(device, 4096)

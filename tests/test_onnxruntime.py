@@ -20,14 +20,15 @@ from torch import nn
 from torch.export import Dim
 
 import graphwright as gw
+from graphwright.calls.snapshots import Call
 from graphwright.errors import StrategyFailed
-from graphwright.reference import reference
-from graphwright.snapshots import Call
-from graphwright.strategies import Built, default_candidates, parse_candidates
-from graphwright.strategies.onnx_plan import Result
-from graphwright.strategies.onnx_session import Session
-from graphwright.strategies.onnxruntime import GRAPH, ONNXRUNTIME, OnnxRuntime
-from graphwright.verification import verify
+from graphwright.evaluation.reference import reference
+from graphwright.evaluation.verification import verify
+from graphwright.strategies.base import Built
+from graphwright.strategies.onnxruntime.plan import Result
+from graphwright.strategies.onnxruntime.session import Session
+from graphwright.strategies.onnxruntime.strategy import GRAPH, ONNXRUNTIME, OnnxRuntime
+from graphwright.strategies.registry import default_candidates, parse_candidates
 
 for package in ("onnx", "onnxscript", "onnxruntime"):
     pytest.importorskip(package)

@@ -20,25 +20,25 @@ import torch
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright.accuracy import error_of, special_values
-from graphwright.ops import compiled, defining, fused, reference
-from graphwright.ops.kernels import sizes
-from graphwright.ops.kernels.sizes import PROGRAMS, row_block, tile
-from graphwright.ops.layout import row_stride
+from graphwright.evaluation.accuracy import error_of, special_values
+from graphwright.ops.fused import cpu_kernels, fused_operator, reference, registry
+from graphwright.ops.fused.kernels import sizes
+from graphwright.ops.fused.kernels.sizes import PROGRAMS, row_block, tile
+from graphwright.ops.fused.operands import row_stride
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:
-    for each in fused.OPERATORS.values():
-        defining.LIBRARY.impl(each.name, each.on_gpu, "CPU")
+    for each in registry.OPERATORS.values():
+        fused_operator.LIBRARY.impl(each.name, each.on_gpu, "CPU")
 # Likewise with what C++ computes.
 COMPILED = os.environ.get("OPERATORS_COMPILED") == "1"
 if COMPILED:
-    compiled.compile_for_cpu()
+    cpu_kernels.compile_for_cpu()
 
-NAMES = sorted(fused.OPERATORS)
-PUBLIC: dict[str, Callable[..., Any]] = {name: getattr(fused, name) for name in NAMES}
+NAMES = sorted(registry.OPERATORS)
+PUBLIC: dict[str, Callable[..., Any]] = {name: getattr(registry, name) for name in NAMES}
 HALVES = [torch.float16, torch.bfloat16]
 DTYPES = [torch.float32, *HALVES, torch.float64]
 SHAPES = [(1,), (3, 1), (5, 3), (2, 3, 129), (3, 1000), (4, 768)]
@@ -148,7 +148,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The names of the kernels that were launched."""
     found: list[str] = []
 
-    def noted(operator: defining.FusedOperator) -> Callable[..., Any]:
+    def noted(operator: fused_operator.FusedOperator) -> Callable[..., Any]:
         launch = operator.launch
 
         def run(*args: Any) -> Any:
@@ -157,7 +157,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
         return run
 
-    for operator in fused.OPERATORS.values():
+    for operator in registry.OPERATORS.values():
         monkeypatch.setattr(operator, "launch", noted(operator))
     return found
 
@@ -196,7 +196,7 @@ def test_pools_are_the_references_exactly(
                 x.view(-1)[5::17] = -torch.inf
                 x = x.to(memory_format=form)
                 launches.clear()
-                result = fused.relu_max_pool2d(x, *window)
+                result = registry.relu_max_pool2d(x, *window)
                 takes = dtype is not torch.float64 and shape[1] > 1
                 assert launches == expected(device, "relu_max_pool2d", takes)
                 right = plainly("relu_max_pool2d", x, *window)
@@ -204,7 +204,7 @@ def test_pools_are_the_references_exactly(
                 assert shape[1] == 1 or result.stride() == right.stride()
                 if window not in WINDOWS[:3]:
                     continue
-                mine = fused.relu_max_pool2d(x, *window, contiguous=True)
+                mine = registry.relu_max_pool2d(x, *window, contiguous=True)
                 torch.testing.assert_close(mine, right, rtol=0, atol=0, equal_nan=True)
                 assert mine.stride() == right.clone(memory_format=torch.contiguous_format).stride()
 
@@ -238,7 +238,7 @@ def test_other_arguments_of_channels_are_the_references(
     as_near_as_eager("channel_activation", (x, bias, x.contiguous(), "relu"))
     as_near_as_eager("channel_activation", (x.flatten(2), bias, None, "relu"))
     with pytest.raises(ValueError, match="not one of none, relu"):
-        fused.channel_activation(x, bias, None, "softmax")
+        registry.channel_activation(x, bias, None, "softmax")
     assert launches == []
 
 
@@ -286,7 +286,7 @@ def test_pools_to_contiguous_of_many_sizes(device: torch.device, launches: list[
             launches.clear()
             as_near_as_eager("relu_max_pool2d", args)
             assert launches == expected(device, "relu_max_pool2d", True)
-    assert fused.relu_max_pool2d(x, 1, contiguous=True).is_contiguous()
+    assert registry.relu_max_pool2d(x, 1, contiguous=True).is_contiguous()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -299,7 +299,7 @@ def test_copies_in_channels_last(
             x.view(-1)[::13], x.view(-1)[1::17] = torch.nan, torch.inf
             x = x.to(memory_format=form)
             launches.clear()
-            result, right = fused.to_channels_last(x), plainly("to_channels_last", x)
+            result, right = registry.to_channels_last(x), plainly("to_channels_last", x)
             torch.testing.assert_close(result, right, rtol=0, atol=0, equal_nan=True)
             assert result.stride() == right.stride()
             assert result.data_ptr() != x.data_ptr()
@@ -319,7 +319,7 @@ def test_other_gates_are_the_references(device: torch.device, launches: list[str
     as_near_as_eager("channel_gate", (x, gate.view(3, 2, 1, 1).transpose(0, 1), bias, "relu"))
     as_near_as_eager("channel_gate", (x, gate, bias.double(), "none"))
     with pytest.raises(ValueError, match="not one of none, relu"):
-        fused.channel_gate(x, gate, bias, "softmax")
+        registry.channel_gate(x, gate, bias, "softmax")
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -386,13 +386,13 @@ def test_other_arguments_of_convolutions_are_the_references(
     as_near_as_eager("depthwise_conv2d", (one, weight[:1], None, 1, 1, "relu"))
     as_near_as_eager("depthwise_conv2d", (x[:, :, ::2], weight, None, [1], [2], "none"))
     with pytest.raises(ValueError, match="not one of none, relu"):
-        fused.depthwise_conv2d(x, weight, bias, activation="softmax")
+        registry.depthwise_conv2d(x, weight, bias, activation="softmax")
     assert launches == []
 
 
 def test_a_pool_of_one_image_without_a_batch(device: torch.device) -> None:
     x = torch.randn(3, 8, 8, device=device)
-    assert torch.equal(fused.relu_max_pool2d(x, 2), plainly("relu_max_pool2d", x, 2))
+    assert torch.equal(registry.relu_max_pool2d(x, 2), plainly("relu_max_pool2d", x, 2))
 
 
 def layouts(device: torch.device) -> dict[str, tuple[torch.Tensor, torch.Tensor, bool]]:
@@ -435,13 +435,13 @@ def test_layouts(layout: str, device: torch.device, launches: list[str]) -> None
     }.items():
         launches.clear()
         as_near_as_eager(name, args)
-        assert fused.OPERATORS[name].applies(*args) is taken
+        assert registry.OPERATORS[name].applies(*args) is taken
         assert launches == expected(device, name, taken)
 
 
 def test_triton_is_prepared_once_and_nowhere_missed() -> None:
-    thread = defining.prepare_triton()
-    assert defining.prepare_triton() is thread
+    thread = fused_operator.prepare_triton()
+    assert fused_operator.prepare_triton() is thread
     thread.join(60)
     assert not thread.is_alive()
 
@@ -489,7 +489,7 @@ def test_a_row_without_a_key_is_nan(device: torch.device) -> None:
     scores = torch.randn(3, 9, device=device)
     mask = torch.ones(3, 9, dtype=torch.bool, device=device)
     mask[1] = False
-    result = fused.masked_softmax(scores, mask)
+    result = registry.masked_softmax(scores, mask)
     assert result[1].isnan().all()
     assert result[[0, 2]].isfinite().all()
 
@@ -649,7 +649,7 @@ def test_an_output_or_input_that_needs_no_gradient(device: torch.device) -> None
     x = torch.randn(3, 8, device=device, requires_grad=True)
     residual = torch.randn(3, 8, device=device)
     weight = torch.randn(8, device=device, requires_grad=True)
-    normalized, total = fused.add_rms_norm(x, residual, weight)
+    normalized, total = registry.add_rms_norm(x, residual, weight)
     (found,) = torch.autograd.grad(total.sum(), x, retain_graph=True)
     assert torch.equal(found, torch.ones_like(x))
     with pytest.raises(RuntimeError, match="not have been used"):
@@ -662,7 +662,7 @@ def test_an_output_or_input_that_needs_no_gradient(device: torch.device) -> None
 def test_one_tensor_as_two_arguments(device: torch.device) -> None:
     x = torch.randn(3, 8, device=device, requires_grad=True)
     for create in (False, True):
-        mine = torch.autograd.grad(fused.swiglu(x, x).sum(), x, create_graph=create)
+        mine = torch.autograd.grad(registry.swiglu(x, x).sum(), x, create_graph=create)
         right = torch.autograd.grad(reference.swiglu(x, x).sum(), x)
         torch.testing.assert_close(mine, right)
 
@@ -672,8 +672,8 @@ def test_compiled_in_one_graph(name: str, device: torch.device) -> None:
     torch._dynamo.reset()
     args = of_names(name, (3, 20), device=device)
     args[0].requires_grad_()
-    compiled = torch.compile(PUBLIC[name], fullgraph=True, backend="aot_eager")
-    mine = pytree.tree_leaves(compiled(*args))
+    cpu_kernels = torch.compile(PUBLIC[name], fullgraph=True, backend="aot_eager")
+    mine = pytree.tree_leaves(cpu_kernels(*args))
     right = pytree.tree_leaves(PUBLIC[name](*args))
     for a, b in zip(mine, right, strict=True):
         assert torch.equal(a, b)
@@ -684,10 +684,10 @@ def test_compiled_in_one_graph(name: str, device: torch.device) -> None:
 
 def test_compiled_for_sizes_that_change(device: torch.device) -> None:
     torch._dynamo.reset()
-    compiled = torch.compile(fused.swiglu, fullgraph=True, backend="aot_eager", dynamic=True)
+    cpu_kernels = torch.compile(registry.swiglu, fullgraph=True, backend="aot_eager", dynamic=True)
     for rows in (3, 5, 8):
         both = torch.randn(rows, 32, device=device)
-        assert torch.equal(compiled(*both.chunk(2, -1)), fused.swiglu(*both.chunk(2, -1)))
+        assert torch.equal(cpu_kernels(*both.chunk(2, -1)), registry.swiglu(*both.chunk(2, -1)))
 
 
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter copies storages, a capture moves them")
@@ -710,15 +710,15 @@ def test_captured(name: str, device: torch.device) -> None:
 def test_autocast_leaves_the_dtype(device: torch.device) -> None:
     x = torch.randn(3, 8, device=device, dtype=torch.bfloat16, requires_grad=True)
     with torch.autocast(device.type, torch.bfloat16):
-        normalized, total = fused.add_layer_norm(x, x)
+        normalized, total = registry.add_layer_norm(x, x)
         assert normalized.dtype is total.dtype is torch.bfloat16
-        fused.add_layer_norm(x.float(), x.float())[0].sum().backward()
+        registry.add_layer_norm(x.float(), x.float())[0].sum().backward()
     assert x.grad is not None
 
 
 def test_on_the_meta_device() -> None:
     x = torch.empty(2, 3, 8, 8, device="meta").to(memory_format=LAST)
-    result = fused.relu_max_pool2d(x, 3, 2, 1)
+    result = registry.relu_max_pool2d(x, 3, 2, 1)
     assert (result.shape, result.stride()) == ((2, 3, 4, 4), (48, 1, 12, 3))
 
 
@@ -740,21 +740,21 @@ def test_all_of_this_holds_in_c_plus_plus(tmp_path: Path) -> None:
 
 def test_calls_go_to_c_plus_plus_once_it_is_built() -> None:
     before = torch._C._dispatch_has_kernel_for_dispatch_key
-    for operator in fused.OPERATORS.values():
-        built = COMPILED and operator in compiled.OPERATORS
+    for operator in registry.OPERATORS.values():
+        built = COMPILED and operator in cpu_kernels.OPERATORS
         assert before(f"graphwright::{operator.name}", "CPU") == (built or INTERPRETED)
-    assert compiled.runs_compiled() == COMPILED
+    assert cpu_kernels.runs_compiled() == COMPILED
 
 
 def test_without_triton_the_references_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    defining.triton_works.cache_clear()
+    fused_operator.triton_works.cache_clear()
     monkeypatch.setitem(sys.modules, "triton", None)
     try:
-        assert not defining.triton_works()
+        assert not fused_operator.triton_works()
         x = torch.randn(2, 8)
-        assert torch.equal(fused.OPERATORS["swiglu"].on_gpu(x, x), reference.swiglu(x, x))
+        assert torch.equal(registry.OPERATORS["swiglu"].on_gpu(x, x), reference.swiglu(x, x))
     finally:
-        defining.triton_works.cache_clear()
+        fused_operator.triton_works.cache_clear()
 
 
 @pytest.mark.parametrize("columns", [1, 3, 128, 768, 1000, 3072, 4096, 14336, 32768])

@@ -13,8 +13,10 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright.fusion import Pass, epilogues, fusing, layout
-from graphwright.fusion.epilogues import EPILOGUES
+from graphwright.fusion import pass_manager
+from graphwright.fusion.passes import epilogues, layout
+from graphwright.fusion.passes.base import Pass
+from graphwright.fusion.passes.epilogues import EPILOGUES
 
 MODELS = 48
 
@@ -141,7 +143,7 @@ def passes(monkeypatch: pytest.MonkeyPatch) -> tuple[Pass, ...]:
     monkeypatch.setattr(epilogues, "_cudnn_works", lambda conv: True)
     monkeypatch.setattr(layout, "_turns", layout.wants_channels_last)
     kernels = Pass(EPILOGUES.name, epilogues.on_gpu, starts=EPILOGUES.starts)
-    everywhere = [Pass(each.name, each.rewrite, starts=each.starts) for each in fusing.PASSES]
+    everywhere = [Pass(each.name, each.rewrite, starts=each.starts) for each in pass_manager.PASSES]
     return tuple(kernels if each.name == EPILOGUES.name else each for each in everywhere)
 
 

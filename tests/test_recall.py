@@ -15,15 +15,15 @@ from planted import Planted, Small
 from torch import nn
 
 import graphwright as gw
-from graphwright import choices
-from graphwright.report import Status
+from graphwright.report.result import Status
 from graphwright.strategies import torchscript
+from graphwright.tuning import choice_cache
 
 NAMES = ["eager:no_grad", "torchscript:freeze"]
 
 
 def entries() -> list[Path]:
-    return sorted(choices.folder().glob("*.json"))
+    return sorted(choice_cache.folder().glob("*.json"))
 
 
 def test_the_second_run_recalls_the_choice_and_what_was_measured() -> None:

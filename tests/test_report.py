@@ -10,11 +10,12 @@ import torch
 from planted import Planted, Small, off_by_one_per_cent, raises
 
 import graphwright as gw
-from graphwright.accuracy import ErrorMeasure
 from graphwright.errors import GraphwrightError
-from graphwright.measurement import Measurement
-from graphwright.report import Report, Row, Status
+from graphwright.evaluation.accuracy import ErrorMeasure
+from graphwright.evaluation.measurement import Measurement
 from graphwright.report.markdown import to_markdown
+from graphwright.report.report import Report
+from graphwright.report.result import Row, Status
 from graphwright.report.table import duration, memory
 from graphwright.report.terminal import render, to_svg, to_text
 

@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from planted import Small
 from torch import nn
 
+from graphwright.calls.modules import FunctionModule
+from graphwright.calls.signature import CallSignature, argument_names, flatten, unflatten
+from graphwright.calls.watch import ModuleWatch
 from graphwright.errors import SignatureError
-from graphwright.signature import CallSignature, argument_names, flatten, unflatten
-from graphwright.watch import FunctionModule, ModuleWatch
 
 X = torch.randn(4, 8)
 

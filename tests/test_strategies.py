@@ -10,19 +10,18 @@ import torch
 from planted import Small
 from torch import nn
 
+from graphwright.calls.snapshots import Call
 from graphwright.errors import OptionError, StrategyFailed
-from graphwright.reference import reference
-from graphwright.snapshots import Call
-from graphwright.strategies import (
+from graphwright.evaluation.reference import reference
+from graphwright.evaluation.verification import verify
+from graphwright.strategies.base import Candidate, probe
+from graphwright.strategies.registry import (
     COMPILERS,
     REWRITES,
     RUNNERS,
-    Candidate,
     default_candidates,
     parse_candidates,
-    probe,
 )
-from graphwright.verification import verify
 
 SLOW_TO_COMPILE = {"inductor:max-autotune"}
 NAMES = [
@@ -194,7 +193,7 @@ def test_many_compilations_of_one_model_do_not_go_eager() -> None:
 
 
 def test_rewrites_of_a_plain_function_are_refused() -> None:
-    from graphwright.watch import FunctionModule
+    from graphwright.calls.modules import FunctionModule
 
     (candidate,) = parse_candidates(["channels_last"], ())
     with pytest.raises(StrategyFailed, match="plain function"):

@@ -14,7 +14,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 import graphwright as gw
-from graphwright import signature
+from graphwright.calls import signature
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 HEADS = torch.linspace(-1, 1, 512).sin().view(1, 2, 16, 16)

@@ -13,11 +13,12 @@ from torch import nn
 from torch.export import Dim
 
 import graphwright as gw
-from graphwright.filled import BucketedCall
-from graphwright.report import Report, Status
 from graphwright.report.markdown import to_markdown
-from graphwright.request import Request
+from graphwright.report.report import Report
+from graphwright.report.result import Status
 from graphwright.shapes.dimensions import within
+from graphwright.tuning.bucketed_request import BucketedCall
+from graphwright.tuning.request import Request
 
 
 def quick_below(rows: int) -> Callable[[nn.Module], Callable[..., Any]]:

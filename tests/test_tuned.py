@@ -16,15 +16,16 @@ from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import graphwright as gw
-from graphwright.report import Report, Status
-from graphwright.shortcut import shortcut
-from graphwright.signature import CallSignature
-from graphwright.strategies import parse_candidates
+from graphwright.artifacts.tuned_module import TunedModule
+from graphwright.calls.signature import CallSignature
+from graphwright.calls.watch import ModuleWatch
+from graphwright.dispatch.fast_path import shortcut
+from graphwright.report.report import Report
+from graphwright.report.result import Status
 from graphwright.strategies.base import AVAILABLE
+from graphwright.strategies.registry import parse_candidates
 from graphwright.strategies.runners import GRAPH
-from graphwright.tuned import TunedModule
-from graphwright.tuner import Tuning
-from graphwright.watch import ModuleWatch
+from graphwright.tuning.tuner import Tuning
 
 REPORT = Report("Small", [], "latency", [], {}, chosen="planted", reason="planted was chosen.")
 MARK = 1000.0

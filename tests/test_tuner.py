@@ -12,10 +12,10 @@ from planted import Counting, Planted, Small
 from torch import nn
 
 import graphwright as gw
-from graphwright.measurement import Measurement
-from graphwright.report import Row, Status
-from graphwright.strategies import Availability, Built
-from graphwright.tuner import Tuning
+from graphwright.evaluation.measurement import Measurement
+from graphwright.report.result import Row, Status
+from graphwright.strategies.base import Availability, Built
+from graphwright.tuning.tuner import Tuning
 
 HAS_ONNX = all(importlib.util.find_spec(n) for n in ("onnx", "onnxscript", "onnxruntime"))
 DEFECTS = {

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright.fusion.fusing import _LOCK
+from graphwright.fusion.pass_manager import _LOCK
 
 X = torch.linspace(-1, 1, 32).view(4, 8)
 pytestmark = [

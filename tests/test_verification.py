@@ -12,10 +12,10 @@ import torch
 from planted import Branching, Counting, Small
 from torch import nn
 
+from graphwright.calls.snapshots import Call, State, clone_leaves, same_bits
 from graphwright.errors import ModelFailed, SignatureError, VerificationError
-from graphwright.reference import Reference, reference
-from graphwright.snapshots import Call, State, clone_leaves, same_bits
-from graphwright.verification import Verdict, verify
+from graphwright.evaluation.reference import Reference, reference
+from graphwright.evaluation.verification import Verdict, verify
 
 
 def made(model: nn.Module, *args: Any, **kwargs: Any) -> Reference:

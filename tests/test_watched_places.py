@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.dependencies import Dependencies
-from graphwright.watch import FunctionModule, ModuleWatch
+from graphwright.calls.dependencies import Dependencies
+from graphwright.calls.modules import FunctionModule
+from graphwright.calls.watch import ModuleWatch
 
 
 class Mode(enum.Enum):

@@ -17,8 +17,9 @@ import torch
 from torch import nn
 
 from graphwright.errors import StrategyFailed
-from graphwright.strategies import parse_candidates, probe
-from graphwright.strategies.foreign import Expected
+from graphwright.strategies.base import probe
+from graphwright.strategies.expected import Expected
+from graphwright.strategies.registry import parse_candidates
 from graphwright.strategies.xla import COSTS, XLA, Unusable, Xla, load
 
 CPU = torch.device("cpu")

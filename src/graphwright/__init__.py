@@ -4,12 +4,17 @@ Importing it does no GPU work.
 """
 
 from ._version import __version__ as __version__
-from .artifacts import load as load
-from .artifacts import save as save
-from .checker import Finding as Finding
-from .checker import Severity as Severity
-from .checker import check as check
-from .dispatch import GraphedCallable as GraphedCallable
+from .artifacts.loading import load as load
+from .artifacts.saving import save as save
+from .artifacts.tuned_module import TunedModule as TunedModule
+from .checker.checker import check as check
+from .checker.finding import Finding as Finding
+from .checker.finding import Severity as Severity
+from .dispatch.graphed_callable import GraphedCallable as GraphedCallable
+from .dispatch.graphed_module import GraphedModule as GraphedModule
+from .dispatch.graphed_module import graph as graph
+from .dispatch.statistics import BucketStatistics as BucketStatistics
+from .dispatch.statistics import GraphStatistics as GraphStatistics
 from .errors import ArtifactError as ArtifactError
 from .errors import CaptureError as CaptureError
 from .errors import ExtensionError as ExtensionError
@@ -22,30 +27,26 @@ from .errors import SignatureError as SignatureError
 from .errors import StrategyFailed as StrategyFailed
 from .errors import TargetError as TargetError
 from .errors import VerificationError as VerificationError
-from .fusion import FusedModule as FusedModule
-from .fusion import fuse as fuse
-from .graphed import GraphedModule as GraphedModule
-from .graphed import graph as graph
+from .fusion.fused_module import FusedModule as FusedModule
+from .fusion.fused_module import fuse as fuse
 from .graphs.capture import capture as capture
 from .graphs.capture import capturing as capturing
+from .graphs.capture import predict_memory as predict_memory
 from .graphs.graph import Graph as Graph
 from .graphs.memory import GraphMemory as GraphMemory
 from .graphs.memory import MemoryPool as MemoryPool
 from .graphs.memory import Prediction as Prediction
-from .ops import Extension as Extension
-from .ops import extension as extension
-from .ops import triton_op as triton_op
-from .report import Report as Report
+from .ops.custom import extension as extension
+from .ops.custom.extension import Extension as Extension
+from .ops.custom.triton_operator import triton_op as triton_op
+from .report.report import Report as Report
 from .shapes.buckets import Buckets as Buckets
 from .shapes.buckets import SizesSeen as SizesSeen
-from .tally import BucketStatistics as BucketStatistics
-from .tally import GraphStatistics as GraphStatistics
-from .training import GraphedStep as GraphedStep
-from .training import StepStatistics as StepStatistics
-from .training import graph_step as graph_step
-from .training import make_graphed_callables as make_graphed_callables
-from .tuned import TunedModule as TunedModule
-from .tuner import tune as tune
+from .training.callables.graphed_callables import make_graphed_callables as make_graphed_callables
+from .training.step.graphed_step import GraphedStep as GraphedStep
+from .training.step.graphed_step import StepStatistics as StepStatistics
+from .training.step.graphed_step import graph_step as graph_step
+from .tuning.tuner import tune as tune
 
 __all__ = [
     "ArtifactError",
@@ -88,6 +89,7 @@ __all__ = [
     "graph_step",
     "load",
     "make_graphed_callables",
+    "predict_memory",
     "save",
     "triton_op",
     "tune",

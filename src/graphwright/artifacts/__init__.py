@@ -1,4 +1,7 @@
-"""save() and load(): what tuning found, with its evidence, for other processes."""
+"""TunedModule, and its file: save() and load(). Measuring and choosing belong to tuning.
+
+Begin with tuned_module, then saving and loading.
+"""
 
 from .loading import load as load
 from .saving import save as save

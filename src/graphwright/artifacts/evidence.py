@@ -12,12 +12,11 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
-from ..accuracy import ErrorMeasure
+from ..calls.serialization import packed, read_tensors, tree_of, tree_text, unpacked, write_tensors
+from ..calls.snapshots import Call, Outcome, State
 from ..errors import ArtifactError
-from ..evaluation import Sample
-from ..reference import Case, Reference
-from ..snapshots import Call, Outcome, State
-from ..storage import packed, read_tensors, tree_of, tree_text, unpacked, write_tensors
+from ..evaluation.accuracy import ErrorMeasure
+from ..evaluation.reference import Case, Reference, Sample
 
 FILES = _FILE, _TENSORS = "evidence.json", "evidence.safetensors"
 # Of each sample: its own values, and others, by which staleness shows.

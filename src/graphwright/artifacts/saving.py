@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.serialization import digest_of, packed, write_tensors
+from ..calls.signature import switches
 from ..errors import ArtifactError, StrategyFailed
 from ..report.environment import environment
-from ..signature import switches
-from ..storage import digest_of, packed, write_tensors
-from ..strategies import is_ours
 from ..strategies.base import Kept
-from ..tuned import Absent, TunedModule
-from . import between, container, evidence
+from ..strategies.registry import is_ours
+from . import container, evidence, padding_plans
+from .tuned_module import Absent, TunedModule
 
 REPORT, STRATEGY = "report.json", "strategy"
 CONSTANTS, WEIGHTS = "constants.safetensors", "weights.safetensors"
@@ -99,7 +99,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         evidence.write(folder, origin.samples, device)
         filled = tuned._choice.filled
         if filled is not None:
-            between.write(folder, filled.plans(), origin.samples)
+            padding_plans.write(folder, filled.plans(), origin.samples)
         if constants:
             write_tensors(folder / CONSTANTS, constants, once=True, seen=seen)
         weights = weights_of(tuned._choice.module)

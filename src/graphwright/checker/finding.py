@@ -21,7 +21,7 @@ SCHEMA, SCHEMA_VERSION = "graphwright.check", 1
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _STATEMENTS = ("if ", "elif ", "while ", "assert ")
-_RUN_BY = str(Path(__file__).with_name("__init__.py"))
+_RUN_BY = str(Path(__file__).with_name("checker.py"))
 _LONGEST = 160
 # What these ask the clock for is their own affair.
 _INDIFFERENT = ("logging", "threading", "concurrent", "queue", "asyncio")

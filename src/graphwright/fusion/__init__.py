@@ -1,11 +1,15 @@
-"""fuse(): passes that make a model's kernels fewer and fatter, each proved."""
+"""fuse(): passes that make a model's kernels fewer and fatter, each proved.
 
-from .fusing import PASSES as PASSES
-from .fusing import Fused as Fused
-from .fusing import Region as Region
-from .fusing import fused_call as fused_call
-from .module import FusedModule as FusedModule
-from .module import fuse as fuse
-from .passes import Change as Change
-from .passes import Pass as Pass
-from .passes import PassResult as PassResult
+passes/ holds a subject a file; pass_manager runs and verifies them. Kernels belong to ops.
+Begin with fused_module, then pass_manager and passes/base.
+"""
+
+from .fused_module import FusedModule as FusedModule
+from .fused_module import fuse as fuse
+from .pass_manager import PASSES as PASSES
+from .pass_manager import Fused as Fused
+from .pass_manager import Region as Region
+from .pass_manager import fused_call as fused_call
+from .passes.base import Change as Change
+from .passes.base import Pass as Pass
+from .passes.base import PassResult as PassResult

@@ -8,10 +8,10 @@ from collections.abc import Iterable
 import torch
 from torch import fx, nn
 
+from ..calls.snapshots import same_bits
 from ..errors import StrategyFailed
-from ..snapshots import same_bits
 from .nodes import constant, is_added, roots, written_by
-from .stored import seen
+from .serialization import seen
 
 # By model; a tensor is forgotten with the last graph that holds it.
 _Known = weakref.WeakValueDictionary[int, torch.Tensor]

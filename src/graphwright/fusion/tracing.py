@@ -19,15 +19,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ..calls.modules import FunctionModule
+from ..calls.serialization import Row
+from ..calls.signature import Args, Kwargs, describe, flatten, unflatten
+from ..calls.snapshots import State, clone_leaves
 from ..errors import GraphwrightError, first_line
-from ..graphs.journal import capturing_seems_on
-from ..graphs.observation import reads_of_arguments
-from ..graphs.undo import Undo
-from ..ops.launches import Launch, answering
-from ..rows import Row
-from ..signature import Args, Kwargs, describe, flatten, unflatten
-from ..snapshots import State, clone_leaves
-from ..watch import FunctionModule
+from ..graphs.conditions import capturing_seems_on
+from ..graphs.python_state import Undo
+from ..graphs.segments.observation import reads_of_arguments
+from ..ops.fused.launch_cache import Launch, answering
 from .nodes import constant, leaf_names, roots, written_by
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")

@@ -13,16 +13,15 @@ from typing import Any
 
 import torch
 
+from ..calls.modules import FunctionModule
 from ..errors import CaptureError
-from ..watch import FunctionModule
-from .arguments import device_of
-from .callgraph import CallGraph as CallGraph  # strategies and benchmarks take it from here
-from .callgraph import Outputs
+from .captured_call import CallGraph as CallGraph  # strategies and benchmarks take it from here
+from .captured_call import Outputs, device_of
+from .conditions import autocast_cache_apart, capturing_now
 from .graph import Graph, State
 from .memory import MemoryPool, Prediction
 from .recorder import Recorder
-from .transaction import capturing_now, transaction
-from .undo import autocast_cache_apart
+from .transaction import transaction
 
 
 def capture(
@@ -62,6 +61,33 @@ def capture(
         graph.close()
         raise
     return graph
+
+
+def predict_memory(
+    fn: Callable[..., Any], *args: Any, pool: MemoryPool | None = None, **kwargs: Any
+) -> Prediction:
+    """What capturing `fn(*args, **kwargs)` would take, without capturing it.
+
+    The call is run a few times outside the pool, as its warm-up would, and what it changed is put
+    back. Library workspaces (cuBLAS) are not counted: they are one a stream, not one a graph.
+
+    Args:
+        fn: a function or module.
+        args: as for `capture`.
+        pool: that it would be captured in; by default an empty one.
+        kwargs: as for `capture`.
+
+    Returns:
+        the bytes by which the pool would grow, and the largest tensors that make them up.
+
+    Raises:
+        CaptureError: the call cannot be captured.
+    """
+    graph = CallGraph(fn, args, kwargs, pool=pool)
+    try:
+        return graph.warm()
+    finally:
+        graph.close()
 
 
 @contextlib.contextmanager

@@ -7,11 +7,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from ..calls.modes import opaque
 from ..errors import CaptureError
-from ..modes import opaque
+from .conditions import capturing_now
 from .memory import GraphMemory, MemoryPool
 from .recorder import Recording
-from .transaction import capturing_now
 
 
 class State(enum.StrEnum):

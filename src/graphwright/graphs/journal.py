@@ -8,24 +8,20 @@ was under way when something failed.
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import gc
 import sys
-import threading
 import types
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..calls.modes import OperationMode
+from ..calls.modes import Shared as Shared
+from ..calls.modes import compilers_off as compilers_off
+from ..calls.operations import announced, generator_of, tensors, written
 from ..errors import CaptureError
-from ..modes import OperationMode
-from ..modes import Shared as Shared
-from ..modes import compilers_off as compilers_off
 
 _LARGEST = 3
 _LARGE_COPY = 1 << 20
@@ -279,26 +275,6 @@ def _same_bytes(storage: torch.UntypedStorage, kept: torch.UntypedStorage) -> bo
     return torch.equal(now, before.to(now.device))
 
 
-def tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors among an operation's arguments or results."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Generator:
-    """The generator that a random operation draws from: its argument, else its device's own."""
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, torch.Generator):
-            return value
-    device = next((t.device for t in tensors((args, kwargs))), None) or kwargs.get("device")
-    device = torch.device("cpu" if device is None else device)
-    if device.type != "cuda":
-        return torch.default_generator
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return torch.cuda.default_generators[index]
-
-
 def _seeded() -> CaptureError:
     if _in_checkpoint():
         return CaptureError(
@@ -335,100 +311,6 @@ def _in_checkpoint() -> bool:
             return True
         frame = frame.f_back
     return False
-
-
-def default_generators(device: torch.device) -> list[torch.Generator]:
-    """The generators that are drawn from where none is named: the host's and the device's."""
-    if device.type != "cuda":
-        return [torch.default_generator]
-    index = torch.cuda.current_device() if device.index is None else device.index
-    return [torch.default_generator, torch.cuda.default_generators[index]]
-
-
-# Batch norms update their running statistics in training, and most of their schemas hide it; so
-# does cuDNN's dropout between the layers of an RNN, its own random state.
-_STATISTICS = ("running_mean", "running_var", "dropout_state")
-_WITHOUT_UPDATE = ("backward", "functional", "no_training", "no_update")
-_MODE = ("training", "train")
-
-Argument = tuple[int, str]
-
-
-@functools.cache
-def _written_arguments(func: Any) -> tuple[list[Argument], list[Argument], list[Argument]]:
-    """Arguments that an operation writes to, that it writes to in training, and that say so."""
-    arguments = list(enumerate(func._schema.arguments))
-    always = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
-    hidden = [(i, a.name) for i, a in arguments if a.name in _STATISTICS and not a.alias_info]
-    mode = [(i, a.name) for i, a in arguments if a.name in _MODE]
-    quiet = any(part in func._opname for part in _WITHOUT_UPDATE)
-    return always, [] if quiet else hidden, mode
-
-
-def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """The tensors that an operation writes to."""
-
-    def value(argument: Argument) -> Any:
-        index, name = argument
-        return args[index] if index < len(args) else kwargs.get(name)
-
-    always, in_training, mode = _written_arguments(func)
-    if in_training and not any(value(argument) is False for argument in mode):
-        always = always + in_training
-    return [tensor for argument in always for tensor in tensors(value(argument))]
-
-
-def announced(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Those of them that its schema says, so that autograd counts a new version."""
-    always, _, _ = _written_arguments(func)
-    given = [args[i] if i < len(args) else kwargs.get(name) for i, name in always]
-    found = [tensor for value in given for tensor in tensors(value)]
-    return [t for t in found if t.layout is torch.strided and not t.is_nested]
-
-
-class _Pretending(threading.local):
-    """How often this thread is inside of `capturing_seems_on`."""
-
-    depth = 0
-
-
-_PRETENDING = _Pretending()
-
-
-def _answer_with_yes() -> Callable[[], object]:
-    asked = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: _PRETENDING.depth > 0 or asked()
-    return lambda: setattr(torch.cuda, "is_current_stream_capturing", asked)
-
-
-_SEEMS = Shared(_answer_with_yes)
-
-
-@contextlib.contextmanager
-def capturing_seems_on() -> Iterator[None]:
-    """Answer torch.cuda.is_current_stream_capturing() on this thread with True.
-
-    Libraries ask, and leave out reads of device values while a capture is under way; what is
-    warmed up and what is recorded have to be the same work.
-    """
-    with _SEEMS.thrown():
-        _PRETENDING.depth += 1
-        try:
-            yield
-        finally:
-            _PRETENDING.depth -= 1
-
-
-@contextlib.contextmanager
-def collection_off() -> Iterator[None]:
-    """Keep Python's garbage collection from running inside the block."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def users_of(tensor: torch.Tensor) -> int:

@@ -7,17 +7,14 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from .. import forking
+from ..calls import forking
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .recorder import Recorder, Recording
-
-if TYPE_CHECKING:
-    from .graph import Graph
 
 # PyTorch's CUDA allocator puts blocks of up to 10 MiB together into segments of up to 20 MiB, and
 # gives larger ones a segment each, rounded up to 2 MiB.
@@ -89,6 +86,20 @@ class Prediction:
         return f"{in_units(self.nbytes)} (largest: {largest})" if largest else in_units(self.nbytes)
 
 
+class PooledGraph(Protocol):
+    """A graph as its pool sees it."""
+
+    name: str
+    evictable: bool
+
+    @property
+    def memory(self) -> GraphMemory:
+        """What it added to its pool."""
+
+    def close(self) -> None:
+        """Give up what it holds."""
+
+
 class MemoryPool:
     """Memory that graphs share, with an optional limit.
 
@@ -117,7 +128,7 @@ class MemoryPool:
         # Held while a graph of the pool is recorded, replayed or closed.
         self.lock = forking.lock()
         self._recorder: Recorder | None = None
-        self._graphs: dict[int, weakref.ref[Graph]] = {}  # least recently used first
+        self._graphs: dict[int, weakref.ref[PooledGraph]] = {}  # least recently used first
         self._retired: deque[Recording] = deque()
         # Buffers of static inputs; they live as long as a graph uses them.
         self._shared: dict[int, StorageWeakRef] = {}
@@ -175,24 +186,6 @@ class MemoryPool:
         """What each graph added, least recently used first."""
         return [graph.memory for graph in self._alive()]
 
-    def predict(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Prediction:
-        """What capturing `fn(*args, **kwargs)` here would take, without capturing it.
-
-        The call is run a few times outside the pool, as its warm-up would, and what it changed is
-        put back. Library workspaces (cuBLAS) are not counted: they are one a stream, not one a
-        graph.
-
-        Raises:
-            CaptureError: the call cannot be captured.
-        """
-        from .callgraph import CallGraph
-
-        graph = CallGraph(fn, args, kwargs, pool=self)
-        try:
-            return graph.warm()
-        finally:
-            graph.close()
-
     def release(self) -> None:
         """Close all graphs and hand the memory back; `graph()` captures its own again."""
         with self.lock:
@@ -242,7 +235,7 @@ class MemoryPool:
         shared = sum(s for s in segments if s <= _SHARED_SEGMENT)
         return missing + max(0, shared - sum(free))
 
-    def admit(self, graph: Graph, prediction: Prediction) -> None:
+    def admit(self, graph: PooledGraph, prediction: Prediction) -> None:
         """Make room for a graph, or refuse it before anything is captured.
 
         Raises:
@@ -256,7 +249,7 @@ class MemoryPool:
             if sum(prediction.segments) > self.limit or not self.evict_one(graph):
                 raise self.exceeded(graph, prediction)
 
-    def evict_one(self, newcomer: Graph) -> bool:
+    def evict_one(self, newcomer: PooledGraph) -> bool:
         """Close the least recently used graph that may be; False if there is none."""
         victim = next((g for g in self._alive() if g.evictable and g is not newcomer), None)
         if not self.evict or victim is None:
@@ -266,7 +259,7 @@ class MemoryPool:
         self.trim()
         return True
 
-    def exceeded(self, graph: Graph, prediction: Prediction) -> MemoryBudgetExceeded:
+    def exceeded(self, graph: PooledGraph, prediction: Prediction) -> MemoryBudgetExceeded:
         """The error for a graph that does not fit."""
         limit = 0 if self.limit is None else self.limit
         return MemoryBudgetExceeded(
@@ -304,16 +297,16 @@ class MemoryPool:
         if self._recorder is not None:
             self._recorder.trim()
 
-    def add(self, graph: Graph) -> None:
+    def add(self, graph: PooledGraph) -> None:
         """A graph was captured."""
         self._graphs[id(graph)] = weakref.ref(graph)
 
-    def remove(self, graph: Graph) -> None:
+    def remove(self, graph: PooledGraph) -> None:
         """A graph was closed."""
         if self._graphs.pop(id(graph), None) is not None:
             self.version += 1
 
-    def touch(self, graph: Graph) -> None:
+    def touch(self, graph: PooledGraph) -> None:
         """A graph was used."""
         key = id(graph)
         reference = self._graphs.pop(key, None)
@@ -343,7 +336,7 @@ class MemoryPool:
 
         return allocate
 
-    def _alive(self) -> list[Graph]:
+    def _alive(self) -> list[PooledGraph]:
         found = [reference() for reference in list(self._graphs.values())]
         return [graph for graph in found if graph is not None]
 
@@ -356,11 +349,11 @@ def _same_device(a: torch.device, b: torch.device) -> bool:
 
 def _make_recorder(device: torch.device) -> Recorder:
     if device.type == "cpu":
-        from .cpu import CpuRecorder
+        from .cpu.recorder import CpuRecorder
 
         return CpuRecorder(device)
     if device.type == "cuda":
-        from .cuda import CudaRecorder
+        from .cuda.recorder import CudaRecorder
 
         return CudaRecorder(device)
     raise CaptureError(

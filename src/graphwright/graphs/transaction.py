@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 
@@ -11,49 +10,11 @@ import torch
 from torch import nn
 
 from ..errors import CaptureError, GraphwrightError, SignatureError, first_line, user_frame
-from ..signature import FastPath
-from .journal import Shared, seeded_on_gpu
+from .conditions import as_captured, capturing_now, for_inference, refuse_hooks_for_saved_tensors
+from .journal import seeded_on_gpu
 from .memory import MemoryPool
+from .python_state import Undo
 from .turns import turns_of
-from .undo import Undo
-
-_CUDA = torch.version.cuda is not None or torch.version.hip is not None
-
-
-class _Thread(threading.local):
-    """How many captures this thread is in."""
-
-    depth = 0
-    # How many blocks, these or others, may train nothing.
-    inference = 0
-
-
-THREAD = _Thread()
-
-
-def capturing_now() -> bool:
-    """Whether this thread is warming up or capturing a graph."""
-    return THREAD.depth > 0
-
-
-def captured_by_others() -> bool:
-    """Whether the current CUDA stream is being captured, by whomsoever."""
-    return _CUDA and torch.cuda.is_current_stream_capturing()
-
-
-@contextlib.contextmanager
-def for_inference() -> Iterator[None]:
-    """Have training steps refuse to run inside the block: what is done there trains nothing."""
-    THREAD.inference += 1
-    try:
-        yield
-    finally:
-        THREAD.inference -= 1
-
-
-def only_for_inference() -> bool:
-    """Whether this thread captures, fuses or tunes something that may train nothing."""
-    return THREAD.inference > 0
 
 
 @contextlib.contextmanager
@@ -79,21 +40,6 @@ def transaction(
         _put_back(pool, module, forget, trained) as undo,
     ):
         yield undo
-
-
-def under_hooks_for_saved_tensors() -> bool:
-    """Whether autograd hands what it saves to somebody's hooks."""
-    return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-
-
-def refuse_hooks_for_saved_tensors() -> None:
-    """Raise CaptureError where autograd hands what it saves to somebody's hooks."""
-    if under_hooks_for_saved_tensors():
-        raise CaptureError(
-            "Hooks for saved tensors are on; a graph would have them at every replay.",
-            remedy="Capture outside of torch.autograd.graph.saved_tensors_hooks, save_on_cpu and "
-            "torch.utils.checkpoint; calls under them are eager.",
-        )
 
 
 @contextlib.contextmanager
@@ -122,46 +68,6 @@ def _put_back(
         undo.restore(python=not done)
         if not capturing_now():
             pool.sweep()
-
-
-@contextlib.contextmanager
-def as_captured() -> Iterator[None]:
-    """Run Python as a capture does, whether or not one is under way."""
-    THREAD.depth += 1
-    try:
-        with _same_kernels(), torch.inference_mode(False), torch.no_grad():
-            yield
-    finally:
-        THREAD.depth -= 1
-
-
-@contextlib.contextmanager
-def _same_kernels() -> Iterator[None]:
-    """Keep modules from computing other numbers for the sole reason that gradients are off.
-
-    nn.TransformerEncoder and nn.MultiheadAttention have such a path. It is left to callers who had
-    gradients off themselves.
-    """
-    if not torch.is_grad_enabled():
-        yield
-        return
-    with _PLAIN_ATTENTION.thrown():
-        yield
-
-
-def _plain_attention() -> Callable[[], object]:
-    fast = torch.backends.mha.get_fastpath_enabled()
-    FastPath.kept = fast  # Calls of other threads are none of it.
-    torch.backends.mha.set_fastpath_enabled(False)
-
-    def back() -> None:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        FastPath.kept = None
-
-    return back
-
-
-_PLAIN_ATTENTION = Shared(_plain_attention)
 
 
 def let_go(error: BaseException) -> None:

@@ -1,5 +1,8 @@
-"""Results: what a run found, and how it is shown and saved."""
+"""Results as data, and how they are shown and saved; nothing is decided here.
 
-from .result import Report as Report
+Begin with result, then report and terminal.
+"""
+
+from .report import Report as Report
 from .result import Row as Row
 from .result import Status as Status

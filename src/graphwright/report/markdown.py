@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from .result import Report
+from .result import Results
 from .table import closing, columns, explanations, ordered, shapes, title
 
 
-def to_markdown(report: Report) -> str:
+def to_markdown(report: Results) -> str:
     """Title, the table with all its columns, the choice, explanations and the machine."""
     shown = columns(report)
     lines = [f"### {title(report)}", ""]

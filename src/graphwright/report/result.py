@@ -13,11 +13,11 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Self
 
-from ..accuracy import ErrorMeasure
 from ..errors import GraphwrightError
-from ..measurement import Measurement, break_even, median_interval
+from ..evaluation.accuracy import ErrorMeasure
+from ..evaluation.measurement import Measurement, break_even, median_interval
 
 SCHEMA = "graphwright.tune"
 SCHEMA_VERSION = 2
@@ -94,8 +94,8 @@ class Shape:
 
 
 @dataclass
-class Report:
-    """The result of one run of `tune`.
+class Results:
+    """The result of one run of `tune`, as data.
 
     `shapes` is empty where there was one call to tune for; `inputs` are those of the first.
     `recalled` says when the choice was made, where it was remembered from an earlier run.
@@ -175,7 +175,7 @@ class Report:
         return json.dumps(_finite(data), indent=1, ensure_ascii=False) + "\n"
 
     @classmethod
-    def from_json(cls, text: str) -> Report:
+    def from_json(cls, text: str) -> Self:
         """Read what `to_json` wrote.
 
         Raises:
@@ -203,15 +203,13 @@ class Report:
             report = cls(rows=rows, eager_error=eager, shapes=shapes, **data)
             if type(report.notes) is not list or not all(type(n) is str for n in report.notes):
                 raise TypeError("its notes are no texts")
-            str(report)  # What cannot be shown was damaged in a way that no field shows alone.
+            report.check()
             return report
         except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
             raise GraphwrightError(f"The report is damaged: {error!r}.") from error
 
-    def __str__(self) -> str:
-        from .terminal import to_text
-
-        return to_text(self)
+    def check(self) -> None:
+        """Raise where what was read is damaged in a way that no field shows alone."""
 
 
 def _row(data: Mapping[str, Any]) -> Row:

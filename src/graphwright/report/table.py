@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from .result import COMPILE_DEFAULT, EAGER, Report, Row, Status
+from .result import COMPILE_DEFAULT, EAGER, Results, Row, Status
 
 _ORDER = list(Status)
 
@@ -17,11 +17,11 @@ class Column:
     """One column: its heading, how to fill it, and which columns go first when room is short."""
 
     heading: str
-    cell: Callable[[Report, Row], str]
+    cell: Callable[[Results, Row], str]
     priority: int
 
 
-def ordered(report: Report) -> list[Row]:
+def ordered(report: Results) -> list[Row]:
     """Rows by status, the best by the report's objective first."""
 
     def key(row: Row) -> tuple[int, float]:
@@ -39,7 +39,7 @@ def ordered(report: Report) -> list[Row]:
     return sorted(report.rows, key=key)
 
 
-def columns(report: Report) -> list[Column]:
+def columns(report: Results) -> list[Column]:
     """All columns that a report fills, in the order they are shown."""
     timed = any(row.cold_start_s is not None for row in report.rows)
     first = Column("first answer", lambda report, row: _seconds(row.cold_start_s), 0)
@@ -75,7 +75,7 @@ def memory(count: int | None) -> str:
     return "–" if count is None else f"{count / 2**20:.1f} MiB"
 
 
-def _latency(report: Report, row: Row) -> str:
+def _latency(report: Results, row: Row) -> str:
     if row.measurement is None:
         return "–"
     samples = row.measurement.latencies
@@ -84,7 +84,7 @@ def _latency(report: Report, row: Row) -> str:
     return f"{mark}{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
 
 
-def _speedup(report: Report, row: Row, other: str) -> str:
+def _speedup(report: Results, row: Row, other: str) -> str:
     if row.strategy == other:
         return "–" if row.measurement is None else "1×"
     found = report.speedup(row, other)
@@ -93,7 +93,7 @@ def _speedup(report: Report, row: Row, other: str) -> str:
     return f"{found[0]:.2f}×" if found[0] >= 0.01 else f"{found[0]:.1g}×"
 
 
-def _throughput(report: Report, row: Row) -> str:
+def _throughput(report: Results, row: Row) -> str:
     if row.measurement is None:
         return "–"
     rate = 1 / row.measurement.back_to_back.median
@@ -104,7 +104,7 @@ def _seconds(value: float | None) -> str:
     return "–" if value is None else duration(value)
 
 
-def _break_even(report: Report, row: Row, other: str) -> str:
+def _break_even(report: Results, row: Row, other: str) -> str:
     peer = report.row(other)
     if peer is None or peer is row or row.measurement is None or peer.measurement is None:
         return "–"
@@ -114,11 +114,11 @@ def _break_even(report: Report, row: Row, other: str) -> str:
     return "at once" if calls <= 1 else f"{calls:,} calls"
 
 
-def _error(report: Report, row: Row) -> str:
+def _error(report: Results, row: Row) -> str:
     return "–" if row.error is None else f"{row.error.rms:.1e}"
 
 
-def explanations(report: Report) -> list[tuple[str, str]]:
+def explanations(report: Results) -> list[tuple[str, str]]:
     """Reasons with their remedies, then notes, each with the rows that share it."""
     reasons: dict[str, list[str]] = {}
     notes: dict[str, list[str]] = {}
@@ -133,7 +133,7 @@ def explanations(report: Report) -> list[tuple[str, str]]:
     return [(", ".join(names), text) for text, names in items]
 
 
-def closing(report: Report) -> list[str]:
+def closing(report: Results) -> list[str]:
     """The lines below the table: notes, the cost of the checks, eager's error, the machine."""
     lines = list(report.notes)
     if report.recalled:
@@ -171,7 +171,7 @@ def closing(report: Report) -> list[str]:
     return lines
 
 
-def _saved(report: Report) -> list[str]:
+def _saved(report: Results) -> list[str]:
     """The share of eager's time that rows do without, the quickest first."""
     found = []
     for row in ordered(report):
@@ -181,7 +181,7 @@ def _saved(report: Report) -> list[str]:
     return found
 
 
-def shapes(report: Report) -> list[list[str]]:
+def shapes(report: Results) -> list[list[str]]:
     """A table with a row for each shape, its headings first; empty where there is one shape."""
     chosen, eager = report.chosen_row, report.row(EAGER)
     if not report.shapes or chosen is None or eager is None:
@@ -212,7 +212,7 @@ def shapes(report: Report) -> list[list[str]]:
     return found
 
 
-def title(report: Report) -> str:
+def title(report: Results) -> str:
     """What was tuned, for which inputs and objective."""
     if report.shapes:
         return f"{report.model}, {report.objective}: {len(report.shapes)} shapes by their weights"

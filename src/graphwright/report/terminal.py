@@ -16,7 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..errors import GraphwrightError
-from .result import Report, Row, Status
+from .result import Results, Row, Status
 from .table import closing, columns, explanations, ordered, shapes, title
 
 _STYLES = {
@@ -33,7 +33,7 @@ _STYLES = {
 _WIDE = 160
 
 
-def render(report: Report, width: int) -> RenderableType:
+def render(report: Results, width: int) -> RenderableType:
     """The table with what belongs below it; columns that find no room are named there."""
     shown = columns(report)
     left_out: list[str] = []
@@ -76,7 +76,7 @@ def render(report: Report, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _width(report: Report, rows: list[Row], headings: list[str]) -> int:
+def _width(report: Results, rows: list[Row], headings: list[str]) -> int:
     total = 1
     for column in columns(report):
         if column.heading in headings:
@@ -85,7 +85,7 @@ def _width(report: Report, rows: list[Row], headings: list[str]) -> int:
     return total
 
 
-def show(report: Report, console: Console | None = None) -> None:
+def show(report: Results, console: Console | None = None) -> None:
     """Print a report; where there is no terminal, at a width that holds all columns."""
     console = console or Console()
     if not console.is_terminal:
@@ -177,7 +177,7 @@ def show_strategies(
         console.print(Text(text, style="dim"), soft_wrap=whole)
 
 
-def to_text(report: Report, width: int = _WIDE) -> str:
+def to_text(report: Results, width: int = _WIDE) -> str:
     """A report as plain text."""
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(report, width))
@@ -186,7 +186,7 @@ def to_text(report: Report, width: int = _WIDE) -> str:
     return file.getvalue()
 
 
-def to_svg(report: Report, width: int = 132) -> str:
+def to_svg(report: Results, width: int = 132) -> str:
     """A picture of the table as a terminal shows it."""
     console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
     console.print(render(report, width))

@@ -12,7 +12,7 @@ from operator import ge, index
 from typing import Any, TypeAlias
 
 from ..errors import OptionError
-from .nesting import Point, nestings
+from .optimal_buckets import Point, nestings
 
 # Why a call is eager that a bucket holds; as errors, warnings and statistics say it.
 PADDING = "padding is not harmless"

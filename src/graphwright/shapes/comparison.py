@@ -7,11 +7,11 @@ from typing import Any
 
 import torch
 
-from ..accuracy import ROUNDING, as_float64, error_of, special_values
+from ..calls.snapshots import Outcome, layout, same_value
 from ..errors import first_line
-from ..snapshots import Outcome, layout, same_value
-from .padding import cuts_of
-from .plans import Sizes, cut_to
+from ..evaluation.accuracy import ROUNDING, as_float64, error_of, special_values
+from .outputs import cuts_of
+from .padding import Sizes, cut_to
 from .verdicts import Verdicts
 
 # Relative to each element, or to the small ones among an output's. In float64 only what a model

@@ -13,8 +13,9 @@ from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from ..calls.signature import Args, Kwargs
 from ..errors import OptionError, SignatureError
-from ..signature import Args, Kwargs
+from .padding import Sizes
 
 BATCH = "batch"
 
@@ -345,4 +346,11 @@ def _size(dim: Any) -> Size | None:
     raise OptionError(
         f"{dim!r} names no dimension.",
         remedy="Use torch.export.Dim('batch'), its name as a text, or None for a fixed size.",
+    )
+
+
+def shape_at(shape: Sequence[int], axes: Axes, named: Mapping[str, int]) -> Sizes:
+    """The shape of an argument with other named sizes."""
+    return tuple(
+        axes[axis].of(named[axes[axis].name]) if axis in axes else n for axis, n in enumerate(shape)
     )

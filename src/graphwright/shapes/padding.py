@@ -1,81 +1,217 @@
-"""How the outputs of a bucket might be cut to the sizes asked for."""
+"""How a call is filled up to a bucket, and how what the bucket returns is cut."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
-import sympy
+import torch
+from torch._prims_common import suggest_memory_format
 
-from .dimensions import Axes
-from .outputs import Leaf, OutputShapes, symbols_of
-from .plans import Cut, Factors, Geometry, Sizes
+Sizes = tuple[int, ...]
+Geometry = tuple[Sizes, Sizes]  # shape and strides
+Value = float | int | bool
 
-
-def shape_at(shape: Sequence[int], axes: Axes, named: Mapping[str, int]) -> Sizes:
-    """The shape of an argument with other named sizes."""
-    return tuple(
-        axes[axis].of(named[axes[axis].name]) if axis in axes else n for axis, n in enumerate(shape)
-    )
+_EXACT_IN_FLOAT = 2**53
 
 
-def cuts_of(shapes: OutputShapes, sizes: Sizes, bucket: Sizes) -> list[list[Cut]]:
-    """The ways in which each output might be cut, the likeliest first.
+def memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """Channels last for images and volumes that are laid out so, else contiguous."""
+    # As PyTorch decides it by the strides, also where both would do.
+    return suggest_memory_format(tensor) if tensor.dim() in (4, 5) else torch.contiguous_format
+
+
+def contiguous_stride(shape: Sequence[int], form: torch.memory_format | None) -> Sizes:
+    """The strides of a new tensor of some shape and memory format."""
+    made = torch.empty(tuple(shape), device="meta", memory_format=form or torch.contiguous_format)
+    return made.stride()
+
+
+def fill(leaf: torch.Tensor, widths: Sequence[int], value: Value) -> torch.Tensor:
+    """A tensor that begins with `leaf` in every dimension and goes on with `value`.
+
+    It is contiguous, or channels last where `leaf` is.
 
     Args:
-        shapes: of the outputs.
-        sizes: the named sizes that were asked for.
-        bucket: those of the bucket.
+        leaf: what it begins with.
+        widths: as of `widths_of`.
+        value: what it goes on with.
     """
-    found: list[list[Cut]] = []
-    true, full = shapes.of(sizes), shapes.of(bucket)
-    for index, (leaf, mine, theirs) in enumerate(zip(shapes.leaves, true, full, strict=True)):
-        if isinstance(mine, tuple) and leaf is not None and leaf.owner is not None:
-            offset = shapes.offset(index, sizes)
-            found.append([Cut(*mine, owner=leaf.owner, offset=offset)])
-        elif leaf is None or mine is None or mine == theirs:
-            found.append([Cut(whole=True)])
-        elif isinstance(mine, int):
-            found.append([Cut(number=mine)])
-        else:
-            found.append(_cuts(shapes.names, leaf, mine, sizes, bucket))
-    return found
+    if any(widths) and (not isinstance(value, int) or abs(value) <= _EXACT_IN_FLOAT):
+        return torch.constant_pad_nd(leaf, widths, value)
+    added = reversed(widths[1::2])
+    shape = [n + more for n, more in zip(leaf.shape, added, strict=True)]
+    made = torch.empty(
+        shape, dtype=leaf.dtype, device=leaf.device, memory_format=memory_format(leaf)
+    )
+    cut_to(made.fill_(value) if any(widths) else made, leaf.shape).copy_(leaf)
+    return made
 
 
-def _cuts(
-    names: Sequence[str], leaf: Leaf, geometry: Geometry, sizes: Sizes, bucket: Sizes
-) -> list[Cut]:
-    plain = Cut(*geometry)
-    split = [
-        replace(plain, factors=Factors(axis, full, true))
-        for axis, expression in enumerate(leaf.shape)
-        for full, true in _factors(names, expression, sizes, bucket)
-    ]
-    return [*split, plain]
+def widths_of(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
+    """How much is added before and after each dimension, the last one first; as PyTorch pads."""
+    pairs = [(0, m - n) for n, m in zip(shape, wanted, strict=True)]
+    return tuple(itertools.chain(*reversed(pairs)))
 
 
-def _factors(
-    names: Sequence[str], expression: sympy.Expr, sizes: Sizes, bucket: Sizes
-) -> list[tuple[Sizes, Sizes]]:
-    """The factors of a dimension in the bucket and in the sizes asked for, in each order."""
-    if len(expression.free_symbols) < 2:
-        return []
-    number, parts = sympy.factor(expression).as_coeff_mul()
-    if any(len(part.free_symbols) != 1 for part in parts) or not number.is_integer:
-        return []
-    symbols = symbols_of(names)
+def cut_to(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
+    """The first elements of each dimension, as a view."""
+    for axis, n in enumerate(shape):
+        if tensor.shape[axis] != n:
+            tensor = tensor.narrow(axis, 0, n)
+    return tensor
 
-    def at(part: sympy.Expr, named: Sizes) -> int:
-        return int(part.xreplace(dict(zip(symbols, map(sympy.Integer, named), strict=True))))
 
-    order = {symbol: index for index, symbol in enumerate(symbols)}
-    parts = sorted(parts, key=lambda part: order[next(iter(part.free_symbols))])
-    rest = () if number == 1 else (int(number),)
-    return [
-        (
-            (*(at(part, bucket) for part in chosen), *rest),
-            (*(at(part, sizes) for part in chosen), *rest),
+@dataclass(frozen=True)
+class Factors:
+    """A dimension of an output that is several named sizes in one: (batch * length, features).
+
+    What is valid of it is no prefix: it is split, cut in each factor, and joined again.
+
+    Attributes:
+        axis: which dimension.
+        bucket: its factors in the bucket.
+        true: its factors in what was asked for.
+    """
+
+    axis: int
+    bucket: Sizes
+    true: Sizes
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one output of a bucket becomes the one that was asked for.
+
+    Attributes:
+        shape: of the result.
+        stride: likewise, in elements.
+        number: a whole number to give in the output's place.
+        factors: a dimension that has to be split to be cut.
+        whole: the output does not depend on the sizes.
+        owner: the output that this one is a view of: it becomes a view of what that one becomes.
+        offset: where in that one it begins, in elements.
+    """
+
+    shape: Sizes = ()
+    stride: Sizes = ()
+    number: int | None = None
+    factors: Factors | None = None
+    whole: bool = False
+    owner: int | None = None
+    offset: int = 0
+
+    def view_of(self, owner: torch.Tensor) -> torch.Tensor:
+        """The result, in what the output that owns its memory has become."""
+        result = torch.empty(0, dtype=owner.dtype, device=owner.device)
+        return result.set_(
+            owner.untyped_storage(), owner.storage_offset() + self.offset, self.shape, self.stride
         )
-        for chosen in itertools.permutations(parts)
-    ]
+
+    def __call__(self, output: Any) -> Any:
+        """Cut; memory is shared with the output only where it is a range of it."""
+        if self.whole:
+            return output
+        if self.number is not None:
+            return self.number
+        assert isinstance(output, torch.Tensor)
+        if self.is_prefix(output.stride()):
+            result = torch.empty(0, dtype=output.dtype, device=output.device)
+            return result.set_(
+                output.untyped_storage(), output.storage_offset(), self.shape, self.stride
+            )
+        result = torch.empty_strided(
+            self.shape, self.stride, dtype=output.dtype, device=output.device
+        )
+        factors = self.factors
+        if factors is None:
+            return result.copy_(cut_to(output, self.shape))
+        rest = list(self.shape)
+        rest[factors.axis : factors.axis + 1] = factors.true
+        source = cut_to(output.unflatten(factors.axis, factors.bucket), rest)
+        result.unflatten(factors.axis, factors.true).copy_(source)
+        return result
+
+    def is_prefix(self, stride: Sequence[int]) -> bool:
+        """Whether the result lies in an output of such strides as eager would have laid it out."""
+        return self.factors is None and all(
+            n == 1 or mine == theirs
+            for n, mine, theirs in zip(self.shape, self.stride, stride, strict=True)
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A call of some sizes that a bucket answers.
+
+    Attributes:
+        sizes: the named sizes of the call.
+        bucket: those of the bucket.
+        widths: of each argument that has to be filled up, or (all 0) brought into the bucket's
+            layout; None for others.
+        fills: what each is filled with.
+        cuts: how the outputs are cut.
+        views: outputs that are views of others.
+    """
+
+    sizes: Sizes
+    bucket: Sizes
+    widths: tuple[Sizes | None, ...]
+    fills: tuple[Value, ...]
+    cuts: tuple[Cut, ...]
+    views: tuple[int, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        views = (index for index, cut in enumerate(self.cuts) if cut.owner is not None)
+        object.__setattr__(self, "views", tuple(views))
+
+    def pad(self, leaves: Sequence[Any]) -> list[Any]:
+        """The bucket's arguments; one that stands twice stays one."""
+        made: dict[int, Any] = {}
+        found = []
+        for leaf, widths, value in zip(leaves, self.widths, self.fills, strict=True):
+            if widths is not None:
+                if id(leaf) not in made:
+                    made[id(leaf)] = fill(leaf, widths, value)
+                leaf = made[id(leaf)]
+            found.append(leaf)
+        return found
+
+    def cut(
+        self, outputs: Sequence[Any], leaves: Sequence[Any], padded: Sequence[Any]
+    ) -> list[Any]:
+        """What the caller gets for the bucket's outputs.
+
+        Args:
+            outputs: leaves of what the bucket returned.
+            leaves: the call's arguments.
+            padded: the bucket's arguments.
+        """
+        # An output that is an argument is the caller's own; one that stands twice stays one.
+        made: dict[int, Any] = {id(v): leaf for v, leaf in zip(padded, leaves, strict=True)}
+        found: list[Any] = []
+        for output, cut in zip(outputs, self.cuts, strict=True):
+            tensor = isinstance(output, torch.Tensor)
+            result = made.get(id(output)) if tensor else None
+            if result is None and cut.owner is None:
+                result = cut(output)
+                if tensor:
+                    made[id(output)] = result
+            found.append(result)
+        for index in self.views:
+            cut = self.cuts[index]
+            assert cut.owner is not None
+            if found[index] is None:
+                found[index] = cut.view_of(found[cut.owner])
+        return found
+
+    def write_back(
+        self, slots: Sequence[int], leaves: Sequence[Any], padded: Sequence[Any]
+    ) -> None:
+        """Give the call's arguments what the bucket wrote to its own."""
+        with torch.no_grad():
+            for slot in slots:
+                if self.widths[slot] is not None:
+                    leaves[slot].copy_(cut_to(padded[slot], leaves[slot].shape))

@@ -21,16 +21,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calls.signature import flatten
+from ..calls.snapshots import Call, Outcome, State, layout, run
 from ..errors import first_line
-from ..reference import Widened, exact_outcome, finite_share, widened
-from ..signature import flatten
-from ..snapshots import Call, Outcome, State, layout, run
+from ..evaluation.reference import Widened, exact_outcome, finite_share, widened
+from .aliasing import Sharing, shares_alike
 from .comparison import changed, effect_of_padding, joint, only_nan
 from .dimensions import Axes
 from .outputs import OutputShapes, steps_of
-from .plans import Sizes
-from .sharing import Sharing, shares_alike
-from .subject import Change, Subject
+from .padding import Sizes
+from .sampler import Change, Subject
 from .verdicts import Impossible, Names, Verdicts
 
 # Sizes of one dimension that are looked at one by one for branches.

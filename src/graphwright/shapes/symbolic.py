@@ -22,12 +22,12 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ..calls.modes import OperationMode
 from ..errors import CaptureError, first_line
-from ..modes import OperationMode
 from .dimensions import Axes
 from .outputs import Leaf, OutputShapes, Underivable, symbols_of
-from .plans import Sizes, memory_format
-from .subject import Subject
+from .padding import Sizes, memory_format
+from .sampler import Subject
 
 
 def derive(subject: Subject, sizes: Sizes) -> OutputShapes:

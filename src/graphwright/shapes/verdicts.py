@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from .outputs import OutputShapes
-from .padding import cuts_of
-from .plans import Cut, Sizes
+from .outputs import OutputShapes, cuts_of
+from .padding import Cut, Sizes
 
 Names = tuple[str, ...]
 # Which dimensions are filled up, and which way the function takes at the true sizes.

@@ -20,12 +20,12 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
+from ..calls.serialization import Row
+from ..calls.signature import Args, Kwargs, flatten
+from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
-from ..rows import Row
-from ..signature import Args, Kwargs, flatten
-from ..snapshots import clone_leaves
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
-from .flat import Flat, dims_of, exported
+from .export import Flat, dims_of, exported
 from .inductor import explained
 
 _PACKAGE, _CALL = "package.pt2", "call.json"

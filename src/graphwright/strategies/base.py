@@ -18,9 +18,9 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
+from ..calls.modules import FunctionModule
+from ..calls.signature import Args, Kwargs
 from ..errors import StrategyFailed, first_line, user_frame
-from ..signature import Args, Kwargs
-from ..watch import FunctionModule
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..signature import Args, Kwargs
+from ..calls.signature import Args, Kwargs
 from .base import AVAILABLE, Availability, Built, tiny_model
 
 

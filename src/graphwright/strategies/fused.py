@@ -13,16 +13,16 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..accuracy import ROUNDING, error_of
+from ..calls.serialization import Row
+from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
+from ..calls.snapshots import State, clone_leaves
 from ..errors import StrategyFailed
-from ..fusion import PASSES, Fused, fused_call
+from ..evaluation.accuracy import ROUNDING, error_of
+from ..fusion.pass_manager import PASSES, Fused, fused_call
 from ..fusion.tracing import GraphCall
-from ..ops import launches
-from ..ops.defining import prepare_triton
-from ..ops.launches import Launch
-from ..rows import Row
-from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
-from ..snapshots import State, clone_leaves
+from ..ops.fused import launch_cache
+from ..ops.fused.fused_operator import prepare_triton
+from ..ops.fused.launch_cache import Launch
 from .base import AVAILABLE, Availability, Built, Kept, tiny_model
 
 _GRAPH, _KERNELS = "graph.json", "kernels.json"
@@ -52,7 +52,7 @@ class FusedCompiler:
         The tuner verifies what comes of it in any case.
         """
         fused = fused_call(model, args, kwargs, PASSES, check=False)
-        with launches.noting() as kept:
+        with launch_cache.noting() as kept:
             near = fused.call is None or _near(fused, model, args, kwargs)
         if not near:
             fused = fused_call(model, args, kwargs, PASSES, check=True)
@@ -74,7 +74,7 @@ class FusedCompiler:
 
     def doubtful(self, folder: Path) -> str | None:
         """What a saved graph has that is not known to be harmless, in words; None where all is."""
-        from ..fusion.stored import unlisted
+        from ..fusion.serialization import unlisted
 
         found = unlisted(json.loads((folder / _GRAPH).read_bytes())["nodes"])
         if not found:
@@ -94,7 +94,7 @@ class FusedCompiler:
             ArtifactError: it cannot be made again here.
             StrategyFailed: likewise.
         """
-        from ..fusion.stored import read
+        from ..fusion.serialization import read
 
         known = json.loads((folder / _GRAPH).read_bytes())
         device = tensors_of((args, kwargs))[0].device
@@ -107,19 +107,19 @@ class FusedCompiler:
 def _kernels(folder: Path, device: torch.device) -> dict[str, Launch]:
     """The kernels that were saved, where they are there and this GPU takes them all."""
     file = folder / _KERNELS
-    kept = launches.read(file.read_text("ascii")) if file.exists() else {}
+    kept = launch_cache.read(file.read_text("ascii")) if file.exists() else {}
     return kept if all(each.function(device) for each in kept.values()) else {}
 
 
 def _save(call: GraphCall, folder: Path) -> Kept:
     """Write a fused call as operations; its constants."""
-    from ..fusion.stored import seen, stored
+    from ..fusion.serialization import seen, stored
 
     nodes, constants = stored(call.graph)
     known = {"nodes": nodes, "slots": [*call.slots], "out": call.out.written()}
     (folder / _GRAPH).write_text(json.dumps(known), encoding="ascii")
     if call.launches:
-        (folder / _KERNELS).write_text(launches.written(call.launches), encoding="ascii")
+        (folder / _KERNELS).write_text(launch_cache.written(call.launches), encoding="ascii")
     return Kept(constants, seen(call.graph))
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.signature import Args, Kwargs, flatten, unflatten
+from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
-from ..signature import Args, Kwargs, flatten, unflatten
-from ..snapshots import clone_leaves
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 
 

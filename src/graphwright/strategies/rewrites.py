@@ -15,8 +15,8 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.signature import Args, Kwargs
 from ..errors import StrategyFailed
-from ..signature import Args, Kwargs
 from .base import AVAILABLE, Availability, Finish, Rewrite, Rewritten
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
+from ..calls.signature import Args, Kwargs
 from ..errors import in_words, levels_above
-from ..graphs.callgraph import CallGraph
 from ..graphs.capture import capture
-from ..signature import Args, Kwargs
+from ..graphs.captured_call import CallGraph
 from .base import AVAILABLE, Availability, Built, Runner, tiny_model
 
 

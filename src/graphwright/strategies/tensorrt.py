@@ -11,10 +11,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.signature import Args, Kwargs
 from ..errors import StrategyFailed, first_line
-from ..signature import Args, Kwargs
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
-from .foreign import Expected, tf32_allowed
+from .expected import Expected, tf32_allowed
 
 _INDEX = "--extra-index-url https://pypi.nvidia.com"
 

@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.serialization import Row
+from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
+from ..calls.snapshots import State, clone_leaves
 from ..errors import StrategyFailed, first_line
-from ..rows import Row
-from ..signature import Args, Kwargs, flatten, tensors_of, unflatten
-from ..snapshots import State, clone_leaves
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
-from .flat import Flat
+from .export import Flat
 
 # The profiling executor specialises a graph during its first runs.
 _PROFILING_RUNS = 3

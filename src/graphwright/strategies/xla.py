@@ -23,10 +23,10 @@ from torch import nn
 from torch.utils import _pytree as pytree
 from torch.utils.dlpack import from_dlpack
 
+from ..calls.signature import Args, Kwargs, flatten, inside_transform, tensors_of, unflatten
 from ..errors import StrategyFailed, first_line
-from ..signature import Args, Kwargs, flatten, inside_transform, tensors_of, unflatten
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
-from .foreign import Expected, tf32_allowed
+from .expected import Expected, tf32_allowed
 
 _PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 _CONVERSIONS = ("double", "float", "to", "type", "type_as")

@@ -1,6 +1,9 @@
-"""Training under graphs: the whole step, or forward and backward of parts of it."""
+"""Training under graphs: the whole step (step/), or forward and backward of parts (callables/).
 
-from .callables import make_graphed_callables as make_graphed_callables
-from .step import GraphedStep as GraphedStep
-from .step import StepStatistics as StepStatistics
-from .step import graph_step as graph_step
+Inference belongs to dispatch. Begin with step/graphed_step or callables/graphed_callables.
+"""
+
+from .callables.graphed_callables import make_graphed_callables as make_graphed_callables
+from .step.graphed_step import GraphedStep as GraphedStep
+from .step.graphed_step import StepStatistics as StepStatistics
+from .step.graphed_step import graph_step as graph_step

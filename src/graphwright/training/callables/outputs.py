@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ...calls.signature import leaf_names
 from ...errors import CaptureError
-from ...graphs.transfer import Geometry, Inputs, Results, is_dense, span
-from ...signature import leaf_names
+from ...graphs.static_tensors import Geometry, Inputs, Results, is_dense, span
 
 
 class _View(NamedTuple):

@@ -1,0 +1,363 @@
+"""What a choice belongs to: model, calls, machine and options, in words and as a digest.
+
+The words are the same in every process: no address, hash, path or line number gets into them. They
+tell what may change which candidate wins, which is less than what a model computes: a choice that
+is recalled is verified again before it is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import functools
+import hashlib
+import inspect
+import json
+import re
+import struct
+import sys
+import types
+from collections import deque
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .modules import in_training
+from .signature import SCALARS, Args, CallSignature, Kwargs, argument_names, flatten
+
+# Levels of containers and objects that are looked into, and entries of one that are.
+_DEPTH = 3
+_MAX_ITEMS = 1000
+_MAX_TEXT = 400
+# Levels of helpers that name helpers, and helpers in all.
+_HELPER_DEPTH = 8
+_MAX_HELPERS = 2000
+# What changes with its version alone, which is part of the environment.
+_VERSIONED = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__"}
+_OF_EVERY_MODULE = {*vars(nn.Module())}
+# Where a model came from, and what transformers and torch.compile note in it: hashes and addresses.
+_OF_NO_CONSEQUENCE = re.compile(r"_?name_or_path|.*_hash|_is_hf_initialized|_torchdynamo_.*id")
+# In a script: how many classes were scripted before it, and the values of small tensors.
+_ITS_OWN = re.compile(r"(?s)___torch_mangle_\d+\.|(?<=\) = prim::Constant)\[value=.*?\](?=\(\))")
+
+
+@dataclass(frozen=True)
+class Key:
+    """What a choice belongs to. Keys are equal where all parts are; `parts` are plain JSON."""
+
+    digest: str
+    parts: Mapping[str, Any] = field(compare=False, repr=False)
+
+
+def key_of(
+    module: nn.Module,
+    calls: Sequence[tuple[Args, Kwargs]],
+    device: torch.device | str,
+    environment: Mapping[str, str],
+    options: Mapping[str, Any],
+) -> Key:
+    """The key of a choice, the same in every process.
+
+    It covers a module's structure and modes; the code of its classes, and of helper functions that
+    this names as globals or as `module.function`, those of torch, numpy and Python's own library
+    excepted; plain attributes; shapes, dtypes and strides of its tensors. It covers neither the
+    values of tensors nor classes that a method reaches as globals. The index of the tuned device is
+    left out, since equal GPUs share a choice.
+
+    Args:
+        module: the model; a plain function as a `FunctionModule`.
+        calls: positional and keyword arguments of each sample call.
+        device: where the model is tuned.
+        environment: names and versions of hardware and software, as `report.environment` has them.
+        options: objective, tolerance, names of strategies and so on.
+
+    Raises:
+        SignatureError: an argument is neither a tensor nor a plain value.
+    """
+    words = _Words(module, device := torch.device(device))
+    parts = {
+        "model": {path: words.module(child) for path, child in module.named_modules()},
+        "calls": [words.call(args, kwargs) for args, kwargs in calls],
+        "device": device.type,
+        "environment": {name: str(value) for name, value in environment.items()},
+        "options": {name: words.value(value) for name, value in options.items()},
+        "objects": words.objects,
+    }
+    return Key(digest_of(parts), parts)
+
+
+def digest_of(data: Any) -> str:
+    """A digest of JSON data; lists and tuples are alike."""
+    return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
+
+def described(value: Any) -> str:
+    """A value in words: a function by its code, what it closes over and the helpers it names."""
+    return _Words(nn.Module(), torch.device("cpu")).value(value)
+
+
+class _Words:
+    """Puts a model and its calls into words; what cannot be described gives its type alone."""
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        # Objects and unregistered modules by digest, since many modules may hold the same one.
+        self.objects: dict[str, dict[str, Any]] = {}
+        self._device = device
+        self._classes: dict[type, str] = {}
+        self._functions: dict[types.FunctionType, str] = {}
+        self._helper_depth = 0
+        self._helpers = 0
+        self._paths = {child: path for path, child in module.named_modules()}
+        # Each tensor by its first name: tied weights are not two of one shape.
+        self._tensors: dict[int, str] = {}
+        for child, path in self._paths.items():
+            for name, tensor in (*child._parameters.items(), *child._buffers.items()):
+                if tensor is not None:
+                    self._tensors.setdefault(id(tensor), f"{path}.{name}".lstrip("."))
+
+    def call(self, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+        signature = CallSignature.of(args, kwargs)
+        leaves = zip(argument_names(args, kwargs), flatten(args, kwargs)[0], strict=True)
+        return {
+            "tree": self._tree(signature.spec),
+            "leaves": [f"{name}: {self.value(leaf)}" for name, leaf in leaves],
+            "aliases": [list(pair) for pair in signature.aliases],
+            "switches": [self.value(switch) for switch in signature.switches],
+        }
+
+    def _tree(self, spec: pytree.TreeSpec) -> str:
+        if spec.is_leaf():
+            return "*"
+        children = ", ".join(map(self._tree, spec.children()))
+        return f"{_name(spec.type)} {self.value(spec.context)} ({children})"
+
+    def module(self, module: nn.Module, depth: int = _DEPTH) -> dict[str, Any]:
+        tensors = (*module._parameters.items(), *module._buffers.items())
+        found = {
+            "class": self._class(type(module)),
+            "training": in_training(module),
+            "hooks": len(module._forward_hooks) + len(module._forward_pre_hooks),
+            # A list, since their order is that of nn.Sequential's work.
+            "modules": [f"{n}: {self.value(v, depth - 1)}" for n, v in module._modules.items()],
+            "tensors": {name: self.value(tensor) for name, tensor in tensors},
+        }
+        if isinstance(module, torch.jit.ScriptModule):
+            with contextlib.suppress(RuntimeError, AttributeError):  # It may have no forward.
+                graph: Any = module.graph
+                found["graph"] = _short(_ITS_OWN.sub("", graph.str(False)))
+        else:
+            found["attributes"] = self._members(module, depth)
+        return found
+
+    def _members(self, value: Any, depth: int) -> dict[str, Any]:
+        without = _OF_EVERY_MODULE if isinstance(value, nn.Module) else ()
+        return {
+            name: self.value(member, depth)
+            for name, member in list(vars(value).items())
+            if not (name in without or _OF_NO_CONSEQUENCE.fullmatch(name))
+            and (name == "__wrapped__" or not _is_dunder(name))
+        }
+
+    def value(self, value: Any, depth: int = _DEPTH) -> str:
+        try:
+            text = self._described(value, depth)
+        except Exception:  # Foreign objects may raise anything, and some have no attributes.
+            return _name(type(value))
+        return text if len(text) <= _MAX_TEXT else f"{text[:40]}… {_short(text)}"
+
+    def _described(self, value: Any, depth: int) -> str:
+        kind = _name(type(value))
+        match value:
+            case bool() | None | torch.dtype() | torch.layout() | torch.memory_format():
+                return f"{kind} {value}"
+            case torch._ops.OpOverload() | torch._ops.OpOverloadPacket():
+                return f"{kind} {value}"
+            case enum.Enum():
+                return f"{kind} {self.value(value.value, depth)}"
+            case int():  # Python refuses to write very long ones as decimals.
+                return f"{kind} {int.__repr__(value) if value.bit_length() < 999 else hex(value)}"
+            case float():
+                return f"{kind} {float.__repr__(value)} {struct.pack('>d', value).hex()}"
+            case complex():
+                return f"{kind} {self.value(value.real)} {self.value(value.imag)}"
+            case str():
+                return f"{kind} {str.__repr__(value)}"
+            case bytes():
+                return f"{kind} {bytes.__repr__(value)}"
+            case torch.device():
+                return f"{kind} {self._place(value)}"
+            case torch.Tensor():
+                return self._tensor(kind, value)
+            case type():
+                return f"class {_name(value)}"
+            case types.BuiltinFunctionType() | types.ModuleType():
+                return f"{kind} {value.__name__}"
+            case types.CodeType():
+                return self._code(value)
+            case types.CellType():
+                return self._described(value.cell_contents, depth)
+            case types.FunctionType():
+                return self._function(value)
+            case types.MethodType():
+                return f"{self.value(value.__func__)} of {self.value(value.__self__, depth - 1)}"
+            case staticmethod() | classmethod():
+                return f"{kind} {self.value(value.__func__)}"
+            case property():
+                return f"{kind} {[self.value(f) for f in (value.fget, value.fset, value.fdel)]}"
+            case nn.Module() if value in self._paths:
+                return f"the module {self._paths[value]!r}"
+        if depth <= 0:
+            return kind
+        match value:
+            case nn.Module():
+                return self._object(kind, self.module(value, depth - 1))
+            case functools.partial():
+                return f"{kind} {self.value((value.func, value.args, value.keywords), depth)}"
+            case slice() | range():
+                return f"{kind} {self.value((value.start, value.stop, value.step), depth)}"
+            case list() | tuple() | deque() | set() | frozenset() | dict():
+                return self._container(kind, value, depth - 1)
+        if kind.startswith("torch."):  # Its own machinery changes as it runs.
+            return kind
+        members = self._members(value, depth - 1)
+        if callable(value):
+            members["class"] = self._class(type(value))
+        return self._object(kind, members)
+
+    def _container(self, kind: str, value: Any, depth: int) -> str:
+        if len(value) > _MAX_ITEMS:
+            return f"{kind} of {len(value)}"
+        if isinstance(value, dict):
+            pairs = [f"{self.value(k, depth)}: {self.value(v, depth)}" for k, v in value.items()]
+            return f"{kind} {{{', '.join(sorted(pairs))}}}"
+        items = [self.value(item, depth) for item in value]
+        return f"{kind} [{', '.join(sorted(items) if isinstance(value, AbstractSet) else items)}]"
+
+    def _object(self, kind: str, members: dict[str, Any]) -> str:
+        digest = _short(members)
+        self.objects[digest] = members
+        return f"{kind} {digest}"
+
+    def _tensor(self, kind: str, tensor: torch.Tensor) -> str:
+        strided = tensor.layout is torch.strided
+        words = [
+            f"{kind} {tuple(tensor.shape)} {tensor.dtype}",
+            f"strides {tuple(tensor.stride())}" if strided else f"{tensor.layout}",
+            f"on {self._place(tensor.device)}",
+        ]
+        if tensor.requires_grad:
+            words.append("requires_grad")
+        if id(tensor) in self._tensors:
+            words.append(f"is {self._tensors[id(tensor)]}")
+        return ", ".join(words)
+
+    def _place(self, device: torch.device) -> str:
+        mine = device.type == self._device.type and self._device.index in (None, device.index)
+        return device.type if mine else str(device)
+
+    def _class(self, kind: type) -> str:
+        """Name of a class, and a digest of the code and constants of it and its bases."""
+        if kind not in self._classes:
+            self._classes[kind] = _name(kind)  # For a member that leads back here.
+            members = [
+                (name, self.value(member))
+                for base in kind.__mro__
+                if base not in nn.Module.__mro__
+                for name, member in sorted(vars(base).items())
+                # Classes keep line numbers and the like under such names, beside methods.
+                if isinstance(member, types.FunctionType) or not _is_dunder(name)
+            ]
+            self._classes[kind] = f"{_name(kind)} {_short(members)}"
+        return self._classes[kind]
+
+    def _function(self, function: types.FunctionType) -> str:
+        """Its code, defaults, what it closes over; plain globals and helpers that it names."""
+        if function not in self._functions:
+            title = f"function {function.__module__}.{function.__qualname__}"
+            self._functions[function] = title  # For one that calls itself.
+            code, known = function.__code__, function.__globals__
+            named = [name for name in code.co_names if name in known and not _is_dunder(name)]
+            words = [
+                self._code(code),
+                self.value(function.__defaults__),
+                self.value(function.__kwdefaults__),
+                [self.value(cell) for cell in function.__closure__ or ()],
+                [(n, self.value(known[n])) for n in named if isinstance(known[n], SCALARS)],
+                self._named_helpers(function),
+            ]
+            self._functions[function] = f"{title} {_short(words)}"
+        return self._functions[function]
+
+    def _named_helpers(self, function: types.FunctionType) -> list[tuple[str, str]]:
+        """Functions that a function names as globals, or as attributes of modules that it names."""
+        if self._helper_depth >= _HELPER_DEPTH or not _is_followed(function.__module__):
+            return []
+        self._helper_depth += 1
+        try:
+            return [
+                (name, self.value(helper))
+                for name, helper in _helpers_of(function)
+                if self._may_follow(helper)
+            ]
+        finally:
+            self._helper_depth -= 1
+
+    def _may_follow(self, helper: types.FunctionType) -> bool:
+        if helper not in self._functions:
+            self._helpers += 1
+        return self._helpers <= _MAX_HELPERS
+
+    def _code(self, code: types.CodeType) -> str:
+        words = [
+            (code.co_name, code.co_names, code.co_varnames, code.co_freevars, code.co_cellvars),
+            (code.co_argcount, code.co_posonlyargcount, code.co_kwonlyargcount, code.co_flags),
+            [self.value(constant) for constant in code.co_consts],
+            (code.co_code.hex(), code.co_exceptiontable.hex()),
+        ]
+        return f"code {_short(words)}"
+
+
+def _helpers_of(function: types.FunctionType) -> list[tuple[str, types.FunctionType]]:
+    names = sorted(_all_names(function.__code__))
+    found: dict[str, Any] = {}
+    for name in names:
+        value = function.__globals__.get(name)
+        if not isinstance(value, types.ModuleType):
+            found[name] = value
+        elif _is_followed(value.__name__):
+            # Which of the names are attributes of which module is not told apart.
+            found |= {f"{name}.{n}": vars(value).get(n) for n in names}
+    helpers = []
+    for name, value in found.items():
+        wrapped = inspect.unwrap(value) if isinstance(value, types.FunctionType) else value
+        for helper in dict.fromkeys((value, wrapped)):
+            if isinstance(helper, types.FunctionType) and _is_followed(helper.__module__):
+                helpers.append((name, helper))
+    return helpers
+
+
+def _all_names(code: types.CodeType) -> set[str]:
+    """Names in a function, and in functions and comprehensions within it."""
+    within = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return set(code.co_names).union(*map(_all_names, within))
+
+
+def _is_followed(module: str | None) -> bool:
+    return (module or "").partition(".")[0] not in _VERSIONED
+
+
+def _short(data: Any) -> str:
+    return f"#{digest_of(data)[:16]}"
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
+
+
+def _is_dunder(name: str) -> bool:
+    return name.startswith("__") and name.endswith("__")

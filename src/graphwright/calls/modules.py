@@ -1,0 +1,200 @@
+"""The modules behind a call: plain functions as modules, and modules that stand in for others."""
+
+from __future__ import annotations
+
+import functools
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from .dependencies import (
+    Called,
+    Dependencies,
+    StandIn,
+)
+from .modes import opaque
+
+# What torch.compile keeps on the module that it returns concerns that one alone: with it, another
+# torch.compile would take what stands for that module for compiled, or refuse it.
+_OF_COMPILED = ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config")
+
+
+class _Hidden:
+    """An attribute that the module may have, and its stand-in has not."""
+
+    def __get__(self, owner: object, of: type | None = None) -> Any:
+        raise AttributeError
+
+    def __set__(self, owner: object, value: Any) -> None:
+        raise AttributeError
+
+
+class ModuleProxy(nn.Module, StandIn):
+    """Shares a module's attributes; subclasses say how it is called.
+
+    parameters(), state_dict(), to(), train(), hooks and all else read and change the one module.
+    What a subclass keeps for itself goes into slots, set by `object.__setattr__`.
+    """
+
+    __slots__ = ("_original",)
+
+    _original: nn.Module
+
+    def __init__(self, module: nn.Module) -> None:
+        # One dictionary for both: whatever is set on the one is set on the other.
+        object.__setattr__(self, "__dict__", module.__dict__)
+        object.__setattr__(self, "_original", module)
+
+    @property
+    def _graphwright_stands_for(self) -> Any:
+        return self._original
+
+    @property
+    def module(self) -> Any:
+        """What this stands in for: a module, or a plain function."""
+        original = self._original
+        return original._function if isinstance(original, FunctionModule) else original
+
+    @opaque
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The same as calling."""
+        original = self._original
+        if "forward" in vars(original):  # It is what somebody has wrapped this in.
+            return type(original).forward(original, *args, **kwargs)
+        return self(*args, **kwargs)
+
+    def compile(self, *args: Any, **kwargs: Any) -> None:
+        """Compile the module itself in place, as `torch.nn.Module.compile` does."""
+        self._original.compile(*args, **kwargs)
+
+    # Subclasses of nn.Module may override any of these; their own version has to run.
+
+    def train(self, mode: bool = True) -> ModuleProxy:
+        """Set the module's mode, as `torch.nn.Module.train` does."""
+        self._original.train(mode)
+        return self
+
+    def _apply(self, fn: Any, recurse: bool = True) -> ModuleProxy:
+        self._original._apply(fn, recurse)
+        return self
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """The module's own state_dict, without a prefix."""
+        return self._original.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """Load into the module; weights that were copied are noticed."""
+        return self._original.load_state_dict(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        # The first is asked for before it is set, by copying or unpickling.
+        if name == "_original" or name in _OF_COMPILED:
+            raise AttributeError(name)
+        # Methods of the module's class; what they call is the module, not this object.
+        return getattr(self._original, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        # Through the module's own class, which may have a property of that name.
+        setattr(self._original, name, value)
+
+    def __len__(self) -> int:
+        return len(self._original)  # type: ignore[arg-type]  # a Sequential has a length
+
+    _torchdynamo_orig_callable = _torchdynamo_wrapper_id = get_compiler_config = _Hidden()
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._original[index]  # type: ignore[index]  # a Sequential has items
+
+
+def in_training(module: nn.Module) -> bool:
+    """Whether a module is in training mode; a frozen script has no mode."""
+    return bool(getattr(module, "training", False))
+
+
+class FunctionModule(Called):
+    """A plain function as a module, with the modules and tensors that it reaches as its own."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.training = False
+        self._function = function
+        for name, value in modules_behind(function):
+            if isinstance(value, nn.Module):
+                self._modules[name] = value
+                self.training |= in_training(value)
+            else:
+                self._buffers[name] = value
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the function."""
+        return self._function(*args, **kwargs)
+
+    def function_of(self) -> Callable[..., Any]:
+        """The function."""
+        return self._function
+
+    def reached(self) -> list[nn.Module | torch.Tensor]:
+        """The modules and tensors that it reaches now."""
+        return [value for _, value in modules_behind(self._function)]
+
+
+def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
+    """Modules and tensors that a plain function reaches, wherever it has them from.
+
+    Not the modules and tensors that these modules hold.
+    """
+    found: dict[str, nn.Module | torch.Tensor] = {}
+    for where, value in Dependencies(function).outermost.values():
+        name = where.text.replace(".", "_")
+        found[name if name not in found else f"{name}_{len(found)}"] = value
+    yield from found.items()
+
+
+def values_behind(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
+    """Whatever a plain function reaches by closure, default, global or method, by name.
+
+    What a decorator or torch.compile has wrapped counts as the function too.
+    """
+    inner = getattr(function, "_torchdynamo_orig_callable", None)
+    inner = getattr(function, "__wrapped__", None) if inner is None else inner
+    if inner is not None and not isinstance(function, nn.Module):
+        if isinstance(inner, nn.Module):
+            yield "wrapped", inner
+        else:
+            for name, value in values_behind(inner):
+                yield f"wrapped_{name}", value
+    while isinstance(function, functools.partial):
+        for index, value in enumerate((*function.args, *function.keywords.values())):
+            yield f"partial_{index}", value
+        function = function.func
+    owner = getattr(function, "__self__", None)
+    if not isinstance(function, types.FunctionType | types.MethodType):
+        owner = function  # An object with __call__, a module among them.
+    if isinstance(owner, nn.Module):
+        yield "self", owner
+    elif hasattr(owner, "__dict__") and not isinstance(owner, types.ModuleType):
+        for name, value in vars(owner).items():
+            yield f"self_{name}", value
+        function = getattr(function, "__call__", function)  # noqa: B004  # fetched, not asked for
+    function = getattr(function, "__func__", function)
+    if not isinstance(function, types.FunctionType):
+        return
+    code = function.__code__
+    for name in code.co_names:
+        if name in function.__globals__:
+            yield name, function.__globals__[name]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # The cell is still empty.
+            continue
+    for index, value in enumerate(function.__defaults__ or ()):
+        yield f"default_{index}", value
+    for name, value in (function.__kwdefaults__ or {}).items():
+        yield f"default_{name}", value

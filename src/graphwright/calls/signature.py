@@ -1,0 +1,860 @@
+"""Flatten a call; say when two calls differ.
+
+What was built for one call must never answer another one silently. `CallSignature` describes
+the arguments and the global switches that change what a call computes; `watch.ModuleWatch` what a
+module holds.
+
+Calls that differ in sizes alone: what was built for a range of sizes answers all of them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import struct
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.utils import _pytree as pytree
+from torch.utils._device import DeviceContext
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..errors import (
+    OptionError,
+    SignatureError,
+)
+
+if TYPE_CHECKING:
+    pass
+
+
+Args = tuple[Any, ...]
+Kwargs = Mapping[str, Any]
+SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+
+
+def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], pytree.TreeSpec]:
+    """Flatten a call into its leaves and the tree that puts them back together.
+
+    Keyword arguments are put in the order of their names: f(a=1, b=2) and f(b=2, a=1) are one call.
+    """
+    return pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
+
+
+def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Args, dict[str, Any]]:
+    """Inverse of `flatten`."""
+    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    return args, kwargs
+
+
+def leaf_names(tree: Any, root: str) -> list[str]:
+    """A readable name for each leaf of a tree, for example `output['logits'][0]`."""
+    try:
+        paths, _ = pytree.tree_flatten_with_path(tree)
+    except ValueError:  # A node type was registered without names for its children.
+        return [f"{root}.{index}" for index in range(len(pytree.tree_leaves(tree)))]
+    return [root + pytree.keystr(path) for path, _ in paths]
+
+
+def argument_names(args: Args, kwargs: Kwargs) -> list[str]:
+    """Names of a call's leaves: positional by index, keywords by name."""
+    names = leaf_names(tuple(args), "args")
+    for key, value in sorted(kwargs.items()):
+        names += leaf_names(value, key)
+    return names
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """All tensors among the leaves of a tree."""
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
+    """Hashable description of one leaf: everything that must match for a call to be the same.
+
+    Tensors by shape, dtype, stride, device and requires_grad; other values by type and bit
+    pattern, since 1, 1.0, True and -0.0 differ.
+
+    Raises:
+        SignatureError: the leaf is neither a tensor nor a plain value.
+    """
+    if isinstance(leaf, torch.Tensor):
+        if not _is_plain(leaf):
+            raise SignatureError(
+                f"{name} is {_kind(leaf)}; only plain dense tensors are supported.",
+                remedy="Pass it as its dense parts, or convert it inside the model.",
+            )
+        return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad)
+    if isinstance(leaf, float):
+        return (type(leaf), struct.pack("<d", leaf))
+    if isinstance(leaf, complex):
+        return (type(leaf), struct.pack("<dd", leaf.real, leaf.imag))
+    if isinstance(leaf, SCALARS):
+        return (type(leaf), leaf)
+    raise SignatureError(
+        f"{name} is an object of type {type(leaf).__qualname__}, which graphwright cannot look "
+        "into: tensors inside it would go unseen.",
+        remedy="Pass tensors, plain values, and tuples, lists or dictionaries of them, or "
+        "register the type with torch.utils._pytree.register_pytree_node.",
+    )
+
+
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_STRIDED = torch.strided
+_HOST = torch.device("cpu")
+_is_functional = torch._is_functional_tensor
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_NO_FUNCTION = torch._C._disabled_torch_function_impl
+_EVERY_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+
+
+def _is_plain(value: Any) -> bool:
+    """A dense tensor whose class has no behaviour of its own and whose bits are its values."""
+    return (
+        type(value) in _PLAIN_TYPES
+        and value.layout is torch.strided
+        and not (_is_wrapped(value) or _is_functional(value))
+        and not (value.is_nested or value.is_quantized or value.is_neg() or value.is_conj())
+        and not value._is_zerotensor()
+    )
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    nothing = without_memory(tensor)
+    if nothing is not None:
+        return nothing
+    if type(tensor) not in _PLAIN_TYPES:
+        return f"a {type(tensor).__qualname__}, a subclass of Tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    if tensor.layout is not torch.strided or tensor.is_quantized:
+        return f"a {tensor.layout} tensor" if not tensor.is_quantized else "a quantized tensor"
+    return "a lazily conjugated or negated tensor (see torch.resolve_conj, torch.resolve_neg)"
+
+
+def dispatches(tensor: torch.Tensor) -> bool:
+    """Whether its class runs the operations of PyTorch itself (`__torch_dispatch__`)."""
+    kind = type(tensor)
+    return kind not in _PLAIN_TYPES and kind.__torch_dispatch__ is not _NO_DISPATCH
+
+
+def without_memory(tensor: torch.Tensor) -> str | None:
+    """What a tensor is that has no values in memory of its own, in words; None for any other.
+
+    Neither its address nor its bytes can be asked for: that raises whatever PyTorch raises.
+    """
+    if nn.parameter.is_lazy(tensor):
+        return f"an {type(tensor).__qualname__}, of a lazy module before its first call"
+    if _is_wrapped(tensor):
+        return "a tensor of a torch.func transform (vmap, grad, jvp)"
+    if _is_functional(tensor):
+        return "a functional tensor (torch.func.functionalize)"
+    if dispatches(tensor):
+        return f"a {type(tensor).__qualname__}, a subclass of Tensor"
+    if tensor._is_zerotensor():
+        return "a tensor of zeros without memory"
+    return None
+
+
+def unusual_weight(module: nn.Module) -> tuple[str, str] | None:
+    """The first weight that is no plain dense tensor: its name and what it is; None if all are."""
+    for name, tensor in _weights(module):
+        lazy = nn.parameter.is_lazy(tensor)
+        if lazy or tensor.is_meta or not (_is_plain(tensor) or _is_only_conjugated(tensor)):
+            meta = tensor.is_meta and without_memory(tensor) is None
+            return name, "a meta tensor, without values" if meta else _kind(tensor)
+    return None
+
+
+# By name, so that none has to be imported.
+_SHARDING = ("FSDPModule", "FullyShardedDataParallel")
+
+
+def sharded_module(module: nn.Module) -> tuple[str, str] | None:
+    """A module whose weights come and go around its calls: its name and class; None if none is.
+
+    Between two calls their memory is given back, and a graph would read it.
+    """
+    for path, child in module.named_modules():
+        for kind in type(child).__mro__:
+            if kind.__name__ in _SHARDING and kind.__module__.startswith("torch."):
+                return path, kind.__name__
+    return None
+
+
+def refuse_weights(module: nn.Module, *, subclasses: bool = False) -> None:
+    """Refuse a module with weights that no graph can hold.
+
+    A subclass that answers PyTorch's functions itself may leave the work to plain tensors, as
+    torchao's quantised weights do: it is let through, but for `subclasses=True`, where the values
+    of weights are copied and compared.
+
+    Raises:
+        SignatureError: a parameter, buffer or attribute is such a tensor, or FSDP divides weights.
+    """
+    sharded = sharded_module(module)
+    if sharded is not None:
+        raise SignatureError(
+            f"{sharded[0] or 'The model'} is an {sharded[1]}: the memory of its weights comes and "
+            "goes around each call, and a graph reads where it was.",
+            remedy="Use the plain module on one device.",
+        )
+    for name, tensor in _weights(module):
+        kind = without_memory(tensor)
+        if kind is None and tensor.is_meta:
+            kind = "a meta tensor, without values"
+        if kind is None or (dispatches(tensor) and _answers_functions(tensor) and not subclasses):
+            continue
+        raise SignatureError(
+            f"The weight {name} is {kind}, which a graph cannot hold.",
+            remedy="Run the model once before."
+            if nn.parameter.is_lazy(tensor)
+            else "Use dense tensors of PyTorch's own class as weights.",
+        )
+
+
+def _answers_functions(tensor: torch.Tensor) -> bool:
+    """Whether its class has a `__torch_function__` of its own."""
+    own = type(tensor).__torch_function__
+    return own is not _NO_FUNCTION and getattr(own, "__func__", own) is not _EVERY_FUNCTION
+
+
+def _is_only_conjugated(tensor: torch.Tensor) -> bool:
+    return (tensor.is_conj() or tensor.is_neg()) and _is_plain(tensor.resolve_conj().resolve_neg())
+
+
+def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Parameters, buffers and attributes that are tensors, by name."""
+    for path, child in module.named_modules():
+        # A script has no dictionaries of its own.
+        for held in ("_parameters", "_buffers"):
+            for name, value in getattr(child, held).items():
+                if isinstance(value, torch.Tensor):
+                    yield f"{path}.{name}" if path else name, value
+        for name, value in vars(child).items():
+            if isinstance(value, torch.Tensor):
+                yield f"{path}.{name}" if path else name, value
+
+
+# What `switches` gives, by name.
+SWITCHES = (
+    "autocast on the CPU",
+    "autocast on CUDA",
+    "the default dtype",
+    "torch.use_deterministic_algorithms",
+    "torch.backends.mkldnn.enabled",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cuda.matmul.fp32_precision",
+    "torch.backends.cudnn.conv.fp32_precision",
+    "torch.backends.mkldnn.matmul.fp32_precision",
+    "torch.backends.cuda.flash_sdp",
+    "torch.backends.cuda.mem_efficient_sdp",
+    "torch.backends.cuda.math_sdp",
+    "torch.backends.cuda.cudnn_sdp",
+)
+
+
+def switches() -> tuple[Any, ...]:
+    """The global switches that another process repeats, and that a saved model was built under.
+
+    Read from torch._C: the public properties cost three times as much, and the older TF32 flags
+    raise once one of the newer fp32_precision settings was used.
+    """
+    c = torch._C
+    return (
+        *_autocast(),
+        torch.get_default_dtype(),
+        c._get_deterministic_algorithms(),
+        c._get_mkldnn_enabled(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_fp32_precision_getter("cuda", "matmul"),
+        c._get_fp32_precision_getter("cuda", "conv"),
+        c._get_fp32_precision_getter("mkldnn", "matmul"),
+        c._get_flash_sdp_enabled(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+    )
+
+
+def _autocast() -> tuple[Any, Any]:
+    """Autocast's dtype on the CPU and on CUDA, or False."""
+    if not torch._C._is_any_autocast_enabled():  # Quicker than asking for each.
+        return False, False
+    return (
+        torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
+        torch.is_autocast_enabled("cuda") and torch.get_autocast_dtype("cuda"),
+    )
+
+
+# What `lasting_switches` gives, by name. What an operation of the CPU asks for itself is no part of
+# it, since a graph there runs the operations: precisions of oneDNN, threads, denormals.
+_LASTING = (
+    "the default dtype",
+    "the default device",
+    "torch.use_deterministic_algorithms (warn_only, fill_uninitialized_memory)",
+    "torch.backends.mkldnn.enabled",
+    "torch.backends.cuda.flash_sdp",
+    "torch.backends.cuda.math_sdp",
+    "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
+    "torch.backends.mha.set_fastpath_enabled",
+    "torch.backends.opt_einsum",
+)
+_LASTING_ON_CUDA = (
+    "fp32_precision (TF32) of torch.backends.cuda.matmul and torch.backends.cudnn",
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+    "torch.backends.cuda.mem_efficient_sdp",
+    "torch.backends.cuda.cudnn_sdp",
+    *["the order of kernels for attention (sdpa_kernel(set_priority=True))"]
+    * len(torch._C._get_sdp_priority_order()),
+)
+
+
+def lasting_switches() -> tuple[Any, ...]:
+    """The switches that change what a call computes, but for autocast.
+
+    Read at every call, hence by whatever is quickest, and written out twice. A guard of tensors
+    sees autocast come and go by itself.
+    """
+    c = torch._C
+    modes = _function_modes() if c._len_torch_function_stack() else None
+    contraction = _EINSUM and _EINSUM["enabled"] and _EINSUM["strategy"]
+    deterministic = c._get_deterministic_algorithms() and (
+        c._get_deterministic_algorithms_warn_only(),
+        c._get_deterministic_fill_uninitialized_memory(),
+    )
+    if not _CUDA:
+        return (
+            torch.get_default_dtype(),
+            modes,
+            deterministic,
+            c._get_mkldnn_enabled(),
+            c._get_flash_sdp_enabled(),
+            c._get_math_sdp_enabled(),
+            c._get_math_sdp_allow_fp16_bf16_reduction(),
+            _MHA._is_fastpath_enabled if FastPath.kept is None else FastPath.kept,
+            contraction,
+        )
+    try:
+        tf32 = (c._get_cublas_allow_tf32(), c._get_cudnn_allow_tf32()) if _Tf32.answers else _tf32()
+    except Exception:
+        _Tf32.answers = False
+        tf32 = _tf32()
+    return (
+        torch.get_default_dtype(),
+        modes,
+        deterministic,
+        c._get_mkldnn_enabled(),
+        c._get_flash_sdp_enabled(),
+        c._get_math_sdp_enabled(),
+        c._get_math_sdp_allow_fp16_bf16_reduction(),
+        _MHA._is_fastpath_enabled if FastPath.kept is None else FastPath.kept,
+        contraction,
+        tf32,
+        c._get_cublas_allow_fp16_reduced_precision_reduction(),
+        c._get_cublas_allow_bf16_reduced_precision_reduction(),
+        c._get_cublas_allow_fp16_accumulation(),
+        c._get_cudnn_enabled(),
+        c._get_cudnn_benchmark(),
+        c._get_cudnn_deterministic(),
+        c._get_mem_efficient_sdp_enabled(),
+        c._get_cudnn_sdp_enabled(),
+        *c._get_sdp_priority_order(),
+    )
+
+
+_CUDA = torch.version.cuda is not None or torch.version.hip is not None
+_MHA = torch.backends.mha
+# Its properties take longer to ask for than all of these. Without the package they mean nothing.
+_EINSUM: dict[str, Any] | None = (
+    torch.backends.opt_einsum._get_enabled.__globals__
+    if torch.backends.opt_einsum.is_available()
+    else None
+)
+_NAMES = (*SWITCHES[:2], *_LASTING, *(_LASTING_ON_CUDA if _CUDA else ()))
+
+
+class FastPath:
+    """What the user has set of attention's fast path, while a capture has it off.
+
+    Attributes:
+        kept: that; None where no capture is under way.
+    """
+
+    kept: bool | None = None
+
+
+class _Attention:
+    """The order of attention's kernels, which PyTorch itself changes when it first picks one.
+
+    Only then does it see that the GPU prefers cuDNN's. That is no change of the user's.
+
+    Attributes:
+        settled: whether it has picked one.
+    """
+
+    settled = False
+
+    @classmethod
+    def settle(cls) -> None:
+        """Have it pick one, where CUDA is in use."""
+        if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
+            return
+        cls.settled = True
+        with contextlib.suppress(RuntimeError), _disable_current_modes():
+            few = torch.zeros(1, 1, 8, 8, dtype=torch.float16, device="cuda")
+            torch._fused_sdp_choice(few, few, few)
+
+
+class _Tf32:
+    """Whether the older flags of TF32 can be asked for, which is quicker than the newer settings.
+
+    They raise once these say what they cannot.
+    """
+
+    answers = True
+
+
+def _tf32() -> tuple[Any, ...]:
+    """Precision of float32 in matrix products, and in cuDNN's convolutions and RNNs."""
+    get = torch._C._get_fp32_precision_getter
+    return get("cuda", "matmul"), get("cuda", "conv"), get("cuda", "rnn")
+
+
+def _function_modes() -> tuple[Any, ...] | None:
+    """The default device, `with torch.device(...)` included, and modes of others."""
+    c = torch._C
+    found = []
+    for place in range(c._len_torch_function_stack()):
+        mode = c._get_function_stack_at(place)
+        found.append(mode.device if type(mode) is DeviceContext else mode)
+    return tuple(each for each in found if each != _HOST) or None
+
+
+def _sees_functions() -> bool:
+    """Whether a mode of somebody's wants to see the functions of PyTorch that are called."""
+    c = torch._C
+    return any(
+        type(c._get_function_stack_at(place)) is not DeviceContext
+        for place in range(c._len_torch_function_stack())
+    )
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """Arguments that are tensors and plain values, without containers.
+
+    Attributes:
+        count: of the positional ones.
+        names: of the others, in order.
+        plain: positions of the plain values, and they themselves.
+        places: positions of the tensors.
+        guard: PyTorch's own check of these.
+    """
+
+    count: int
+    names: tuple[str, ...]
+    plain: tuple[tuple[int, Any], ...]
+    places: tuple[int, ...]
+    guard: Callable[..., bool]
+
+    @classmethod
+    def of(cls, args: Args, kwargs: Kwargs) -> Mixed | None:
+        """None where there are other arguments, or no tensors."""
+        names = tuple(sorted(kwargs))
+        values = (*args, *(kwargs[name] for name in names))
+        places = tuple(i for i, v in enumerate(values) if isinstance(v, torch.Tensor))
+        plain = tuple((i, v) for i, v in enumerate(values) if isinstance(v, SCALARS))
+        if not places or len(places) + len(plain) < len(values):
+            return None
+        guard = guard_of(tuple(values[i] for i in places))
+        return None if guard is None else cls(len(args), names, plain, places, guard)
+
+    def values(self, args: Args, kwargs: Kwargs) -> Args | None:
+        """A call's arguments in a row, if the plain ones are the very same; else None."""
+        if len(args) != self.count or len(kwargs) != len(self.names):
+            return None
+        if kwargs:
+            try:
+                args = (*args, *[kwargs[name] for name in self.names])
+            except KeyError:
+                return None
+        for index, value in self.plain:
+            if args[index] is not value:
+                return None
+        return args
+
+    def tensors(self, values: Args) -> Args:
+        """The tensors among them."""
+        return tuple([values[index] for index in self.places])
+
+
+@dataclass(frozen=True)
+class CallSignature:
+    """What two calls must share for the one to stand for the other."""
+
+    spec: pytree.TreeSpec
+    leaves: tuple[tuple[Any, ...], ...]
+    aliases: tuple[tuple[int, int, int], ...]
+    switches: tuple[Any, ...]
+    # The common case, arguments that are plain tensors, is compared without flattening:
+    # one description a positional argument, and one a keyword, in the order of their names. None
+    # where there are others.
+    flat: tuple[tuple[tuple[Any, ...], ...], dict[str, tuple[Any, ...]]] | None = field(
+        compare=False
+    )
+    # PyTorch's own check of tensors against such a call's, in C++: true only for calls that fit.
+    guard: Callable[..., bool] | None = field(compare=False, repr=False)
+    # The same for calls with plain values beside the tensors.
+    mixed: Mixed | None = field(compare=False, repr=False, default=None)
+
+    @classmethod
+    def of(cls, args: Args, kwargs: Kwargs) -> CallSignature:
+        """Describe a call.
+
+        Raises:
+            SignatureError: an argument is neither a tensor nor a plain value.
+        """
+        if _CUDA and not _Attention.settled:
+            _Attention.settle()
+        leaves, spec = flatten(args, kwargs)
+        described: list[tuple[Any, ...]] = []
+        for index, leaf in enumerate(leaves):
+            try:
+                described.append(describe(leaf))
+            except SignatureError:
+                # Naming leaves is slow, so it is done only for the error.
+                describe(leaf, argument_names(args, kwargs)[index])
+                raise
+        flat = guard = None
+        aliases = _shared(leaves)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if len(tensors) > 1 and _overlapping(tensors):
+            raise SignatureError(
+                "Two arguments share memory that belongs to something other than PyTorch.",
+                remedy="Pass copies, or views of one tensor.",
+            )
+        values = (*args, *kwargs.values())
+        if not aliases and all(isinstance(value, torch.Tensor) for value in values):
+            flat = (
+                tuple(describe(value) for value in args),
+                {name: describe(value) for name, value in sorted(kwargs.items())},
+            )
+            guard = guard_of((*args, *(kwargs[name] for name in flat[1])))
+        mixed = None if flat is not None or aliases else Mixed.of(args, kwargs)
+        switched = (*_autocast(), *lasting_switches())
+        return cls(spec, tuple(described), aliases, switched, flat, guard, mixed)
+
+    @functools.cached_property
+    def wants_grad(self) -> bool:
+        """Whether any tensor of the call requires grad."""
+        return any(len(leaf) == 5 and leaf[4] for leaf in self.leaves)
+
+    def fits(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a call has this signature; takes a microsecond or two."""
+        if torch._C._len_torch_dispatch_stack():  # make_fx's mode does not show in the guard.
+            return False
+        if self.guard is not None and self.flat is not None:
+            positional, named = self.flat
+            if len(args) != len(positional) or len(kwargs) != len(named):
+                return False
+            try:
+                values = (*args, *[kwargs[name] for name in named]) if named else args
+            except KeyError:
+                return False
+            if fitting(self.guard, values):
+                return self._switched()
+        if self.mixed is not None:
+            row = self.mixed.values(args, kwargs)
+            if row is not None and fitting(self.mixed.guard, self.mixed.tensors(row)):
+                return self._switched()
+        if inside_transform():
+            return False
+        if self.flat is None:
+            return self.differences(args, kwargs) is None
+        positional, named = self.flat
+        if len(args) != len(positional) or len(kwargs) != len(named):
+            return False
+        for value, expected in zip(args, positional, strict=True):
+            if not _is(value, expected):
+                return False
+        for name, value in kwargs.items():
+            if name not in named or not _is(value, named[name]):
+                return False
+        if len(args) + len(kwargs) > 1 and _shared((*args, *kwargs.values())):
+            return False
+        return self._switched()
+
+    def _switched(self) -> bool:
+        """Whether the switches are what they were."""
+        return (*_autocast(), *lasting_switches()) == self.switches
+
+    def differences(self, args: Args, kwargs: Kwargs) -> str | None:
+        """Why a call does not fit this signature, in words, or None when it fits."""
+        if inside_transform():
+            return "the call is traced, or inside a torch.func transform or a mode of PyTorch's"
+        try:
+            other = CallSignature.of(args, kwargs)
+        except SignatureError as error:
+            return error.what
+        if other == self:
+            return None
+        if other.spec != self.spec:
+            return "other arguments: the tree of positional and keyword arguments differs"
+        found = []
+        names = argument_names(args, kwargs)
+        for name, mine, theirs in zip(names, self.leaves, other.leaves, strict=True):
+            if mine != theirs:
+                found.append(f"{name} is {_words(theirs)}, built for {_words(mine)}")
+        if other.aliases != self.aliases:
+            found.append("the arguments share memory in another way")
+        if other.switches != self.switches:
+            pairs = zip(_NAMES, self.switches, other.switches, strict=True)
+            found += [f"the switch {name} is {b}, and was {a}" for name, a, b in pairs if a != b]
+        return "; ".join(found)
+
+
+def _is(value: Any, expected: tuple[Any, ...]) -> bool:
+    """Whether a value has a description, without making a description of it."""
+    shape, dtype, stride, device, requires_grad = expected
+    return (
+        type(value) in _PLAIN_TYPES
+        and value.layout is torch.strided
+        and not value.is_nested
+        and value.dtype is dtype
+        and value.shape == shape
+        and value.stride() == stride
+        and value.device == device
+        and value.requires_grad is requires_grad
+        and not value.is_neg()
+        and not value._is_zerotensor()
+        and not (_is_wrapped(value) or _is_functional(value))
+        and not (dtype.is_complex and value.is_conj())
+    )
+
+
+def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
+    """A quick check whether tensors are of the same type, layout, device and so on as these.
+
+    It is what torch.compile guards its code with; it may say no to tensors that fit, under another
+    autocast or inference mode for example.
+    """
+    try:
+        from torch._C._dynamo.guards import TensorGuards
+
+        # Its stub speaks of one tensor where it takes several.
+        sizes: Any = [list(tensor.size()) for tensor in tensors]
+        strides: Any = [list(tensor.stride()) for tensor in tensors]
+        guards = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+        check: Callable[..., bool] = guards.check
+        return check if tensors and check(*tensors) else None
+    except (ImportError, TypeError, ValueError, RuntimeError):  # It is no public interface.
+        return None
+
+
+def are_plain(values: Sequence[Any]) -> bool:
+    """Whether all values are dense tensors of PyTorch's own class."""
+    for value in values:
+        if type(value) not in _PLAIN_TYPES or value.layout is not _STRIDED or value.is_nested:
+            return False
+    return True
+
+
+def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
+    """Whether a guard passes some values, which are tensors that share no memory."""
+    # The guard ends the process on tensors without strides.
+    if not are_plain(values):
+        return False
+    return guard(*values) and (len(values) < 2 or _apart(values))
+
+
+def _apart(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each tensor has a storage of its own that holds something."""
+    found = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+    return len(found) == len(tensors) and 0 not in found and not _overlapping(tensors)
+
+
+def _overlapping(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether storages that begin at different places overlap, as those of NumPy arrays may."""
+    storages = [tensor.untyped_storage() for tensor in tensors]
+    ranges = sorted({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
+    return any(a + n > b for (a, n), (b, _) in itertools.pairwise(ranges) if a != b)
+
+
+def inside_transform() -> bool:
+    """Whether vmap, tracing, a mode or the like wants to see the operations themselves."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._is_tracing()
+        or (torch._C._len_torch_function_stack() > 0 and _sees_functions())
+    )
+
+
+def _shared(leaves: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
+    """Pairs of leaves in one storage, and how many bytes they lie apart in it."""
+    tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    if len(tensors) < 2:
+        return ()
+    first: dict[int, tuple[int, int]] = {}
+    pairs = []
+    for index, tensor in tensors:
+        if tensor.numel() == 0:
+            continue
+        pointer = tensor.untyped_storage().data_ptr()
+        if pointer in first:
+            other, start = first[pointer]
+            pairs.append((other, index, tensor.data_ptr() - start))
+        else:
+            first[pointer] = (index, tensor.data_ptr())
+    return tuple(pairs)
+
+
+def _words(described: tuple[Any, ...]) -> str:
+    if len(described) == 5:
+        shape, dtype, stride, device, requires_grad = described
+        grad = ", requires_grad" if requires_grad else ""
+        return (
+            f"{tuple(shape)} {str(dtype).removeprefix('torch.')} strides {stride} on {device}{grad}"
+        )
+    kind, value = described
+    if isinstance(kind, type) and issubclass(kind, float):
+        return f"float {struct.unpack('<d', value)[0]!r}"
+    return f"{kind.__name__} {value!r}"
+
+
+@dataclass(frozen=True)
+class Range:
+    """The sizes that one dimension may have; dimensions of one name have the same one.
+
+    Attributes:
+        leaf: which of a call's leaves.
+        axis: which dimension of it.
+        name: of the dimension.
+        low: smallest size.
+        high: largest size.
+    """
+
+    leaf: int
+    axis: int
+    name: str
+    low: int
+    high: int
+
+
+@dataclass(frozen=True)
+class RangedSignature:
+    """What calls must share but for the sizes of some dimensions.
+
+    Their tensors are contiguous, as the sample's were.
+    """
+
+    base: CallSignature
+    ranges: tuple[Range, ...]
+
+    @property
+    def wants_grad(self) -> bool:
+        """Whether any tensor of the call requires grad."""
+        return self.base.wants_grad
+
+    def fits(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a call is answered by what was built for the range."""
+        return self.differences(args, kwargs) is None
+
+    def differences(self, args: Args, kwargs: Kwargs) -> str | None:
+        """Why a call does not fit, in words, or None when it fits."""
+        plain = self.base.differences(args, kwargs)
+        if plain is None or inside_transform():
+            return plain
+        try:
+            other = CallSignature.of(args, kwargs)
+        except Exception:
+            return plain
+        base = self.base
+        same = (other.spec, other.aliases, other.switches)
+        if same != (base.spec, base.aliases, base.switches):
+            return plain
+        sizes: dict[str, int] = {}
+        for index, (mine, theirs) in enumerate(zip(base.leaves, other.leaves, strict=True)):
+            own = [each for each in self.ranges if each.leaf == index]
+            if not own:
+                if mine != theirs:
+                    return plain
+                continue
+            shape, *kind = theirs
+            if len(theirs) != 5 or len(shape) != len(mine[0]):
+                return plain
+            expected = list(mine[0])
+            for each in own:
+                n = expected[each.axis] = shape[each.axis]
+                if not each.low <= n <= each.high:
+                    return f"{each.name} is {n}; what was built answers {each.low} to {each.high}"
+                if sizes.setdefault(each.name, n) != n:
+                    return f"{each.name} is both {sizes[each.name]} and {n}"
+            known = [mine[1], _contiguous(expected), *mine[3:]]
+            if list(shape) != expected or kind[:1] + kind[2:] != known[:1] + known[2:]:
+                return plain
+            if _odd(expected, kind[1], known[1]):
+                return plain
+        return None
+
+
+def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for size in reversed(shape):
+        strides.append(step)
+        step *= max(size, 1)
+    return tuple(reversed(strides))
+
+
+def _odd(shape: Sequence[int], strides: Any, expected: Sequence[int]) -> bool:
+    """Whether strides differ where they matter."""
+    steps = zip(shape, strides, expected, strict=True)
+    return any(size > 1 and mine != theirs for size, mine, theirs in steps)
+
+
+Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
+
+
+def quick_key(args: Args, kwargs: Kwargs) -> Any:
+    """What is looked up before a whole signature is made; None where not all are tensors."""
+    try:
+        shapes = [arg.shape for arg in args]
+        if kwargs:
+            return (*shapes, *kwargs, *[value.shape for value in kwargs.values()])
+        return tuple(shapes)
+    except (AttributeError, RuntimeError):  # A nested tensor has no shape.
+        return None
+
+
+def arguments_of(call: Call) -> tuple[Args, Kwargs]:
+    """Positional and keyword arguments of a call that was written down in one of three ways.
+
+    Raises:
+        OptionError: it is none of them.
+    """
+    if isinstance(call, Mapping):
+        return (), dict(call)
+    if isinstance(call, tuple):
+        if len(call) == 2 and isinstance(call[0], tuple) and isinstance(call[1], Mapping):
+            return call[0], dict(call[1])
+        return call, {}
+    raise OptionError(
+        f"A call is written as a tuple, a dictionary, or a pair of both, not a "
+        f"{type(call).__name__}.",
+        remedy="For one positional argument x write (x,).",
+    )

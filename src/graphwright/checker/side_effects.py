@@ -1,0 +1,194 @@
+"""What a call does beside tensor work: clocks, Python's randomness, streams, captures, hooks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import gc
+import random
+import sys
+import time
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from ..dispatch.graphed_callable import GraphedCallable
+from ..graphs.captured_call import CallGraph
+from . import obstacles
+from .finding import Place, is_direct, place_of, place_of_code
+from .obstacles import Found, Kind
+
+_CLOCKS = {
+    time.time,
+    time.time_ns,
+    time.perf_counter,
+    time.perf_counter_ns,
+    time.monotonic,
+    time.monotonic_ns,
+    time.process_time,
+    time.localtime,
+    time.gmtime,
+    time.strftime,
+    time.ctime,
+}
+_DATES = ("now", "utcnow", "today")
+_WAITS = ("synchronize", "query", "elapsed_time")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
+_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
+
+
+class _Stand:
+    """Stands for a stream or an event of a GPU that is not there."""
+
+    def __init__(self, name: str, told: Callable[[str], None]) -> None:
+        self._name = name
+        self._told = told
+
+    def __getattr__(self, name: str) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            self._told(f"{self._name}.{name}")
+            return {"query": True, "elapsed_time": 0.0}.get(name)
+
+        return method
+
+    def __enter__(self) -> _Stand:
+        return self
+
+    def __exit__(self, *args: object) -> None: ...
+
+
+@contextlib.contextmanager
+def python_watched(found: Found) -> Iterator[None]:
+    """Note what the user's code asks Python's clocks and random generators."""
+
+    def look(frame: FrameType, event: str, called: Any) -> None:
+        if event != "c_call":
+            return
+        name = called.__name__
+        owner = getattr(called, "__self__", None)
+        if called in _CLOCKS or (name in _DATES and isinstance(owner, type)):
+            kind, operation = obstacles.CLOCK, f"{getattr(owner, '__name__', 'time')}.{name}()"
+        elif isinstance(owner, random.Random):
+            kind, operation = obstacles.HOST_RANDOM, f"random.{name}()"
+        elif name == "urandom":
+            kind, operation = obstacles.HOST_RANDOM, "os.urandom()"
+        else:
+            return
+        if is_direct(frame):
+            found.add(kind, place_of(frame), operation)
+
+    before = sys.getprofile()
+    sys.setprofile(look)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+
+
+@contextlib.contextmanager
+def cuda_watched(found: Found, *, pretend: bool) -> Iterator[None]:
+    """Note streams, events, waiting for the GPU, and captures inside the call."""
+
+    def told(operation: str) -> None:
+        frame = sys._getframe(2)
+        if is_direct(frame):
+            waits = operation.rpartition(".")[2] in _WAITS
+            found.add(
+                obstacles.WAIT if waits else obstacles.STREAM, place_of(frame), f"{operation}()"
+            )
+
+    with contextlib.ExitStack() as stack:
+
+        def put(owner: Any, name: str, value: Any) -> None:
+            stack.enter_context(mock.patch.object(owner, name, value))
+
+        def watched(owner: Any, name: str, spoken: str) -> None:
+            original = getattr(owner, name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                told(spoken)
+                return original(*args, **kwargs)
+
+            put(owner, name, call)
+
+        def seeds(seed: int) -> Any:
+            frame = sys._getframe(1)
+            if is_direct(frame):
+                found.add(obstacles.SEED, place_of(frame), "torch.manual_seed()")
+            return seeded(seed)
+
+        seeded = torch.manual_seed
+        put(torch, "manual_seed", seeds)
+        for owner, name in ((GraphedCallable, "call"), (CallGraph, "__call__")):
+            put(owner, name, _nested(getattr(owner, name), found))
+        if not pretend:
+            watched(torch.cuda, "synchronize", "torch.cuda.synchronize")
+            for kind in (torch.cuda.Stream, torch.cuda.Event):
+                for name in ("synchronize", "query", "wait", "record", "wait_event", "wait_stream"):
+                    if hasattr(kind, name):
+                        watched(kind, name, f"{kind.__name__}.{name}")
+            put(torch.cuda.graph, "__enter__", _nested(torch.cuda.graph.__enter__, found))
+            yield
+            return
+
+        try:
+            torch.cuda.is_current_stream_capturing()
+        except RuntimeError:  # PyTorch was built without CUDA.
+            put(torch.cuda, "is_current_stream_capturing", lambda: False)
+
+        def nothing(*args: Any, **kwargs: Any) -> None:
+            told("torch.cuda.synchronize")
+
+        put(torch.cuda, "synchronize", nothing)
+        for name in ("Stream", "Event", "current_stream", "default_stream"):
+            spoken = name.rpartition("_")[2].capitalize()
+
+            def make(*args: Any, spoken: str = spoken, **kwargs: Any) -> _Stand:
+                return _Stand(spoken, told)
+
+            put(torch.cuda, name, make)
+        put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+        yield
+
+
+def _nested(original: Callable[..., Any], found: Found) -> Callable[..., Any]:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        found.add(obstacles.NESTED, place_of(sys._getframe(1)), type(self).__name__)
+        return original(self, *args, **kwargs)
+
+    return call
+
+
+def sizes_of_caches() -> dict[int, tuple[Any, int]]:
+    """All functools.lru_cache of the process, and how much they hold."""
+    # By its type alone: to ask a module's stand-in for its class may import, or warn.
+    caches = [c for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]
+    return {id(cache): (cache, cache.cache_info().currsize) for cache in caches}
+
+
+def clear_what_grew(before: dict[int, tuple[Any, int]]) -> None:
+    """Empty the caches of the user's own functions that hold more than before."""
+    for key, (cache, size) in sizes_of_caches().items() if before else ():
+        grown = size > before.get(key, (None, 0))[1]
+        if grown and place_of_code(getattr(cache, "__wrapped__", None)).file:
+            cache.cache_clear()
+
+
+def hooks_of(module: nn.Module) -> Iterator[tuple[Kind, Place, str]]:
+    """The forward hooks that the user's own code has put on modules."""
+    holders = [
+        (f"a forward hook of {type(child).__name__}{f' ({path})' if path else ''}", holder)
+        for path, child in module.named_modules()
+        for holder in (getattr(child, name, {}) for name in _HOOKS)
+    ]
+    everyone = [("a forward hook of all modules", getattr(nn_module, n, {})) for n in _GLOBAL_HOOKS]
+    for name, holder in holders + everyone:
+        for hook in holder.values():
+            place = place_of_code(hook)
+            if place.file:
+                yield obstacles.HOOK, place, name

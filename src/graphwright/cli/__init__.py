@@ -1,0 +1,1 @@
+"""The command line: what a user of the library does not need. Begin with main."""

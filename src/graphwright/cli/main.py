@@ -1,0 +1,445 @@
+"""graphwright tune | run | check | strategies | report.
+
+Exit codes: 0 done; 1 check has found what blocks or breaks a capture; 2 the command, the target or
+the model is wrong, or results cannot be written, said in one sentence; 130 interrupted, after what
+was known by then was written and printed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import shlex
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TextIO
+
+import click
+
+from .outputs import (
+    EXIT_BAD_INPUT,
+    check_files,
+    check_sources,
+    deliver,
+    report_writers,
+    save_winner,
+    write_text,
+)
+
+EXIT_FOUND = 1
+EXIT_INTERRUPTED = 130
+_TIMEOUT_S = 600.0
+
+
+class _Seconds(click.ParamType[float]):
+    name = "seconds"
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> float:
+        if isinstance(value, float):
+            return value
+        text = str(value)
+        factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+        try:
+            seconds = float(text[:-1]) * factor if factor else float(text)
+        except ValueError:
+            seconds = math.nan
+        if not 0 < seconds < math.inf:
+            self.fail(f"{text!r} is no duration above zero: write 120s or 2m", param, ctx)
+        return seconds
+
+
+class _Group(click.Group):
+    """Ends a command whatever happens: an error in one sentence and with 2, Ctrl-C with 130."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        from ..errors import GraphwrightError
+        from ..report.terminal import Unheard
+
+        for stream in ("stdout", "stderr"):
+            if getattr(sys, stream) is None:  # It was closed before this began.
+                setattr(sys, stream, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # for good
+        stderr: Any = Unheard(sys.stderr)
+        with contextlib.redirect_stderr(stderr):
+            try:
+                return super().invoke(ctx)
+            except GraphwrightError as error:
+                click.echo(f"graphwright: {error}", err=True)
+                ctx.exit(EXIT_BAD_INPUT)
+            except (KeyboardInterrupt, click.Abort):
+                click.echo("graphwright: interrupted.", err=True)
+                ctx.exit(EXIT_INTERRUPTED)
+
+
+@click.group(cls=_Group, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(package_name="graphwright")
+def main() -> None:
+    """Make PyTorch models fast on the machine they run on, and prove them still right."""
+
+
+_INPUTS = click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="SHAPE:DTYPE",
+    help="A random argument, such as 8x128:float32 or 8x128:int64:30522; once an argument.",
+)
+_DEVICE = click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; by default a GPU if there is one."
+)
+_FILE = click.Path(dir_okay=False)
+
+
+@main.command()
+@click.argument("target")
+@_INPUTS
+@_DEVICE
+@click.option(
+    "--objective",
+    type=click.Choice(["latency", "throughput", "memory", "cold_start"]),
+    default="latency",
+    show_default=True,
+    help="What the best is best in.",
+)
+@click.option(
+    "--allow", multiple=True, metavar="NAME", help="A lossy rewrite to try: tf32, bf16, fp16."
+)
+@click.option(
+    "--strategies", metavar="A,B", help="Try only these, such as torchscript,inductor+graph."
+)
+@click.option("--tolerance", type=float, help="Relative error to accept, in place of 3 × eager's.")
+@click.option("--budget", type=_Seconds(), help="Take no longer than this: 120s or 2m.")
+@click.option(
+    "--timeout",
+    type=_Seconds(),
+    default="10m",
+    show_default=True,
+    help="Give a strategy up whose set-up or timing takes longer.",
+)
+@click.option(
+    "--memory-limit", metavar="BYTES", help="What one strategy may take beside the model: 2GiB."
+)
+@click.option("--here", is_flag=True, help="Try strategies in this process, not in ones of theirs.")
+@click.option("--fresh", is_flag=True, help="Tune though a choice of an earlier run is remembered.")
+@click.option(
+    "--json", "json_file", type=_FILE, help="Save the report with every time, for `report`."
+)
+@click.option("--markdown", "markdown_file", type=_FILE, help="Save the report as Markdown.")
+@click.option("--svg", "svg_file", type=_FILE, help="Save the report as a picture.")
+@click.option("--save", "save_file", type=_FILE, help="Save the winner, for `run`.")
+def tune(
+    target: str,
+    inputs: Sequence[str],
+    device: str | None,
+    objective: str,
+    allow: Sequence[str],
+    strategies: str | None,
+    tolerance: float | None,
+    budget: float | None,
+    timeout: float,
+    memory_limit: str | None,
+    here: bool,
+    fresh: bool,
+    json_file: str | None,
+    markdown_file: str | None,
+    svg_file: str | None,
+    save_file: str | None,
+) -> None:
+    """Try every way to run TARGET that this machine has, verify each, and name the best.
+
+    TARGET is path/to/file.py:function or package.module:function. The function takes no arguments
+    and returns (model, args) or (model, args, kwargs). A module class does too, with --input.
+    """
+    from ..report.progress import shown
+    from ..report.terminal import show
+    from ..tuning.tuner import Tuning
+    from .targets import load_target
+
+    files = {"json": json_file, "markdown": markdown_file, "svg": svg_file, "save": save_file}
+    check_files(files)
+    names = None if strategies is None else _split([strategies])
+    if names == ():
+        raise click.BadParameter(
+            "it is empty; `graphwright strategies` lists what there is", param_hint="--strategies"
+        )
+    loaded = load_target(target, inputs, _device(device))
+    check_sources(files, loaded.file)
+    tuning = Tuning(
+        loaded.model,
+        loaded.args,
+        loaded.kwargs,
+        strategies=names,
+        objective=objective,
+        tolerance=tolerance,
+        allow=_split(allow),
+        budget_s=budget,
+        timeout_s=timeout,
+        memory_limit=memory_limit,
+        isolate=None if not here else False,
+        fresh=fresh,
+        name=loaded.name,
+        repeat=_repeater(
+            target,
+            {"--input": inputs, "--allow": allow},
+            {
+                "--device": device,
+                "--objective": None if objective == "latency" else objective,
+                "--tolerance": tolerance,
+                "--timeout": None if timeout == _TIMEOUT_S else f"{timeout:g}s",
+                "--memory-limit": memory_limit,
+            },
+            ["--here"] * here,
+        ),
+    )
+    tuning.report.notes += loaded.notes
+    tuned = None
+    with shown(True) as listener, _warnings_told(), contextlib.suppress(KeyboardInterrupt):
+        tuned = tuning.run(listener)
+    result = tuning.report
+    writers = report_writers(result)
+    if tuned is not None:
+        writers["save"] = lambda name: save_winner(tuned, name)
+    deliver(files, writers, lambda: show(result))
+    if tuned is None:
+        kept = "" if save_file is None else ": no winner was saved"
+        click.echo(f"graphwright: interrupted{kept}.", err=True)
+        raise SystemExit(EXIT_INTERRUPTED)
+
+
+@main.command()
+@click.argument("artifact", type=_FILE)
+@click.option(
+    "--model",
+    "target",
+    metavar="TARGET",
+    help="The model that was tuned, as for tune; needed where `strategies` says: loads with model.",
+)
+@click.option(
+    "--trust",
+    is_flag=True,
+    help="Execute code that the file holds; needed where `strategies` says: loads with trust.",
+)
+@click.option(
+    "--device",
+    metavar="DEVICE",
+    help="cpu, cuda or cuda:1; by default where it was saved, or with --model a GPU if there is "
+    "one.",
+)
+@click.option(
+    "--calls",
+    type=click.IntRange(1),
+    default=100,
+    show_default=True,
+    help="How many calls to time, of each sample input.",
+)
+def run(artifact: str, target: str | None, trust: bool, device: str | None, calls: int) -> None:
+    """Load ARTIFACT, which `tune --save` wrote, and time its answers to its own sample inputs."""
+    from ..report.terminal import printing
+    from .run import show, tried
+    from .targets import load_target
+
+    place, model = None if device is None else _device(device), None
+    if target is not None:
+        place = place or _device(None)
+        model = load_target(target, (), place, inputs_needed=False).model
+    trial = tried(Path(artifact), model, trust=trust, device=place, calls=calls)
+    with printing():
+        show(trial)
+
+
+@main.command()
+@click.argument("target")
+@_INPUTS
+@_DEVICE
+@click.option(
+    "--runs",
+    type=click.IntRange(2),
+    default=2,
+    show_default=True,
+    help="How many calls to observe: what differs between them cannot be captured.",
+)
+@click.option("--json", "json_file", type=_FILE, help="Save the findings.")
+def check(
+    target: str, inputs: Sequence[str], device: str | None, runs: int, json_file: str | None
+) -> None:
+    """Find what keeps TARGET from being captured as a CUDA graph: where, why, and the mend.
+
+    Needs no GPU: a model on the CPU is judged as if it were on one. TARGET is as for tune. Exit
+    code 1 where something blocks a capture or breaks it.
+    """
+    from ..checker.checker import check as checked
+    from ..checker.finding import Severity
+    from ..checker.rendering import show, to_json
+    from .targets import load_target
+
+    files = {"json": json_file}
+    check_files(files)
+    loaded = load_target(target, inputs, _device(device))
+    check_sources(files, loaded.file)
+    found = checked(loaded.model, loaded.args, loaded.kwargs, runs=runs)
+    writers = {"json": lambda name: write_text(name, to_json(loaded.name, found))}
+    deliver(files, writers, lambda: show(loaded.name, found))
+    if any(finding.severity in (Severity.BLOCKS, Severity.BREAKS) for finding in found):
+        raise SystemExit(EXIT_FOUND)
+
+
+@main.command()
+@click.argument("file", type=_FILE)
+@click.option("--markdown", is_flag=True, help="Print Markdown in place of a table.")
+@click.option("--svg", "svg_file", type=_FILE, help="Save a picture as well.")
+def report(file: str, markdown: bool, svg_file: str | None) -> None:
+    """Print a report that `tune --json FILE` saved."""
+    from ..errors import TargetError
+    from ..report.markdown import to_markdown
+    from ..report.report import Report
+    from ..report.terminal import show
+
+    try:
+        text = Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise TargetError(f"{file} cannot be read: {error}.") from error
+    saved = Report.from_json(text)
+    files = {"svg": svg_file}
+    check_files(files)
+    check_sources(files, Path(file))
+    deliver(
+        files,
+        report_writers(saved),
+        (lambda: click.echo(to_markdown(saved), nl=False)) if markdown else lambda: show(saved),
+    )
+
+
+@main.command()
+@_DEVICE
+def strategies(device: str | None) -> None:
+    """List the strategies, which of them run here, and what would change that."""
+    from rich.console import Console
+    from torch import nn
+
+    from ..report.terminal import printing, show_strategies
+    from ..strategies.base import probe
+    from ..strategies.registry import COMPILERS, LOSSY, REWRITES, RUNNERS, default_candidates
+
+    place = _device(device)
+    # Convolutions are what rewrites look for.
+    tried, allowed = (
+        {
+            part
+            for candidate in default_candidates(nn.Conv2d(1, 1, 1), place, allow)
+            for part in (candidate.rewrite, candidate.compiler, candidate.runner)
+        }
+        for allow in ((), LOSSY)
+    )
+    listed: dict[str, list[tuple[tuple[str, str, str, str], str]]] = {}
+    waiting = Console(stderr=True)
+    kinds: dict[str, Sequence[Any]] = {
+        "rewrites": REWRITES,
+        "compilers": COMPILERS,
+        "runners": RUNNERS,
+    }
+    with waiting.status("running a tiny model through each") as status:
+        for kind, parts in kinds.items():
+            listed[kind] = []
+            for part in parts:
+                status.update(f"trying {part.name}")
+                found = probe(part, place)
+                told = [found.reason, found.remedy]
+                if unsavable := getattr(part, "unsavable", ""):
+                    told.append(f"Not to be saved: {unsavable}")
+                only = "" if part in tried else "allowed" if part in allowed else "named"
+                needs = _needs(part) if kind == "compilers" else ""
+                cells = (part.name, "yes" if found.available else "no", needs, only)
+                listed[kind].append((cells, " ".join(f"{t.rstrip('.')}." for t in told if t)))
+    closing = (
+        f"device: {place}; combine parts as rewrite+compiler+runner.",
+        "loads with, once it is saved: nothing, as it was built; trust, as it is code; or the "
+        "model, when it is the choice, and is built again.",
+        "only if: not tried by default, but allowed with --allow NAME, or named with --strategies "
+        "NAME.",
+    )
+    with printing():
+        show_strategies(listed, closing)
+
+
+def _needs(compiler: Any) -> str:
+    """What `load` needs beside what was saved of a compiler."""
+    from ..strategies.base import Loader
+
+    if getattr(compiler, "unsavable", None) is not None:
+        return "never"
+    if isinstance(compiler, Loader):
+        return "trust" if compiler.holds_code else "nothing"
+    # Caches of compilers are code as well.
+    return "model, trust" if hasattr(compiler, "warm") else "model"
+
+
+def _device(text: str | None) -> Any:
+    import torch
+
+    from ..errors import TargetError
+
+    if text is None:
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(text)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        first = str(error).splitlines()[0]
+        raise TargetError(
+            f"--device {text!r} cannot be used: {first}.", remedy="Write cpu, cuda or cuda:0."
+        ) from error
+    return device
+
+
+def _repeater(
+    target: str,
+    several: dict[str, Sequence[str]],
+    single: dict[str, object],
+    flags: Sequence[str],
+) -> Callable[[str], str]:
+    """The command that tries one strategy again, as this run has tried it."""
+    given = ["graphwright", "tune", target, *flags]
+    for option, values in several.items():
+        given += [word for value in values for word in (option, value)]
+    for option, value in single.items():
+        given += [] if value is None else [option, str(value)]
+    return lambda strategy: shlex.join([*given, "--strategies", strategy, "--fresh"])
+
+
+def _split(values: Sequence[str]) -> tuple[str, ...]:
+    parts = (part.strip() for value in values for part in value.split(","))
+    return tuple(filter(None, parts))
+
+
+@contextlib.contextmanager
+def _warnings_told() -> Iterator[None]:
+    """Warnings of graphwright's name its caller's line, which is click's here: say them plainly."""
+    usual = warnings.showwarning
+
+    def tell(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if filename != click.core.__file__:
+            usual(message, category, filename, lineno, file, line)
+            return
+        remedy = ""
+        if "cannot be remembered" in str(message):
+            remedy = "\nSet GRAPHWRIGHT_CACHE_DIR to a folder that can be written to."
+        click.echo(f"graphwright: {message}.{remedy}", err=True)
+
+    with warnings.catch_warnings():
+        warnings.showwarning = tell
+        yield
+
+
+if __name__ == "__main__":
+    main()

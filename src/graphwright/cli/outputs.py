@@ -1,0 +1,151 @@
+"""The files that a command writes: checked before its work, written before anything is shown."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import zipfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import click
+
+EXIT_BAD_INPUT = 2
+
+
+def check_files(files: Mapping[str, str | None]) -> None:
+    """Before minutes of work, not after: can results be written, and would one end another?"""
+    from ..artifacts.evidence import FILES
+    from ..errors import TargetError
+
+    remedy = "Choose another place."
+    options: dict[str, str] = {}
+    for option, name in files.items():
+        if name is None:
+            continue
+        path = Path(name)
+        other = options.setdefault(os.path.realpath(path), option)
+        if other != option:
+            raise TargetError(f"--{other} and --{option} are one file, {name}.", remedy=remedy)
+        # What is saved replaces a file as a whole.
+        replaced = option == "save" or not path.exists()
+        if not path.parent.is_dir():
+            raise TargetError(
+                f"--{option} {name}: there is no folder {path.parent}.", remedy=remedy
+            )
+        try:
+            if replaced:
+                with tempfile.NamedTemporaryFile(dir=path.parent):
+                    pass
+            elif path.is_file():  # To open a pipe would wait.
+                with open(path, "ab"):
+                    pass
+        except OSError as error:
+            raise _unwritten(option, name, error) from error
+        lost = path.exists() and (not path.is_file() or path.stat().st_size > 0)
+        if option == "save" and lost and not _holds(path, FILES[0]):
+            raise TargetError(
+                f"--save {name}: what is there is no artifact, and would be lost.", remedy=remedy
+            )
+
+
+def _holds(path: Path, member: str) -> bool:
+    """Whether a file is an archive with some member."""
+    try:
+        if path.is_file():
+            with zipfile.ZipFile(path) as archive:
+                return member in archive.namelist()
+    except (OSError, zipfile.BadZipFile):
+        pass
+    return False
+
+
+def check_sources(files: Mapping[str, str | None], source: Path | None) -> None:
+    """No result may take the place of what it comes from."""
+    from ..errors import TargetError
+
+    for option, name in files.items():
+        if name is not None and source is not None and Path(name).resolve() == source.resolve():
+            raise TargetError(
+                f"--{option} {name} would overwrite what is read.", remedy="Choose another place."
+            )
+
+
+def _is_stdout(name: str | None) -> bool:
+    """Whether a file is what is printed to, as /dev/stdout is: the rest would end in its midst."""
+    try:
+        return name is not None and os.path.samestat(os.stat(name), os.fstat(1))
+    except OSError:
+        return False
+
+
+def _unwritten(option: str, name: str, error: OSError) -> Exception:
+    from ..errors import GraphwrightError
+
+    return GraphwrightError(
+        f"--{option} {name} cannot be written: {error.strerror or error}.",
+        remedy="Choose another place.",
+    )
+
+
+# Writes a file, and returns what is to be said of it.
+_Writer = Callable[[str], str]
+
+
+def report_writers(result: Any) -> dict[str, _Writer]:
+    """How a report is written, by option."""
+    from ..report.markdown import to_markdown
+    from ..report.terminal import to_svg
+
+    return {
+        "json": lambda name: write_text(name, result.to_json()),
+        "markdown": lambda name: write_text(name, to_markdown(result)),
+        "svg": lambda name: write_text(name, to_svg(result)),
+    }
+
+
+def write_text(name: str, text: str) -> str:
+    """Write a file of text, of which nothing is said."""
+    Path(name).write_text(text, encoding="utf-8")
+    return ""
+
+
+def save_winner(tuned: Any, name: str) -> str:
+    """Save what was chosen; what is to be said of it."""
+    from ..artifacts.saving import needs_model, save
+    from ..report.table import memory
+
+    save(tuned, name)
+    more = " It is built again from the model: run it with --model." * needs_model(tuned)
+    return f"Saved as {name}, {memory(Path(name).stat().st_size)}.{more}"
+
+
+def deliver(
+    files: Mapping[str, str | None], writers: Mapping[str, _Writer], show: Callable[[], None]
+) -> None:
+    """Write, then print: whoever reads may have gone. What fails keeps nothing else from it."""
+    from ..errors import GraphwrightError
+    from ..report.terminal import printing
+
+    told: list[str] = []
+    failed: list[Exception] = []
+    try:
+        for option, name in files.items():
+            if name is not None and option in writers:
+                try:
+                    told.append(writers[option](name))
+                except OSError as error:
+                    failed.append(_unwritten(option, name, error))
+                except GraphwrightError as error:
+                    failed.append(error)
+    finally:  # After Ctrl-C as well.
+        with printing():
+            if not any(map(_is_stdout, files.values())):
+                show()
+                for line in filter(None, told):
+                    click.echo(line)
+    for each in failed:
+        click.echo(f"graphwright: {each}", err=True)
+    if failed:
+        raise SystemExit(EXIT_BAD_INPUT)

@@ -1,0 +1,149 @@
+"""`graphwright run`: what was saved, loaded, answering its own sample inputs, timed and shown."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from ..artifacts.loading import load
+from ..errors import TargetError
+from ..evaluation.measurement import Samples, Timer, collection_held_off
+from ..report.report import Report
+from ..report.result import EAGER
+from ..report.table import duration
+
+_WARMUP = 5
+
+
+@dataclass
+class Trial:
+    """What came of loading an artifact and calling it.
+
+    Attributes:
+        file: that was loaded.
+        report: its evidence.
+        device: that it runs on.
+        how: it was loaded, in words, and why so.
+        load_s: seconds to load and verify it.
+        first_s: seconds of the first answer after that.
+        latencies: synchronised calls of each sample, by name.
+        astray: calls that something else answered, in words.
+    """
+
+    file: Path
+    report: Report
+    device: torch.device
+    how: list[str]
+    load_s: float
+    first_s: float
+    latencies: dict[str, Samples]
+    astray: list[str]
+
+
+def tried(
+    file: Path,
+    model: Callable[..., Any] | None,
+    *,
+    trust: bool,
+    device: torch.device | None,
+    calls: int,
+) -> Trial:
+    """Load an artifact, and time its answers to its own samples.
+
+    Args:
+        file: the artifact.
+        model: as for `load`.
+        trust: likewise.
+        device: where it is to run; None for where it was saved.
+        calls: to time, of each sample, in turns.
+
+    Raises:
+        ArtifactError: it cannot be loaded.
+        TargetError: without the model it runs on another device only.
+    """
+    began = time.perf_counter()
+    chosen = device is not None and device.type == "cuda"
+    with torch.cuda.device(device) if chosen else contextlib.nullcontext():
+        tuned = load(file, model, trust=trust)
+    load_s = time.perf_counter() - began
+    origin = tuned._choice.origin
+    assert origin is not None
+    if device is not None and origin.device.type != device.type:
+        raise TargetError(
+            f"{file.name} was saved on {origin.device.type}, and runs there without its model.",
+            remedy=f"Give the model, which is put on {device.type}, with --model TARGET.",
+        )
+    timer = Timer(origin.device)
+    bound = {each.name: _bound(tuned, each.call.clone()) for each in origin.samples}
+    first_s = timer.once(next(iter(bound.values())))
+    taken: dict[str, list[float]] = {name: [] for name in bound}
+    with collection_held_off():
+        for turn in range(-_WARMUP, calls):
+            for name, call in bound.items():
+                seconds = timer.once(call)
+                if turn >= 0:
+                    taken[name].append(seconds)
+    latencies = {name: Samples(tuple(seconds)) for name, seconds in taken.items()}
+    astray = [f"{n} calls {way}" for way, n in tuned.calls.items() if not way.startswith("tuned")]
+    how = [*tuned._choice.loaded]
+    return Trial(file, tuned.report, origin.device, how, load_s, first_s, latencies, astray)
+
+
+def _bound(function: Callable[..., Any], call: Any) -> Callable[[], object]:
+    args, kwargs = call.args, dict(call.kwargs)
+    return lambda: function(*args, **kwargs)
+
+
+def show(trial: Trial, console: Console | None = None) -> None:
+    """Print it: a few lines, then a table with a row for each sample."""
+    console = console or Console()
+    report = trial.report
+    console.print(f"{trial.file.name}: {report.model} by {report.chosen}", style="bold")
+    lines = Table.grid(padding=(0, 2))
+    lines.add_column(style="dim", no_wrap=True)
+    lines.add_column()
+    kept = ("gpu", "processor", "threads", "torch", "cuda")
+    machine = [f"{k} {report.environment[k]}" for k in kept if k in report.environment]
+    facts = {
+        "loaded": "; ".join(trial.how),
+        "saved on": f"{', '.join(machine)}; {report.created}",
+        "evidence": report.reason,
+        "runs on": str(trial.device),
+        "load": f"{duration(trial.load_s)}, verified on its own inputs",
+        "first answer": duration(trial.first_s),
+        "astray": "; ".join(trial.astray),
+    }
+    for name, text in facts.items():
+        if text:
+            lines.add_row(name, escape(text))
+    console.print(lines)
+    table = Table("call")
+    table.add_column("latency here", justify="right", no_wrap=True)
+    table.add_column("eager, when tuned", justify="right", no_wrap=True)
+    for name, samples in trial.latencies.items():
+        words = name if len(trial.latencies) > 1 else "; ".join(report.inputs)
+        table.add_row(escape(words), _spread(samples), _spread(eager_samples(report, name)))
+    console.print(table)
+
+
+def eager_samples(report: Report, sample: str) -> Samples | None:
+    """Eager's latency for a sample, as it was measured when the model was tuned."""
+    row = report.row(EAGER)
+    if row is not None:
+        row = row.by_shape.get(sample, row)
+    return None if row is None or row.measurement is None else row.measurement.latencies
+
+
+def _spread(samples: Samples | None) -> str:
+    if samples is None:
+        return "–"
+    return f"{duration(samples.median)} ± {samples.spread / samples.median:.0%}"

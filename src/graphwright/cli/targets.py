@@ -1,0 +1,239 @@
+"""From a TARGET on the command line to a model and its inputs."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import math
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import TargetError, first_line, user_frame
+
+_RETURNS = "Return (model, args) or (model, args, kwargs), or give the inputs with --input."
+_GUARD = 'Put what ends it under `if __name__ == "__main__":`.'
+
+
+@dataclass(frozen=True)
+class Target:
+    """A model with sample inputs, the file it comes from, and what was done to get there."""
+
+    name: str
+    file: Path | None
+    model: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    notes: tuple[str, ...] = ()
+
+
+def load_target(
+    text: str, inputs: Sequence[str], device: torch.device, *, inputs_needed: bool = True
+) -> Target:
+    """Import, call and check TARGET: `path/file.py:name` or `package.module:name`.
+
+    The name is a function that returns a model with or without its inputs, a module class, or a
+    module. Model and inputs are moved to the device, and the model is put in eval mode.
+
+    Raises:
+        TargetError: anything about it is wrong, in one sentence.
+    """
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise TargetError(
+            f"TARGET {text!r} names no function.",
+            remedy="Write path/to/file.py:function or package.module:function.",
+        )
+    module = _import(place)
+    file = getattr(module, "__file__", None)
+    if file is None and hasattr(module, "__path__"):  # Any folder is a namespace package.
+        raise _folder(place)
+    try:
+        found = getattr(module, name)
+    except AttributeError:
+        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+        own = [n for n in public if getattr(vars(module)[n], "__module__", "") == module.__name__]
+        raise TargetError(
+            f"{place} has no {name!r}.", remedy=f"It has: {', '.join(own) or 'nothing to call'}."
+        ) from None
+    given = tuple(parse_input(spec) for spec in inputs)
+    model, args, kwargs = _called(text, found, given, inputs_needed)
+    if given:
+        args, kwargs = given, {}
+    notes = []
+    if isinstance(model, nn.Module) and model.training:
+        model.eval()
+        notes.append("The model came in training mode; it was tuned in eval mode.")
+    try:
+        if isinstance(model, nn.Module):
+            model.to(device)
+        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+    except Exception as error:
+        raise TargetError(
+            f"{text} cannot be put on {device}: {first_line(error)}.", remedy=_movable(error)
+        ) from error
+    return Target(name, file and Path(file), model, args, kwargs, tuple(notes))
+
+
+def _movable(error: Exception) -> str | None:
+    """What would let a model be moved."""
+    if isinstance(error, NotImplementedError):
+        return "Give the model its weights first: on the meta device it has none."
+    if isinstance(error, torch.OutOfMemoryError):
+        return "Free memory there, or choose another device with --device."
+    return None
+
+
+def _import(place: str) -> ModuleType:
+    try:
+        if place.endswith(".py"):
+            path = Path(place)
+            if not path.is_file():
+                raise TargetError(f"There is no file {place}.", remedy="Check the path of TARGET.")
+            # The name differs from any package's, and the file's own folder can be imported from.
+            spec = importlib.util.spec_from_file_location(f"_target_{path.stem}", path)
+            if spec is None or spec.loader is None:
+                raise TargetError(f"{place} cannot be imported as Python.")
+            sys.path.insert(0, str(path.resolve().parent))
+            module = importlib.util.module_from_spec(spec)
+            sys.modules[spec.name] = module
+            spec.loader.exec_module(module)
+            return module
+        sys.path.insert(0, str(Path.cwd()))
+        return importlib.import_module(place)
+    except TargetError:
+        raise
+    except SystemExit as error:
+        raise _ended(f"The import of {place}", error) from error
+    except Exception as error:
+        path = Path(place)
+        if path.is_dir():
+            raise _folder(place) from error
+        remedy = None
+        if path.is_file() or os.sep in place:
+            remedy = "The path of a Python file ends in .py: path/to/file.py:function."
+        raise TargetError(
+            f"{place} cannot be imported: {first_line(error)}.",
+            where=user_frame(error),
+            remedy=remedy,
+        ) from error
+
+
+def _folder(place: str) -> TargetError:
+    return TargetError(
+        f"{place} is a folder.", remedy=f"Name a file in it: {Path(place)}/file.py:function."
+    )
+
+
+def _ended(what: str, error: SystemExit) -> TargetError:
+    """Somebody's sys.exit, which is not to end this command, and with its code."""
+    code = "" if error.code is None else repr(error.code)
+    return TargetError(
+        f"{what} ends with sys.exit({code}).", where=user_frame(error), remedy=_GUARD
+    )
+
+
+def _called(
+    text: str, found: Any, given: tuple[torch.Tensor, ...], needed: bool
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    result = found
+    if not isinstance(found, nn.Module):
+        if not callable(found):
+            raise TargetError(f"{text} is {_a(found)}.", remedy=_RETURNS)
+        try:
+            result = found()
+        except SystemExit as error:
+            raise _ended(f"{text}()", error) from error
+        except Exception as error:
+            remedy = "It is called without arguments; wrap it in a function that gives them."
+            raise TargetError(
+                f"{text}() fails: {first_line(error)}.", where=user_frame(error), remedy=remedy
+            ) from error
+    model, args, kwargs = _parts(text, result)
+    if needed and not given and not args and not kwargs:
+        raise TargetError(
+            f"{text} gives a model and no inputs.",
+            remedy="Give one --input SHAPE:DTYPE an argument, for example --input 8x128:float32.",
+        )
+    return model, args, kwargs
+
+
+def _parts(text: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    if isinstance(result, nn.Module):
+        return result, (), {}
+    if not isinstance(result, tuple):
+        raise TargetError(f"{text} returned {_a(result)}.", remedy=_RETURNS)
+    if not 2 <= len(result) <= 3 or not callable(result[0]):
+        types = ", ".join(type(part).__name__ for part in result)
+        lacks = "" if 2 <= len(result) <= 3 else ", not of 2 or 3"
+        if result and not callable(result[0]):
+            lacks += ", which does not begin with a model"
+        raise TargetError(
+            f"{text} returned a tuple of {len(result)} ({types}){lacks}.", remedy=_RETURNS
+        )
+    model, args, *rest = result
+    kwargs: Any = rest[0] if rest else {}
+    if isinstance(args, Mapping) and not rest:
+        args, kwargs = (), args
+    if isinstance(args, torch.Tensor):
+        args = (args,)
+    if not isinstance(args, tuple | list) or not isinstance(kwargs, Mapping):
+        raise TargetError(
+            f"{text} returned inputs that are no tuple or dictionary.", remedy=_RETURNS
+        )
+    return model, tuple(args), dict(kwargs)
+
+
+def _a(value: Any) -> str:
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeiouAEIOU' else 'a'} {name}"
+
+
+def parse_input(spec: str) -> torch.Tensor:
+    """A random CPU tensor from `SHAPE:DTYPE` or `SHAPE:DTYPE:HIGH`, such as `8x128:int64:30522`.
+
+    Floating-point values are normal; integers lie in 0 … HIGH - 1 (HIGH is 2 unless given).
+
+    Raises:
+        TargetError: the text does not parse, or the tensor would be larger than 16 GiB.
+    """
+    shape_text, _, rest = spec.partition(":")
+    dtype_text, _, high_text = (rest or "float32").partition(":")
+    example = "Write SHAPE:DTYPE, for example 8x128:float32 or 8x128:int64:30522."
+    try:
+        shape = tuple(int(part) for part in shape_text.split("x"))
+        high = int(high_text) if high_text else 2
+    except ValueError:
+        raise TargetError(f"--input {spec!r} has no such shape or range.", remedy=example) from None
+    dtype = getattr(torch, dtype_text, None)
+    if not isinstance(dtype, torch.dtype):
+        raise TargetError(f"--input {spec!r}: {dtype_text!r} is no dtype.", remedy=example)
+    if any(size < 0 for size in shape) or high < 1:
+        raise TargetError(f"--input {spec!r}: sizes and range must be positive.", remedy=example)
+    if math.prod(shape) * dtype.itemsize > 16 * 2**30:
+        raise TargetError(f"--input {spec!r} is larger than 16 GiB.", remedy="Check the shape.")
+    try:
+        return _random(shape, dtype, high)
+    except (RuntimeError, OverflowError, TypeError, ValueError) as error:
+        raise TargetError(
+            f"--input {spec!r} cannot be made: {first_line(error, 120)}.", remedy=example
+        ) from error
+
+
+def _random(shape: tuple[int, ...], dtype: torch.dtype, high: int) -> torch.Tensor:
+    if dtype is torch.bool:
+        return torch.rand(shape) < 0.5
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(shape, dtype=dtype if dtype.itemsize >= 4 else wide).to(dtype)
+    if high - 1 > torch.iinfo(dtype).max:
+        raise ValueError(f"{high - 1} does not fit {dtype}")
+    return torch.randint(0, high, shape).to(dtype)

@@ -1,0 +1,291 @@
+"""The graphs of one callable: by the state of its module, and by the kind of call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..calls.modules import FunctionModule, in_training
+from ..calls.signature import Args, CallSignature, Kwargs
+from ..calls.watch import ModuleWatch, unread_in_words
+from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
+from ..graphs.captured_call import Breaks, CallGraph, Outputs
+from ..graphs.graph import State as GraphState
+from ..graphs.memory import MemoryPool
+from ..graphs.turns import turns_of
+
+if TYPE_CHECKING:
+    from ..shapes.family import Kind
+    from ..shapes.verdicts import Verdicts
+
+_MAX_STATES = 4
+# These take another path, with other numbers in padded places, when gradients are off.
+_DEPEND_ON_GRAD_MODE = (
+    nn.MultiheadAttention,
+    nn.TransformerEncoder,
+    nn.TransformerEncoderLayer,
+)
+
+
+@dataclass(eq=False)
+class State:
+    """One state of the module, the graphs that were captured in it, and its kinds of calls."""
+
+    watch: ModuleWatch
+    training: bool
+    # Whether the gradient mode has a say in what the module computes.
+    by_grad_mode: bool
+    # By the call's signature and, where numbers depend on it, the gradient mode.
+    entries: dict[tuple[CallSignature, bool | None], Entry] = field(default_factory=dict)
+    kinds: list[Kind] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class Entry:
+    """One kind of call in one state: its graph, or why there is none."""
+
+    signature: CallSignature
+    state: State
+    graph: CallGraph | None
+    # Whether a result may be dropped without a trace.
+    pure: bool
+    grad: bool | None
+    error: GraphwrightError | None = None
+    # That of the pool when it was refused; None where room in the pool is not what it lacks.
+    pool_version: int | None = 0
+    # Calls that the graph answered as they were.
+    hits: int = 0
+    # Its named sizes, where there are buckets.
+    sizes: tuple[int, ...] | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether its graph can be replayed."""
+        return self.graph is not None and self.graph.state is GraphState.READY
+
+
+class Entries:
+    """Captures, keeps and closes the graphs of a function.
+
+    Args:
+        fn: the function or module.
+        pool: the memory that the graphs live in; its lock guards all of this.
+        outputs: as for `graph()`.
+        max_graphs: graphs to keep; the least recently used one is closed for a new one.
+        forget: called with each entry that is given up.
+        forget_proofs: called with what was known in a state that is given up.
+        breaks: as for `graph()`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        pool: MemoryPool,
+        outputs: Outputs,
+        max_graphs: int,
+        forget: Callable[[Entry], None],
+        forget_proofs: Callable[[Iterable[Verdicts]], None],
+        breaks: Breaks,
+    ) -> None:
+        self.fn = fn
+        self.pool = pool
+        self.captures = 0
+        self._outputs: Outputs = outputs
+        self._breaks: Breaks = breaks
+        self._max_graphs = max_graphs
+        self._forget = forget
+        self._forget_proofs = forget_proofs
+        self._function: tuple[FunctionModule, ModuleWatch] | None = None
+        self.turns = turns_of(self.module(), None if isinstance(fn, nn.Module) else fn)
+        self._states: list[State] = []
+        self._current: State | None = None
+        self._order: dict[CallGraph, Entry] = {}  # least recently used first
+
+    def module(self) -> nn.Module:
+        """What holds the function's parameters."""
+        if isinstance(self.fn, nn.Module):
+            return self.fn
+        # To look for what a function reaches takes a while; nothing else may have changed.
+        if self._function is None or not self._function[1].unchanged():
+            made = FunctionModule(self.fn)
+            self._function = made, ModuleWatch(made, values=False)
+        return self._function[0]
+
+    def grad_mode(self) -> bool | None:
+        """The gradient mode, where the module's numbers depend on it."""
+        state = self._current
+        by_it = _by_grad_mode(self.module()) if state is None else state.by_grad_mode
+        return torch.is_grad_enabled() if by_it else None
+
+    def in_training(self) -> bool:
+        """Whether any part of the module is in training mode."""
+        return any(map(in_training, self.module().modules()))
+
+    def state(self) -> State:
+        """The module's state as it is now; graphs of weights that are gone are closed."""
+        with self.pool.lock:
+            for state in self._states:
+                if state.watch.changed() is None:
+                    self._current = state
+                    return state
+            for state in [s for s in self._states if s.watch.rebound()]:
+                self._drop(state)
+            if len(self._states) >= _MAX_STATES:
+                self._drop(self._states[0])
+            module = self.module()
+            training = any(map(in_training, module.modules()))
+            watch = ModuleWatch(module, values=False)
+            self._current = State(watch, training, _by_grad_mode(module))
+            self._states.append(self._current)
+            return self._current
+
+    def unread(self) -> list[str]:
+        """A line on the objects of the module that nobody can look into, if there are any."""
+        return [] if self._current is None else unread_in_words(self._current.watch)
+
+    def ready(self) -> list[Entry]:
+        """The entries whose graphs can be replayed, least recently used first."""
+        return [entry for entry in list(self._order.values()) if entry.ready]
+
+    def verdicts(self) -> list[Verdicts]:
+        """What is known about filling up buckets, for all kinds of calls."""
+        kinds = [kind for state in list(self._states) for kind in state.kinds]
+        return [verdicts for kind in kinds for verdicts in kind.proofs()]
+
+    def touch(self, entry: Entry) -> None:
+        """An entry was used."""
+        graph = entry.graph
+        if graph is not None:
+            with self.pool.lock:
+                if self._order.pop(graph, None) is not None:
+                    self._order[graph] = entry
+                self.pool.touch(graph)
+
+    def refuse(
+        self,
+        signature: CallSignature,
+        state: State,
+        grad: bool | None,
+        error: GraphwrightError,
+        *,
+        for_good: bool = False,
+    ) -> None:
+        """Remember why calls of a signature have no graph, until the pool has more room."""
+        version = None if for_good else self.pool.version
+        # Not the error itself: the frames of its traceback hold tensors.
+        kind = MemoryBudgetExceeded if isinstance(error, MemoryBudgetExceeded) else CaptureError
+        error = kind(error.what, where=error.where, remedy=error.remedy)
+        state.entries[signature, grad] = Entry(signature, state, None, False, grad, error, version)
+
+    def capture(self, signature: CallSignature, state: State, args: Args, kwargs: Kwargs) -> Entry:
+        """Capture a call."""
+        # Before the lock: an eager call of another thread, which is waited for, may want it too.
+        with self.turns.alone(), self.pool.lock:
+            entry = state.entries.get((signature, self.grad_mode()))
+            if entry is not None and entry.ready:
+                return entry  # Another thread was faster.
+            graph = self._new(args, kwargs)
+            graph.warm()
+            return self._record(graph, signature)
+
+    def capture_all(
+        self, calls: Iterable[tuple[Args, Kwargs]], step: Callable[[str], None]
+    ) -> list[Entry]:
+        """Capture graphs for calls that have none: all are warmed up, then the largest first.
+
+        Args:
+            calls: their arguments.
+            step: told what is done next.
+
+        Raises:
+            CaptureError: one cannot be captured; none of them is then.
+            MemoryBudgetExceeded: they do not fit under the pool's limit.
+        """
+        made: list[Entry] = []
+        waiting: list[tuple[CallGraph, CallSignature]] = []
+        try:
+            state = self.state()
+            for args, kwargs in calls:
+                graph = self._new(args, kwargs)
+                step(f"warming up {graph.name}")
+                known = state.entries.get((graph.signature, self.grad_mode()))
+                if known is not None and known.ready:
+                    continue
+                if all(graph.signature != signature for _, signature in waiting):
+                    graph.warm()
+                    waiting.append((graph, graph.signature))
+            waiting.sort(key=lambda pair: sum(pair[0].prediction.segments), reverse=True)
+            for graph, signature in waiting:
+                step(f"capturing {graph.name}")
+                made.append(self._record(graph, signature))
+        except BaseException:
+            for entry in made:
+                self.discard(entry)
+            for graph, _ in waiting:
+                graph.close()
+            self.pool.trim()
+            raise
+        return made
+
+    def _new(self, args: Args, kwargs: Kwargs) -> CallGraph:
+        return CallGraph(
+            self.fn,
+            args,
+            kwargs,
+            pool=self.pool,
+            outputs=self._outputs,
+            evictable=True,
+            breaks=self._breaks,
+        )
+
+    def _record(self, graph: CallGraph, signature: CallSignature) -> Entry:
+        for old in list(self._order)[: max(0, len(self._order) + 1 - self._max_graphs)]:
+            self.discard(self._order[old])
+        graph.record(share_inputs=self._outputs == "fresh")
+        # A first run may have set something up for good; the graph belongs to what is now.
+        state = self.state()
+        pure = not (graph.mutates or graph.random or graph.branches is not None)
+        entry = Entry(signature, state, graph, pure=pure, grad=self.grad_mode())
+        state.entries[signature, entry.grad] = entry
+        self._order = {g: e for g, e in self._order.items() if g.state is GraphState.READY}
+        self._order[graph] = entry
+        self.captures += 1
+        return entry
+
+    def give_up(self, entry: Entry, error: GraphwrightError) -> None:
+        """Close a graph whose calls are better run eagerly."""
+        with self.pool.lock:
+            signature, state, grad = entry.signature, entry.state, entry.grad
+            self.discard(entry)
+            self.refuse(signature, state, grad, error, for_good=True)
+            self.pool.trim()
+
+    def discard(self, entry: Entry) -> None:
+        """Close an entry's graph and give the entry up."""
+        if entry.graph is not None:
+            self._order.pop(entry.graph, None)
+            entry.graph.close()
+        self._forget(entry)
+        entry.state.entries.pop((entry.signature, entry.grad), None)
+
+    def _drop(self, state: State) -> None:
+        self._states.remove(state)
+        self._current = None if self._current is state else self._current
+        self._forget_proofs([proof for kind in state.kinds for proof in kind.proofs()])
+        for entry in list(state.entries.values()):
+            self.discard(entry)
+
+    def release(self) -> None:
+        """Close all graphs."""
+        with self.pool.lock:
+            for state in list(self._states):
+                self._drop(state)
+            self.pool.trim()
+
+
+def _by_grad_mode(module: nn.Module) -> bool:
+    return any(isinstance(part, _DEPEND_ON_GRAD_MODE) for part in module.modules())

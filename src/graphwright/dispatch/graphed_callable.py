@@ -1,0 +1,512 @@
+"""A callable that captures a graph for each kind of call and replays it for the next ones.
+
+A call is known by its signature and by the state of the module. The common case, the same kind of
+call as last time, has a path of its own: check the arguments, launch, and look over the module
+while the device works.
+
+Is a graph's result still eager's? The comparison behind `graph(audit=N)`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..calls.dependencies import StandIn
+from ..calls.modes import opaque
+from ..calls.signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
+from ..errors import (
+    CaptureError,
+    GraphwrightError,
+    MemoryBudgetExceeded,
+    OptionError,
+    SignatureError,
+    in_words,
+    levels_above,
+)
+from ..graphs.captured_call import Breaks, CallGraph, Outputs
+from ..graphs.conditions import capturing_now
+from ..graphs.graph import GraphClosed
+from ..graphs.memory import MemoryPool
+from ..graphs.python_state import StateChanges
+from ..graphs.turns import Busy
+from ..report.progress import Progress, shown
+from ..shapes.buckets import PADDING
+from .fast_path import MISS, Shortcut, shortcut
+from .graph_cache import Entries, Entry, State
+from .statistics import GraphStatistics, Tally, explained
+
+if TYPE_CHECKING:
+    from ..shapes.verdicts import Verdicts
+
+
+from ..calls.signature import Call, arguments_of, leaf_names, quick_key
+from ..errors import VerificationError
+from ..evaluation.accuracy import difference
+
+OnMiss = Literal["capture", "eager", "error"]
+
+# Reasons for eager calls that a caller should hear of once.
+UNCAPTURED = "it cannot be captured"
+_LIMIT = "the pool's limit"
+SHARED = "an argument shares memory with a tensor of the call's own"
+_TOLD = (UNCAPTURED, _LIMIT, PADDING)
+
+
+class GraphedCallable(StandIn):
+    """A function or module whose calls are answered by graphs; made by `graph()`.
+
+    Graphs are captured at the first call of each kind, or at once by `prepare()`.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        *,
+        pool: MemoryPool | None = None,
+        outputs: Outputs = "fresh",
+        on_miss: OnMiss = "capture",
+        max_graphs: int = 32,
+        audit: int | None = None,
+        breaks: Breaks = "auto",
+    ) -> None:
+        wrong = []
+        if outputs not in ("fresh", "static"):
+            wrong.append(f"outputs is 'fresh' or 'static', not {outputs!r}")
+        if on_miss not in ("capture", "eager", "error"):
+            wrong.append(f"on_miss is 'capture', 'eager' or 'error', not {on_miss!r}")
+        if breaks not in ("auto", "never"):
+            wrong.append(f"breaks is 'auto' or 'never', not {breaks!r}")
+        for name, value in (("max_graphs", max_graphs), ("audit", audit)):
+            optional = name == "audit" and value is None
+            if not optional and (not isinstance(value, int) or value < 1):
+                wrong.append(f"{name} is a number above 0, not {value!r}")
+        if not callable(fn):
+            wrong.append(f"a {type(fn).__name__} cannot be called")
+        if wrong:
+            raise OptionError("; ".join(wrong) + ".")
+        self.fn = fn
+        self.pool = MemoryPool() if pool is None else pool
+        self.on_miss = on_miss
+        self._outputs: Outputs = outputs
+        self._max_graphs = max_graphs
+        self._audit_every = audit
+        self._tally = Tally()
+        self._breaks: Breaks = breaks
+        self._entries = Entries(
+            fn, self.pool, outputs, max_graphs, self._forget, self._forget_proofs, breaks
+        )
+        self._recent: Entry | None = None
+        self._short: tuple[Entry, Shortcut] | None = None
+        # What answers calls of some shapes, if nothing else about them differs.
+        self._quick: dict[Any, Any] = {}
+        self._last_miss: str | None = None
+        self._warned: set[str] = set()
+        self._waits: dict[CallSignature, Wait] = {}
+        self._closed = False
+
+    @property
+    def _graphwright_stands_for(self) -> Any:
+        return self.fn
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call by a graph, or eagerly where none fits or may be captured.
+
+        Outputs never require grad, unless gradients are wanted: the module is in training mode, or
+        an input requires grad, while gradients are on. Then the call is eager.
+
+        Raises:
+            SignatureError: with on_miss="error", when no graph fits.
+            VerificationError: an audit found that a graph's result is not eager's.
+        """
+        return self.call(args, kwargs)
+
+    def call(self, args: Args, kwargs: Kwargs) -> Any:
+        """The same, with the arguments as they are."""
+        short = self._short
+        if short is not None:
+            latest, fast = short
+            result = fast(args, kwargs)
+            if result is not MISS:
+                latest.hits += 1
+                return result
+        key = quick_key(args, kwargs)
+        entry = self._recent if key is None else self._quick.get(key)
+        if not isinstance(entry, Entry):
+            return self._unknown(entry, args, kwargs)
+        if not entry.signature.fits(args, kwargs):
+            return self._find(args, kwargs)
+        if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
+            return self._find(args, kwargs)
+        return self._answer(entry, args, kwargs)
+
+    def _shortcut(self, entry: Entry) -> Shortcut | None:
+        """The short way to an entry, where it has one."""
+        if entry.graph is None or not entry.pure or entry.grad is not None:
+            return None
+        if self._audit_every is not None:
+            return None
+        state = entry.state
+        return shortcut(
+            entry.signature, entry.graph.launcher(), state.watch.unchanged, training=state.training
+        )
+
+    def _answer(self, entry: Entry, args: Args, kwargs: Kwargs) -> Any:
+        """A graph that fits. Nothing is lost where it turns out not to."""
+        graph = entry.graph
+        if graph is None or capturing_now() or (entry.state.training and torch.is_grad_enabled()):
+            return self._find(args, kwargs)
+        if (
+            self._audit_every is not None
+            and not (graph.mutates or graph.random)
+            and (entry.hits + 1) % self._audit_every == 0
+        ):
+            return self._audited(entry, graph, args, kwargs)
+        watch = entry.state.watch
+        try:
+            if entry.pure:
+                # The device works while the module is looked over.
+                result = graph.run(args, kwargs)
+                if watch.changed() is not None:
+                    return self._find(args, kwargs)
+            else:
+                if watch.changed() is not None:
+                    return self._find(args, kwargs)
+                result = graph.run(args, kwargs)
+        except GraphClosed:
+            return self._find(args, kwargs)
+        except SignatureError as error:
+            return self._missed(SHARED, error.what, args, kwargs)
+        self._count(entry, graph)
+        if entry.ready and entry is not self._recent:
+            self._used(entry, args, kwargs)
+        return result
+
+    def _count(self, entry: Entry, graph: CallGraph) -> None:
+        """A call was answered: by the graph, or eagerly if that has given up."""
+        if graph.was_eager:
+            self._tally.eager[UNCAPTURED] += 1
+        else:
+            entry.hits += 1
+        if graph.given_up is not None:
+            self._entries.give_up(entry, graph.given_up)
+
+    def _used(self, entry: Entry, args: Args, kwargs: Kwargs) -> None:
+        """Remember what was used last, for the quick path and for eviction."""
+        self._recent = entry
+        fast = self._shortcut(entry)
+        self._short = None if fast is None else (entry, fast)
+        key = quick_key(args, kwargs)
+        if key is not None:
+            self._quick[key] = entry
+        self._entries.touch(entry)
+
+    def _find(self, args: Args, kwargs: Kwargs) -> Any:
+        """Everything but the common case."""
+        captured = capturing_now()  # Which has a mode of its own see the operations.
+        if not captured and inside_transform():
+            return self._as_it_is("traced or transformed", args, kwargs)
+        # A training step that is captured wants gradients too.
+        if torch.is_grad_enabled() and (
+            any(t.requires_grad for t in tensors_of((args, dict(kwargs))))
+            or self._entries.in_training()
+        ):
+            return self._as_it_is("gradients are wanted", args, kwargs)
+        if self._closed:
+            return self._run_eagerly("closed", args, kwargs)
+        if captured:
+            return self._run_eagerly("inside another capture", args, kwargs)
+        try:
+            signature = CallSignature.of(args, kwargs)
+        except SignatureError as error:
+            return self._missed("an argument that cannot be captured", error.what, args, kwargs)
+        if self._waits:
+            wait = self._waits.get(signature)
+            if wait is not None and wait.goes_on():
+                return self._missed(UNCAPTURED, wait.why, args, kwargs)
+        state = self._entries.state()
+        grad = self._entries.grad_mode()
+        entry = state.entries.get((signature, grad))
+        if entry is not None and entry.ready:
+            return self._answer(entry, args, kwargs)
+        return self._uncaptured(Asked(args, kwargs, signature, state, grad))
+
+    def _unknown(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
+        """A call of shapes that no graph is known for, or that something else is known for."""
+        return self._find(args, kwargs)
+
+    def _uncaptured(self, asked: Asked) -> Any:
+        """A call that no graph fits."""
+        return self._exactly(asked)
+
+    def _exactly(self, asked: Asked, sizes: tuple[int, ...] | None = None) -> Any:
+        """Capture a graph for a call as it is, where that is allowed, and answer by it."""
+        entry = self._entry(asked)
+        if isinstance(entry, Miss):
+            return self._missed(entry.kind, entry.why, asked.args, asked.kwargs)
+        entry.sizes = sizes
+        return self._answer(entry, asked.args, asked.kwargs)
+
+    def _entry(self, asked: Asked) -> Entry | Miss:
+        """The entry of a call whose graph is ready, captured now if need be; or why not."""
+        signature, state = asked.signature, asked.state
+        entry = state.entries.get((signature, asked.grad))
+        if entry is not None:
+            if entry.ready:
+                return entry
+            if entry.error is not None and entry.pool_version in (None, self.pool.version):
+                return Miss(_kind(entry.error), in_words(entry.error)[0])
+        if self.on_miss != "capture":
+            return Miss("no graph fits", self._why(asked))
+        try:
+            return self._entries.capture(signature, state, asked.args, asked.kwargs)
+        except (StateChanges, Busy) as error:
+            # The state of now will not come back, so that the refusal is of no use to it.
+            why = in_words(error)[0]
+            self._waits.setdefault(signature, Wait()).begin(why)
+            missed = Miss(UNCAPTURED, why)
+        except (CaptureError, MemoryBudgetExceeded) as error:
+            self._entries.refuse(signature, state, asked.grad, error)
+            missed = Miss(_kind(error), in_words(error)[0])
+        # What the error held, such as nodes of autograd, which remember the stream they ran on.
+        gc.collect(1)
+        return missed
+
+    def _missed(
+        self,
+        kind: str,
+        why: str,
+        args: Args,
+        kwargs: Kwargs,
+        sizes: tuple[int, ...] | None = None,
+    ) -> Any:
+        """No graph answers this call: raise, or go eager, as the policy says."""
+        self._last_miss = why
+        if sizes is not None:
+            self._tally.elsewhere[sizes] += 1
+        if self.on_miss == "error":
+            raise SignatureError(
+                f"No graph of {name_of(self.fn)} fits this call: {why}",
+                remedy="Prepare one with prepare(), or allow on_miss='capture' or 'eager'.",
+            )
+        result = self._run_eagerly(kind, args, kwargs)  # It may raise what the function raises.
+        if kind in _TOLD and why not in self._warned:
+            self._warned.add(why)
+            warnings.warn(
+                f"{name_of(self.fn)} runs eagerly for this kind of call, since {kind}: {why}",
+                RuntimeWarning,
+                stacklevel=levels_above(),
+            )
+        return result
+
+    def _as_it_is(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
+        """Eager's answer, gradients and all."""
+        self._tally.eager[kind] += 1
+        with self._entries.turns.calling():
+            return self.fn(*args, **kwargs)
+
+    def _run_eagerly(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
+        self._tally.eager[kind] += 1
+        return self._quietly(args, kwargs)
+
+    def _quietly(self, args: Args, kwargs: Kwargs) -> Any:
+        """Eager's answer, not requiring grad."""
+        detached = self._entries.grad_mode()
+        with (
+            self._entries.turns.calling(),
+            contextlib.nullcontext() if detached else torch.no_grad(),
+        ):
+            result = self.fn(*args, **kwargs)
+        if detached:
+            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
+        return result
+
+    def _forget(self, entry: Entry) -> None:
+        """An entry was given up."""
+        self._tally.forget(entry)
+        if self._recent is entry:
+            self._recent = self._short = None
+        self._quick = {key: found for key, found in self._quick.items() if found is not entry}
+
+    def _forget_proofs(self, verdicts: Iterable[Verdicts]) -> None:
+        self._tally.forget_proofs(verdicts)
+
+    def prepare(self, calls: Iterable[Call], *, progress: bool | None = None) -> None:
+        """Capture graphs for these calls now: all are warmed up, then captured largest first.
+
+        Args:
+            calls: arguments of each call: a tuple of positional ones, a dictionary of keyword ones,
+                or a pair of both.
+            progress: show progress on stderr; None shows it where stderr is a terminal.
+
+        Raises:
+            CaptureError: one cannot be captured; none of them is then.
+            MemoryBudgetExceeded: they do not fit under the pool's limit.
+        """
+        wanted = [arguments_of(call) for call in calls]
+        with shown(progress) as bar, self.pool.lock:
+            self._prepare(wanted, bar)
+
+    def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:
+        bar.start(2 * len(wanted))
+        self._entries.capture_all(wanted, bar.step)
+
+    def _audited(self, entry: Entry, graph: CallGraph, args: Args, kwargs: Kwargs) -> Any:
+        """Run a call eagerly beside its graph and compare."""
+        if entry.state.watch.changed() is not None:
+            return self._find(args, kwargs)
+        try:
+            result = graph.run(args, kwargs)
+        except GraphClosed:
+            return self._find(args, kwargs)
+        self._count(entry, graph)
+        if graph.mutates or graph.random or graph.was_eager:
+            return result  # It went a way that is new.
+        # A pure call has changed nothing, its arguments included.
+        expected = self._quietly(args, kwargs)
+        compare(result, expected, graph.name)
+        self._tally.audits += 1
+        return result
+
+    @property
+    def statistics(self) -> GraphStatistics:
+        """How the calls went so far."""
+        return self._tally.statistics(
+            self._entries.ready(), self._entries.captures, self._entries.verdicts()
+        )
+
+    def explain(self) -> str:
+        """What runs now and why, what it costs, and how the calls went so far."""
+        lines = explained(name_of(self.fn), self.statistics, self._entries.ready(), self.pool)
+        lines += self._entries.unread()
+        if self._last_miss is not None:
+            lines.append(f"last call without a graph: {self._last_miss}")
+        return "\n".join(lines)
+
+    def release(self) -> None:
+        """Close all graphs; the next calls capture theirs again."""
+        self._waits.clear()
+        self._entries.release()
+
+    def close(self) -> None:
+        """Close all graphs for good; calls go to the function itself."""
+        self._closed = True
+        self.release()
+
+    def _why(self, asked: Asked) -> str:
+        recent = self._recent
+        if recent is None:
+            return "nothing has been captured for the module as it is"
+        difference = recent.signature.differences(asked.args, asked.kwargs)
+        change = recent.state.watch.changed()
+        return difference or change or "the graph that fitted was closed"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedCallable:
+        return self._copy(copy.deepcopy(self.fn, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.fn, self._options(), self.pool.limit, self.pool.evict)
+
+    def _copy(self, fn: Callable[..., Any]) -> GraphedCallable:
+        return _rebuild(type(self), fn, self._options(), self.pool.limit, self.pool.evict)
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "outputs": self._outputs,
+            "on_miss": self.on_miss,
+            "max_graphs": self._max_graphs,
+            "audit": self._audit_every,
+            "breaks": self._breaks,
+        }
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A call that no graph is known for, its signature, and the state that the module is in."""
+
+    args: Args
+    kwargs: Kwargs
+    signature: CallSignature
+    state: State
+    grad: bool | None
+
+
+@dataclass(frozen=True)
+class Miss:
+    """No graph answers a call: what kind of reason, and which."""
+
+    kind: str
+    why: str
+
+
+class Wait:
+    """How long calls of a kind are eager before a capture is tried again: ever longer.
+
+    Attributes:
+        why: it is waited.
+    """
+
+    def __init__(self) -> None:
+        self.why = ""
+        self._left = 0
+        self._next = 16
+
+    def begin(self, why: str) -> None:
+        """A capture was refused."""
+        self.why, self._left = why, self._next
+        self._next *= 4
+
+    def goes_on(self) -> bool:
+        """Whether this call is eager too."""
+        self._left -= 1
+        return self._left >= 0
+
+
+def _rebuild(
+    kind: type[GraphedCallable],
+    fn: Callable[..., Any],
+    options: Mapping[str, Any],
+    limit: int | None,
+    evict: bool,
+) -> GraphedCallable:
+    return kind(fn, pool=MemoryPool(limit, evict=evict), **options)
+
+
+def _kind(error: GraphwrightError) -> str:
+    return _LIMIT if isinstance(error, MemoryBudgetExceeded) else UNCAPTURED
+
+
+def name_of(fn: Callable[..., Any]) -> str:
+    """What errors and statistics call a function."""
+    return type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
+
+
+def compare(result: Any, expected: Any, name: str, *, other_kernels: bool = False) -> None:
+    """Raise VerificationError where a graph's result is not eager's.
+
+    Args:
+        result: the graph's.
+        expected: eager's.
+        name: of the graph.
+        other_kernels: whether the graph may run others than eager did, for other shapes.
+    """
+    mine, theirs = pytree.tree_leaves(result), pytree.tree_leaves(expected)
+    names = leaf_names(expected, "output")
+    for leaf, a, b in zip(names, mine, theirs, strict=True):
+        what = difference(a, b, other_kernels=other_kernels)
+        if what is not None:
+            raise VerificationError(
+                f"An audit found that {leaf} of the graph {name} is not eager's: {what}.",
+                remedy="Something that the call depends on changed unseen (docs: what is not "
+                "watched). Call release(), so that it is captured again.",
+            )

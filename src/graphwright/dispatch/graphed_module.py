@@ -1,0 +1,175 @@
+"""graph(): a module or function whose calls are answered by graphs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any, TypedDict, Unpack, overload
+
+from torch import nn
+
+from ..calls.modes import opaque
+from ..calls.modules import ModuleProxy
+from ..calls.signature import Call
+from ..errors import OptionError
+from ..graphs.captured_call import Breaks, Outputs
+from ..graphs.memory import MemoryPool
+from ..shapes.buckets import Buckets
+from .graphed_callable import GraphedCallable, OnMiss
+from .statistics import GraphStatistics
+
+
+class GraphedModule(ModuleProxy):
+    """A module whose calls are answered by graphs; made by `graph()`.
+
+    It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all else
+    read and change the one module.
+    """
+
+    __slots__ = ("_graphs",)
+
+    _graphs: GraphedCallable
+
+    def __init__(self, graphs: GraphedCallable) -> None:
+        assert isinstance(graphs.fn, nn.Module)
+        super().__init__(graphs.fn)
+        object.__setattr__(self, "_graphs", graphs)
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As `GraphedCallable.__call__`."""
+        return self._graphs.call(args, kwargs)
+
+    @property
+    def pool(self) -> MemoryPool:
+        """The memory that the graphs live in."""
+        return self._graphs.pool
+
+    @property
+    def statistics(self) -> GraphStatistics:
+        """How the calls went so far."""
+        return self._graphs.statistics
+
+    def prepare(self, calls: Iterable[Call], *, progress: bool | None = None) -> GraphedModule:
+        """As `GraphedCallable.prepare`; returns itself."""
+        self._graphs.prepare(calls, progress=progress)
+        return self
+
+    def explain(self) -> str:
+        """What runs now and why, what it costs, and how the calls went so far."""
+        return self._graphs.explain()
+
+    def release(self) -> None:
+        """Close all graphs; the next calls capture theirs again."""
+        self._graphs.release()
+
+    def close(self) -> None:
+        """Close all graphs for good; calls go to the module itself."""
+        self._graphs.close()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GraphedModule:
+        return GraphedModule(copy.deepcopy(self._graphs, memo))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return GraphedModule, (self._graphs,)
+
+
+class _Options(TypedDict, total=False):
+    """The options of `graph()`, for its overloads."""
+
+    pool: MemoryPool | None
+    outputs: Outputs
+    on_miss: OnMiss
+    max_graphs: int
+    audit: int | None
+    breaks: Breaks
+    dynamic_shapes: Any
+    buckets: Buckets | None
+    pad: Any
+    split: bool
+
+
+@overload
+def graph(  # type: ignore[overload-overlap]  # a module is callable, and the more special case
+    fn: nn.Module, **options: Unpack[_Options]
+) -> GraphedModule: ...
+@overload
+def graph(fn: Callable[..., Any], **options: Unpack[_Options]) -> GraphedCallable: ...
+def graph(
+    fn: Callable[..., Any],
+    *,
+    pool: MemoryPool | None = None,
+    outputs: Outputs = "fresh",
+    on_miss: OnMiss = "capture",
+    max_graphs: int = 32,
+    audit: int | None = None,
+    breaks: Breaks = "auto",
+    dynamic_shapes: Any = None,
+    buckets: Buckets | None = None,
+    pad: Any = None,
+    split: bool = False,
+) -> GraphedModule | GraphedCallable:
+    """Answer calls by graphs: one is captured for each kind of call, and replayed for the next.
+
+    A kind of call is its signature (shapes, dtypes, strides, devices, plain values, autocast and
+    backend switches) in one state of the module (train or eval, attributes, weights where they
+    are). A call that fits no graph is captured, or runs eagerly, or raises: never is a graph
+    replayed for a call that it was not captured for.
+
+    Args:
+        fn: a module or function, for inference.
+        pool: memory to share with other graphs; by default a pool of its own.
+        outputs: "fresh" gives the caller tensors of its own; "static" the graphs' own, which the
+            next call overwrites.
+        on_miss: what a call without a graph does: "capture", "eager" (count it and call `fn`) or
+            "error". With the last two, graphs are captured by `prepare()` only.
+        max_graphs: graphs to keep; the least recently used one is closed for a new one.
+        audit: every so many calls, run `fn` beside the graph and compare, where the call changes
+            nothing and draws no random numbers.
+        breaks: what to do about a call that cannot be captured as one graph, since it copies from
+            the host, or lets the host read values of the device: "auto" keeps such constants on
+            the device, and divides the call into graphs at such reads, what was read deciding which
+            graph follows; "never" runs it eagerly.
+        dynamic_shapes: which dimensions of the arguments vary, as `torch.export` takes it: a
+            dictionary by argument, or a tuple of the positional ones, that has for each tensor a
+            dictionary from axis to `Dim` (or its name), or a tuple with one a dimension, or None.
+        buckets: sizes of these dimensions to capture graphs for. A call goes to the smallest bucket
+            that holds it, is filled up, and what it returns is cut, once it is proved that this
+            changes nothing; where it would, the call is eager. Without `dynamic_shapes`
+            `Buckets(batch=[1, 4, 16])` means dimension 0 of every tensor that has the size that
+            most of them have.
+        pad: what tensors are filled up with, mirroring the arguments: `{"attention_mask": 0}`. By
+            default zeros, and among integers the smallest one of the first call.
+        split: answer calls above the largest bucket in chunks, where it is proved that rows are
+            independent of each other; else they are eager.
+
+    Returns:
+        a GraphedModule, which is the module in all but how it is called; for a plain function a
+        GraphedCallable. Both have `prepare`, `statistics`, `explain`, `release` and `close`.
+
+    Raises:
+        OptionError: an option makes no sense.
+    """
+    options: dict[str, Any] = {
+        "pool": pool,
+        "outputs": outputs,
+        "on_miss": on_miss,
+        "max_graphs": max_graphs,
+        "audit": audit,
+        "breaks": breaks,
+    }
+    shapes: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "pad": pad, "split": split}
+    graphs: GraphedCallable
+    if buckets is not None:
+        # Symbolic shapes take a second to import.
+        from .bucketed_callable import BucketedCallable
+
+        graphs = BucketedCallable(fn, buckets=buckets, **shapes, **options)
+    elif given := [name for name, value in shapes.items() if value not in (None, False)]:
+        raise OptionError(
+            f"{' and '.join(given)} say how calls are filled up to buckets, and there are none.",
+            remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
+        )
+    else:
+        graphs = GraphedCallable(fn, **options)
+    return GraphedModule(graphs) if isinstance(fn, nn.Module) else graphs

@@ -1,0 +1,200 @@
+"""How the calls of a graphed callable went: counted, and told."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ..graphs.memory import MemoryPool, in_units
+from ..shapes.buckets import SizesSeen
+from .graph_cache import Entry
+
+if TYPE_CHECKING:
+    from ..shapes.verdicts import Verdicts
+
+Sizes = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class BucketStatistics:
+    """What one bucket answered.
+
+    Attributes:
+        exact: calls of its own sizes.
+        padded: calls that were filled up to it.
+        waste: share of the elements computed for them that were padding, from 0 to 1.
+    """
+
+    exact: int
+    padded: int
+    waste: float
+
+
+@dataclass(frozen=True)
+class GraphStatistics:
+    """How the calls of a graphed callable went so far.
+
+    Attributes:
+        hits: calls that a graph answered, the first one after its capture included.
+        captures: graphs that were captured, those captured again included.
+        eager: eager calls, by reason.
+        audits: calls that were run eagerly beside the graph, and agreed.
+        graphs: graphs that are ready now.
+        nbytes: bytes by which they grew their pool.
+        padded: calls among the hits that were filled up to a bucket.
+        split: calls that were answered in chunks, each of which is a hit or eager too.
+        sizes: sizes of the calls, where there are buckets: for `Buckets.from_sizes`.
+        buckets: what each bucket answered, by its sizes.
+        waste: share of all computed elements that were padding, from 0 to 1.
+        proof_runs: runs of the function that were spent on proving padding harmless.
+        proof_s: seconds that these took.
+    """
+
+    hits: int
+    captures: int
+    eager: Mapping[str, int]
+    audits: int
+    graphs: int
+    nbytes: int
+    padded: int = 0
+    split: int = 0
+    sizes: SizesSeen | None = None
+    buckets: Mapping[Sizes, BucketStatistics] = field(default_factory=dict)
+    waste: float = 0.0
+    proof_runs: int = 0
+    proof_s: float = 0.0
+
+
+class Tally:
+    """Counts of calls.
+
+    Args:
+        names: of the dynamic dimensions, if there are any.
+    """
+
+    def __init__(self, names: tuple[str, ...] = ()) -> None:
+        self.eager: Counter[str] = Counter()
+        self.audits = 0
+        self.split: Counter[Sizes] = Counter()
+        self.chunks: Counter[Sizes] = Counter()  # calls that were made for split ones, by sizes
+        self.proof_runs = 0  # of proofs that hold no longer
+        self.proof_s = 0.0
+        self.padded: Counter[tuple[Sizes, Sizes]] = Counter()  # by bucket and sizes
+        self.elsewhere: Counter[Sizes] = Counter()  # calls that no bucket answered, by sizes
+        self._names = names
+        self._past = 0
+        self._exact: Counter[Sizes] = Counter()
+
+    def forget(self, entry: Entry) -> None:
+        """An entry is given up: keep its counts."""
+        self._past += entry.hits
+        if entry.sizes is not None:
+            self._exact[entry.sizes] += entry.hits
+        entry.hits = 0
+
+    def forget_proofs(self, verdicts: Iterable[Verdicts]) -> None:
+        """A state of the module is given up: keep what its proofs cost."""
+        for proof in verdicts:
+            self.proof_runs += proof.runs
+            self.proof_s += proof.seconds
+
+    def statistics(
+        self, ready: Iterable[Entry], captures: int, verdicts: Iterable[Verdicts]
+    ) -> GraphStatistics:
+        """All that was counted."""
+        entries = list(ready)
+        exact = self._exact.copy()
+        for entry in entries:
+            if entry.sizes is not None:
+                exact[entry.sizes] += entry.hits
+        filled = sum(self.padded.values())
+        # Calls of a bucket's own sizes were only brought into its layout.
+        padded = sum(n for (bucket, sizes), n in self.padded.items() if bucket != sizes)
+        seen: Counter[Sizes] = exact + self.elsewhere
+        held: dict[Sizes, Counter[Sizes]] = {
+            sizes: Counter({sizes: n}) for sizes, n in exact.items()
+        }
+        for (bucket, sizes), count in self.padded.items():
+            seen[sizes] += count
+            held.setdefault(bucket, Counter())[sizes] += count
+        seen += self.split
+        seen.subtract(self.chunks)
+        proofs = list(verdicts)
+        return GraphStatistics(
+            hits=self._past + sum(entry.hits for entry in entries) + filled,
+            captures=captures,
+            eager=dict(self.eager),
+            audits=self.audits,
+            graphs=len(entries),
+            nbytes=sum(entry.graph.nbytes for entry in entries if entry.graph is not None),
+            padded=padded,
+            split=sum(self.split.values()),
+            sizes=SizesSeen(self._names, dict(+seen)) if self._names else None,
+            buckets={bucket: _of(bucket, held[bucket]) for bucket in sorted(held)},
+            waste=_waste(held),
+            proof_runs=self.proof_runs + sum(proof.runs for proof in proofs),
+            proof_s=self.proof_s + sum(proof.seconds for proof in proofs),
+        )
+
+
+def _of(bucket: Sizes, calls: Counter[Sizes]) -> BucketStatistics:
+    exact = calls[bucket]
+    return BucketStatistics(exact, sum(calls.values()) - exact, _waste({bucket: calls}))
+
+
+def _waste(held: Mapping[Sizes, Counter[Sizes]]) -> float:
+    computed = sum(math.prod(bucket) * sum(calls.values()) for bucket, calls in held.items())
+    true = sum(math.prod(sizes) * n for calls in held.values() for sizes, n in calls.items())
+    return (computed - true) / computed if computed else 0.0
+
+
+def explained(
+    name: str, now: GraphStatistics, ready: Iterable[Entry], pool: MemoryPool
+) -> list[str]:
+    """Statistics in words, one line each."""
+    lines = [
+        f"{name}: {_count(now.graphs, 'graph')}, {in_units(now.nbytes)} of "
+        f"{in_units(pool.reserved)} in their pool",
+        f"{_count(now.hits, 'call')} answered by graphs, {_count(now.captures, 'capture')}",
+    ]
+    if now.sizes is not None:
+        lines.append(
+            f"{now.padded} of these calls filled up to a bucket; padding is {now.waste:.1%} of "
+            f"what was computed"
+        )
+        lines.append(f"padding tried in {_count(now.proof_runs, 'run')}, {now.proof_s:.2f} s")
+    if now.split:
+        lines.append(f"{_count(now.split, 'call')} answered in chunks")
+    lines += [
+        f"{_count(count, 'call')} eager: {why}" for why, count in Counter(now.eager).most_common()
+    ]
+    if now.buckets and now.sizes is not None:
+        lines += _table(now)
+    for entry in ready:
+        if entry.graph is not None:
+            kind = "pure" if not entry.graph.mutates else "writes to tensors from outside"
+            kind += ", draws random numbers" if entry.graph.random else ""
+            lines.append(f"  {entry.graph.name}: {in_units(entry.graph.nbytes)}, {kind}")
+            lines += [f"    {line}" for line in entry.graph.in_segments()]
+    return lines
+
+
+def _count(n: int, what: str) -> str:
+    return f"{n} {what}" if n == 1 else f"{n} {what}s"
+
+
+def _table(now: GraphStatistics) -> list[str]:
+    assert now.sizes is not None
+    title = " × ".join(now.sizes.names)
+    rows = [(title, "exact", "padded", "waste")]
+    for bucket, told in now.buckets.items():
+        of = " × ".join(map(str, bucket))
+        rows.append((of, str(told.exact), str(told.padded), f"{told.waste:.1%}"))
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    return [
+        "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))
+        for row in rows
+    ]

@@ -1,0 +1,414 @@
+"""What a candidate is judged by: eager on several inputs, and its own distance from float64."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..calls.modes import OperationMode
+from ..calls.snapshots import Call, Model, Outcome, State, outputs_by_name, run, same_bits
+from ..errors import (
+    GraphwrightError,
+    ModelFailed,
+    SignatureError,
+    VerificationError,
+    first_line,
+    user_frame,
+)
+from .accuracy import ErrorMeasure, as_float64, error_of, errors, peak_of, tensors_in
+from .variations import variations
+
+RMS_FACTOR = 3.0
+MAX_FACTOR = 8.0
+# On a leaf of few elements eager may be exact by luck: some units in the last place are free.
+_FREE_RMS_ULPS = 2.0
+_FREE_MAX_ULPS = 8.0
+# A precision that the caller allowed may cost this many of its units in the last place.
+_LOSSY_RMS_ULPS = 8.0
+# Eager's relative error where there is no float64 reference to measure it with.
+_ASSUMED_ERROR = {
+    torch.float64: 1e-12,
+    torch.float32: 1e-5,
+    torch.float16: 2e-3,
+    torch.bfloat16: 1.6e-2,
+}
+# Beyond this relative error the float64 run took another path than eager did.
+_ANOTHER_PATH = 0.2
+_FEW_ELEMENTS = 64
+TF32_ULP = 2.0**-10
+# Where the caller's switches permit TF32, a candidate may use it though eager happens not to.
+_TF32_RMS_ULPS = 2.0
+_MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+
+
+@dataclass
+class Case:
+    """One set of inputs, what eager made of it, and the float64 values where there are any."""
+
+    call: Call
+    eager: Outcome
+    exact: dict[str, torch.Tensor]
+    eager_error: dict[str, ErrorMeasure] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.eager_error = errors(self.eager, self.exact)
+
+
+@dataclass
+class Reference:
+    """Eager's behaviour on several inputs and its own distance from float64."""
+
+    cases: list[Case]
+    state: State
+    eager_error: dict[str, ErrorMeasure]
+    aliases: frozenset[tuple[str, str]]
+    tolerance: float | None = None
+    tf32: bool = False
+    notes: list[str] = field(default_factory=list)
+
+    def __getstate__(self) -> dict[str, Any]:
+        # The state is of a module in this process; whoever loads a reference takes one of theirs.
+        return {**self.__dict__, "state": None}
+
+    @property
+    def pure(self) -> bool:
+        """Whether no call wrote to an input or to what the module holds."""
+        for case in self.cases:
+            before, after = case.call.leaves(), case.eager.inputs
+            if (
+                case.eager.buffers
+                or case.eager.written
+                or case.eager.wrote_inputs
+                or any(
+                    isinstance(leaf, torch.Tensor) and not same_bits(leaf, before[name])
+                    for name, leaf in zip(before, after.values(), strict=True)
+                )
+            ):
+                return False
+        return True
+
+    @property
+    def written(self) -> frozenset[str]:
+        """The names of what the module holds and its calls write to."""
+        return frozenset().union(*(case.eager.written for case in self.cases))
+
+    @property
+    def worst_eager_error(self) -> ErrorMeasure | None:
+        """Eager's own error on its worst leaf."""
+        return max(self.eager_error.values(), key=lambda e: e.rms, default=None)
+
+    def limit(self, name: str, leaf: torch.Tensor, peak: float, ulp: float | None) -> ErrorMeasure:
+        """The error that one leaf may have; `peak` is the largest value over the mean one."""
+        if self.tolerance is not None:
+            return ErrorMeasure(self.tolerance, self.tolerance * max(peak, 1.0))
+        eager = self.eager_error.get(name, ErrorMeasure(0.0, 0.0))
+        real = leaf.dtype.to_real() if leaf.dtype.is_complex else leaf.dtype
+        own = torch.finfo(real).eps if real.is_floating_point else 0.0
+        rms = max(RMS_FACTOR * eager.rms, _FREE_RMS_ULPS * own)
+        largest = max(MAX_FACTOR * eager.max, _FREE_MAX_ULPS * own * peak)
+        if ulp is not None and leaf.dtype.is_floating_point:
+            rms = max(rms, _LOSSY_RMS_ULPS * ulp)
+            largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
+        if self.tf32 and leaf.dtype in (torch.float32, torch.complex64):
+            rms = max(rms, _TF32_RMS_ULPS * TF32_ULP)
+            largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
+        if leaf.numel() < _FEW_ELEMENTS:
+            # A mean over a handful is as wild as its largest part, to which that bound belongs.
+            rms = max(rms, largest)
+        return ErrorMeasure(rms, largest)
+
+
+class _Float64(OperationMode):
+    """Runs every operation in float64, whatever precision the model asks for on the way.
+
+    `operations` names what was run. `widened` keeps tensors in float64 from one run to the next.
+    """
+
+    def __init__(self, widened: Widened | None = None) -> None:
+        self.operations: set[str] = set()
+        self._widened = {} if widened is None else widened
+        super().__init__()
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.operations.add(func._schema.name)
+        if func._schema.is_mutable:
+            formal = func._schema.arguments
+            written = [
+                actual
+                for index, argument in enumerate(formal)
+                if argument.alias_info is not None and argument.alias_info.is_write
+                for actual in (args[index] if index < len(args) else kwargs.get(argument.name),)
+            ]
+            if any(_is_narrow(leaf) for leaf in pytree.tree_leaves(written)):
+                # What is written to keeps its dtype; widening the rest could only mismatch.
+                self._widened.clear()
+                return func(*args, **kwargs)
+        args, kwargs = pytree.tree_map(self._widen, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _widen(self, leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and id(leaf) in self._widened:
+            original, wide = self._widened[id(leaf)]
+            if original is leaf:
+                return wide
+        return _widen(leaf)
+
+
+# Tensors with themselves in float64, by identity.
+Widened = dict[int, tuple[torch.Tensor, torch.Tensor]]
+_MAX_WIDENED = 1 << 29
+
+
+def widened(module: nn.Module) -> Widened:
+    """A module's weights in float64, for `exact_outcome`; none where they would take much memory.
+
+    They are right until the weights change.
+    """
+    weights = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
+    if sum(weight.numel() * _wide(weight.dtype).itemsize for weight in weights) > _MAX_WIDENED:
+        return {}
+    return {id(weight): (weight, _widen(weight.detach())) for weight in weights}
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def _is_narrow(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dtype is not _wide(leaf.dtype)
+
+
+def _widen(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.to(_wide(leaf.dtype))
+    return _wide(leaf) if isinstance(leaf, torch.dtype) else leaf
+
+
+def exact_outcome(
+    model: Model,
+    module: nn.Module,
+    call: Call,
+    state: State,
+    weights: Widened | None = None,
+    look: Callable[[Any, Call], None] | None = None,
+) -> tuple[Outcome, set[str]]:
+    """What a call does when every operation runs in float64, and the operations' names.
+
+    Args:
+        model: what is called.
+        module: what holds its parameters.
+        call: the inputs.
+        state: of the module, to start from.
+        weights: what `widened` gave, for many calls in a row.
+        look: as for `run`.
+
+    Raises whatever the model raises on the way.
+    """
+    mode = _Float64(weights)
+    args, kwargs = pytree.tree_map(_widen, (call.args, dict(call.kwargs)))
+    wide = Call(call.name, args, kwargs)
+    try:
+        with mode:
+            outcome = run(model, wide, state, look)
+    except Exception:
+        if model is not module:
+            raise
+        # Some operators (recurrent layers) compare the dtypes of weights and inputs beforehand.
+        state.restore()
+        double = copy.deepcopy(module).double()
+        with mode:
+            outcome = run(double, wide, State(double, weights=False), look)
+    return outcome, mode.operations
+
+
+def _permits_tf32(call: Call, operations: set[str]) -> bool:
+    """Whether the caller's own switches let these operations use TF32 on the GPU.
+
+    PyTorch lets cuDNN do so by default, and cuDNN decides by layout and shape: eager may happen not
+    to use TF32 where a right candidate does.
+    """
+    if not any(tensor.is_cuda for tensor in call.tensors()):
+        return False
+    precision = torch._C._get_fp32_precision_getter
+    cudnn = any("conv" in name or "cudnn_rnn" in name for name in operations)
+    matmul = any(name in _MATMULS for name in operations)
+    return (cudnn and precision("cuda", "conv") == "tf32") or (
+        matmul and precision("cuda", "matmul") == "tf32"
+    )
+
+
+def reference(
+    model: Model,
+    module: nn.Module,
+    call: Call,
+    *,
+    tolerance: float | None = None,
+    seed: int = 0,
+    state: State | None = None,
+) -> Reference:
+    """Run eager and a float64 copy of the work on the sample inputs and variations of them.
+
+    Eager runs in the gradient mode that the caller is in: some modules (nn.TransformerEncoder with
+    a padding mask) compute other numbers without gradients.
+
+    Args:
+        model: what is called.
+        module: what holds its parameters and buffers; the same object for a module.
+        call: the sample inputs.
+        tolerance: relative error to accept in place of the rule stated above.
+        seed: of the variations.
+        state: of the module, where there is one already.
+
+    Raises:
+        ModelFailed: the model raises on its sample inputs.
+        SignatureError: an argument or result cannot be compared.
+        VerificationError: two eager calls with the same inputs disagree.
+    """
+    state = State(module) if state is None else state
+    try:
+        return _reference(model, module, call, state, tolerance, seed)
+    finally:
+        state.restore()
+
+
+def _reference(
+    model: Model,
+    module: nn.Module,
+    call: Call,
+    state: State,
+    tolerance: float | None,
+    seed: int,
+) -> Reference:
+    try:
+        first = run(model, call, state)
+        second = run(model, call, state)
+    except GraphwrightError:
+        raise
+    except Exception as error:
+        raise ModelFailed(
+            f"The model fails in eager with the sample inputs: {first_line(error)}",
+            where=user_frame(error),
+            remedy="Make the plain call work first; graphwright changes only how fast it runs.",
+        ) from error
+    if not any(isinstance(v, torch.Tensor) for v in first.outputs.values()):
+        raise SignatureError(
+            "The model returns no tensor, so that there is nothing to compare.",
+            remedy="Return the tensors that the caller needs.",
+        )
+    notes: list[str] = []
+    _refuse_disagreement(first, second, tolerance)
+    try:
+        outcome, operations = exact_outcome(model, module, call, state)
+        exact = tensors_in(outcome)
+        gap = errors(first, exact)
+        if any(not error.rms <= _ANOTHER_PATH for error in gap.values()):
+            raise ArithmeticError("its float64 run takes another path")
+    except Exception as error:
+        exact, operations = None, {"aten::mm", "aten::convolution"}
+        notes.append(f"no float64 reference ({first_line(error, 120)}): compared with eager itself")
+    small = min(v.numel() for v in first.outputs.values() if isinstance(v, torch.Tensor))
+    generator = torch.Generator().manual_seed(seed)
+    cases = [Case(call, first, tensors_in(first) if exact is None else exact)]
+    for other in variations(call, generator, 6 if small < _FEW_ELEMENTS else 1):
+        try:
+            eager = run(model, other, state)
+            wide = eager if exact is None else exact_outcome(model, module, other, state)[0]
+        except Exception as error:
+            notes.append(f"{other.name}: left out, eager raises {first_line(error, 120)}")
+            continue
+        if finite_share(eager) < finite_share(first):
+            notes.append(
+                f"{other.name}: left out, eager gives NaN or Inf where the sample does not"
+            )
+            continue
+        cases.append(Case(other, eager, tensors_in(wide)))
+    measured = [case.eager_error for case in cases]
+    measured.append(errors(second, cases[0].exact))
+    if exact is None:
+        own = _assumed(first)
+    else:
+        own = {name: _pooled([m[name] for m in measured if name in m]) for name in measured[0]}
+    tf32 = _permits_tf32(call, operations)
+    if tf32:
+        notes.append(
+            "TF32 is permitted by torch.backends (for cuDNN that is PyTorch's default), so "
+            "candidates may use it where eager happens not to."
+        )
+    return Reference(cases, state, own, aliases_of(model, call, state), tolerance, tf32, notes)
+
+
+def finite_share(outcome: Outcome) -> float:
+    """Share of finite elements among the outputs."""
+    tensors = [v for v in outcome.outputs.values() if isinstance(v, torch.Tensor) and v.numel()]
+    shares = [float(torch.isfinite(as_float64(t)).double().mean()) for t in tensors]
+    return min(shares, default=1.0)
+
+
+def _assumed(outcome: Outcome) -> dict[str, ErrorMeasure]:
+    own = {}
+    for name, leaf in tensors_in(outcome).items():
+        rms = _assumed_error(leaf.dtype)
+        own[name] = ErrorMeasure(rms, rms * peak_of(as_float64(leaf)) if rms else 0.0)
+    return own
+
+
+def _assumed_error(dtype: torch.dtype) -> float:
+    return _ASSUMED_ERROR.get(dtype.to_real() if dtype.is_complex else dtype, 0.0)
+
+
+def _pooled(errors: list[ErrorMeasure]) -> ErrorMeasure:
+    rms = math.sqrt(sum(e.rms**2 for e in errors) / len(errors))
+    return ErrorMeasure(rms, max(e.max for e in errors))
+
+
+def _refuse_disagreement(first: Outcome, second: Outcome, tolerance: float | None) -> None:
+    base = tensors_in(first)
+    for name, leaf in tensors_in(second).items():
+        if name not in base or base[name].shape != leaf.shape:
+            gap = math.inf
+        else:
+            gap = error_of(leaf, base[name], base[name])[0].rms
+        allowed = _assumed_error(leaf.dtype) if tolerance is None else tolerance
+        if not gap <= allowed:
+            raise VerificationError(
+                f"Two eager calls with the same inputs disagree: {name} by {gap:.1e} relative.",
+                remedy="Call model.eval() if dropout is at work, seed what is random inside the "
+                "model, or pass a tolerance that covers the difference.",
+            )
+
+
+def aliases_of(model: Model, call: Call, state: State) -> frozenset[tuple[str, str]]:
+    """Pairs of an output and an input, parameter, buffer or earlier output in one storage."""
+    state.restore()
+    mine = call.clone()
+    outputs, _ = outputs_by_name(model(*mine.args, **mine.kwargs))
+    owners = {}
+    for name, leaf in (*state.tensors(), *mine.leaves().items()):
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            owners[leaf.untyped_storage().data_ptr()] = name
+    found = set()
+    for name, leaf in outputs.items():
+        if isinstance(leaf, torch.Tensor) and leaf.numel():
+            owner = owners.setdefault(leaf.untyped_storage().data_ptr(), name)
+            if owner != name:
+                found.add((name, owner))
+    return frozenset(found)
+
+
+@dataclass
+class Sample:
+    """One call to tune for, its share of all calls, and what eager makes of it."""
+
+    name: str
+    weight: float
+    call: Call
+    reference: Reference

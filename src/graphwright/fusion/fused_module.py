@@ -1,0 +1,260 @@
+"""FusedModule: a model whose calls are answered by graphs that passes have made smaller."""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calls import forking
+from ..calls.modes import opaque
+from ..calls.modules import FunctionModule, ModuleProxy
+from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
+from ..calls.watch import ModuleWatch, check_audit, unread_in_words
+from ..errors import OptionError, first_line
+from ..graphs.conditions import captured_by_others, capturing_now
+from ..graphs.turns import turns_of
+from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants_grad
+from .passes.base import Pass
+from .tracing import global_hooks
+
+# Kinds of call that are fused; others go to the module.
+MAX_KINDS = 16
+
+
+class _Fusion:
+    """What a FusedModule knows beside the module."""
+
+    def __init__(
+        self, module: nn.Module, passes: Sequence[Pass], verify: bool, audit: int | None = None
+    ) -> None:
+        self.module = module
+        self.passes = tuple(passes)
+        self.verify = verify
+        self.turns = turns_of(module, getattr(module, "_function", None))
+        self.lock = forking.lock()
+        self.table: list[tuple[CallSignature, Fused]] = []
+        self.audit = audit
+        self.watch = ModuleWatch(module, values=True, audit=audit, hooks=False)
+        self.calls: Counter[str] = Counter()
+        self.last_problem: str | None = None
+
+    def fitting(self, args: Args, kwargs: Kwargs) -> Fused | None:
+        """What was made for calls like this one."""
+        for signature, fused in self.table:
+            if signature.fits(args, kwargs):
+                return fused
+        return None
+
+    def add(self, args: Args, kwargs: Kwargs) -> Fused:
+        """Fuse for calls like this one."""
+        with self.turns.alone(), self.lock:
+            known = self.fitting(args, kwargs)
+            if known is not None:
+                return known
+            signature = CallSignature.of(args, kwargs)
+            try:
+                fused = fused_call(self.module, args, kwargs, self.passes, check=self.verify)
+            except Exception as error:
+                # Once is enough to have tried.
+                failed = Fused(None, [], [("", first_line(error))])
+                self.table.append((signature, failed))
+                raise
+            self.table.append((signature, fused))
+            return fused
+
+
+class FusedModule(ModuleProxy):
+    """A module with fewer and fatter kernels; made by `fuse()`.
+
+    It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all else
+    read and change the one module. A call of another kind (shapes, dtypes, plain values, switches)
+    is fused when it comes, up to 16 kinds. A call after a change of the module, one that wants
+    gradients, or one inside a trace or transform goes to the module itself, and `calls` counts it.
+
+    Attributes:
+        calls: how many calls went which way.
+        regions: the parts that are graphs, for the first kind of call.
+        untraced: the parts that are not, by name, with the reason.
+    """
+
+    __slots__ = ("_fusion",)
+
+    _fusion: _Fusion
+
+    def __init__(self, fusion: _Fusion) -> None:
+        super().__init__(fusion.module)
+        object.__setattr__(self, "_fusion", fusion)
+
+    @property
+    def calls(self) -> Counter[str]:
+        """Calls by where they went: "fused", or "eager: " and the reason."""
+        return self._fusion.calls
+
+    @property
+    def regions(self) -> list[Region]:
+        """The parts that are graphs, for the first kind of call."""
+        return [region for _, fused in self._fusion.table[:1] for region in fused.regions]
+
+    @property
+    def untraced(self) -> list[tuple[str, str]]:
+        """The parts that are no graphs, by name ("" for the whole), with the reason."""
+        return [reason for _, fused in self._fusion.table[:1] for reason in fused.untraced]
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what was fused, or the module itself where that does not fit."""
+        fusion = self._fusion
+        why = self._why_not(args, kwargs)
+        if why is not None:
+            fusion.calls[f"eager: {why}"] += 1
+            with fusion.turns.calling():
+                return fusion.module(*args, **kwargs)
+        fused = fusion.fitting(args, kwargs)
+        if fused is None and len(fusion.table) < MAX_KINDS:
+            try:
+                fused = fusion.add(args, kwargs)
+            except Exception as error:
+                # What fails in the model fails below as it does in the model.
+                fusion.last_problem = first_line(error)
+        if fused is None or fused.call is None:
+            fusion.calls["eager: it could not be fused"] += 1
+            with fusion.turns.calling(), torch.no_grad():
+                return fusion.module(*args, **kwargs)
+        fusion.calls["fused"] += 1
+        with torch.no_grad():
+            return fused.call(*args, **kwargs)
+
+    def _why_not(self, args: Args, kwargs: Kwargs) -> str | None:
+        fusion = self._fusion
+        if torch.is_grad_enabled() and (fusion.module.training or wants_grad(args, kwargs)):
+            return "gradients are wanted"
+        if inside_transform():
+            return "it is traced or transformed"
+        if capturing_now() or captured_by_others():
+            # A graph would keep the folded weights, and its owner would not know of them.
+            return "it is captured"
+        if global_hooks():
+            return "there are global forward hooks"
+        change = fusion.watch.changed()
+        if change is not None:
+            fusion.last_problem = change
+            return "the module changed"
+        return None
+
+    def explain(self) -> str:
+        """What was fused where, what was left as it is and why, and how the calls went."""
+        fusion = self._fusion
+        lines = []
+        for region in self.regions:
+            (before, after), (read, now) = region.operations, region.nbytes
+            lines.append(
+                f"{region.path or 'the whole model'}: {before} operations are {after}, "
+                f"{read / 2**20:.1f} MiB read and written are {now / 2**20:.1f}"
+            )
+            lines += [f"  {name:<12} {text}" for name, text in _summary(region)]
+            lines += [f"  {name:<12} left out: {why}" for name, why in region.left_out]
+        for path, why in self.untraced:
+            lines.append(f"{path or 'the whole model'}: no graph, {why}")
+        for way, count in fusion.calls.most_common():
+            lines.append(f"{count} call{'s' * (count != 1)} {way}")
+        if fusion.last_problem is not None:
+            lines.append(f"last problem: {fusion.last_problem}")
+        lines += unread_in_words(fusion.watch)
+        change = fusion.watch.changed()
+        if change is not None:
+            lines.append(f"Every call now goes to the module itself, since {change}.")
+            lines.append("Call graphwright.fuse() again to fuse the module as it is now.")
+        return "\n".join(lines)
+
+    def extra_repr(self) -> str:
+        """Shown by repr()."""
+        return f"fused={sum(len(region.done) for region in self.regions)}"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
+        fusion = self._fusion
+        module = copy.deepcopy(fusion.module, memo)
+        return FusedModule(_Fusion(module, fusion.passes, fusion.verify, fusion.audit))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        fusion = self._fusion
+        passes = [each.name if each in PASSES else each for each in fusion.passes]
+        return _again, (fusion.module, passes, fusion.verify, fusion.audit)
+
+
+def _again(
+    module: nn.Module, passes: Sequence[str | Pass], verify: bool, audit: int | None = None
+) -> FusedModule:
+    """A FusedModule that fuses at its first call."""
+    return FusedModule(_Fusion(module, passes_named(passes), verify, audit))
+
+
+def _summary(region: Region) -> list[tuple[str, str]]:
+    """What passes did, with what was done several times on one line."""
+    counts: Counter[tuple[str, str]] = Counter()
+    where: dict[tuple[str, str], str] = {}
+    for name, change in region.done:
+        counts[name, change.what] += 1
+        where.setdefault((name, change.what), " + ".join(change.where))
+    return [
+        (name, f"{count} × {what} (first: {where[name, what]})")
+        for (name, what), count in counts.items()
+    ]
+
+
+def fuse(
+    fn_or_module: Callable[..., Any],
+    args: Sequence[Any] = (),
+    kwargs: dict[str, Any] | None = None,
+    *,
+    passes: Sequence[str | Pass] | None = None,
+    verify: bool = True,
+    audit: int | None = None,
+) -> FusedModule:
+    """Rewrite a model for inference into fewer, fatter kernels, without a compiler.
+
+    The model is run, its operations are taken down as a graph, and passes rewrite that: batch norms
+    folded into weights, convolutions and linear layers with what follows them, memory layout,
+    attention and norms written out by hand. Each pass is verified by itself against float64, on
+    several inputs, and left out if its numbers are off. Where a call cannot be a graph, because the
+    host reads a value, say, or a submodule has hooks, the submodules are taken one by one.
+
+    Args:
+        fn_or_module: a module in eval mode, or a function.
+        args: sample arguments; without any, the first call is the sample.
+        kwargs: sample arguments by name.
+        passes: names of passes, or passes of your own, in order; None for all.
+        verify: whether passes are verified. Without, their conditions alone protect the numbers.
+        audit: every so many calls, compare a checksum of the weights' values with what it was: it
+            finds writes that PyTorch does not report (`weight.data.mul_()`, NumPy, a pointer).
+
+    Returns:
+        a module to be called like the model, under no_grad.
+
+    Raises:
+        OptionError: the model is in training mode, or there is no pass of a name.
+        ModelFailed: the model fails on the sample.
+        SignatureError: an argument can be neither compared nor watched.
+        VerificationError: two eager calls disagree.
+    """
+    if not callable(fn_or_module):
+        raise OptionError(f"fuse() got a {type(fn_or_module).__name__}, which cannot be called.")
+    if not isinstance(args, tuple | list):
+        raise OptionError(
+            f"args is a {type(args).__name__}.", remedy="Write (x,) for a single input."
+        )
+    module = fn_or_module if isinstance(fn_or_module, nn.Module) else FunctionModule(fn_or_module)
+    if module.training:
+        raise OptionError(
+            "The model is in training mode, and fuse() is for inference.",
+            remedy="Call model.eval() first.",
+        )
+    check_audit(audit)
+    fusion = _Fusion(module, passes_named(passes), verify, audit)
+    if args or kwargs:
+        fusion.add(tuple(args), dict(kwargs or {}))
+    return FusedModule(fusion)

@@ -1,0 +1,445 @@
+"""fuse(): passes over the graphs of a model, each proved."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import os
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from ..calls.modules import ModuleProxy
+from ..calls.signature import (
+    Args,
+    CallSignature,
+    Kwargs,
+    flatten,
+    sharded_module,
+    tensors_of,
+    unflatten,
+    unusual_weight,
+)
+from ..calls.snapshots import Call, State, clone_leaves, run
+from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
+from ..evaluation.reference import Reference, reference
+from ..evaluation.verification import compare, verify
+from ..graphs.conditions import for_inference
+from ..graphs.python_state import Undo
+from ..ops.fused.fused_operator import prepare_triton
+from .nodes import copy_of, finished, is_mutable, is_view, value_of
+from .passes.attention import ATTENTION, MASKS
+from .passes.base import Change, Pass
+from .passes.epilogues import EPILOGUES
+from .passes.folding import BATCH_NORM, CLEAN, CONSTANTS, SCALES
+from .passes.idioms import BY_HAND
+from .passes.layout import CHANNELS_LAST, restored
+from .passes.linears import ACTIVATIONS, GATES, PADDED, PATCHES, PROJECTIONS
+from .passes.norms import NORMS, RESIDUALS
+from .passes.pooling import CHANNEL_GATES, MEANS, POOLS
+from .sharing import share_constants
+from .tracing import Traced, Untraceable, trace
+
+# In this order: what one leaves is what the next one looks for.
+PASSES: tuple[Pass, ...] = (
+    CLEAN,
+    MASKS,
+    CONSTANTS,
+    BY_HAND,
+    BATCH_NORM,
+    SCALES,
+    PATCHES,
+    POOLS,
+    CHANNELS_LAST,
+    MEANS,
+    CHANNEL_GATES,
+    EPILOGUES,
+    PROJECTIONS,
+    GATES,
+    ACTIVATIONS,
+    PADDED,
+    RESIDUALS,
+    NORMS,
+)
+# By name alone: it may change what becomes of NaN.
+ON_REQUEST: tuple[Pass, ...] = (ATTENTION,)
+# Tracing switches modes of the process.
+_LOCK = threading.RLock()
+if hasattr(os, "register_at_fork"):
+    # A child has none of the parent's other threads, which may hold it.
+    os.register_at_fork(after_in_child=_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
+
+
+@dataclass
+class Region:
+    """A part of a model that is a graph now.
+
+    Attributes:
+        path: the submodule's name, "" for the whole model.
+        done: what was changed, by the pass's name.
+        left_out: passes whose result was not used, and why.
+        operations: how many that are no views, before and after.
+        nbytes: that these read and write, before and after.
+    """
+
+    path: str
+    done: list[tuple[str, Change]] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+    operations: tuple[int, int] = (0, 0)
+    nbytes: tuple[int, int] = (0, 0)
+
+
+@dataclass
+class Fused:
+    """What came of a model and one kind of call.
+
+    Attributes:
+        call: is called as the model is; None where nothing could be traced.
+        regions: the parts that are graphs.
+        untraced: the names of the parts that are not, and why.
+    """
+
+    call: Callable[..., Any] | None
+    regions: list[Region]
+    untraced: list[tuple[str, str]]
+
+
+def passes_named(names: Sequence[str | Pass] | None) -> tuple[Pass, ...]:
+    """Passes by their names; all of them if none are named.
+
+    Raises:
+        OptionError: there is none of a name.
+    """
+    if names is None:
+        return PASSES
+    if isinstance(names, str):
+        raise OptionError(f"passes is a text: write [{names!r}].")
+    known = {each.name: each for each in (*PASSES, *ON_REQUEST)}
+    unknown = [name for name in names if isinstance(name, str) and name not in known]
+    if unknown:
+        raise OptionError(
+            f"fuse() knows no pass {', '.join(map(repr, unknown))}.",
+            remedy=f"Known passes: {', '.join(known)}.",
+        )
+    found = [known[name] if isinstance(name, str) else name for name in names]
+    # What others build on: writes in place that nobody sees are gone.
+    return tuple(found if CLEAN in found else (CLEAN, *found))
+
+
+def fused_call(
+    module: nn.Module, args: Args, kwargs: Kwargs, passes: Sequence[Pass], *, check: bool
+) -> Fused:
+    """Fuse a model for one kind of call.
+
+    Raises:
+        ModelFailed: the model fails on its arguments.
+        VerificationError: two eager calls disagree.
+    """
+    found = Fused(None, [], [])
+    sharded = sharded_module(module)
+    if sharded is not None:
+        # Between two calls the memory of its weights belongs to others.
+        found.untraced.append((sharded[0], f"it is an {sharded[1]}"))
+        return found
+    unusual = unusual_weight(module)
+    if unusual is not None:
+        # It has no bits to compare with, or what a pass takes them for means something else.
+        found.untraced.append(("", "the weight {} is {}".format(*unusual)))
+        return found
+    places = {t.device for t in tensors_of((args, kwargs)) if t.device.type == "cuda"}
+    if places:
+        prepare_triton()
+    with _LOCK:
+        state, undo = State(module), Undo(module)
+        try:
+            with for_inference(), torch.random.fork_rng(list(places)):
+                _fuse(module, args, kwargs, passes, check, found)
+        finally:
+            state.restore()
+            state.corrupted()  # Puts back what has changed.
+            undo.restore(python=True)
+    return found
+
+
+def _fuse(
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    passes: Sequence[Pass],
+    check: bool,
+    found: Fused,
+) -> None:
+    """As a whole, else in parts."""
+    found.call = _of_module(module, "", args, kwargs, passes, check, found)
+    if found.call is not None:
+        return
+    if any(isinstance(child, ModuleProxy) for child in module.modules()):
+        found.untraced.append(("", "not in parts either: it holds what is fused or tuned already"))
+        return
+    try:
+        parts = _of_children(module, "", _inputs_of(module, args, kwargs), passes, check, found)
+        if not parts:
+            return
+        whole = _with_parts(module, parts)
+        with torch.no_grad():
+            verdict = verify(whole, reference(module, module, Call("the sample", args, kwargs)))
+    except ModelFailed:
+        raise
+    except Exception as error:
+        found.untraced.append(("", f"not in parts either: {first_line(error)}"))
+    else:
+        if verdict.ok:
+            found.call = whole
+            return
+        found.untraced.append(("", f"in parts it computes something else: {verdict.reason}"))
+    found.regions.clear()
+
+
+def _of_module(
+    module: nn.Module,
+    path: str,
+    args: Args,
+    kwargs: Kwargs,
+    passes: Sequence[Pass],
+    check: bool,
+    found: Fused,
+) -> Callable[..., Any] | None:
+    """A module as one graph, or None, with the reason noted."""
+    try:
+        traced = trace(module, args, kwargs)
+    except Untraceable as error:
+        found.untraced.append((path, str(error)))
+        return None
+    region = Region(path)
+    call, problem = _optimised(traced, module, args, kwargs, passes, check, region)
+    if problem:
+        found.untraced.append((path, problem))
+        return None
+    found.regions.append(region)
+    return call
+
+
+def _optimised(
+    traced: Traced,
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    passes: Sequence[Pass],
+    check: bool,
+    region: Region,
+    *,
+    in_place: bool = True,
+) -> tuple[Callable[..., Any], str]:
+    """A traced call after all passes; what is wrong with it, if anything is.
+
+    Where nothing is checked, passes change one copy, unless one of them fails.
+    """
+    leaves, _ = flatten(args, kwargs)
+    samples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    device = samples[0].device
+    state = State(module)
+    known: Reference | None = None
+    writes: bool | None = None
+    if check:
+        with torch.no_grad():
+            known = reference(module, module, Call("the sample", args, dict(kwargs)), state=state)
+        verdict = _verdict(traced.call(traced.graph), known)
+        if verdict:
+            return module, f"its graph computes something else: {verdict}"
+    in_place = in_place and not check
+    graph = copy_of(traced.graph) if in_place else traced.graph
+    for each in passes:
+        if each is not CLEAN:
+            if writes is None and (writes := any(map(is_mutable, graph.graph.nodes))):
+                why = "the model writes in place to memory that it sees elsewhere"
+                region.left_out.append(("others", why))
+            if writes:
+                continue
+        try:
+            result = each(graph, device, in_place=in_place)
+            if not result.changes:
+                continue
+            verdict = ""
+            if known is not None:
+                candidate = _in_layout(traced, result.model, samples, state)
+                verdict = _verdict(traced.call(candidate), known)
+        except Exception as error:
+            if in_place:
+                region.done.clear()
+                region.left_out.clear()
+                again = traced, module, args, kwargs, passes, check, region
+                return _optimised(*again, in_place=False)
+            verdict = f"{type(error).__name__}: {first_line(error)}"
+        if verdict:
+            region.left_out.append((each.name, verdict))
+            continue
+        graph = result.model
+        region.done += [(each.name, change) for change in result.changes]
+    region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
+    try:
+        ended = _in_layout(traced, graph, samples, state)
+        share_constants(ended, module)
+        call = traced.call(ended)
+    except Exception as error:
+        return module, f"{type(error).__name__}: {first_line(error)}"
+    if known is not None:
+        final = verify(call, known)
+        if not final.ok:
+            return module, final.reason
+    return call, ""
+
+
+def _in_layout(
+    traced: Traced, graph: fx.GraphModule, samples: Sequence[torch.Tensor], state: State
+) -> fx.GraphModule:
+    """A graph with eager's strides where they can be seen."""
+    copied = copy_of(graph)
+    try:
+        mine = [t for t in clone_leaves(samples) if isinstance(t, torch.Tensor)]
+        restored(copied, traced.strides, *mine)
+    finally:
+        state.restore()
+    return finished(copied)
+
+
+def _verdict(call: Callable[..., Any], known: Reference) -> str:
+    """What is wrong with a candidate's numbers on all inputs, if anything is."""
+    try:
+        for case in known.cases:
+            verdict = compare(run(call, case.call, known.state), case, known)
+            if not verdict.ok:
+                return f"{case.call.name}: {verdict.reason}"
+    finally:
+        known.state.restore()
+    return ""
+
+
+def _cost(graph: fx.GraphModule) -> tuple[int, int]:
+    """Operations that are no views, and the bytes that they read and write."""
+    count = nbytes = 0
+    for node in graph.graph.nodes:
+        if node.op == "call_function" and (is_mutable(node) or not is_view(node)):
+            count += 1
+            results = [u for u in node.users if value_of(node) is None] or [node]
+            for value in map(value_of, (*node.all_input_nodes, *results)):
+                if value is not None:
+                    nbytes += value.numel() * value.element_size()
+    return count, nbytes
+
+
+# Module by module.
+
+_Inputs = dict[str, tuple[Args, Kwargs]]
+
+
+def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:
+    """What submodules are called with, the first time, in a call of the module.
+
+    Raises:
+        CaptureError: the module changes with every call.
+        ModelFailed: it fails.
+    """
+    found: _Inputs = {}
+
+    def noting(path: str) -> Callable[..., None]:
+        def note(_: nn.Module, given: Args, named: Kwargs) -> None:
+            leaves, spec = flatten(given, named)
+            with contextlib.suppress(GraphwrightError):
+                found.setdefault(path, unflatten(clone_leaves(leaves), spec))
+
+        return note
+
+    # Hooks of the module itself would be seen by other threads.
+    twin = _twin(module, {})
+    for path, child in twin.named_modules():
+        if path:
+            child.register_forward_pre_hook(noting(path), with_kwargs=True)
+    leaves, spec = flatten(args, kwargs)
+    undo = Undo(module, hooks=False)
+    for called in (module, module, twin):
+        mine, named = unflatten(clone_leaves(leaves), spec)
+        try:
+            with torch.no_grad():
+                called(*mine, **named)
+        except GraphwrightError:
+            raise
+        except Exception as error:
+            raise ModelFailed(
+                f"The model fails in eager with the sample inputs: {first_line(error)}",
+                where=user_frame(error),
+                remedy="Make the plain call work first.",
+            ) from error
+        undo.check()
+    return found
+
+
+def _twin(module: nn.Module, known: dict[int, nn.Module]) -> nn.Module:
+    """The same module, and submodules, as other objects with hooks of their own."""
+    if id(module) not in known:
+        twin = known[id(module)] = _other(module)
+        for name, child in module._modules.items():
+            twin._modules[name] = None if child is None else _twin(child, known)
+    return known[id(module)]
+
+
+def _other(module: nn.Module) -> nn.Module:
+    """Another object with the same attributes; submodules and hooks can be set apart."""
+    other: nn.Module = object.__new__(type(module))
+    apart = ("_modules", "_forward_pre_hooks", "_forward_pre_hooks_with_kwargs")
+    other.__dict__.update({k: copy.copy(v) if k in apart else v for k, v in vars(module).items()})
+    return other
+
+
+def _of_children(
+    module: nn.Module,
+    path: str,
+    given: _Inputs,
+    passes: Sequence[Pass],
+    check: bool,
+    found: Fused,
+) -> dict[str, nn.Module]:
+    """What stands in for the submodules of a module, by name."""
+    parts: dict[str, nn.Module] = {}
+    for name, child in module.named_children():
+        where = f"{path}.{name}" if path else name
+        # What holds no others is a single operation, and no faster as a graph. What has a forward
+        # of its own as an attribute calls another object's.
+        if "forward" in vars(child) or next(child.children(), None) is None:
+            continue
+        call = None
+        if where in given:
+            call = _of_module(child, where, *given[where], passes, check, found)
+        if call is not None:
+            parts[name] = _part(child, CallSignature.of(*given[where]), call)
+            continue
+        inner = _of_children(child, where, given, passes, check, found)
+        if inner:
+            parts[name] = _with_parts(child, inner)
+    return parts
+
+
+def _with_parts(module: nn.Module, parts: dict[str, nn.Module]) -> nn.Module:
+    """The same module with other submodules."""
+    other = _other(module)
+    other._modules.update(parts)
+    return other
+
+
+def _part(module: nn.Module, signature: CallSignature, call: Callable[..., Any]) -> nn.Module:
+    """The same submodule, with calls that fit answered by a graph."""
+    part = _other(module)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        return (call if signature.fits(args, kwargs) else module.forward)(*args, **kwargs)
+
+    vars(part)["forward"] = forward
+    return part
+
+
+def wants_grad(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a tensor among a call's arguments requires grad."""
+    return any(tensor.requires_grad for tensor in tensors_of((args, kwargs)))

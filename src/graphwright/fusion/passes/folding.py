@@ -1,0 +1,260 @@
+"""Work that need not be done at every call: what does nothing, constants, batch norms."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..nodes import (
+    Op,
+    add_constant,
+    arguments,
+    calls,
+    constant,
+    inputs,
+    is_mutable,
+    is_op,
+    is_view,
+    only_user,
+    reaches_output,
+    value_of,
+)
+from .base import Change, Pass
+
+aten = torch.ops.aten
+
+CONVOLUTIONS = (aten.conv1d.default, aten.conv2d.default, aten.conv3d.default)
+_IDENTITIES = (
+    aten.detach.default,
+    aten.detach_.default,
+    aten.alias.default,
+    aten.lift_fresh.default,
+)
+_CONVERSIONS = (
+    aten.to.dtype,
+    aten.to.dtype_layout,
+    aten.to.device,
+    aten.to.other,
+    aten.contiguous.default,
+)
+# Bytes up to which a computed constant is kept, beside what it was computed from.
+_LARGEST_CONSTANT = 16 << 20
+
+
+def _clean(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Take out what does nothing, and write nothing in place that nobody else sees."""
+    gone = []
+    for node in calls(graph, aten.dropout.default, aten.dropout_.default, *_IDENTITIES):
+        given = arguments(node)
+        # A result that is detached is another tensor than what it was made of.
+        returned = any(user.op == "output" for user in node.users)
+        if not given.get("train", False) and not (returned and is_op(node, *_IDENTITIES)):
+            gone.append(node.name)
+            node.replace_all_uses_with(inputs(node)[0])
+            graph.graph.erase_node(node)
+    for node in calls(graph, *_CONVERSIONS):
+        source, result = value_of(inputs(node)[0]), value_of(node)
+        if source is None or result is None or arguments(node).get("copy"):
+            continue
+        same = (source.dtype, source.device, source.stride(), source.layout)
+        if same == (result.dtype, result.device, result.stride(), result.layout):
+            gone.append(node.name)
+            node.replace_all_uses_with(inputs(node)[0])
+            graph.graph.erase_node(node)
+    found = [Change("does nothing", (name,)) for name in gone]
+    written = [node.name for node in list(graph.graph.nodes) if _out_of_place(graph, node)]
+    return found + [Change("writes to new memory", (name,)) for name in written]
+
+
+def _out_of_place(graph: fx.GraphModule, node: fx.Node) -> bool:
+    """Replace an operation in place by its twin, where nothing else sees what it writes to."""
+    if node.op != "call_function" or not is_mutable(node) or not inputs(node):
+        return False
+    target, memory = node.target, inputs(node)[0]
+    assert isinstance(target, Op)
+    name = target._opname
+    if not name.endswith("_") or not isinstance(memory, fx.Node) or len(memory.users) != 1:
+        return False
+    if memory.op != "call_function" or is_view(memory) or node not in memory.users:
+        return False
+    twin = getattr(getattr(aten, name[:-1], None), target._overloadname, None)
+    before, after = value_of(memory), value_of(node)
+    if twin is None or before is None or after is None or before.dtype != after.dtype:
+        return False
+    if len(twin._schema.arguments) != len(target._schema.arguments):
+        return False
+    try:
+        # It may promote to another dtype, or broadcast what it writes to.
+        args, kwargs = fx.node.map_arg((inputs(node), node.kwargs), _without_data)
+        made = twin(*args, **kwargs)
+    except Exception:
+        return False
+    if (made.dtype, made.shape, made.stride()) != (before.dtype, before.shape, before.stride()):
+        return False
+    node.target = twin
+    return True
+
+
+def _without_data(node: fx.Node) -> torch.Tensor:
+    """A tensor like a node's on the meta device."""
+    value: torch.Tensor = node.meta["val"]
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+
+
+def _constants(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Compute what depends on constants alone, once."""
+    values: dict[fx.Node, torch.Tensor] = {}
+    for node in graph.graph.nodes:
+        known = constant(graph, node)
+        if known is not None:
+            values[node] = known
+        elif _is_fixed(node) and all(source in values for source in node.all_input_nodes):
+            args, kwargs = fx.node.map_arg((inputs(node), node.kwargs), values.__getitem__)
+            result = node.target(*args, **kwargs)
+            if isinstance(result, torch.Tensor) and result.nbytes <= _LARGEST_CONSTANT:
+                values[node] = result
+    last = next(iter(reversed(graph.graph.nodes)))
+    own = {v.untyped_storage()._cdata for n, v in values.items() if n.op == "get_attr"}
+    found = []
+    for node, value in values.items():
+        if value.untyped_storage()._cdata in own:
+            continue  # A view of a weight costs nothing.
+        ends = [u for u in node.users if u not in values and u is not last]
+        ends = [user for user in ends if not (is_view(user) and reaches_output(user))]
+        if ends:
+            kept = add_constant(graph, value, node)
+            for user in ends:
+                user.replace_input_with(node, kept)
+            found.append(Change("computed once", (node.name,)))
+    return found
+
+
+def _is_fixed(node: fx.Node) -> bool:
+    """Whether an operation gives the same whenever it is called with the same."""
+    target = node.target
+    if node.op != "call_function" or not isinstance(target, Op):
+        return False
+    random = torch.Tag.nondeterministic_seeded in target.tags
+    return not random and not is_mutable(node) and not target._opname.startswith("empty")
+
+
+def _batch_norms(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Put a batch norm's scale and shift into the weights of the convolution or linear before it.
+
+    Computed in float32 and rounded once. torch.nn.utils.fuse_conv_bn_eval does it in the weights'
+    own precision.
+    """
+    found = []
+    for node in calls(graph, aten.batch_norm.default):
+        norm = arguments(node)
+        source = norm["input"]
+        if norm["training"] or not _is_foldable(source) or only_user(source) is not node:
+            continue
+        given = arguments(source)
+        weight, bias = constant(graph, given["weight"]), constant(graph, given["bias"])
+        mean, variance = (constant(graph, norm[n]) for n in ("running_mean", "running_var"))
+        gamma, beta = constant(graph, norm["weight"]), constant(graph, norm["bias"])
+        if weight is None or mean is None or variance is None:
+            continue
+        named = (given["bias"], bias), (norm["weight"], gamma), (norm["bias"], beta)
+        if any(n is not None and value is None for n, value in named):
+            continue
+        if any(t is not None and t.dtype != weight.dtype for t in (bias, mean, gamma, beta)):
+            continue
+        wide = torch.promote_types(weight.dtype, torch.float32)
+        scale = torch.rsqrt(variance.to(wide) + norm["eps"])
+        if gamma is not None:
+            scale = scale * gamma.to(wide)
+        shift = -mean.to(wide) if bias is None else bias.to(wide) - mean.to(wide)
+        shift = shift * scale
+        if beta is not None:
+            shift = shift + beta.to(wide)
+        folded = weight.to(wide) * scale.reshape(-1, *[1] * (weight.dim() - 1))
+        kept, row = torch.empty_like(weight).copy_(folded), shift.to(weight.dtype)
+        if not (kept.isfinite().all() and row.isfinite().all()):
+            continue  # What is no number after folding may be one before.
+        source.args = (
+            inputs(source)[0],
+            add_constant(graph, kept, source),
+            add_constant(graph, row, source),
+            *inputs(source)[3:],
+        )
+        source.kwargs = {k: v for k, v in source.kwargs.items() if k not in ("weight", "bias")}
+        found.append(Change("batch norm folded", (source.name, node.name)))
+        node.replace_all_uses_with(source)
+        graph.graph.erase_node(node)
+    return found
+
+
+def _is_foldable(node: Any) -> bool:
+    """Whether a batch norm's channels are the rows of a node's weight."""
+    value = value_of(node)
+    if is_op(node, *CONVOLUTIONS):
+        weight = value_of(inputs(node)[1]) if len(inputs(node)) > 1 else None
+        return value is not None and weight is not None and value.dim() == weight.dim()
+    return is_op(node, aten.linear.default) and value is not None and value.dim() == 2
+
+
+def _scales(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    """Put a constant factor a channel (ConvNeXt's layer scale) into the weights before it."""
+    found = []
+    for node in calls(graph, aten.mul.Tensor):
+        for source, factor in (inputs(node)[:2], inputs(node)[1::-1]):
+            change = _scale(graph, node, source, factor)
+            if change is not None:
+                found.append(change)
+                break
+    return found
+
+
+def _scale(graph: fx.GraphModule, node: fx.Node, source: Any, factor: Any) -> Change | None:
+    scale, value, result = constant(graph, factor), value_of(source), value_of(node)
+    if scale is None or value is None or result is None or only_user(source) is not node:
+        return None
+    if value.shape != result.shape or value.dtype != result.dtype or scale.dtype != value.dtype:
+        return None
+    # The dimension of the source that each of its result's dimensions is.
+    dims = list(range(value.dim()))
+    end = source
+    while is_op(end, aten.permute.default) and only_user(inputs(end)[0]) is end:
+        order = [d % len(dims) for d in inputs(end)[1]]
+        dims = [order[d] for d in dims]
+        end = inputs(end)[0]
+    if not is_op(end, aten.linear.default, *CONVOLUTIONS):
+        return None
+    given, whole = arguments(end), value_of(end)
+    weight, bias = constant(graph, given["weight"]), constant(graph, given["bias"])
+    if weight is None or whole is None or weight.dtype != scale.dtype:
+        return None
+    if given["bias"] is not None and (bias is None or bias.dtype != weight.dtype):
+        return None
+    images = weight.dim()  # A convolution of images without a batch has a dimension less.
+    if is_op(end, *CONVOLUTIONS) and whole.dim() != images:
+        return None
+    channels = whole.dim() - 1 if is_op(end, aten.linear.default) else 1
+    wide = torch.promote_types(weight.dtype, torch.float32)
+    full = scale.reshape([1] * (value.dim() - scale.dim()) + list(scale.shape))
+    if any(size != 1 and dims[d] != channels for d, size in enumerate(full.shape)):
+        return None
+    row = full.reshape(-1).expand(weight.shape[0]).to(wide)
+    scaled = weight.to(wide) * row.reshape(-1, *[1] * (weight.dim() - 1))
+    shift = None if bias is None else (bias.to(wide) * row)
+    kept = torch.empty_like(weight).copy_(scaled)
+    offset = None if shift is None else shift.to(weight.dtype)
+    if not (kept.isfinite().all() and (offset is None or offset.isfinite().all())):
+        return None
+    row_node = None if offset is None else add_constant(graph, offset, end)
+    end.args = (inputs(end)[0], add_constant(graph, kept, end), row_node, *inputs(end)[3:])
+    end.kwargs = {k: v for k, v in end.kwargs.items() if k not in ("weight", "bias")}
+    names = (end.name, node.name)
+    node.replace_all_uses_with(source)
+    graph.graph.erase_node(node)
+    return Change("scale folded", names)
+
+
+CLEAN = Pass("clean", _clean)
+CONSTANTS = Pass("constants", _constants)
+BATCH_NORM = Pass("batch_norm", _batch_norms, starts=(aten.batch_norm.default,))
+SCALES = Pass("scales", _scales, starts=(aten.mul.Tensor,))

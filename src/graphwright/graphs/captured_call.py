@@ -1,0 +1,561 @@
+"""The graph of one call: warmed up, recorded, and replayed for other values of the same kind.
+
+What the arguments of a call say about its capture, before anything runs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..calls.modes import opaque
+from ..calls.modules import FunctionModule, in_training
+from ..calls.signature import (
+    Args,
+    CallSignature,
+    Kwargs,
+    argument_names,
+    flatten,
+    refuse_weights,
+    tensors_of,
+    unflatten,
+)
+from ..calls.watch import ModuleWatch
+from ..errors import CaptureError, OptionError, SignatureError
+from .conditions import THREAD, autocast_cache_apart
+from .graph import Graph, GraphClosed, State
+from .journal import Copies
+from .memory import MemoryPool, Prediction
+from .python_state import Undo
+from .recorder import Recorder, Recording
+from .segments.explanation import drawn
+from .segments.tracer import Unfollowed
+from .segments.tree import Branches, Plan
+from .static_tensors import Finish, Geometry, Inputs, Results, copy, flat, is_dense
+from .transaction import let_go, transaction
+from .warmup import Comparison, Warmed, warm
+
+Outputs = Literal["fresh", "static"]
+Breaks = Literal["auto", "never"]
+
+
+class CallGraph(Graph):
+    """The graph of a function's call."""
+
+    _branches: Branches | None = None
+    # Whether a call was answered eagerly, since it was given up to divide it.
+    was_eager = False
+    # Parameters whose gradients the call sets; None where it is for inference.
+    _trained: Sequence[torch.Tensor] | None = None
+    # How warm-up compares results, and where it keeps what the call changes.
+    _comparison: Comparison | None = None
+    _copies: Copies | None = None
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs,
+        *,
+        pool: MemoryPool | None = None,
+        warmup: int = 3,
+        outputs: Outputs = "fresh",
+        evictable: bool = False,
+        breaks: Breaks = "never",
+    ) -> None:
+        """Check the arguments; nothing runs yet.
+
+        Raises:
+            OptionError: an option makes no sense.
+            CaptureError: the call cannot be captured, by the look of its arguments.
+        """
+        if outputs not in ("fresh", "static"):
+            raise OptionError(f"outputs is 'fresh' or 'static', not {outputs!r}.")
+        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 1:
+            raise OptionError(f"warmup is a number of runs above 0, not {warmup!r}.")
+        if breaks not in ("auto", "never"):
+            raise OptionError(f"breaks is 'auto' or 'never', not {breaks!r}.")
+        self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
+        self.signature = signature_of(args, kwargs, self._module)
+        self._sample, self._spec = flatten(args, kwargs)
+        super().__init__(
+            MemoryPool() if pool is None else pool, name_of(fn, self._sample), evictable=evictable
+        )
+        self._fn = fn
+        self._fresh = outputs == "fresh"
+        self._runs = warmup
+        self._device = device_of(args, kwargs, self._module, self.pool)
+        self._warmed: Warmed | None = None
+        self._inputs: Inputs | None = None
+        self._results: Results | None = None
+        self._watch: ModuleWatch | None = None
+        self._breaks = breaks
+        # The leaves of a call without keyword arguments and containers are the arguments.
+        self._plain_args = (
+            not kwargs
+            and len(args) == len(self._sample)
+            and all(a is b for a, b in zip(args, self._sample, strict=True))
+        )
+        self._names = sorted(kwargs)
+        self._outside: set[int] = set()
+        self._known_outside = -1
+        self._simple = False
+        self._sources: list[int] = []
+        self._by_element: list[int] = []
+        self._back: list[int] = []
+        self._back_by_element: list[int] = []
+
+    @property
+    def inputs(self) -> tuple[torch.Tensor, ...]:
+        """The static inputs, in the order of the arguments: what `replay()` reads.
+
+        In a pool that other graphs share, fill them, replay and read `outputs` without a replay of
+        another graph in between: it may use the same memory.
+        """
+        self._ready()
+        assert self._inputs is not None
+        return tuple(self._inputs.tensor(slot) for slot in self._inputs.slots)
+
+    @property
+    def outputs(self) -> Any:
+        """What the function returned, in the graph's own memory: the next replay overwrites it."""
+        self._ready()
+        if self._results is None:
+            raise CaptureError(
+                f"{self.name} is in segments, whose results depend on the way that a call goes.",
+                remedy="Call the graph instead.",
+            )
+        return self._results.tree
+
+    @property
+    def branches(self) -> Branches | None:
+        """The call's segments, if the host has a say in it; else None."""
+        return self._branches if self._results is None else None
+
+    def in_segments(self) -> list[str]:
+        """The call's segments, breaks and hoisted constants in words; nothing for a plain graph."""
+        root = None if self._branches is None else self._branches.root
+        return [] if root is None else drawn(root)
+
+    @property
+    def given_up(self) -> CaptureError | None:
+        """Why calls are eager by now, if they are."""
+        return None if self._branches is None else self._branches.given_up
+
+    def replay(self) -> None:
+        """As `Graph.replay`, for a graph that is not in segments."""
+        if self.state is State.READY:
+            _ = self.outputs
+        super().replay()
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self._ready()
+        if not self.signature.fits(args, kwargs):
+            raise SignatureError(
+                f"The graph was captured for another call: "
+                f"{self.signature.differences(args, kwargs)}.",
+                remedy="Capture a graph for this call, or use graphwright.graph().",
+            )
+        watch = self._watch
+        assert watch is not None
+        if self.mutates or self.random or self._results is None:
+            self._check(watch)
+            return self.run(args, kwargs)
+        # The device works while the module is looked over; what came too late is dropped.
+        result = self.run(args, kwargs)
+        self._check(watch)
+        return result
+
+    def _check(self, watch: ModuleWatch) -> None:
+        if (change := watch.changed()) is not None:
+            raise SignatureError(
+                f"Since {self.name} was captured, {change}.",
+                remedy="Capture it again, or use graphwright.graph(), which does so by itself.",
+            )
+
+    def run(self, args: Args, kwargs: Kwargs, finish: Finish | None = None) -> Any:
+        """Replay for a call that was found to fit.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            finish: makes what the caller gets of the leaves of what the function returned.
+        """
+        leaves = args if self._plain_args else self._leaves(args, kwargs)
+        return self.run_leaves(leaves, finish)
+
+    def run_leaves(self, leaves: Sequence[Any], finish: Finish | None = None) -> Any:
+        """The same for the leaves of such a call."""
+        if self.mutates or self._results is None:
+            self.check_overlap(leaves)
+            if self._branches is not None and self._results is None:
+                return self._run_branches(self._branches, leaves, finish)
+        with self.pool.lock:
+            recording, results = self._recording, self._results
+            if recording is None or results is None or THREAD.depth:
+                self._ready()  # Says what is wrong.
+            assert recording is not None
+            assert results is not None
+            recording.order()
+            targets = [torch.empty_like(base) for base in results.bases] if self._fresh else []
+            if self._simple:
+                recording.run([leaves[slot] for slot in self._sources], targets)
+            else:
+                self._run_with_copies(recording, leaves, targets)
+        if not self._fresh:
+            return results.again(finish)
+        if finish is None and results.single:
+            return targets[0]
+        return results.build(leaves, targets, finish)
+
+    def _run_branches(
+        self, branches: Branches, leaves: Sequence[Any], finish: Finish | None
+    ) -> Any:
+        """The call in segments; eager, where that was given up."""
+        with self.pool.lock:
+            self._ready().order()
+            branches.look()
+            if branches.given_up is None:
+                pure = not (self.mutates or self.random)
+                try:
+                    made = branches.answer(
+                        leaves, finish, self._work, functools.partial(self.pool.evict_one, self)
+                    )
+                except Unfollowed:
+                    if not pure:
+                        raise
+                else:
+                    self._has_grown(branches)
+                    return made
+        self.was_eager = True
+        args, kwargs = unflatten(leaves, self._spec)
+        with torch.no_grad():
+            results = self._fn(*args, **kwargs)
+        if finish is None:
+            return results
+        made, spec = pytree.tree_flatten(results)
+        return pytree.tree_unflatten(finish(made), spec)
+
+    def _has_grown(self, branches: Branches) -> None:
+        """A call may have gone a way that is new: keep what it needs."""
+        self.mutates = self.mutates or branches.mutates
+        self.random = self.random or branches.random
+        if len(branches.external) != self._known_outside:
+            self._known_outside = len(branches.external)
+            self._outside |= {s.data_ptr() for s in branches.external.values() if s.nbytes()}
+
+    def check_overlap(self, leaves: Sequence[Any]) -> None:
+        """Refuse an argument that lies in memory which the call reaches by another way too.
+
+        The graph works on a copy of the argument, and would not see its own writes to the other.
+        """
+        for leaf in leaves:
+            if not isinstance(leaf, torch.Tensor) or not leaf.numel():
+                continue
+            if leaf.untyped_storage().data_ptr() in self._outside:
+                raise SignatureError(
+                    "An argument shares memory with a tensor that the call uses by itself, and one "
+                    "of the two is written to.",
+                    remedy="Pass a copy.",
+                )
+
+    @property
+    def written(self) -> tuple[int, ...]:
+        """Positions of the arguments' leaves that a call writes to."""
+        return () if self._warmed is None else self._warmed.mutated
+
+    def launcher(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
+        """`run` for arguments that are all tensors, in one function; None where it is not simple.
+
+        It raises GraphClosed where the graph is not ready any more.
+        """
+        if not (self._simple and self._fresh) or self._results is None:
+            return None
+        # Nothing of the graph's memory is held here: it may be closed at any time.
+        lock, slots, single = self.pool.lock, tuple(self._sources), self._results.single
+        everything = slots == tuple(range(len(self.signature.leaves)))
+        empty_like, thread = torch.empty_like, THREAD
+
+        def launch(args: Sequence[torch.Tensor]) -> Any:
+            with lock:
+                recording, results = self._recording, self._results
+                if recording is None or results is None or thread.depth:
+                    raise GraphClosed("The graph was closed meanwhile.")
+                recording.order()
+                sources = args if everything else [args[slot] for slot in slots]
+                if single:
+                    target = empty_like(results.bases[0])
+                    recording.run(sources, (target,))
+                    return target
+                targets = [empty_like(base) for base in results.bases]
+                recording.run(sources, targets)
+                return results.build(args, targets)
+
+        return launch
+
+    def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
+        flat = self.signature.flat
+        if flat is not None:
+            # All are tensors; keyword arguments lie in the order of their names.
+            return (*args, *[kwargs[name] for name in self._names])
+        return flatten(args, kwargs)[0]
+
+    def _run_with_copies(
+        self, recording: Recording, leaves: Sequence[Any], targets: list[torch.Tensor]
+    ) -> None:
+        assert self._inputs is not None
+        with torch.no_grad():
+            for slot in self._by_element:
+                copy(leaves[slot], self._inputs.tensor(slot))
+            recording.run(
+                [leaves[slot] for slot in self._sources],
+                [*targets, *(leaves[slot] for slot in self._back)],
+            )
+            for slot in self._back:
+                # Written to behind autograd's back: what was saved of it for a backward is stale.
+                torch.autograd.graph.increment_version(leaves[slot])
+            for slot in self._back_by_element:
+                copy(self._inputs.tensor(slot), leaves[slot])
+
+    def warm(self) -> Prediction:
+        """Run the call until it is warm, and predict what capturing it will take.
+
+        Raises:
+            CaptureError: it cannot be captured.
+        """
+        with self.pool.lock:
+            recorder = self.pool.recorder(self._device)
+            with self._transaction(State.WARMING) as undo:
+                rescue = None if self._breaks == "never" else self._in_segments
+                self._warmed = warm(
+                    self._work,
+                    self._sample,
+                    recorder,
+                    undo,
+                    self._runs,
+                    rescue,
+                    self._comparison,
+                    self._copies,
+                )
+            self.mutates = self._warmed.mutates
+            self.random = bool(self._warmed.generators)
+            self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
+            if self.mutates:
+                try:
+                    self.check_overlap(self._sample)
+                except SignatureError as error:
+                    raise CaptureError(error.what, remedy=error.remedy) from error
+            return self.prediction
+
+    def _in_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
+        """Divide the call, which cannot be recorded as it is; returns what that takes."""
+        branches = Branches(self._module, self.pool, self._device)
+        recorder = self.pool.recorder(self._device)
+        taken = branches.plan(self._work, self._sample, recorder, generators)
+        self._branches = branches
+        return taken
+
+    @property
+    def prediction(self) -> Prediction:
+        """What capturing the call, which is warm, will take as the pool is now."""
+        assert self._warmed is not None
+        segments = self._warmed.segments
+        return Prediction(self.pool.predicted(segments), segments, self._warmed.contributors)
+
+    def record(self, *, share_inputs: bool = False) -> None:
+        """Record the call, which is warm, in the pool.
+
+        Args:
+            share_inputs: let the static inputs lie where those of other graphs of the pool lie;
+                for callers that fill them before each replay.
+
+        Raises:
+            MemoryBudgetExceeded: it does not fit under the pool's limit.
+            CaptureError: it cannot be captured.
+        """
+        with self.pool.lock:
+            prediction = self.prediction
+            try:
+                self.pool.admit(self, prediction)
+                held = self.pool.reserved
+                self._record(prediction, share_inputs)
+                while self.pool.over_limit(held):
+                    # The prediction was short of the truth: fragments that nothing fits into.
+                    self._forget()
+                    self.pool.sweep()
+                    if not self.pool.evict_one(self):
+                        raise self.pool.exceeded(self, prediction)
+                    self._record(prediction, share_inputs)
+            except BaseException as error:
+                self._retire()
+                let_go(error)
+                self.pool.sweep()
+                raise
+            self._sample = []
+            if self._branches is not None:
+                self._branches.settle()
+            self.state = State.READY
+            self.pool.add(self)
+
+    def _record(self, prediction: Prediction, share_inputs: bool) -> None:
+        recorder = self.pool.recorder(self._device)
+        warmed = self._warmed
+        assert warmed is not None
+        before = recorder.reserved
+        recorder.order()  # A replay may be at work in the memory of the inputs.
+        with self._transaction(State.CAPTURING):
+            allocate = self.pool.shared_bytes() if share_inputs else recorder.allocate
+            inputs = Inputs(self._sample, allocate)
+            dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
+            self._back = dense if self._fresh else []
+            self._back_by_element = [s for s in warmed.mutated if s not in self._back]
+            self._sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
+            self._by_element = [slot for slot in inputs.slots if slot not in self._sources]
+
+            self._simple = not (self._by_element or warmed.mutated)
+            # No closures: an error's traceback would keep what they refer to alive.
+            if self._branches is None:
+                recording = recorder.record(
+                    functools.partial(self._work, inputs),
+                    [flat(inputs.tensor(slot)) for slot in self._sources],
+                    functools.partial(self._drains, inputs),
+                    warmed.generators,
+                )
+            else:
+                recording = self._record_branches(self._branches, inputs, recorder)
+            self._inputs = inputs
+            self._held = [self._fn, warmed.external]
+            self._started(recording, before, prediction.nbytes)
+        self._watch = ModuleWatch(self._module, values=False)
+        if self._results is None:
+            # A way that is new may use any of these.
+            self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
+
+    def _record_branches(self, branches: Branches, inputs: Inputs, recorder: Recorder) -> Recording:
+        """Record the call in segments; a single one without a break is a graph like others."""
+        assert self._warmed is not None
+        plan = Plan(self._sources, self._by_element, self._fresh)
+        root = branches.record(self._work, inputs, plan, self._warmed.mutated, recorder)
+        if root.stop is None and not root.sources and not branches.frozen:
+            self._results = root.results
+        self._has_grown(branches)
+        assert root.recording is not None
+        return root.recording
+
+    def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
+        """What has to be copied out after each replay, as bytes."""
+        assert self._warmed is not None
+        external = {storage._cdata for storage in self._warmed.external}
+        self._results = Results(tree, inputs, external)
+        back = [inputs.tensor(slot) for slot in self._back]
+        return [flat(t) for t in (*self._results.bases, *back)] if self._fresh else []
+
+    def _work(self, inputs: Inputs) -> Any:
+        """The call on static inputs, its lazily conjugated results written out."""
+        args, kwargs = unflatten(inputs.leaves, self._spec)
+        with autocast_cache_apart():
+            result = self._fn(*args, **kwargs)
+            after, spec = flatten(args, kwargs)
+            if spec != self._spec or any(
+                a is not b or (isinstance(b, torch.Tensor) and Geometry.of(b) != geometry)
+                for a, b, geometry in zip(after, inputs.leaves, inputs.geometries, strict=True)
+            ):
+                raise Unfollowed(
+                    "The call changes the containers that it is given, or the shape of a tensor in "
+                    "them; a graph would not.",
+                    remedy="Return what is new instead.",
+                )
+            return pytree.tree_map_only(torch.Tensor, _resolved, result)
+
+    @contextlib.contextmanager
+    def _transaction(self, state: State) -> Iterator[Undo]:
+        self.state = state
+        with transaction(self.pool, self._module, self._forget, self._trained) as undo:
+            yield undo
+
+    def _forget(self) -> None:
+        """Give up what was recorded; the call can be recorded again."""
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            self.pool.retire(recording)
+        if self._branches is not None:
+            self._branches.forget()
+        self._inputs = self._results = self._watch = None
+        self._held = []
+
+    def _retire(self) -> None:
+        super()._retire()
+        self._forget()
+        self._warmed = None
+        self._branches = None
+        self._sample = []
+        self._outside = set()  # Of memory that is free by now.
+
+
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor, unless it is a lazily conjugated or negated one."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    return tensor.resolve_conj().resolve_neg() if lazy else tensor
+
+
+def name_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> str:
+    """What a graph is called: its function, with the shapes of the arguments."""
+    own = type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
+    shapes = [
+        "×".join(map(str, leaf.shape)) or "()" for leaf in leaves if isinstance(leaf, torch.Tensor)
+    ]
+    return f"{own}({', '.join(shapes)})"
+
+
+def signature_of(args: Args, kwargs: Kwargs, module: nn.Module) -> CallSignature:
+    """The call's signature; refuse weights that no graph can hold, and what is for training."""
+    try:
+        signature = CallSignature.of(args, kwargs)
+        refuse_weights(module)
+    except SignatureError as error:
+        raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
+    if torch.is_grad_enabled():
+        training = next((m for m in module.modules() if in_training(m)), None)
+        if signature.wants_grad or training is not None:
+            what = (
+                "An argument requires grad"
+                if training is None
+                else f"{type(training).__name__} is in training mode while gradients are on"
+            )
+            raise CaptureError(
+                f"{what}; a captured call gives no gradients.",
+                remedy="Call eval(), or capture under torch.no_grad().",
+            )
+    return signature
+
+
+def device_of(args: Args, kwargs: Kwargs, module: nn.Module, pool: MemoryPool) -> torch.device:
+    """The one device of a call: its tensors', else the module's, else the pool's."""
+    found = {tensor.device: None for tensor in tensors_of((args, dict(kwargs)))}
+    if len(found) > 1:
+        names = argument_names(args, kwargs)
+        leaves, _ = flatten(args, kwargs)
+        each = [
+            f"{name} on {leaf.device}"
+            for name, leaf in zip(names, leaves, strict=True)
+            if isinstance(leaf, torch.Tensor)
+        ]
+        raise CaptureError(
+            f"The arguments are on several devices: {', '.join(each)}.",
+            remedy="Move them to one device: a graph would keep a CPU tensor's value for ever.",
+        )
+    for tensor in (*module.parameters(), *module.buffers()):
+        found.setdefault(tensor.device)
+    device = next(iter(found), pool.device)
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return device

@@ -1,0 +1,509 @@
+"""The CPU recorder: a tape of ATen operations, replayed inside an arena.
+
+It meets the contract of CUDA capture and shares its dangers: what a recording makes lies at fixed
+addresses in a pool whose memory is reused, tensors from outside are used by their addresses, and
+nothing that Python did is repeated.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn import functional as F  # noqa: N812  # the field's name for it
+from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
+
+from ...calls.modes import compilers_off
+from ...calls.operations import (
+    FROM_DATA,
+    HOST_READS,
+    default_generators,
+    has_fixed_shape,
+    one_hot,
+    tensors,
+    written,
+)
+from ...calls.signature import without_memory
+from ...errors import CaptureError, user_frame
+from ..conditions import capturing_seems_on, collection_off
+from ..journal import Journal
+from ..recorder import Allocate, Prepared, Work
+from .arena import Arena, Block
+
+_UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
+_REMEDY = "A graph repeats device work only: compute with tensors, or do this outside the capture."
+
+
+class _HostReads(TorchFunctionMode):
+    """Refuses reads of values by Python that leave no trace among the operations."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        if func is F.one_hot and _classes(args, kwargs) >= 0:
+            # On the CPU alone it reads its input to check it.
+            return one_hot(args[0], _classes(args, kwargs))
+        name = getattr(func, "__name__", "")
+        if name in FROM_DATA and any(isinstance(a, list | tuple) and tensors(a) for a in args):
+            raise CaptureError(f"Values of tensors are read by {name}().", remedy=_REMEDY)
+        if name == "tensor_split" and any(isinstance(a, torch.Tensor) for a in args[1:2]):
+            raise CaptureError(f"Values of a tensor are read by {name}().", remedy=_REMEDY)
+        how = HOST_READS.get(name)
+        if how is not None and args and isinstance(args[0], torch.Tensor):
+            raise CaptureError(f"A value of a tensor is read by {how}.", remedy=_REMEDY)
+        return func(*args, **(kwargs or {}))
+
+
+def _classes(args: Any, kwargs: Mapping[str, Any] | None) -> int:
+    return int(args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1))
+
+
+def _refuse_what_reads_values(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse operations whose result, or whose result's shape, Python gets to know."""
+    if torch.Tag.data_dependent_output in func.tags:
+        name = "Tensor.item(), or a tensor as a condition" if "local_scalar" in str(func) else ""
+        raise CaptureError(
+            f"A value of a tensor is read by {name or func} ({func}).", remedy=_REMEDY
+        )
+    if torch.Tag.dynamic_output_shape in func.tags:
+        if has_fixed_shape(func, args, {}):
+            return
+        raise CaptureError(
+            f"{func} gives a tensor whose shape depends on values.",
+            remedy="Use an operation of fixed shape, torch.where for example.",
+        )
+    if torch.Tag.inplace_view in func.tags and func._opname in ("set_", "resize_", "resize_as_"):
+        raise CaptureError(
+            f"{func} gives a tensor other memory, which a graph cannot repeat.",
+            remedy="Make a new tensor instead.",
+        )
+
+
+def _refuse_what_has_no_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    """Refuse tensors that a tape cannot hold by their address."""
+    for tensor in tensors((args, kwargs)):
+        kind = without_memory(tensor)
+        if kind is not None:
+            raise CaptureError(
+                f"{func} works on {kind}, which a graph cannot hold.",
+                remedy="Use dense tensors of PyTorch's own class, or leave this part out of the "
+                "capture.",
+            )
+
+
+def _fills_what_is_empty() -> bool:
+    """Whether PyTorch fills new memory with NaN."""
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return deterministic and torch._C._get_deterministic_fill_uninitialized_memory()
+
+
+@dataclass(frozen=True)
+class _Step:
+    """One operation, its arguments by address, and where its results belong."""
+
+    func: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: tuple[torch.Tensor | None, ...]
+    grad: bool
+
+
+class _Tape(Journal):
+    """Records each operation, and puts what it makes into the arena.
+
+    Args:
+        arena: where the results go.
+        known: storages from outside that a rehearsal of the same work has used, or None where
+            there was no rehearsal. What is new since then was made by code that the tape does
+            not see, and would be a constant in every replay.
+    """
+
+    def __init__(self, arena: Arena, known: Mapping[int, Any] | None) -> None:
+        super().__init__()
+        self.steps: list[_Step | Block] = []
+        self._arena = arena
+        self._known = known
+        self._constants: set[int] = set()
+        self._mine: dict[int, Block] = {}
+        self.broken = False
+        self.refusal: CaptureError | None = None
+        self._thread = threading.get_ident()
+
+    def owns(self, tensor: torch.Tensor) -> Block | None:
+        """The block of a tensor that this recording made."""
+        block = self._arena.block_of(tensor)
+        return block if block is not None and block.number in self._mine else None
+
+    def spoil(self) -> None:
+        """Make what was computed while recording useless: before a replay there is no result."""
+        for block in self._mine.values():
+            block.poison()
+
+    def freed(self, block: Block) -> None:
+        """A block died; each replay has to make it as useless at the same point."""
+        if self._mine.pop(block.number, None) and threading.get_ident() == self._thread:
+            self.steps.append(block)
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """As the journal does, for memory that is not of this recording."""
+        if self.owns(tensor) is None:
+            self._check_origin(tensor)
+            super().read(tensor)
+
+    def writes(self, tensor: torch.Tensor) -> None:
+        """As the journal does, for memory that is not of this recording."""
+        if self.owns(tensor) is None:
+            super().writes(tensor)
+
+    def _check_origin(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        if self._known is None or not storage.nbytes() or storage._cdata in self._known:
+            return
+        if storage._cdata not in self._constants and self._arena.block_of(tensor) is None:
+            raise CaptureError(
+                f"{self.operation} uses a tensor that is made anew in every call by code that "
+                "runs no PyTorch operation; a replay would use the first one for ever.",
+                remedy="Make it an argument, or make it with PyTorch's own operations.",
+            )
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, move its results into the arena, and note both."""
+        if func.namespace == "profiler":
+            return func(*args, **kwargs)  # Names a range of time.
+        if func is torch.ops.aten.lift_fresh.default:
+            # torch.tensor([...]): a constant. The work may write to its own copy of it.
+            func = torch.ops.aten.clone.default
+            self._constants.add(args[0].untyped_storage()._cdata)
+        try:
+            _refuse_what_has_no_memory(func, args, kwargs)
+            self.before(func, args, kwargs)
+            _refuse_what_reads_values(func, args)
+        except CaptureError as error:
+            self.refusal = error
+            raise
+        grad = torch.is_grad_enabled()
+        known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        leaves, spec = pytree.tree_flatten(func(*args, **kwargs))
+        self.drew(func, args, kwargs)
+        moved: dict[int, torch.UntypedStorage] = {}
+        targets: list[torch.Tensor | None] = []
+        for index, leaf in enumerate(leaves):
+            target = None
+            if isinstance(leaf, torch.Tensor):
+                storage = leaf.untyped_storage()
+                # A view, or the argument itself, is where it belongs already.
+                if storage.nbytes() and storage.data_ptr() not in known:
+                    leaves[index] = leaf = self._move(leaf, moved)
+                    target = self._by_address(leaf)
+            elif leaf is not None:
+                raise CaptureError(f"{func} gives Python a value, {leaf!r}.", remedy=_REMEDY)
+            targets.append(target)
+        # What is not initialised has nothing to repeat, unless it is filled for reproducibility.
+        if (func._opname not in _UNINITIALISED or _fills_what_is_empty()) and (
+            any(t is not None for t in targets) or written(func, args, kwargs)
+        ):
+            where = pytree.tree_map_only(torch.Tensor, self._by_address, (args, kwargs))
+            self.steps.append(_Step(func, where[0], where[1], tuple(targets), grad))
+        return pytree.tree_unflatten(leaves, spec)
+
+    def _move(self, tensor: torch.Tensor, moved: dict[int, torch.UntypedStorage]) -> torch.Tensor:
+        """The same tensor in the arena."""
+        if tensor.is_quantized:
+            raise CaptureError(
+                f"{self.operation} makes a quantized tensor, which a graph cannot hold.",
+                remedy="Keep its integers, scale and zero point, or leave this part out of the "
+                "capture.",
+            )
+        old = tensor.untyped_storage()
+        if old._cdata not in moved:
+            moved[old._cdata] = self._arena.allocate(old.nbytes())
+            moved[old._cdata].copy_(old)
+        with torch.inference_mode(False):
+            result = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
+                moved[old._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
+            )
+        block = self._arena.block_of(result)
+        assert block is not None  # It has bytes, and they were just allocated.
+        self._mine[block.number] = block
+        return result
+
+    def _by_address(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor at its address; a tape must not keep the pool's memory from being reused."""
+        block = self.owns(tensor)
+        return tensor.detach() if block is None else self._arena.alias(tensor, block)
+
+
+class CpuRecording:
+    """A tape and the memory that it works on."""
+
+    def __init__(
+        self,
+        tape: _Tape,
+        feeds: Sequence[torch.Tensor],
+        drains: Sequence[torch.Tensor],
+        on_close: Callable[[], None],
+        order: Callable[[], None],
+    ) -> None:
+        self.order = order
+        self._on_close = on_close
+        self._steps = tape.steps
+        self._feeds = feeds
+        self._drains = drains
+        self.external = list(tape.external.values())
+
+    @property
+    def nodes(self) -> int:
+        """Its operations."""
+        return sum(not isinstance(step, Block) for step in self._steps)
+
+    def replay(self) -> None:
+        """Repeat the operations in order, each where it was recorded."""
+        with torch.inference_mode(False), torch._C._DisableAutocast(), torch.no_grad():
+            for step in self._steps:
+                if isinstance(step, Block):
+                    step.poison()
+                    continue
+                torch._C._set_grad_enabled(step.grad)
+                results = step.func(*step.args, **step.kwargs)
+                torch._C._set_grad_enabled(False)
+                if isinstance(results, torch.Tensor):
+                    results = (results,)
+                elif not isinstance(results, tuple):
+                    results = pytree.tree_leaves(results)
+                for result, target in zip(results, step.results, strict=True):
+                    if target is not None:
+                        target.copy_(result)
+
+    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Copy in, repeat, copy out."""
+        for feed, source in zip(self._feeds, sources, strict=True):
+            ctypes.memmove(feed.data_ptr(), source.data_ptr(), feed.numel())
+        self.replay()
+        for drain, target in zip(self._drains, targets, strict=True):
+            ctypes.memmove(target.data_ptr(), drain.data_ptr(), drain.numel())
+
+    def close(self) -> None:
+        """Forget the steps and what they hold."""
+        if _RECORDING.now:
+            # A CUDA graph that is destroyed on a stream's thread breaks the capture under way.
+            _RECORDING.now.broken = True
+        self._on_close()
+        self._on_close = lambda: None
+        self._steps = []
+        self._feeds = self._drains = ()
+        self.external = []
+
+
+class _Recording(threading.local):
+    """The tape that is being recorded on this thread."""
+
+    now: _Tape | None = None
+
+
+_RECORDING = _Recording()
+
+
+@contextlib.contextmanager
+def _as_capture(tape: _Tape) -> Iterator[None]:
+    """Have the tape see the operations of a `with` block, under the conditions of a capture."""
+    with collection_off(), capturing_seems_on(), compilers_off(), _HostReads(), tape:
+        try:
+            yield
+        except Exception as error:
+            # TorchScript's interpreter replaces errors by its own, which say nothing.
+            if tape.refusal is not None and not isinstance(error, CaptureError):
+                why = tape.refusal
+                where = user_frame(error)
+                raise CaptureError(why.what, where=where, remedy=why.remedy) from error
+            raise
+
+
+class _CpuSegment:
+    """A tape of a part of a call."""
+
+    recording: CpuRecording
+
+    def __init__(self, tape: _Tape, feeds: Sequence[torch.Tensor]) -> None:
+        self.tape = tape
+        self.run = tape.run
+        self.feeds = feeds
+        self.drains: Sequence[torch.Tensor] = ()
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """See the operations inside a `with` block."""
+        return _as_capture(self.tape)
+
+    def drain(self, drains: Sequence[torch.Tensor]) -> None:
+        """What is copied out."""
+        self.drains = drains
+
+    def forget(self) -> None:
+        """Put back what was written to, and make useless what was computed."""
+        self.tape.undo()
+        self.tape.spoil()
+
+
+class CpuRecorder:
+    """Records tapes in one arena."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._live = 0
+        self._arena = Arena()
+        self._rehearsed: dict[int, Any] | None = None
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the arena."""
+        return self._arena.reserved
+
+    @property
+    def in_use(self) -> int:
+        """Bytes of it in which something lives."""
+        return self._arena.in_use
+
+    @contextlib.contextmanager
+    def warming(self, *, told: bool = True) -> Iterator[None]:
+        """Ordinary memory, ordinary operations."""
+        with capturing_seems_on() if told else contextlib.nullcontext():
+            yield
+
+    def tidy(self) -> None:
+        """Nothing to do: the host's allocator sees to it."""
+
+    def relieve(self) -> None:
+        """The host's memory is nobody's concern."""
+
+    def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Nothing to do: likewise."""
+
+    def free_ranges(self) -> list[int]:
+        """Sizes of the arena's free ranges."""
+        return self._arena.free_ranges()
+
+    def rehearse(
+        self,
+        prepare: Callable[[Allocate], Prepared],
+        work: Callable[[Prepared], Any],
+        generators: Sequence[torch.Generator] = (),
+    ) -> tuple[int, ...]:
+        """Record the work in an arena that is thrown away."""
+        scratch = CpuRecorder(self.device)
+        prepared = prepare(scratch.allocate)
+        with scratch._taping(None) as tape:
+            kept = work(prepared)
+        for tensor in tensors(kept):
+            tape.read(tensor)
+        self._rehearsed = dict(tape.external)
+        sizes = scratch._arena.segments()
+        del kept
+        return sizes
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Bytes of the arena."""
+        storage = self._arena.allocate(nbytes)
+        return torch.empty(0, dtype=torch.uint8, device="cpu").set_(storage, 0, (nbytes,), (1,))
+
+    def record(
+        self,
+        work: Work,
+        feeds: Sequence[torch.Tensor],
+        drains: Callable[[Any], Sequence[torch.Tensor]],
+        generators: Sequence[torch.Generator] = (),
+    ) -> CpuRecording:
+        """Record work; what it wrote to outside of its own memory is put back."""
+        known, self._rehearsed = self._rehearsed, None
+        with self._taping(known) as tape:
+            made = work()
+        for tensor in tensors(made):
+            tape.read(tensor)
+        return self._recorded(tape, feeds, drains(made))
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Callable[[], CpuRecording]]:
+        """Record a `with` block."""
+        with self._taping(None) as tape:
+            # No run before it has shown whether it seeds its random numbers.
+            tape.expect(default_generators(self.device))
+            yield lambda: self._recorded(tape, (), ())
+            tape.check_end()
+
+    @contextlib.contextmanager
+    def segment(
+        self, feeds: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
+    ) -> Iterator[_CpuSegment]:
+        """Record a part of a call; what it computes is there for the parts that follow."""
+        segment = _CpuSegment(_Tape(self._arena, None), feeds)
+        with self._active(segment.tape):
+            yield segment
+        segment.recording = self._recorded(segment.tape, feeds, segment.drains)
+
+    def apart(self) -> contextlib.AbstractContextManager[None]:
+        """Use segments of the arena that nothing else uses."""
+        return self._arena.apart()
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Callable[[], tuple[int, ...]]]:
+        """Use an arena that is thrown away."""
+        arena, live = self._arena, self._live
+        self._arena = Arena()
+        try:
+            yield self._arena.segments
+        finally:
+            self._arena, self._live = arena, live
+
+    @contextlib.contextmanager
+    def _active(self, tape: _Tape) -> Iterator[None]:
+        """Have the tape told of blocks that die, and of graphs that are destroyed."""
+        self._arena.on_free = tape.freed
+        outer, _RECORDING.now = _RECORDING.now, tape
+        try:
+            yield
+            if tape.broken:
+                raise CaptureError("A graph was destroyed while another one was being captured.")
+        finally:
+            _RECORDING.now = outer
+            self._arena.on_free = lambda block: None
+
+    def _recorded(
+        self, tape: _Tape, feeds: Sequence[torch.Tensor], drains: Sequence[torch.Tensor]
+    ) -> CpuRecording:
+        self._live += 1
+        # What is copied out after each replay need not be kept until the next.
+        places = [self._by_address(drain) for drain in drains]
+        return CpuRecording(tape, feeds, places, self._closed_one, self.order)
+
+    def _by_address(self, drain: torch.Tensor) -> torch.Tensor:
+        block = self._arena.block_of(drain)
+        return drain if block is None else self._arena.alias(drain, block)
+
+    def _closed_one(self) -> None:
+        self._live -= 1
+
+    @contextlib.contextmanager
+    def _taping(self, known: Mapping[int, Any] | None) -> Iterator[_Tape]:
+        tape = _Tape(self._arena, known)
+        try:
+            with self._active(tape), _as_capture(tape):
+                yield tape
+        finally:
+            tape.undo()
+            tape.spoil()
+
+    def order(self) -> None:
+        """Nothing to do: the pool's lock orders replays, and there are no streams."""
+
+    def trim(self) -> None:
+        """Give empty segments back once no recording works in them."""
+        if not self._live:
+            self._arena.trim()
+
+    def close(self) -> None:
+        """Give empty segments back; what callers still hold lives on."""
+        self.trim()

@@ -1,0 +1,1 @@
+"""The recorder of GPUs: CUDA graphs, their memory, streams, driver. Begin with recorder."""

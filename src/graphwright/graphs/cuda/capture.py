@@ -1,0 +1,131 @@
+"""One capture as a CUDA graph, and the end of one that fails.
+
+A graph is captured in mode "thread_local", so that other threads may go on using the device
+(pytorch #174724), with Python's garbage collection off, since destroying an old graph inside a
+capture breaks it (pytorch #91302).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import re
+import threading
+import warnings
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from ..conditions import capturing_seems_on, collection_off
+from ..recorder import Interrupted
+
+# One capture at a time in a process.
+_GATE = threading.RLock()
+_PATIENCE_S = 10.0
+# cudaErrorStreamCaptureInvalidated: what an operation reports that finds the capture broken. And
+# what the attempt after it was told once, not again in many runs; giving up clears that too.
+_BROKEN_BY_OTHERS = re.compile("previous error during capture|already recording to mempool_id")
+
+
+@contextlib.contextmanager
+def capturing(
+    device: torch.device,
+    pool: Any,
+    generators: Sequence[torch.Generator],
+    on_stream: contextlib.AbstractContextManager[None],
+) -> Iterator[torch.cuda.CUDAGraph]:
+    """Capture what is issued inside; on an error the device and the pool are as before.
+
+    Args:
+        device: that is captured.
+        pool: of memory, a torch.cuda.MemPool.
+        generators: that may draw inside.
+        on_stream: makes the stream that is captured the current one.
+    """
+    graph = torch.cuda.CUDAGraph(keep_graph=True)
+    default = torch.cuda.default_generators[device.index]
+    others = [g for g in generators if g is not default]
+    for generator in others:
+        graph.register_generator_state(generator)
+    users = pool.use_count()
+    with (
+        _others_do_not_synchronise(),
+        on_stream,
+        capturing_seems_on(),
+        collection_off(),
+    ):
+        torch.cuda.synchronize(device)
+        try:
+            graph.capture_begin(pool=pool.id, capture_error_mode="thread_local")
+            yield graph
+            _end(graph)
+        except BaseException as error:
+            _abandon(graph, device.index, pool, users, others)
+            if isinstance(error, RuntimeError) and _BROKEN_BY_OTHERS.search(str(error)):
+                raise Interrupted(
+                    "Another thread has broken the capture.",
+                    remedy="Synchronise and allocate on other threads before or after it.",
+                ) from error
+            raise
+
+
+def _abandon(
+    graph: torch.cuda.CUDAGraph,
+    index: int,
+    pool: Any,
+    users: int,
+    generators: Sequence[torch.Generator],
+) -> None:
+    """End a capture that failed.
+
+    Where the capture itself is broken its own end fails too, and then PyTorch leaves the
+    allocator and the random generators in capture mode (pytorch #190308).
+    """
+    try:
+        _end(graph)
+        graph.reset()
+        return
+    except Exception:
+        pass
+    # Its destructor would end the process if it had not even begun.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
+    with contextlib.suppress(RuntimeError):
+        torch._C._cuda_endAllocateToPool(index, pool.id)
+    while pool.use_count() > users:
+        torch._C._cuda_releasePool(index, pool.id)
+    # A capture that succeeds, of nothing, takes the generators out of it. Giving them another
+    # state object would too, but graphs that draw from them would not follow.
+    nothing = torch.cuda.CUDAGraph(keep_graph=True)
+    for generator in generators:
+        nothing.register_generator_state(generator)
+    nothing.capture_begin(capture_error_mode="thread_local")
+    _end(nothing)
+
+
+@contextlib.contextmanager
+def _others_do_not_synchronise() -> Iterator[None]:
+    """Let torch.cuda.synchronize() on other threads wait until the capture is over.
+
+    It would break the capture, whatever its mode, and raise an error itself.
+    """
+    with _GATE:
+        plain, owner = torch.cuda.synchronize, threading.get_ident()
+
+        def synchronize(device: Any = None) -> None:
+            if threading.get_ident() != owner and _GATE.acquire(timeout=_PATIENCE_S):
+                _GATE.release()
+            plain(device)
+
+        torch.cuda.synchronize = synchronize
+        try:
+            yield
+        finally:
+            torch.cuda.synchronize = plain
+
+
+def _end(graph: torch.cuda.CUDAGraph) -> None:
+    """End a capture; that a graph is empty is nothing to warn of."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph.capture_end()

@@ -1,0 +1,444 @@
+"""The CUDA recorder: CUDA graphs on one stream, in one memory pool."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import secrets
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+from ...errors import CaptureError
+from ..conditions import capturing_seems_on
+from ..journal import Journal, users_of
+from ..recorder import Allocate, Interrupted, Prepared, Work
+from . import driver
+from .capture import capturing
+from .driver import CopyNode
+from .recording import CudaRecording, find_copies
+from .streams import Bench, PreparedThreads
+
+Made = TypeVar("Made")
+Drains = Callable[[Any], Sequence[torch.Tensor]]
+
+_ATTEMPTS = 5
+# Bytes up to which PyTorch's allocator packs tensors closely.
+_SMALL = 1 << 20
+# Parts of the memory that the allocator holds: what is much to be unused, and by how much it has to
+# have grown since something was handed back.
+_MUCH, _MORE = 0.25, 0.02
+
+
+# Streams and workspaces that no recorder uses, by device.
+_FREE: dict[int, list[Bench]] = {}
+
+
+class _CudaSegment:
+    """A part of a call under capture."""
+
+    recording: CudaRecording
+
+    def __init__(self, outside: torch.cuda.Stream | None) -> None:
+        """`outside` is where what copies are caught by is allocated; None if they are no nodes."""
+        self._outside = outside
+        self.drains: Sequence[torch.Tensor] = ()
+        self.targets: list[torch.Tensor] = []
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation is captured by being run."""
+        return func(*args, **kwargs)
+
+    def watching(self) -> contextlib.AbstractContextManager[None]:
+        """All that is issued is captured."""
+        return contextlib.nullcontext()
+
+    def drain(self, drains: Sequence[torch.Tensor]) -> None:
+        """Capture copies out of these."""
+        self.drains = drains
+        if self._outside is not None:
+            self.targets = _copied_out(drains, self._outside)
+
+    def forget(self) -> None:
+        """Nothing was done."""
+
+
+@contextlib.contextmanager
+def _another_seed(device: torch.device) -> Iterator[tuple[torch.Generator, torch.Tensor]]:
+    """Give the device's generator, with a seed of no meaning inside the block, and its state.
+
+    A graph takes seed and offset when it is replayed. To seed inside of a capture has no effect
+    then, and PyTorch forbids it, but for the seed that is set already: that of the run before.
+    What is read and set back inside, as by torch.utils.checkpoint, is set back in a replay too.
+    """
+    generator = torch.cuda.default_generators[device.index]
+    state = generator.get_state()
+    generator.manual_seed(secrets.randbits(62))
+    try:
+        yield generator, generator.get_state()
+    finally:
+        generator.set_state(state)
+
+
+class CudaRecorder:
+    """Captures CUDA graphs into one memory pool."""
+
+    def __init__(self, device: torch.device) -> None:
+        index = torch.cuda.current_device() if device.index is None else device.index
+        self.device = torch.device("cuda", index)
+        free = _FREE.setdefault(index, [])
+        self._bench = free.pop() if free else Bench(self.device)
+        self._stream = self._bench.stream
+        self._pool: Any = None
+        self._anchor: Any = None
+        self._apart: list[tuple[Any, Any]] = []  # other pools, with their anchors
+        self._live = 0
+        self._relieved_at = 0.0
+        self._last = torch.cuda.current_stream(self.device)
+        # Streams and workspaces are used again: neither can be given back.
+        self._end = weakref.finalize(self, free.append, self._bench)
+        self._end.atexit = False
+
+    @property
+    def reserved(self) -> int:
+        """Bytes of the pool's segments."""
+        return sum(segment["total_size"] for segment in self._segments())
+
+    @property
+    def in_use(self) -> int:
+        """Bytes allocated in them."""
+        return sum(segment["allocated_size"] for segment in self._segments())
+
+    def free_ranges(self) -> list[int]:
+        """Bytes of the unused blocks; segments of small blocks as a whole."""
+        found = []
+        for segment in [] if self._pool is None else _segments(self._pool):
+            if segment["segment_type"] == "small":
+                found.append(segment["total_size"])
+            else:
+                found += [b["size"] for b in segment["blocks"] if b["state"] == "inactive"]
+        return found
+
+    @contextlib.contextmanager
+    def warming(self, *, told: bool = True) -> Iterator[None]:
+        """Run on the capture stream, in ordinary memory."""
+        told_of_it = capturing_seems_on() if told else PreparedThreads(self._bench)
+        with self._on_stream(), told_of_it, warnings.catch_warnings():
+            # Eager's backward, before, ran on another stream: that is how it is meant.
+            warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+            yield
+
+    def tidy(self) -> None:
+        """Hand back what the allocator keeps."""
+        torch.cuda.empty_cache()
+
+    def relieve(self) -> None:
+        """Hand back what the allocator keeps, if that is much and more than last time."""
+        reserved, allocated = self._held()
+        if reserved - allocated > _MUCH * reserved and reserved > self._relieved_at:
+            self.tidy()
+            self._relieved_at = (1 + _MORE) * self._held()[0]
+
+    def _held(self) -> tuple[int, int]:
+        """Bytes that the allocator holds, and those of them that are in use."""
+        found = torch.cuda.memory_stats_as_nested_dict(self.device)
+        reserved, allocated = (found[f"{what}_bytes"]["all"] for what in ("reserved", "allocated"))
+        return reserved["current"], allocated["current"]
+
+    def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Move tensors to segments that hold nothing else, and hand back those that they were in.
+
+        A block in use keeps its whole segment from being handed back.
+        """
+        moving = [t for t in tensors if t.nbytes > _SMALL and _is_alone(t)]
+        if not moving:
+            return
+        pool = torch.cuda.MemPool()
+        with self._on_stream(), torch.no_grad(), torch.cuda.use_mem_pool(pool, self.device):
+            moved = [tensor.clone() for tensor in moving]
+        for tensor, copy in zip(moving, moved, strict=True):
+            tensor.data = copy
+        del moved, copy, pool  # Their memory outlives the pool, as that of graphs does.
+        self.tidy()
+
+    def rehearse(
+        self,
+        prepare: Callable[[Allocate], Prepared],
+        work: Callable[[Prepared], Any],
+        generators: Sequence[torch.Generator] = (),
+    ) -> tuple[int, ...]:
+        """Capture work into a pool that is thrown away."""
+        self.tidy()  # What earlier runs have left is of no use to a pool.
+        scratch = torch.cuda.MemPool()
+        try:
+            prepared = prepare(self._allocator(scratch))
+            graph, kept = self._capture(scratch, generators, functools.partial(work, prepared))
+            sizes = tuple(segment["total_size"] for segment in _segments(scratch))
+            del graph, prepared, kept
+            return sizes
+        finally:
+            del scratch
+            torch.cuda.empty_cache()
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """Bytes of the pool."""
+        return self._allocator(self._memory())(nbytes)
+
+    def record(
+        self,
+        work: Work,
+        feeds: Sequence[torch.Tensor],
+        drains: Callable[[Any], Sequence[torch.Tensor]],
+        generators: Sequence[torch.Generator] = (),
+    ) -> CudaRecording:
+        """Capture work with the copies into `feeds` before it and out of its drains after it."""
+        if driver.libcuda() is None:
+            return self._record_alone(work, feeds, drains, generators)
+        outside = torch.cuda.current_stream(self.device)
+        body = functools.partial(_copied, work, feeds, drains, outside)
+        graph, (drained, targets) = self._capture(self._memory(), generators, body)
+        graph.instantiate()
+        nodes = find_copies(graph, feeds, [*zip(drained, targets, strict=True)])
+        if nodes is None:
+            graph.reset()
+            return self._record_alone(work, feeds, drains, generators)
+        return self._recording(graph, feeds, drained, nodes)
+
+    def _record_alone(
+        self,
+        work: Work,
+        feeds: Sequence[torch.Tensor],
+        drains: Callable[[Any], Sequence[torch.Tensor]],
+        generators: Sequence[torch.Generator],
+    ) -> CudaRecording:
+        body = functools.partial(_alone, work, drains)
+        graph, drained = self._capture(self._memory(), generators, body)
+        graph.instantiate()
+        return self._recording(graph, feeds, drained, None)
+
+    @contextlib.contextmanager
+    def open(self) -> Iterator[Callable[[], CudaRecording]]:
+        """Capture a `with` block."""
+        journal = Journal()
+        with (
+            _another_seed(self.device) as (generator, start),
+            self._capturing(self._memory(), ()) as graph,
+            journal,
+        ):
+            yield lambda: self._recording(graph, (), (), None, list(journal.external.values()))
+            journal.check_moved(generator, start)
+        graph.instantiate()
+
+    @contextlib.contextmanager
+    def segment(
+        self, feeds: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
+    ) -> Iterator[_CudaSegment]:
+        """Capture a part of a call, with its copies as nodes where the driver lets us."""
+        outside = torch.cuda.current_stream(self.device)
+        nodes: Sequence[CopyNode | None] | None = None
+        by_nodes = driver.libcuda() is not None
+        with self._capturing(self._memory(), generators) as graph:
+            segment = _CudaSegment(outside if by_nodes else None)
+            if by_nodes:
+                _copied_into(feeds)
+            yield segment
+        graph.instantiate()
+        if by_nodes:
+            out_of = [*zip(segment.drains, segment.targets, strict=True)]
+            nodes = find_copies(graph, feeds, out_of)
+            if nodes is None:
+                graph.reset()
+                raise CaptureError("The copies of a segment are not to be found in its graph.")
+        segment.recording = self._recording(graph, feeds, segment.drains, nodes)
+
+    @contextlib.contextmanager
+    def apart(self) -> Iterator[None]:
+        """Use a pool that nothing else uses."""
+        self._drop_what_is_empty()
+        kept = self._pool, self._anchor
+        self._pool = self._anchor = None
+        try:
+            yield
+        finally:
+            if self._pool is not None:
+                self._apart.append((self._pool, self._anchor))
+            self._pool, self._anchor = kept
+
+    def _drop_what_is_empty(self) -> None:
+        """Give back pools of their own that no graph and no tensor uses."""
+        kept = []
+        for pool, anchor in self._apart:
+            users = pool.use_count() - 1  # The anchor is one.
+            if users > 1 or any(segment["allocated_size"] for segment in _segments(pool)):
+                kept.append((pool, anchor))
+            else:
+                anchor.reset()
+        self._apart = kept
+
+    @contextlib.contextmanager
+    def scratch(self) -> Iterator[Callable[[], tuple[int, ...]]]:
+        """Use a pool that is thrown away."""
+        kept = self._pool, self._anchor, self._live, self._apart
+        self._pool, self._anchor, self._apart = None, None, []
+        try:
+            yield lambda: tuple(segment["total_size"] for segment in self._segments())
+        finally:
+            if self._anchor is not None:
+                self._anchor.reset()
+            self._pool, self._anchor, self._live, self._apart = kept
+            torch.cuda.empty_cache()
+
+    def order(self) -> None:
+        """On another stream than last time, wait for that one: the memory is shared."""
+        raw = torch._C._cuda_getCurrentRawStream(self.device.index)
+        if raw != self._last.cuda_stream:
+            stream = torch.cuda.current_stream(self.device)
+            stream.wait_stream(self._last)
+            self._last = stream
+
+    def trim(self) -> None:
+        """Give the pool's memory back once no graph works in it."""
+        if self._live or (self._pool is None and not self._apart):
+            return
+        torch.cuda.synchronize(self.device)
+        for _, anchor in (*self._apart, (self._pool, self._anchor)):
+            if anchor is not None:
+                anchor.reset()
+        self._pool = self._anchor = None
+        self._apart = []
+        torch.cuda.empty_cache()
+
+    def close(self) -> None:
+        """Give the memory back, and the stream to the next recorder."""
+        self.trim()
+        self._stream.wait_stream(self._last)
+        self._end()
+
+    def _recording(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        feeds: Sequence[torch.Tensor],
+        drains: Sequence[torch.Tensor],
+        nodes: Sequence[CopyNode | None] | None,
+        external: list[torch.UntypedStorage] | None = None,
+    ) -> CudaRecording:
+        self._live += 1
+        if nodes is not None:
+            drains = ()  # The graph knows where they lie; they need not be kept until a replay.
+        return CudaRecording(
+            graph, feeds, drains, nodes, external or [], self._closed_one, self.order
+        )
+
+    def _closed_one(self) -> None:
+        self._live -= 1
+
+    def _memory(self) -> Any:
+        if self._pool is None:
+            pool = torch.cuda.MemPool()
+            # An empty graph, never launched: PyTorch's allocator of pinned memory forgets a pool
+            # for good as soon as no graph uses it.
+            with self._capturing(pool, ()) as self._anchor:
+                pass
+            self._pool = pool
+        return self._pool
+
+    def _segments(self) -> list[dict[str, Any]]:
+        pools = [pool for pool, _ in (*self._apart, (self._pool, None)) if pool is not None]
+        return [segment for pool in pools for segment in _segments(pool)]
+
+    def _allocator(self, pool: Any) -> Allocate:
+        def allocate(nbytes: int) -> torch.Tensor:
+            with torch.cuda.stream(self._stream), torch.cuda.use_mem_pool(pool, self.device):
+                return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+        return allocate
+
+    @contextlib.contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """Run on the capture stream, after and before what the current stream does.
+
+        After the last replay too: what was made on that stream and is freed is used again there.
+        """
+        self._bench.prepare()
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        self._stream.wait_stream(self._last)
+        try:
+            with torch.cuda.device(self.device), torch.cuda.stream(self._stream):
+                yield
+        finally:
+            current.wait_stream(self._stream)
+
+    def _capture(
+        self, pool: Any, generators: Sequence[torch.Generator], body: Callable[[], Made]
+    ) -> tuple[torch.cuda.CUDAGraph, Made]:
+        """Capture what `body` issues; again, where another thread has broken the capture."""
+        for left in reversed(range(_ATTEMPTS)):
+            try:
+                with self._capturing(pool, generators) as graph:
+                    made = body()
+                return graph, made
+            except Interrupted:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
+
+    def _capturing(
+        self, pool: Any, generators: Sequence[torch.Generator]
+    ) -> contextlib.AbstractContextManager[torch.cuda.CUDAGraph]:
+        """Capture what is issued inside; on an error the device and the pool are as before."""
+        return capturing(self.device, pool, generators, self._on_stream())
+
+
+# What is captured. No closures: an error's traceback would keep what they refer to alive.
+
+
+def _alone(work: Work, drains: Drains) -> Sequence[torch.Tensor]:
+    return drains(work())
+
+
+def _copied(
+    work: Work,
+    feeds: Sequence[torch.Tensor],
+    drains: Drains,
+    outside: torch.cuda.Stream,
+) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
+    """Work between copies into its feeds and out of its drains; returns the drains' pairs."""
+    _copied_into(feeds)
+    drained = drains(work())
+    return drained, _copied_out(drained, outside)
+
+
+def _copied_into(feeds: Sequence[torch.Tensor]) -> None:
+    """Copies whose source is given before each launch."""
+    for feed in feeds:
+        if feed.numel():
+            driver.copy_onto_itself(feed, torch.cuda.current_stream(feed.device))
+
+
+def _copied_out(drained: Sequence[torch.Tensor], outside: torch.cuda.Stream) -> list[torch.Tensor]:
+    """What these are copied into."""
+    # Not on the capturing stream, hence not in the pool.
+    with driver.anything_allowed(), torch.cuda.stream(outside):
+        targets = [torch.empty_like(drain) for drain in drained]
+    for drain, target in zip(drained, targets, strict=True):
+        if drain.numel():
+            target.copy_(drain)
+    return targets
+
+
+def _segments(pool: Any) -> list[dict[str, Any]]:
+    """A pool's segments, from a look at all of the allocator's.
+
+    The look at one pool that PyTorch offers, MemPool.snapshot(), corrupts Python's memory (2.11:
+    after some hundred calls the process dies of a segmentation fault).
+    """
+    return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool.id]
+
+
+def _is_alone(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor sees its memory."""
+    return users_of(tensor) == users_of(torch.empty(1))

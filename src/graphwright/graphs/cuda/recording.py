@@ -1,0 +1,141 @@
+"""CUDA graphs as recordings: replay, and the copies between the caller's memory and theirs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..static_tensors import flat
+from . import driver
+from .driver import CopyNode
+
+
+class CudaRecording:
+    """A CUDA graph.
+
+    The copies into its feeds and out of its drains are nodes of the graph, if the driver lets us
+    set their addresses; else they are copied before and after.
+    """
+
+    def __init__(
+        self,
+        graph: torch.cuda.CUDAGraph,
+        feeds: Sequence[torch.Tensor],
+        drains: Sequence[torch.Tensor],
+        nodes: Sequence[CopyNode | None] | None,
+        external: list[torch.UntypedStorage],
+        on_close: Callable[[], None],
+        order: Callable[[], None],
+    ) -> None:
+        self.order = order
+        self.external = external
+        self._graph: torch.cuda.CUDAGraph | None = graph
+        # The method in C++, without the one in Python around it.
+        self._launch = super(torch.cuda.CUDAGraph, graph).replay
+        self._feeds = feeds
+        self._drains = drains
+        self._nodes = nodes
+        self._pair: tuple[CopyNode, CopyNode] | None = None
+        if nodes is not None and len(feeds) == 1 and len(nodes) == 2:
+            first, last = nodes
+            if first is not None and last is not None:
+                self._pair = first, last
+        self._copying = True
+        self._on_close = on_close
+
+    @property
+    def nodes(self) -> int:
+        """Nodes of the graph, where the driver tells them."""
+        if self._graph is None or driver.libcuda() is None:
+            return 0
+        return driver.node_count(self._graph.raw_cuda_graph())
+
+    def replay(self) -> None:
+        """Launch the graph without its copies."""
+        assert self._graph is not None
+        if self._copying and self._nodes is not None:
+            self._copy(False)
+        self._launch()
+
+    def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Launch the graph with its copies between the caller's memory and its own."""
+        assert self._graph is not None
+        nodes = self._nodes
+        if nodes is not None:
+            if not self._copying:
+                self._copy(True)
+            if self._pair is not None:
+                # One argument, one result: what follows, unrolled.
+                first, last = self._pair
+                address = sources[0].data_ptr()
+                if address != first.address:
+                    first.point_at(address)
+                address = targets[0].data_ptr()
+                if address != last.address:
+                    last.point_at(address)
+                self._launch()
+                return
+            for node, tensor in zip(nodes, (*sources, *targets), strict=True):
+                if node is not None:
+                    address = tensor.data_ptr()
+                    if address != node.address:
+                        node.point_at(address)
+            self._launch()
+            return
+        with torch.no_grad():
+            for feed, source in zip(self._feeds, sources, strict=True):
+                feed.copy_(flat(source))
+            self._launch()
+            for drain, target in zip(self._drains, targets, strict=True):
+                flat(target).copy_(drain)
+
+    def close(self) -> None:
+        """Destroy the graph."""
+        if self._graph is not None:
+            self._graph.reset()
+            self._graph = None
+            del self._launch
+            self._on_close()
+        self._nodes = self._pair = None
+        self._feeds = self._drains = ()
+        self.external = []
+
+    def _copy(self, on: bool) -> None:
+        for node in self._nodes or ():
+            if node is not None:
+                node.enable(on)
+        self._copying = on
+
+
+def find_copies(
+    graph: torch.cuda.CUDAGraph,
+    into: Sequence[torch.Tensor],
+    out_of: Sequence[tuple[torch.Tensor, torch.Tensor]],
+) -> list[CopyNode | None] | None:
+    """The nodes of copies into some memory and out of some; None if not all are to be found.
+
+    Args:
+        graph: that they are in.
+        into: what has been copied onto itself, for want of a source.
+        out_of: what has been copied, and whereto.
+    """
+    found: dict[tuple[int, int, int], list[Any]] = {}
+    for node, params in driver.copies(graph.raw_cuda_graph()):
+        key = params.srcDevice, params.dstDevice, params.WidthInBytes
+        found.setdefault(key, []).append((node, params))
+    executable = graph.raw_cuda_graph_exec()
+    nodes: list[CopyNode | None] = []
+    onto_itself = [*zip(into, into, strict=True)]
+    for end, pairs in (("src", onto_itself), ("dst", out_of)):
+        for source, target in pairs:
+            if not source.numel():
+                nodes.append(None)
+                continue
+            matches = found.get((source.data_ptr(), target.data_ptr(), source.numel()), [])
+            if len(matches) != 1:
+                return None
+            node, params = matches[0]
+            nodes.append(CopyNode(executable, node, params, end))
+    return nodes

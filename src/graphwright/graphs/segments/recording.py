@@ -1,0 +1,155 @@
+"""Recording a call in segments, as an observation has found it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...calls.operations import tensors
+from ..recorder import Recorder, Segment
+from ..static_tensors import Geometry, Inputs, Results
+from .segment import Node, Source, Stop
+from .steps import New, Step
+from .tracer import Differs, Walk, replaced
+
+Finishing = Callable[[Walk, Any], tuple[Results | None, list[torch.Tensor]]]
+
+
+class Tracing(Walk):
+    """Records what comes after the known steps, as an observation has found it.
+
+    Args:
+        node: the first segment to record.
+        script: the observation's steps.
+        recorder: what records them.
+        feeds: for the first segment, memory that is filled before the call.
+        generators: random generators that the call draws from.
+        given: as for `Walk`.
+
+    Attributes:
+        nodes: the segments that were recorded.
+        culprit: the operation that could not be recorded.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        script: Iterable[Step],
+        recorder: Recorder,
+        feeds: Sequence[torch.Tensor],
+        generators: Sequence[torch.Generator],
+        *given: Any,
+    ) -> None:
+        super().__init__(*given)
+        self.nodes = [node]
+        self.culprit: Any = None
+        self._script = deque(script)
+        self._recorder = recorder
+        self._feeds = feeds
+        self._draws_from = generators
+        self._segment: Segment | None = None
+        self._ending = contextlib.ExitStack()
+        self._segments: list[Segment] = []
+
+    def record(self, work: Callable[[Inputs], Any], inputs: Inputs, finish: Finishing) -> None:
+        """Walk through the work. On an error nothing is left.
+
+        Raises:
+            Differs: it does something else than was observed.
+            CaptureError: it cannot be recorded.
+        """
+        try:
+            with self._ending:
+                with self.seen():
+                    result = work(inputs)
+                self.finish(result)
+                if self._script:
+                    raise Differs(f"{self._script[0].func} is missing")
+                segment = self._begin()
+                node = self.nodes[-1]
+                node.results, drains = finish(self, result)
+                segment.drain(drains)
+                self._end(drained=bool(drains))
+        except BaseException:
+            for node in self.nodes:
+                node.close()
+            raise
+        finally:
+            for segment in reversed(self._segments):
+                segment.forget()
+
+    def before(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
+        """Nothing is done that would have to be undone; what is used is held."""
+        self.operation = func
+        for tensor in tensors((args, kwargs)):
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                self.read(tensor)
+
+    def fresh(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: tuple[Any, ...]
+    ) -> Any:
+        """Record an operation."""
+        if not self._script or not self._script[0].same(func, asked):
+            raise Differs(f"{func} is new, or has other arguments")
+        step = self._script.popleft()
+        segment, node = self._begin(), self.nodes[-1]
+        given = tensors((args, kwargs))
+        hosts = self.hosts_among(func, args, kwargs)
+        if hosts:
+            for host, static in zip(hosts, step.statics, strict=True):
+                if not self.is_made(host):
+                    node.sources.append(Source(host, static))
+            args, kwargs = replaced((args, kwargs), hosts, step.statics)
+        if step.key is not None:
+            self._cut(step, Stop(func, args, kwargs, step, content=self.content))
+            return self.answered(step, given)
+        try:
+            result = segment.run(func, args, kwargs)
+        except Exception:
+            self.culprit = func
+            raise
+        for leaf, made in zip(pytree.tree_leaves(result), step.made, strict=True):
+            if isinstance(made, New):
+                if Geometry.of(leaf) != made.geometry:
+                    raise Differs(f"{func} gives another shape")
+                self.made(leaf)
+                self._take(leaf.untyped_storage(), made.number)
+        node.steps.append(step)
+        return result
+
+    def _cut(self, step: Step, stop: Stop) -> None:
+        """End the segment at a break, and begin what follows its outcome."""
+        self._end()
+        node = self.nodes[-1]
+        known = node.memory_so_far()
+        node.held = {n: s for n, s in self.living().items() if n not in known}
+        node.count, node.stop = self._count, stop
+        child = Node.after(node, step, self._recorder.allocate)
+        self._memory |= child.memory
+        assert step.key is not None
+        stop.after[step.key] = child
+        self.nodes.append(child)
+
+    def _begin(self) -> Segment:
+        if self._segment is None:
+            feeds = self._feeds if self.nodes[-1].parent is None else ()
+            self._segment = self._ending.enter_context(
+                self._recorder.segment(feeds, self._draws_from)
+            )
+            self._segments.append(self._segment)
+        return self._segment
+
+    def _end(self, *, drained: bool = False) -> None:
+        segment, node = self._segment, self.nodes[-1]
+        self._segment = None
+        self._ending.close()
+        assert segment is not None
+        if node.steps or drained or (node.parent is None and self._feeds):
+            node.recording = segment.recording
+        else:
+            segment.recording.close()

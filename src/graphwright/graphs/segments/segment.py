@@ -1,0 +1,239 @@
+"""Breaks: what is run between two segments of a call, and what follows by what it gave.
+
+A break is an operation that lets the host know something of the device: a value, a content, a
+shape. It is run between two graphs, and what it gave decides how the call goes on: each outcome
+that was met has a segment of its own behind it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ...calls.operations import tensors
+from ..recorder import Allocate, Recording
+from ..static_tensors import Geometry, Results, copy
+from .steps import Given, Host, New, Step, bytes_of, key_of, key_of_results, on_the_way_out
+
+_TIMED = 5
+
+
+class Source:
+    """Memory on the host, from outside of the call, and its copy on the device."""
+
+    def __init__(self, host: torch.Tensor, static: torch.Tensor) -> None:
+        self._host = host.detach()
+        self._static = static
+        self._bytes: bytes | None = None
+
+    def refresh(self) -> None:
+        """Copy it, the first time and whenever it has changed."""
+        now = bytes_of(self._host)
+        if now != self._bytes:
+            self._static.copy_(self._host)
+            self._bytes = now
+
+
+class Stop:
+    """A break: the operation that is run between two segments.
+
+    Attributes:
+        operation: its name.
+        place: `file:line` of the user's code.
+        after: what follows, by what the operation gave.
+    """
+
+    def __init__(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], step: Step, *, content: bool
+    ) -> None:
+        self.operation = str(func)
+        self.place = step.place
+        self.after: dict[Hashable, Node] = {}
+        self._func = func
+        self._args = args
+        self._kwargs = kwargs
+        self._asked = step.asked
+        self._content = content
+        self._given = tensors((args, kwargs))
+        scalar = torch.ops.aten._local_scalar_dense.default
+        self._scalar: torch.Tensor | None = args[0] if func is scalar else None
+
+    def run(self) -> tuple[Hashable, Any]:
+        """Run it: what its results are known by, and they themselves."""
+        if self._scalar is not None:
+            value = self._scalar.item()
+            return ((type(value), key_of(value)),), value
+        # In inference mode, tensors that were made in it and others may be written to.
+        with torch.inference_mode(), torch._C._DisableAutocast():
+            result = self._func(*self._args, **self._kwargs)
+            leaves = pytree.tree_leaves(result)
+            return key_of_results(leaves, [self._made(leaf, -1) for leaf in leaves]), result
+
+    def step(self, key: Hashable, result: Any, count: int) -> Step:
+        """The step that it was this time; memory that it made is numbered from `count` on."""
+        leaves, spec = pytree.tree_flatten(result)
+        made: list[Any] = []
+        numbers: dict[int, int] = {}
+        for leaf in leaves:
+            number = -1
+            if isinstance(leaf, torch.Tensor):
+                memory = leaf.untyped_storage()._cdata
+                number = numbers.setdefault(memory, count + len(numbers))
+            made.append(self._made(leaf, number))
+        real = [leaf for leaf, what in zip(leaves, made, strict=True) if isinstance(what, New)]
+        return Step(self._func, self._asked, tuple(made), spec, key=key, real=real)
+
+    def _made(self, leaf: Any, number: int) -> Any:
+        on_cuda = any(tensor.device.type != "cpu" for tensor in self._given)
+        host = isinstance(leaf, torch.Tensor) and (
+            self._content or (on_cuda and leaf.device.type == "cpu")
+        )
+        made = on_the_way_out(leaf, self._given, host=host)
+        if made is not None or leaf is None:
+            return made
+        nbytes = leaf.untyped_storage().nbytes()
+        return New(number, nbytes, leaf.storage_offset(), Geometry.of(leaf))
+
+
+@dataclass(eq=False)
+class Node:
+    """A segment: what a call does from one break, or its begin, to the next, or its end.
+
+    Attributes:
+        device: where it runs.
+        parent: the segment before the break that it comes after.
+        arrival: that break, with the outcome that leads here.
+        memory: by number, what the break's results are copied into.
+        targets: these results there.
+        steps: what it does.
+        recording: its graph; None if it does nothing on the device.
+        held: by number, memory that it has made and that is needed later.
+        sources: memory on the host that it has a copy of.
+        stop: the break at its end; None at the call's.
+        count: how many pieces of memory the call has made up to there.
+        results: what the call returns, at its end.
+        back: positions of the arguments that are copied back as bytes.
+        back_by_element: likewise, element by element.
+        hits: how often calls have come by here.
+    """
+
+    device: torch.device
+    parent: Node | None
+    arrival: Step | None
+    memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    targets: list[torch.Tensor] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    recording: Recording | None = None
+    held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
+    sources: list[Source] = field(default_factory=list)
+    stop: Stop | None = None
+    count: int = 0
+    results: Results | None = None
+    back: list[int] = field(default_factory=list)
+    back_by_element: list[int] = field(default_factory=list)
+    hits: int = 0
+    _times: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def after(cls, parent: Node, arrival: Step, allocate: Allocate) -> Node:
+        """What follows a break, with memory for its results."""
+        node = cls(parent.device, parent, arrival)
+        news = [made for made in arrival.made if isinstance(made, New)]
+        for made, real in zip(news, arrival.real, strict=True):
+            if made.number not in node.memory:
+                node.memory[made.number] = allocate(made.nbytes).untyped_storage()
+            node.targets.append(made.at(node.memory[made.number]))
+            copy(real, node.targets[-1])
+        return node
+
+    def path(self) -> list[Node]:
+        """The segments up to this one, from the first."""
+        return [self] if self.parent is None else [*self.parent.path(), self]
+
+    def known(self) -> list[Step]:
+        """All steps up to the end of this segment, its break left out."""
+        found = []
+        for node in self.path():
+            found += [node.arrival] if node.arrival is not None else []
+            found += node.steps
+        return found
+
+    def memory_so_far(self) -> dict[int, torch.UntypedStorage]:
+        """Memory of the call that lives at the end of this segment, by number."""
+        return {n: s for node in self.path() for n, s in (node.memory | node.held).items()}
+
+    def below(self) -> Iterator[Node]:
+        """This segment and all that come after it."""
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            if node.stop is not None:
+                waiting += node.stop.after.values()
+
+    def enter(self, result: Any) -> None:
+        """Copy what the break before has made to where this segment reads it."""
+        leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        assert self.arrival is not None
+        made = [what for what in self.arrival.made if isinstance(what, New | Host | Given)]
+        sources = [leaf for leaf, what in zip(leaves, made, strict=True) if isinstance(what, New)]
+        with torch.no_grad():
+            for source, target in zip(sources, self.targets, strict=True):
+                copy(source, target)
+
+    def launch(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
+        """Run the segment."""
+        recording = self.recording
+        self.hits += 1
+        if recording is None:
+            return
+        if len(self._times) >= _TIMED:
+            recording.run(sources, targets)
+            return
+        with _timed(self._times, self.device):
+            recording.run(sources, targets)
+
+    def close(self) -> None:
+        """Give its graph up, at once."""
+        recording = self.let_go()
+        if recording is not None:
+            recording.close()
+
+    def let_go(self) -> Recording | None:
+        """Give everything up but its graph, which is left to the caller."""
+        recording, self.recording = self.recording, None
+        self.memory, self.held = {}, {}
+        self.targets, self.steps, self.sources = [], [], []
+        self.parent = self.arrival = self.stop = self.results = None
+        return recording
+
+    @property
+    def seconds(self) -> float | None:
+        """Seconds that a replay takes, the quickest of the first ones; None if there was none."""
+        taken = [
+            t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1e3
+            for t in self._times
+            if isinstance(t, float) or t[1].query()  # Else it is under way.
+        ]
+        return min(taken) if taken else None
+
+
+@contextlib.contextmanager
+def _timed(times: list[Any], device: torch.device) -> Iterator[None]:
+    if device.type == "cpu":
+        began = time.perf_counter()
+        yield
+        times.append(time.perf_counter() - began)
+        return
+    stream = torch.cuda.current_stream(device)
+    events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    events[0].record(stream)
+    yield
+    events[1].record(stream)
+    times.append(events)

@@ -1,0 +1,534 @@
+"""Walking through a call's Python, from the top, operation by operation.
+
+What is known from earlier walks is answered without being done again, each operation checked to be
+the same one. What comes after is done: an `Observation` runs it and sees where the host gets to
+know something of the device, which is a break; a `Tracing` records it.
+
+Copies from the host are hoisted: what is copied lies in the device's memory before the call.
+
+Functions of torch that get values to the host, or from there, out of sight of the operations.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._ops import HigherOrderOperator
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn import functional as F  # noqa: N812  # the field's name for it
+from torch.overrides import TorchFunctionMode
+from torch.utils import _device
+from torch.utils import _pytree as pytree
+
+from ...calls.modes import compilers_off
+from ...calls.operations import (
+    FROM_DATA,
+    HOST_READS,
+    MASKS,
+    has_fixed_shape,
+    one_hot,
+    tensors,
+    written,
+)
+from ...calls.signature import SCALARS, describe
+from ...errors import CaptureError, is_the_user_s
+from ..conditions import capturing_seems_on, collection_off
+from ..journal import Journal
+from ..static_tensors import Geometry, Inputs
+from .steps import (
+    Aside,
+    Given,
+    Host,
+    Kept,
+    New,
+    Outside,
+    Placed,
+    Step,
+    bytes_of,
+    key_of_results,
+    on_the_way_out,
+)
+
+if TYPE_CHECKING:
+    pass
+
+_WRITES_BY_INDEX = ("index_put_", "index_put", "_index_put_impl_")
+# A tensor of one number on the host is copied by these; to others it is a number.
+_COPY_NUMBERS = ("index", *_WRITES_BY_INDEX, "where", "copy_", "_to_copy", "cat", "stack")
+_MEMORY_CHANGES = ("set_", "resize_", "resize_as_")
+
+
+class Unfollowed(CaptureError):
+    """What a call does cannot be followed."""
+
+
+class Differs(Unfollowed):
+    """A walk did something else than an earlier one of the same call."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(
+            f"The call's operations differ from one run to the next: {what}.",
+            where=place_now(),
+            remedy="A graph cannot hold what depends on anything but the arguments, the module and "
+            "the values that are read from the device: pass it as an argument.",
+        )
+
+
+def place_now() -> str | None:
+    """`file:line` of the user's code that is being run."""
+    frame = sys._getframe(1)
+    while frame is not None and (
+        not is_the_user_s(frame.f_code.co_filename) or frame.f_code.co_filename.startswith("<")
+    ):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
+class Walk(Journal):
+    """One run of a call's Python.
+
+    Args:
+        known: the steps that are answered.
+        memory: by number, memory that they made and that lives on.
+        inputs: the call's static inputs.
+        device: where the call runs.
+        separate: operations that a graph cannot hold, by experience.
+
+    Attributes:
+        numbers: of memory that the call has made, by its identity.
+        content: whether the operation to come is there for its result's content.
+        frozen: memory on the host, from outside, that the host computes with, and what it held.
+    """
+
+    supports_higher_order_operators = True  # torch's own switch
+
+    def __init__(
+        self,
+        known: Iterable[Step],
+        memory: Mapping[int, torch.UntypedStorage],
+        inputs: Inputs,
+        device: torch.device,
+        separate: set[Any],
+    ) -> None:
+        super().__init__()
+        self.device = device
+        self.numbers: dict[int, int] = {}
+        self.content = False
+        self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
+        self._known = deque(known)
+        self._memory = dict(memory)
+        self._separate = separate
+        self._count = 0
+        self._living: dict[int, StorageWeakRef] = {}
+        self._references: list[StorageWeakRef] = []
+        self._lost: set[int] = set()
+        self._paused = False
+        self._pretence = contextlib.ExitStack()
+        self._inputs: dict[int, int] = {}
+        self._storages: list[torch.UntypedStorage] = []
+        for slot in inputs.slots:
+            storage = inputs.tensor(slot).untyped_storage()
+            if storage._cdata not in self._inputs:
+                self._inputs[storage._cdata] = len(self._storages)
+                self._storages.append(storage)
+
+    @contextlib.contextmanager
+    def seen(self) -> Iterator[None]:
+        """Have what is done inside the block pass by here."""
+        with self._pretence:
+            self._pretence.enter_context(capturing_seems_on())
+            with collection_off(), compilers_off(), Functions(self), self:
+                yield
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Let operations inside the block pass unseen."""
+        before, self._paused = self._paused, True
+        try:
+            yield
+        finally:
+            self._paused = before
+
+    @property
+    def on_cuda(self) -> bool:
+        """Whether the device is not the host itself."""
+        return self.device.type != "cpu"
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Answer an operation, or do it."""
+        if self._paused or _only_looks(func):
+            return func(*args, **kwargs)
+        if isinstance(func, HigherOrderOperator):
+            self.refuse(CaptureError(f"{func.name()} cannot be divided into segments."))
+            return func(*args, **kwargs)
+        constant = func is torch.ops.aten.lift_fresh.default
+        if constant:
+            func = torch.ops.aten.clone.default  # A constant: the call may write to its own copy.
+        given = tensors((args, kwargs))
+        if self._is_on_host(given, kwargs):
+            return self._run_on_host(func, args, kwargs, constant=constant)
+        self.before(func, args, kwargs)
+        asked = self.asked(args, kwargs, constant=constant)
+        if not self._known:
+            return self.fresh(func, args, kwargs, asked)
+        step = self._known.popleft()
+        if not step.same(func, asked):
+            raise Differs(f"{func} where {step.func} was, or with other arguments")
+        answer = self.answered(step, given)
+        if not self._known:
+            self.on_its_own()
+        return answer
+
+    def on_its_own(self) -> None:
+        """What is known has come to its end."""
+
+    def fresh(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: tuple[Any, ...]
+    ) -> Any:
+        """Do an operation that comes after what is known."""
+        raise NotImplementedError
+
+    def all_known(self) -> bool:
+        """Whether nothing of what is known is left."""
+        return not self._known
+
+    def answered(self, step: Step, given: list[torch.Tensor]) -> Any:
+        """What a known step gave, without doing it."""
+        leaves = []
+        for made in step.made:
+            if isinstance(made, Given):
+                leaf: Any = given[made.index]
+            elif isinstance(made, New):
+                leaf = self._there(made)
+            elif isinstance(made, Kept):
+                leaf = made.tensor.detach()
+            elif isinstance(made, Placed):
+                leaf = made.geometry.at_element(self._storages[made.place], made.offset)
+            elif isinstance(made, Aside):
+                leaf = torch.empty((), dtype=torch.long)
+            elif isinstance(made, Host):
+                leaf = made.tensor.clone() if made.into is None else given[made.into]
+                if made.into is not None:
+                    leaf.copy_(made.tensor)
+                self.made(leaf)
+            else:
+                leaf = made
+            leaves.append(leaf)
+        return pytree.tree_unflatten(leaves, step.spec)
+
+    def _there(self, made: New) -> torch.Tensor:
+        """A tensor that was made in an earlier walk, where it lies."""
+        storage = self._memory.get(made.number)
+        if storage is None:
+            # It died before the break: nothing that follows can need its values.
+            storage = torch.UntypedStorage(made.nbytes, device=self.device)
+            self._memory[made.number] = storage
+            self._lost.add(made.number)
+        tensor = made.at(storage)
+        self._take(storage, made.number)
+        if made.number in self._lost:
+            del self._memory[made.number]
+        return tensor
+
+    def _take(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Memory of the call has come into the walk."""
+        self.numbers[storage._cdata] = number
+        self._living[number] = StorageWeakRef(storage)
+        # While the weak reference lives, the identity is given to no other memory.
+        self._references.append(self._living[number])
+        self._count = max(self._count, number + 1)
+
+    def exported(self, tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+        """What code from outside gets of a tensor whose content is known: here, a copy."""
+        return content
+
+    def living(self) -> dict[int, torch.UntypedStorage]:
+        """Memory that the call has made and that something still refers to, by number."""
+        return {
+            number: torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
+            for number, reference in self._living.items()
+            if not reference.expired() and number not in self._lost
+        }
+
+    def read(self, tensor: torch.Tensor) -> None:
+        """As the journal does, for memory that is not the call's own."""
+        if tensor.untyped_storage()._cdata not in self.numbers:
+            super().read(tensor)
+
+    def noted(
+        self,
+        func: Any,
+        asked: tuple[Any, ...],
+        given: list[torch.Tensor],
+        result: Any,
+        *,
+        stops: bool = False,
+    ) -> Step:
+        """An operation was done: the step that it is.
+
+        Args:
+            func: the operation.
+            asked: what identifies its arguments.
+            given: the tensors among them.
+            result: what it returned.
+            stops: whether it is a break.
+        """
+        leaves, spec = pytree.tree_flatten(result)
+        made = tuple(self._described(leaf, given, stops=stops) for leaf in leaves)
+        values = [m for m in made if not isinstance(m, Given | New | Placed | Kept | Aside | None)]
+        # Attention's numbers are lengths, known from shapes.
+        if not (stops or (values and not _is_attention(func))):
+            return Step(func, asked, made, spec)
+        real = [
+            leaf.detach().clone() if isinstance(what, New) else None
+            for leaf, what in zip(leaves, made, strict=True)
+        ]
+        kept = [each for each in real if each is not None]
+        key = key_of_results(leaves, made)
+        return Step(func, asked, made, spec, key=key, real=kept, place=place_now())
+
+    def _described(self, leaf: Any, given: list[torch.Tensor], *, stops: bool) -> Any:
+        host = isinstance(leaf, torch.Tensor) and self.is_for_the_host(leaf)
+        if host and not self.content and _is_attention(self.operation):
+            self.made(leaf)
+            return Aside()
+        made = on_the_way_out(leaf, given, host=host)
+        if host:
+            self.made(leaf)
+        if made is not None or leaf is None:
+            return made
+        if leaf.layout is not torch.strided or leaf.is_nested or leaf.is_quantized:
+            raise CaptureError(f"{self.operation} gives a tensor that is not a plain dense one.")
+        storage = leaf.untyped_storage()
+        number = self.numbers.get(storage._cdata)
+        known = storage._cdata in self._inputs or storage._cdata in self.external
+        if stops and (known or number is not None) and storage.nbytes():
+            raise CaptureError(f"{self.operation} gives a view of what it was given.")
+        if number is None:
+            if storage._cdata in self._inputs and storage.nbytes():
+                place = self._inputs[storage._cdata]
+                return Placed(place, leaf.storage_offset(), Geometry.of(leaf))
+            if known and storage.nbytes():
+                return Kept(leaf.detach())
+            number = self._count
+            self.made(leaf)
+        self._take(storage, number)
+        return New(number, storage.nbytes(), leaf.storage_offset(), Geometry.of(leaf))
+
+    def is_for_the_host(self, leaf: torch.Tensor) -> bool:
+        """Whether the host gets to know the content of a result."""
+        return self.content or (self.on_cuda and leaf.device.type == "cpu")
+
+    def asked(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any], *, constant: bool
+    ) -> tuple[Any, ...]:
+        """What identifies an operation's arguments, one of which may be a constant of Python's."""
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        return (*[self._identified(leaf, constant) for leaf in leaves], spec)
+
+    def _identified(self, leaf: Any, constant: bool) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return describe(leaf) if isinstance(leaf, SCALARS) else (type(leaf), str(leaf))
+        identity = leaf.untyped_storage()._cdata
+        what: Any = self.numbers.get(identity)
+        if what in self._lost and leaf.numel() and not self._known:
+            raise Differs(f"{self.operation} uses a tensor that was gone before")
+        if what is None:
+            place = self._inputs.get(identity)
+            # On the host, beside another device, it is copied: what counts is what it holds.
+            constant = constant or (self.on_cuda and leaf.device.type == "cpu")
+            made = self.is_made(leaf)  # It may be written to later.
+            what = f"input {place}"
+            if place is None:
+                what = Outside(leaf.clone() if made else leaf, constant=constant)
+        return what, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.is_conj()
+
+    def finish(self, tree: Any) -> None:
+        """Look at the results: what they are views of, and whether their values are there."""
+        for tensor in tensors(tree):
+            if tensor.layout is torch.strided and not tensor.is_nested:
+                self.read(tensor)  # It may be a buffer that no operation has touched.
+            if self.numbers.get(tensor.untyped_storage()._cdata) in self._lost:
+                raise Differs("it returns a tensor that was gone before")
+
+    # The host beside the device.
+
+    def _is_on_host(self, given: list[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
+        """Whether an operation is the host's own affair."""
+        if not self.on_cuda or any(tensor.device.type != "cpu" for tensor in given):
+            return False
+        return torch.device(kwargs.get("device") or "cpu").type == "cpu"
+
+    def _run_on_host(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, constant: bool
+    ) -> Any:
+        for tensor in () if constant else tensors((args, kwargs)):
+            if not self.is_made(tensor):
+                self.frozen.setdefault(
+                    tensor.untyped_storage()._cdata, (tensor.detach(), bytes_of(tensor))
+                )
+        for tensor in written(func, args, kwargs):
+            if not self.is_made(tensor):
+                self.refuse(
+                    CaptureError(
+                        f"{func} writes to a tensor on the host, which a graph would not repeat.",
+                        where=place_now(),
+                        remedy="Do this outside the captured call.",
+                    )
+                )
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self.before(func, args, kwargs)
+        result = func(*args, **kwargs)
+        for tensor in tensors(result):
+            self.made(tensor)
+        return result
+
+    def hosts_among(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """Tensors on the host that have to be on the device for an operation."""
+        if not self.on_cuda or (func._opname == "copy_" and args[0].device.type == "cpu"):
+            return []
+        given = tensors((args, kwargs))
+        copied = func._opname in _COPY_NUMBERS
+        if func._opname in _WRITES_BY_INDEX and _has_masks(args[1]):
+            given, copied = tensors(args[1]), True
+        hosts = [t for t in given if t.device.type == "cpu"]
+        return [t for t in hosts if copied or t.dim() or not self.is_made(t)]
+
+    def is_break(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+        """Whether the host gets to know a value, or a shape, by an operation."""
+        if self.content or func in self._separate:
+            return True
+        if torch.Tag.data_dependent_output in func.tags:
+            return True
+        if torch.Tag.dynamic_output_shape in func.tags and not has_fixed_shape(func, args, kwargs):
+            return True
+        if not self.on_cuda:
+            return False
+        if func._opname in _WRITES_BY_INDEX and _has_masks(args[1]):
+            value, accumulates = args[2], len(args) > 3 and args[3]
+            number = value.dim() == 0 and value.device.type == "cpu"
+            return not number or accumulates or len([i for i in args[1] if i is not None]) > 1
+        return bool(func._opname == "copy_" and args[0].device.type == "cpu")
+
+
+def _has_masks(indices: Iterable[torch.Tensor | None]) -> bool:
+    return any(index is not None and index.dtype in MASKS for index in indices)
+
+
+def _is_attention(func: Any) -> bool:
+    """Whether PyTorch's operation returns the state of its random generator, mostly on the host."""
+    return "attention" in func._opname and getattr(func, "namespace", "") == "aten"
+
+
+def _only_looks(func: Any) -> bool:
+    """Whether an operation gives another view of the same memory, and does nothing else."""
+    if isinstance(func, HigherOrderOperator) or func is torch.ops.aten.lift_fresh.default:
+        return False
+    if torch.Tag.inplace_view in func.tags:
+        return func._opname not in _MEMORY_CHANGES
+    returns = func._schema.returns
+    return bool(returns) and all(r.alias_info and not r.alias_info.is_write for r in returns)
+
+
+def replaced(tree: Any, old: list[torch.Tensor], new: Iterable[torch.Tensor]) -> Any:
+    """Arguments with some tensors replaced by others."""
+    by_identity = {id(a): b for a, b in zip(old, new, strict=True)}
+    return pytree.tree_map_only(torch.Tensor, lambda t: by_identity.get(id(t), t), tree)
+
+
+# They hand out the tensor's own memory.
+_EXPORTS = ("numpy", "__array__", "__dlpack__")
+
+
+class Functions(TorchFunctionMode):
+    """Sees these functions in a walk."""
+
+    def __init__(self, walk: Walk) -> None:
+        super().__init__()
+        self._walk = walk
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        named = dict(kwargs or {})
+        name = getattr(func, "__name__", "")
+        if name in FROM_DATA:
+            return self._from_data(func, name, args, named)
+        if self._walk.on_cuda:
+            if name in ("__getitem__", "__setitem__"):
+                args = (args[0], _indices(args[1]), *args[2:])
+            return func(*args, **named)
+        if func is F.one_hot and int(named.get("num_classes", args[1] if args[1:] else -1)) >= 0:
+            # On the CPU alone it reads its input to check it.
+            return one_hot(args[0], int(named.get("num_classes", args[-1])))
+        if name == "tensor_split" and any(isinstance(a, torch.Tensor) for a in args[1:2]):
+            args = (args[0], self._content(args[1]), *args[2:])
+        elif name in HOST_READS and args and isinstance(args[0], torch.Tensor):
+            content = self._content(args[0])
+            if name in _EXPORTS:
+                content = self._walk.exported(args[0], content)
+            with self._walk.paused():
+                return func(content, *args[1:], **named)
+        return func(*args, **named)
+
+    def _content(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor on the host, whose content the host gets to know."""
+        walk, plain = self._walk, tensor.detach()
+        if walk.on_cuda:
+            return plain.cpu()
+        walk.content = True
+        try:
+            return plain.clone()
+        finally:
+            walk.content = False
+
+    def _from_data(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
+        """Make a tensor of Python's values, some of which may be tensors; on the host first."""
+        place = 1 if name == "new_tensor" else 0
+        data = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
+        if isinstance(data, torch.Tensor):
+            return func(*args, **kwargs)
+        if tensors(data):
+            # On the CPU the dtype is found without the values.
+            like = pytree.tree_map_only(
+                torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), data
+            )
+            if kwargs.get("dtype") is None and name != "new_tensor":
+                with self._walk.paused():
+                    kwargs["dtype"] = torch.tensor(like).dtype
+            data = pytree.tree_map_only(torch.Tensor, self._value, data)
+            args = (*args[:place], data, *args[place + 1 :])
+        if not self._walk.on_cuda:
+            return func(*args, **kwargs)
+        wanted = kwargs.pop("device", None)
+        wanted = _device.CURRENT_DEVICE if wanted is None else wanted
+        if name == "new_tensor":
+            wanted = args[0].device if wanted is None else wanted
+            kwargs.setdefault("dtype", args[0].dtype)
+            func, args = torch.tensor, (data,)
+        made = func(*args, **kwargs, device="cpu")
+        if wanted is None or torch.device(wanted).type == "cpu":
+            return made
+        return made.to(wanted)
+
+    def _value(self, tensor: torch.Tensor) -> Any:
+        return tensor.item() if tensor.dim() == 0 else self._content(tensor).tolist()
+
+
+def _indices(index: Any) -> Any:
+    """Lists among indices as tensors on the host: else they get to the device unseen."""
+    if isinstance(index, tuple):
+        return tuple(map(_indices, index))
+    numbers = isinstance(index, list) and all(isinstance(i, bool | int) for i in index)
+    if (numbers and index) or type(index).__name__ == "ndarray":
+        return torch.as_tensor(index)
+    return index

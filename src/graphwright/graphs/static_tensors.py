@@ -1,0 +1,292 @@
+"""How a call's tensors get into a graph's memory, and its results out of it, byte for byte.
+
+A graph works on static inputs with the strides, overlaps and aliases of the sample's. Results are
+handed out in memory of the caller's own; one that is a view of an input, of a weight or of another
+result is so again in what the caller gets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..calls.signature import describe, leaf_names
+from ..errors import CaptureError, SignatureError
+from .recorder import Allocate
+
+# Tensors with larger gaps than this are copied element by element, not as a range of bytes.
+_GAP_FACTOR = 2
+_ALIGNMENT = 16
+
+# Makes one result from the call's leaves and the copies of the bases.
+_Maker = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
+
+
+def span(tensor: torch.Tensor) -> int:
+    """Bytes from a tensor's first element to the end of its last one."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((n - 1) * step for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (last + 1) * tensor.element_size()
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether the elements fill the tensor's span, each with a place of its own."""
+    return span(tensor) == tensor.numel() * tensor.element_size() and not _overlaps(tensor)
+
+
+def _overlaps(tensor: torch.Tensor) -> bool:
+    return any(n > 1 and st == 0 for n, st in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+class Geometry(NamedTuple):
+    """Shape, strides and dtype of a tensor, without its memory."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Geometry:
+        return cls(tensor.size(), tensor.stride(), tensor.dtype)
+
+    def at(self, memory: torch.Tensor, start: int) -> torch.Tensor:
+        """Such a tensor in the memory of another, `start` bytes from that one's first element."""
+        offset = memory.storage_offset() * memory.element_size() + start
+        result = torch.empty(0, dtype=self.dtype, device=memory.device)
+        return result.set_(
+            memory.untyped_storage(), offset // self.dtype.itemsize, self.size, self.stride
+        )
+
+    def at_element(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
+        """Such a tensor in memory of the same size, so many elements from its begin."""
+        with torch.inference_mode(False):
+            made = torch.empty(0, dtype=self.dtype, device=storage.device)
+            return made.set_(storage, offset, self.size, self.stride)
+
+
+def flat(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's span as 1-D uint8."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
+        tensor.untyped_storage(),
+        tensor.storage_offset() * tensor.element_size(),
+        (span(tensor),),
+        (1,),
+    )
+
+
+def _by_storage(leaves: Sequence[Any]) -> list[list[int]]:
+    """Indices of the tensors among some leaves, those of one storage together."""
+    groups: dict[int, list[int]] = {}
+    for index, leaf in enumerate(leaves):
+        if isinstance(leaf, torch.Tensor):
+            # By address: two storages may be of one NumPy array.
+            storage = leaf.untyped_storage()
+            groups.setdefault(storage.data_ptr() or -storage._cdata, []).append(index)
+    return list(groups.values())
+
+
+def _place(tensors: Sequence[torch.Tensor]) -> tuple[int, list[int]]:
+    """Bytes that some tensors of one storage cover together, and where each begins."""
+    starts = [t.data_ptr() for t in tensors if t.numel()]
+    low = min(starts, default=0)
+    if len(tensors) > 1:
+        low -= low % _ALIGNMENT  # so that each stays aligned to its own elements
+    places = [t.data_ptr() - low if t.numel() else 0 for t in tensors]
+    end = max(place + span(t) for place, t in zip(places, tensors, strict=True))
+    return end, places
+
+
+# Makes of the leaves of what the work returned as many that the caller gets.
+Finish = Callable[[Sequence[Any]], list[Any]]
+
+
+class Inputs:
+    """Static inputs: the sample's leaves with tensors in other memory.
+
+    Attributes:
+        leaves: the sample's leaves, tensors replaced by the static ones.
+        slots: positions of the tensors among the leaves, each tensor once.
+    """
+
+    def __init__(self, sample: Sequence[Any], allocate: Allocate) -> None:
+        """Allocate memory for a sample's tensors and copy their values."""
+        self.leaves = list(sample)
+        made: dict[int, torch.Tensor] = {}
+        self.slots: list[int] = []
+        for group in _by_storage(sample):
+            nbytes, places = _place([sample[index] for index in group])
+            memory = allocate(nbytes)
+            for index, place in zip(group, places, strict=True):
+                leaf = sample[index]
+                if id(leaf) not in made:
+                    made[id(leaf)] = Geometry.of(leaf).at(memory, place)
+                    self.slots.append(index)
+                self.leaves[index] = made[id(leaf)]
+        self.slots.sort()
+        self.geometries = [
+            Geometry.of(leaf) if isinstance(leaf, torch.Tensor) else None for leaf in self.leaves
+        ]
+        self.fill(sample)
+
+    def tensor(self, slot: int) -> torch.Tensor:
+        """The static tensor of a slot."""
+        leaf = self.leaves[slot]
+        assert isinstance(leaf, torch.Tensor)
+        return leaf
+
+    def fill(self, leaves: Sequence[Any]) -> None:
+        """Copy a call's values in; its tensors have the sample's shapes, strides and overlaps."""
+        for slot in self.slots:
+            copy(leaves[slot], self.tensor(slot))
+
+    def in_one_range(self, slot: int) -> bool:
+        """Whether a slot's tensor is best copied as a range of bytes."""
+        tensor = self.tensor(slot)
+        return span(tensor) <= _GAP_FACTOR * tensor.numel() * tensor.element_size()
+
+
+def copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy between tensors of the same shape and strides, overlapping elements once."""
+    if _overlaps(target):
+        flat(target).copy_(flat(source))
+    else:
+        target.copy_(source)
+
+
+class Results:
+    """What the work returned and how to hand it out.
+
+    Attributes:
+        tree: what the work returned, in the graph's own memory.
+        bases: memory that has to be copied out; one tensor a result, or the bytes that several
+            results share.
+    """
+
+    def __init__(
+        self,
+        tree: Any,
+        inputs: Inputs,
+        external: Container[int],
+    ) -> None:
+        """Plan how to hand out what the work returned.
+
+        Args:
+            tree: what it returned.
+            inputs: its static inputs.
+            external: storages from outside, by identity; results that lie there are not copied.
+
+        Raises:
+            CaptureError: a result is an object that may hold tensors out of sight.
+        """
+        self.tree = tree
+        leaves, self._spec = pytree.tree_flatten(tree)
+        for index, leaf in enumerate(leaves):
+            try:
+                describe(leaf)
+            except SignatureError:
+                try:
+                    describe(leaf, leaf_names(tree, "output")[index])
+                except SignatureError as error:
+                    raise CaptureError(
+                        error.what,
+                        remedy="Return tensors, plain values, and tuples, lists or dictionaries "
+                        "of them; for transformers' language models pass use_cache=False.",
+                    ) from error
+        self.bases: list[torch.Tensor] = []
+        owners: dict[int, list[int]] = {}
+        for slot in inputs.slots:
+            owners.setdefault(inputs.tensor(slot).untyped_storage()._cdata, []).append(slot)
+        makers: dict[int, _Maker] = {}
+        for group in _by_storage(leaves):
+            tensors = [leaves[index] for index in group]
+            slots = owners.get(tensors[0].untyped_storage()._cdata)
+            if slots is not None and tensors[0].untyped_storage().nbytes():
+                for index, tensor in zip(group, tensors, strict=True):
+                    makers[index] = _view_of_input(tensor, inputs, slots)
+            elif tensors[0].untyped_storage()._cdata in external:
+                for index, tensor in zip(group, tensors, strict=True):
+                    makers[index] = _same(tensor.detach())
+            elif all(tensor is tensors[0] for tensor in tensors) and is_dense(tensors[0]):
+                for index in group:
+                    makers[index] = _base(len(self.bases))
+                self.bases.append(tensors[0])
+            else:
+                nbytes, places = _place(tensors)
+                for index, place, tensor in zip(group, places, tensors, strict=True):
+                    makers[index] = _view_of_base(len(self.bases), place, tensor)
+                self.bases.append(_range(tensors, places, nbytes))
+        self._makers = [
+            makers[index] if index in makers else _same(leaf) for index, leaf in enumerate(leaves)
+        ]
+        self._leaves = leaves
+        self.single = len(self.bases) == 1 and tree is self.bases[0]
+
+    def again(self, finish: Finish | None = None) -> Any:
+        """What the work returned, in containers that the caller may change."""
+        results = self._leaves if finish is None else finish(self._leaves)
+        return pytree.tree_unflatten(results, self._spec)
+
+    def build(
+        self,
+        leaves: Sequence[Any],
+        copies: Sequence[torch.Tensor],
+        finish: Finish | None = None,
+    ) -> Any:
+        """What the caller gets.
+
+        Args:
+            leaves: the call's arguments.
+            copies: memory of the caller's own that holds what `bases` held.
+            finish: makes it of the leaves that the work returned.
+        """
+        if self.single:
+            return copies[0] if finish is None else finish(copies)[0]
+        made: dict[int, Any] = {}
+        results = []
+        for leaf, make in zip(self._leaves, self._makers, strict=True):
+            if id(leaf) not in made:
+                made[id(leaf)] = make(leaves, copies)
+            results.append(made[id(leaf)])
+        if finish is not None:
+            results = finish(results)
+        return pytree.tree_unflatten(results, self._spec)
+
+
+def _range(tensors: Sequence[torch.Tensor], places: Sequence[int], nbytes: int) -> torch.Tensor:
+    """The bytes that tensors of one storage cover together, as 1-D uint8."""
+    storage = tensors[0].untyped_storage()
+    start = 0
+    for tensor, place in zip(tensors, places, strict=True):
+        if tensor.numel():
+            start = tensor.data_ptr() - place - storage.data_ptr()
+    memory = torch.empty(0, dtype=torch.uint8, device=tensors[0].device)
+    return memory.set_(storage, start, (nbytes,), (1,))
+
+
+def _same(value: Any) -> _Maker:
+    if isinstance(value, torch.Tensor):
+        return lambda leaves, copies: value.detach()
+    return lambda leaves, copies: value
+
+
+def _base(index: int) -> _Maker:
+    return lambda leaves, copies: copies[index]
+
+
+def _view_of_base(index: int, start: int, like: torch.Tensor) -> _Maker:
+    shape = Geometry.of(like)
+    return lambda leaves, copies: shape.at(copies[index], start)
+
+
+def _view_of_input(tensor: torch.Tensor, inputs: Inputs, slots: Sequence[int]) -> _Maker:
+    slot = next((s for s in slots if inputs.tensor(s) is tensor), slots[0])
+    static = inputs.tensor(slot)
+    if static is tensor:
+        return lambda leaves, copies: leaves[slot]
+    start = tensor.data_ptr() - static.data_ptr() if tensor.numel() else 0
+    shape = Geometry.of(tensor)
+    return lambda leaves, copies: shape.at(leaves[slot].detach(), start)

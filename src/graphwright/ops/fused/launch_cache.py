@@ -1,0 +1,359 @@
+"""Launches of our kernels, written down: a later process needs no Triton and no compiler for them.
+
+A call of one of our operators is one kernel, whose binary, grid and arguments follow from the
+shapes, strides, dtypes and alignment of what it is given. `noting` writes that down, `answering`
+lets it answer calls of the same kind: by the CUDA driver, without the import of Triton, which
+takes half a second, or its compiler, which takes one or two where its cache is empty.
+"""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import ctypes
+import functools
+import hashlib
+import json
+import threading
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..._version import __version__
+from ...errors import CaptureError
+from ...graphs.cuda.driver import KernelFunction
+
+# More shared memory has to be asked for by a kernel's attributes.
+_SHARED = 48 * 1024
+_ALIGNED = 16  # Triton compiles for pointers that this divides, or for any.
+# What a kernel takes, by what it is called here.
+_NUMBERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
+_TYPES = _NUMBERS | {"input": ctypes.c_uint64, "result": ctypes.c_uint64}
+
+
+@dataclass(frozen=True)
+class Binary:
+    """A compiled kernel.
+
+    Attributes:
+        symbol: its name.
+        code: machine code.
+        threads: of a block.
+        shared: bytes of shared memory of a block.
+    """
+
+    symbol: str
+    code: bytes
+    threads: int
+    shared: int
+
+
+_LOCK = threading.Lock()
+_LOADED: dict[tuple[Any, ...], KernelFunction] = {}
+
+
+def _loaded(
+    code: bytes, symbol: str, sizes: tuple[int, ...], device: torch.device
+) -> KernelFunction | None:
+    """A kernel on a device, once; None where the driver does not take it, now at least."""
+    key = code, symbol, sizes, device
+    found = _LOADED.get(key)
+    if found is None:
+        try:
+            with _LOCK:
+                found = _LOADED.get(key) or KernelFunction(*key)
+                _LOADED[key] = found
+        except CaptureError:
+            return None  # It is another GPU's, say, or the driver is too old.
+    return found
+
+
+@dataclass(frozen=True)
+class Launch:
+    """A call of an operator: one kernel over `grid` blocks.
+
+    Attributes:
+        binary: the kernel.
+        grid: blocks.
+        arguments: of the kernel: ("input", n) and ("result", n) are tensors of the operator's;
+            ("i32" | "i64" | "fp32", value) are numbers.
+        results: (shape, strides, dtype) of what it returns.
+        single: whether it returns a tensor, and no tuple.
+    """
+
+    binary: Binary
+    grid: int
+    arguments: tuple[tuple[str, Any], ...]
+    results: tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]
+    single: bool
+
+    @functools.cached_property
+    def sizes(self) -> tuple[int, ...]:
+        """Bytes of each argument."""
+        return tuple(ctypes.sizeof(_TYPES[kind]) for kind, _ in self.arguments)
+
+    def function(self, device: torch.device) -> KernelFunction | None:
+        """The kernel on a device; None where the driver does not take it."""
+        return _loaded(self.binary.code, self.binary.symbol, self.sizes, device)
+
+    def __call__(self, function: KernelFunction, *args: Any) -> Any:
+        """The operator's results, by its function on the device of its arguments."""
+        device = args[0].device
+        results = [
+            torch.empty_strided(shape, stride, dtype=dtype, device=device)
+            for shape, stride, dtype in self.results
+        ]
+        values = []
+        for kind, value in self.arguments:
+            if kind == "input":
+                value = args[value].data_ptr()
+            elif kind == "result":
+                value = results[value].data_ptr()
+            values.append(_TYPES[kind](value))
+        function.launch(self.grid, self.binary.threads, self.binary.shared, values)
+        return results[0] if self.single else tuple(results)
+
+
+class _Here(threading.local):
+    notes: dict[str, Launch | None] | None = None
+    launched: list[tuple[Any, Sequence[int], Sequence[Any]]] | None = None
+    answers: Mapping[str, Launch] = {}
+
+
+_HERE = _Here()
+
+
+@contextlib.contextmanager
+def noting() -> Iterator[dict[str, Launch]]:
+    """Write down what our operators launch in this thread; complete when this is left.
+
+    Nothing is, where the sources have changed since: which of them run is not known then.
+    """
+    notes: dict[str, Launch | None] = {}
+    found: dict[str, Launch] = {}
+    before, _HERE.notes = _HERE.notes, notes
+    try:
+        yield found
+    finally:
+        _HERE.notes = before
+        if EDITION is not None and edition_of(_FOLDER) == EDITION:
+            found |= {kind: launch for kind, launch in notes.items() if launch is not None}
+
+
+@contextlib.contextmanager
+def answering(launches: Mapping[str, Launch]) -> Iterator[None]:
+    """Let these answer calls of their kinds in this thread.
+
+    What torch.compile makes of the work does without: it would have to watch this thread's state.
+    """
+    if torch.compiler.is_dynamo_compiling():  # This frame: the other one is true of all threads.
+        yield
+        return
+    before, _HERE.answers = _HERE.answers, launches
+    try:
+        yield
+    finally:
+        _HERE.answers = before
+
+
+def known(name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
+    """What answers a call of an operator, if anything does."""
+    answers = _HERE.answers
+    kind = kind_of(name, args) if answers else ""
+    launch = answers.get(kind) if kind else None
+    function = None if launch is None else launch.function(args[0].device)
+    return None if launch is None or function is None else functools.partial(launch, function)
+
+
+def kind_of(name: str, args: Sequence[Any]) -> str:
+    """All of a call that its launch depends on."""
+    parts = [name]
+    places: list[int] = []
+    devices = set()
+    for arg in args:
+        if isinstance(arg, torch.Tensor):
+            place = arg.data_ptr()
+            devices.add(arg.device)
+            places.append(place)
+            # Arguments that are the same memory are told apart by nothing else.
+            first, aligned = places.index(place), place % _ALIGNED == 0
+            parts.append(f"{arg.dtype} {(*arg.shape,)} {arg.stride()} {aligned} {first}")
+        else:
+            parts.append(repr(arg))
+    return "; ".join(parts) if len(devices) == 1 else ""
+
+
+def launched(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants: Any) -> None:
+    """Launch a kernel of Triton's.
+
+    Args:
+        kernel: of triton.jit.
+        grid: blocks.
+        arguments: those that are no constants, in order.
+        constants: the others by name, and options.
+    """
+    compiled = kernel[grid](*arguments, **constants)
+    if _HERE.launched is not None:
+        _HERE.launched.append((compiled, grid, arguments))
+
+
+def noted(name: str, launch: Callable[..., Any], *args: Any) -> Any:
+    """What an operator's launch returns; written down where that is wanted."""
+    notes = _HERE.notes
+    if notes is None:
+        return launch(*args)
+    _HERE.launched = []
+    try:
+        result = launch(*args)
+        kind = kind_of(name, args)
+        if kind and kind not in notes:
+            try:
+                notes[kind] = _launch_of(args, result, _HERE.launched)
+            except (AttributeError, KeyError, TypeError):  # Another Triton's.
+                notes[kind] = None
+        return result
+    finally:
+        _HERE.launched = None
+
+
+def _launch_of(
+    args: Sequence[Any], result: Any, launches: Sequence[tuple[Any, Sequence[int], Sequence[Any]]]
+) -> Launch | None:
+    """A call, as it can be made again; None where it is more than one simple kernel."""
+    results = result if isinstance(result, tuple) else (result,)
+    if len(launches) != 1 or not all(isinstance(each, torch.Tensor) for each in results):
+        return None
+    compiled, grid, given = launches[0]
+    facts = getattr(compiled, "metadata", None)  # The interpreter compiles nothing.
+    code = getattr(compiled, "asm", {}).get("cubin")
+    if facts is None or code is None or len(grid) != 1 or facts.shared > _SHARED:
+        return None
+    special = "launch_cooperative_grid", "launch_pdl", "global_scratch_size", "profile_scratch_size"
+    if facts.num_ctas != 1 or any(getattr(facts, name, 0) for name in special):
+        return None
+    places = {arg.data_ptr(): ("input", n) for n, arg in _tensors(args)}
+    for n, each in enumerate(results):
+        size = each.untyped_storage().nbytes()
+        whole = torch.empty_strided(each.shape, each.stride(), dtype=each.dtype, device="meta")
+        if each.data_ptr() in places or size != whole.untyped_storage().nbytes():
+            return None
+        places[each.data_ptr()] = ("result", n)
+    arguments = []
+    types = compiled.src.signature
+    for name, value in zip(compiled.src.fn.arg_names, given, strict=False):
+        if types[name] == "constexpr":
+            continue  # Triton has compiled it for this value.
+        if isinstance(value, torch.Tensor):
+            if value.data_ptr() not in places:
+                return None
+            arguments.append(places[value.data_ptr()])
+        elif types[name] in _NUMBERS:
+            arguments.append((types[name], value))
+        else:
+            return None
+    layouts = tuple((tuple(each.shape), each.stride(), each.dtype) for each in results)
+    binary = Binary(facts.name, code, facts.num_warps * 32, facts.shared)
+    single = not isinstance(result, tuple)
+    launch = Launch(binary, grid[0], tuple(arguments), layouts, single)
+    return launch if launch.function(results[0].device) else None
+
+
+def _tensors(args: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+    return ((n, arg) for n, arg in enumerate(args) if isinstance(arg, torch.Tensor))
+
+
+def edition_of(folder: Path) -> str | None:
+    """Of the sources of our operators: launches of others may compute something else.
+
+    None where there are none to be read, as in a ZIP file.
+    """
+    digest = hashlib.sha256(__version__.encode())
+    files = sorted(file for file in folder.rglob("*.py") if file.is_file())
+    try:
+        for file in files:
+            digest.update(f"\0{file.relative_to(folder).as_posix()}\0".encode())
+            digest.update(file.read_bytes())
+    except OSError:
+        return None
+    return digest.hexdigest() if files else None
+
+
+_FOLDER = Path(__file__).parent
+EDITION = edition_of(_FOLDER)  # Now: files may change while a process lives.
+
+
+def written(launches: Mapping[str, Launch]) -> str:
+    """Launches as JSON, each kernel once."""
+    binaries: dict[str, Any] = {}
+    calls = {}
+    for kind, launch in launches.items():
+        binary = launch.binary
+        name = hashlib.sha256(binary.symbol.encode() + binary.code).hexdigest()
+        code = base64.b64encode(zlib.compress(binary.code)).decode("ascii")
+        binaries[name] = [binary.symbol, code, binary.threads, binary.shared]
+        layouts = [[shape, stride, str(dtype)[6:]] for shape, stride, dtype in launch.results]
+        calls[kind] = [name, launch.grid, launch.arguments, layouts, launch.single]
+    return json.dumps({"edition": EDITION, "binaries": binaries, "launches": calls})
+
+
+def read(text: str) -> dict[str, Launch]:
+    """What `written` gave: code of the GPU's, to be read from those alone who are trusted.
+
+    Nothing where other kernels than these are written down.
+
+    Raises:
+        Exception: it makes no sense: one of what Python raises then, or zlib.error.
+    """
+    given = json.loads(text)
+    if EDITION is None or given.get("edition") != EDITION:
+        return {}
+    binaries = {
+        name: Binary(
+            str(symbol),
+            zlib.decompress(base64.b64decode(code)),
+            _number(threads, 1, 1024),
+            _number(shared, 0, _SHARED),
+        )
+        for name, (symbol, code, threads, shared) in given["binaries"].items()
+    }
+    found = {}
+    for kind, (name, grid, arguments, layouts, single) in given["launches"].items():
+        results = tuple(
+            (_numbers(shape), _numbers(stride), _dtype(dtype)) for shape, stride, dtype in layouts
+        )
+        pairs = tuple((what, _argument(what, value, len(results))) for what, value in arguments)
+        grid = _number(grid, 1, 2**31 - 1)
+        found[kind] = Launch(binaries[name], grid, pairs, results, bool(single))
+    return found
+
+
+def _argument(what: str, value: Any, results: int) -> float:
+    """A number or the place of a tensor."""
+    if what == "fp32":
+        return float(value)
+    bits = {"i32": 31, "i64": 63}.get(what)
+    low, high = (0, 64) if bits is None else (-(2**bits), 2**bits - 1)
+    if what not in _TYPES:
+        raise ValueError(f"kernels take no {what!r}")
+    return _number(value, low, results - 1 if what == "result" else high)
+
+
+def _number(value: Any, low: int, high: int) -> int:
+    if type(value) is not int or not low <= value <= high:
+        raise ValueError(f"{value!r} is no number from {low} to {high}")
+    return value
+
+
+def _numbers(values: Any) -> tuple[int, ...]:
+    return tuple(_number(value, 0, 2**63 - 1) for value in values)
+
+
+def _dtype(name: Any) -> torch.dtype:
+    found = vars(torch).get(str(name))
+    if not isinstance(found, torch.dtype):
+        raise ValueError(f"{name!r} is no dtype")
+    return found

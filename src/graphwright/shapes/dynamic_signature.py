@@ -1,0 +1,161 @@
+"""What calls of one kind have in common: all but the named sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ..calls.signature import Args, CallSignature, Kwargs, flatten
+from ..calls.snapshots import layout
+from ..errors import SignatureError
+from .aliasing import twins_of
+from .dimensions import Axes, Dimensions
+from .padding import Sizes, contiguous_stride, memory_format, widths_of
+
+
+class Form:
+    """The form of a call, to tell other calls of its kind by.
+
+    Attributes:
+        dimensions: which may vary.
+        axes: the dynamic dimensions of its leaves.
+        own: its named sizes.
+        names: of its leaves.
+        formats: memory formats of the leaves that vary, None for others.
+        gaps: which of these are laid out otherwise than new tensors.
+        twins: for each leaf the first one that is the same tensor.
+    """
+
+    def __init__(
+        self, dimensions: Dimensions, signature: CallSignature, args: Args, kwargs: Kwargs
+    ) -> None:
+        """Look at a call.
+
+        Raises:
+            SignatureError: it does not have the dimensions, or sizes that do not agree.
+        """
+        self.dimensions = dimensions
+        self.axes: list[Axes] = dimensions.axes(args, kwargs)
+        self.names = dimensions.arguments(args, kwargs)
+        leaves, _ = flatten(args, kwargs)
+        self.own = self._sizes_that_agree(leaves)
+        self.formats = [
+            memory_format(leaf) if axes else None
+            for leaf, axes in zip(leaves, self.axes, strict=True)
+        ]
+        self.gaps = _gaps(leaves, self.axes, self.formats)
+        self.twins = twins_of(leaves)
+        self._signature = signature
+
+    def _sizes_that_agree(self, leaves: Sequence[Any]) -> Sizes:
+        found = self._named_sizes(leaves)
+        if found is None:
+            sizes = [
+                f"{name} has {leaf.shape[axis]} in dimension {axis}"
+                for name, leaf, axes in zip(self.names, leaves, self.axes, strict=True)
+                for axis in axes
+            ]
+            raise SignatureError(
+                f"The arguments do not agree about the named sizes: {'; '.join(sizes)}.",
+                remedy="Correct dynamic_shapes, or the arguments.",
+            )
+        if min(found) < 1:
+            raise SignatureError(
+                "A dimension is of size 0: there is nothing to fill up.",
+                remedy="Call the function itself for that.",
+            )
+        return found
+
+    def _named_sizes(self, leaves: Sequence[Any]) -> Sizes | None:
+        return self.dimensions.sizes([getattr(v, "shape", ()) for v in leaves], self.axes)
+
+    def sizes(self, signature: CallSignature, leaves: Sequence[Any]) -> Sizes | None:
+        """The named sizes of a call of this form; None for one of another form."""
+        mine = self._signature
+        if signature.spec != mine.spec or signature.switches != mine.switches:
+            return None
+        for have, want, axes in zip(signature.leaves, mine.leaves, self.axes, strict=True):
+            if not axes and have != want:
+                return None
+            if axes and (len(have) != 5 or (have[1], have[3]) != (want[1], want[3])):
+                return None
+            if axes and not _alike(have[0], want[0], axes):
+                return None
+        if twins_of(leaves) != self.twins or not self.in_order(leaves):
+            return None
+        if _pairs(signature) != _pairs(mine):
+            return None
+        for leaf, form in zip(leaves, self.formats, strict=True):
+            if form is not None and memory_format(leaf) is not form:
+                return None
+        if _gaps(leaves, self.axes, self.formats) != self.gaps:
+            return None
+        return self._named_sizes(leaves)
+
+    @property
+    def overlap(self) -> bool:
+        """Whether arguments share memory without being one."""
+        twins = sum(first != index for index, first in enumerate(self.twins))
+        return len(self._signature.aliases) > twins
+
+    def in_order(self, leaves: Sequence[Any]) -> bool:
+        """Whether dimensions lie in memory in their order, as they do in a filled-up copy.
+
+        Gaps between rows and repeated ones make no difference to what a function returns; another
+        order may, if only to its strides.
+        """
+        for leaf, axes in zip(leaves, self.axes, strict=True):
+            # Only dense tensors are said to be channels last.
+            if axes and memory_format(leaf) is torch.contiguous_format:
+                steps = [step for step in layout(leaf) if step]
+                if steps != sorted(steps, reverse=True):
+                    return False
+        return True
+
+    def layout_widths(self, leaves: Sequence[Any]) -> tuple[Sizes | None, ...] | None:
+        """Widths that add nothing, for leaves that a bucket has laid out otherwise; None if none.
+
+        Args:
+            leaves: of a call of this form.
+        """
+        widths = [
+            widths_of(leaf.shape, leaf.shape)
+            if axes and leaf.stride() != contiguous_stride(leaf.shape, form)
+            else None
+            for leaf, axes, form in zip(leaves, self.axes, self.formats, strict=True)
+        ]
+        return None if all(added is None for added in widths) else tuple(widths)
+
+    def without_gaps(self, leaves: Sequence[Any]) -> list[Any]:
+        """The leaves, those with gaps as new tensors have them."""
+        return [
+            torch.empty_like(leaf, memory_format=form).copy_(leaf)
+            if gap and form is not None
+            else leaf
+            for leaf, gap, form in zip(leaves, self.gaps, self.formats, strict=True)
+        ]
+
+
+def _alike(have: Sequence[int], want: Sequence[int], axes: Axes) -> bool:
+    return len(have) == len(want) and all(
+        n == m for axis, (n, m) in enumerate(zip(have, want, strict=True)) if axis not in axes
+    )
+
+
+def _pairs(signature: CallSignature) -> list[tuple[int, int]]:
+    """Which arguments share memory."""
+    return [(first, second) for first, second, _ in signature.aliases]
+
+
+def _gaps(
+    leaves: Sequence[Any], axes: Sequence[Axes], forms: Sequence[torch.memory_format | None]
+) -> tuple[bool, ...]:
+    """Which of the tensors that vary are laid out otherwise than new ones."""
+    return tuple(
+        bool(own)
+        and form is not None
+        and layout(leaf) != layout(torch.empty_like(leaf, device="meta", memory_format=form))
+        for leaf, own, form in zip(leaves, axes, forms, strict=True)
+    )

@@ -1,0 +1,198 @@
+"""The shapes of a function's outputs in its buckets: traced where that works, else fitted.
+
+Shapes of outputs by polynomials that fit what a function returned for several sizes.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import sympy
+import torch
+from torch.utils import _pytree as pytree
+
+from ..calls.snapshots import layout
+from ..errors import CaptureError, first_line
+from .outputs import Leaf, OutputShapes, Underivable, steps_of, symbols_of
+from .padding import Sizes
+from .sampler import Subject
+from .symbolic import derive
+
+_FITTED_BELOW = 6
+_MAX_WAYS = 4
+_MAX_FOLLOWED_FROM = 256
+
+
+class Traces:
+    """The shapes of one subject's outputs, on each way that was traced through the function."""
+
+    def __init__(self, subject: Subject) -> None:
+        self._subject = subject
+        self._known: list[OutputShapes] = []
+
+    def at(self, bucket: Sizes) -> OutputShapes | str:
+        """The shapes on the way that a bucket takes, or why there is no rule for them.
+
+        Raises:
+            CaptureError: the function fails in that bucket, or keeps what it should not.
+        """
+        for shapes in self._known:
+            if shapes.holds(bucket):
+                return shapes
+        try:
+            shapes = self._traced(bucket)
+        except Underivable as symbolic:
+            try:
+                # At one exact size it may go its own way: then the way beside it tells more.
+                shapes = self._traced(tuple(n - 1 if n > 2 else n for n in bucket))
+            except Underivable:
+                try:
+                    shapes = fit(self._subject.names, self._seen(bucket), bucket)
+                except Underivable as fitted:
+                    return f"the shapes of its outputs follow no rule: {symbolic}; {fitted}"
+        self._known.append(shapes)
+        if not shapes.fitted:
+            self._tell_ways_apart(shapes, bucket)
+        return shapes
+
+    def _traced(self, sizes: Sizes) -> OutputShapes:
+        """Shapes derived on the way that some sizes take."""
+        # Caches that the function keeps anywhere fill with real values first.
+        real = pytree.tree_leaves(self._subject.result(self._subject.at(sizes)))
+        found = derive(self._subject, sizes)
+        for leaf, rule in zip(real, found.of(sizes), strict=True):
+            if not isinstance(leaf, torch.Tensor) or not isinstance(rule, tuple):
+                continue
+            if rule[0] != leaf.shape or steps_of(rule) != layout(leaf):
+                raise Underivable("symbols give other shapes or strides than the function has")
+        return found
+
+    def _tell_ways_apart(self, shapes: OutputShapes, bucket: Sizes) -> None:
+        """Follow the other ways below a bucket too: each may branch on sizes further on."""
+        places = [
+            (*bucket[:index], n, *bucket[index + 1 :])
+            for index, full in enumerate(bucket)
+            for n in range(full - 1, 1, -max(1, full // _MAX_FOLLOWED_FROM))
+        ]
+        guards = set(shapes.guards)
+        followed = {shapes.way(bucket)}
+        for _ in range(_MAX_WAYS):
+            other = next((sizes for sizes in places if shapes.way(sizes) not in followed), None)
+            if other is None:
+                return
+            followed.add(shapes.way(other))
+            try:
+                found = self._traced(other)
+            except Exception:
+                continue  # Eager refuses these sizes, or symbols do not get through.
+            if not set(found.guards) <= guards:
+                guards |= set(found.guards)
+                shapes.tell_apart_by(guards)
+                followed = {shapes.way(bucket), shapes.way(other)}
+
+    def _seen(self, bucket: Sizes) -> dict[Sizes, tuple[list[Any], pytree.TreeSpec]]:
+        """What the function returns for some small sizes, and for the bucket."""
+        subject = self._subject
+        ranges = []
+        for name, full in zip(subject.names, bucket, strict=True):
+            low = subject.bounds[name].low
+            ranges.append([n for n in (low, low + 1, low + 2, low + _FITTED_BELOW) if n <= full])
+        found = {}
+        error: Exception | None = None
+        for sizes in (*itertools.product(*ranges), bucket):
+            leaves = subject.at(sizes)
+            try:
+                found[sizes] = pytree.tree_flatten(subject.result(leaves))
+            except Exception as raised:
+                error = raised
+        if bucket not in found:
+            assert error is not None
+            raise CaptureError(
+                f"The call fails in the bucket {bucket}: {first_line(error)}",
+                remedy="Leave sizes out of the buckets that the function cannot take.",
+            ) from error
+        return found
+
+
+def fit(
+    names: Sequence[str],
+    seen: Mapping[Sizes, tuple[Sequence[Any], pytree.TreeSpec]],
+    bucket: Sizes,
+) -> OutputShapes:
+    """Fit expressions to the outputs that several sizes gave.
+
+    A size of an output is taken for a sum of products of named sizes, each at most once. Some of
+    the sizes seen are left out of the fit and have to agree with it.
+
+    Args:
+        names: of the sizes.
+        seen: the outputs' leaves and their tree, by sizes.
+        bucket: the largest sizes; those that are 1 stay fixed.
+
+    Raises:
+        Underivable: no such expressions, or no contiguous outputs.
+    """
+    free = [name if full > 1 else None for name, full in zip(names, bucket, strict=True)]
+    trees = [spec for _, spec in seen.values()]
+    if any(spec != trees[0] for spec in trees):
+        raise Underivable("the tree of the outputs depends on the sizes")
+    rows = [leaves for leaves, _ in seen.values()]
+    found: list[Leaf | None] = []
+    for index in range(len(rows[0])):
+        outputs = [row[index] for row in rows]
+        if not all(isinstance(output, torch.Tensor) for output in outputs):
+            found.append(None)
+            continue
+        if len({output.dim() for output in outputs}) > 1:
+            raise Underivable("the number of an output's dimensions depends on the sizes")
+        shape = tuple(
+            _polynomial(free, {s: o.shape[axis] for s, o in zip(seen, outputs, strict=True)})
+            for axis in range(outputs[0].dim())
+        )
+        found.append(Leaf(shape, _strides(shape, outputs)))
+    fixed = {name: 1 for name, full in zip(names, bucket, strict=True) if full == 1}
+    return OutputShapes(names, found, trees[0], fixed=fixed, fitted=True)
+
+
+def _strides(shape: Sequence[sympy.Expr], outputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
+    """Strides of dense outputs whose dimensions lie in memory in one order."""
+    largest = max(outputs, key=torch.Tensor.numel)
+    order = sorted(range(len(shape)), key=lambda axis: (-largest.stride()[axis], axis))
+    for output in outputs:
+        dense = output.permute(order).is_contiguous()
+        if not dense:
+            raise Underivable("an output is not dense")
+    inner = {axis: order[place + 1 :] for place, axis in enumerate(order)}
+    return tuple(
+        sympy.expand(sympy.prod([shape[other] for other in inner[axis]]))
+        for axis in range(len(shape))
+    )
+
+
+def _polynomial(names: Sequence[str | None], seen: Mapping[Sizes, int]) -> sympy.Expr:
+    """The polynomial that is of degree one in each size and takes the values that were seen.
+
+    Sizes without a name are left out.
+    """
+    symbols = symbols_of([name for name in names if name is not None])
+    seen = {
+        tuple(n for n, name in zip(sizes, names, strict=True) if name is not None): value
+        for sizes, value in seen.items()
+    }
+    products: list[sympy.Expr] = [sympy.Integer(1)]
+    for count in range(1, len(symbols) + 1):
+        products += [sympy.prod(chosen) for chosen in itertools.combinations(symbols, count)]
+    rows = sympy.Matrix(
+        [[p.subs(dict(zip(symbols, sizes, strict=True))) for p in products] for sizes in seen]
+    )
+    values = sympy.Matrix(list(seen.values()))
+    if len(seen) <= len(products) or rows.rank() < len(products):
+        raise Underivable("too few sizes were seen to tell the rule of the outputs' shapes")
+    unknown = sympy.symbols(f"c:{len(products)}")
+    solution = sympy.linsolve((rows, values), *unknown)
+    if not solution:
+        raise Underivable("no polynomial of the sizes gives the outputs' shapes")
+    factors = next(iter(solution))
+    return sum((c * p for c, p in zip(factors, products, strict=True)), sympy.Integer(0))

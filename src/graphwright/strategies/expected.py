@@ -1,0 +1,107 @@
+"""What strategies that hand a model to another runtime share: eager's results, to be matched."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..calls.signature import Args, Kwargs, flatten, unflatten
+from ..calls.snapshots import clone_leaves
+from ..errors import StrategyFailed
+
+
+@dataclass(frozen=True)
+class Result:
+    """A tensor that eager returns, without its values."""
+
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What eager returns for a sample: its tree, its plain values, and a Result for each tensor."""
+
+    leaves: tuple[Any, ...]
+    spec: pytree.TreeSpec
+
+    @classmethod
+    def of(cls, model: nn.Module, args: Args, kwargs: Kwargs) -> Expected:
+        """Run the model eagerly on copies of the sample.
+
+        Raises:
+            StrategyFailed: elements of a result overlap, which cannot be laid out again.
+        """
+        leaves, spec = flatten(args, kwargs)
+        mine, named = unflatten(clone_leaves(leaves), spec)
+        with torch.no_grad():
+            outputs, out_spec = pytree.tree_flatten(model(*mine, **named))
+        return cls(tuple(_described(leaf) for leaf in outputs), out_spec)
+
+    @property
+    def results(self) -> list[Result]:
+        """Its tensors."""
+        return [leaf for leaf in self.leaves if isinstance(leaf, Result)]
+
+    def tensors(self, outputs: Any) -> list[Any]:
+        """The tensors among the outputs of a call, which must be where eager's are.
+
+        Raises:
+            StrategyFailed: it is another tree, or has tensors elsewhere.
+        """
+        leaves, spec = pytree.tree_flatten(outputs)
+        if spec != self.spec:
+            raise StrategyFailed("the compiled model returns another structure")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        for leaf, expected in zip(leaves, self.leaves, strict=True):
+            if isinstance(leaf, torch.Tensor) is not isinstance(expected, Result):
+                raise StrategyFailed("the compiled model returns tensors in other places")
+        for tensor, result in zip(tensors, self.results, strict=True):
+            if tensor.shape != result.shape:
+                raise StrategyFailed(
+                    f"the compiled model returns {tuple(tensor.shape)} for {tuple(result.shape)}"
+                )
+        return tensors
+
+    def restored(self, tensors: Sequence[torch.Tensor]) -> Any:
+        """These tensors as eager gives them: dtype, device, strides, and the tree around them."""
+        rest = iter(tensors)
+        leaves = [_as(next(rest), e) if isinstance(e, Result) else e for e in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def tf32_allowed() -> bool:
+    """Whether torch's own switches let both products and convolutions on CUDA use TF32."""
+    get = torch._C._get_fp32_precision_getter
+    return all(get("cuda", kind) == "tf32" for kind in ("matmul", "conv"))
+
+
+def _described(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    reach = 0
+    for stride, size in sorted(zip(leaf.stride(), leaf.shape, strict=True)):
+        if size > 1 and stride > 0:
+            if stride <= reach:
+                raise StrategyFailed("elements of a result overlap in memory")
+            reach += stride * (size - 1)
+    return Result(leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+
+
+def _as(tensor: torch.Tensor, expected: Result) -> torch.Tensor:
+    tensor = tensor.to(device=expected.device, dtype=expected.dtype)
+    if tensor.stride() == expected.stride:
+        return tensor
+    # What eager has expanded lies in memory once.
+    once = tensor[tuple(slice(1 if stride == 0 else None) for stride in expected.stride)]
+    laid = torch.empty_strided(
+        once.shape, expected.stride, dtype=expected.dtype, device=expected.device
+    )
+    return laid.copy_(once).as_strided(expected.shape, expected.stride)

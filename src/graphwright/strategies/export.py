@@ -1,0 +1,84 @@
+"""A model from tensors in a row to tensors in a row, which tracers and exporters take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.export import Dim, ExportedProgram
+from torch.utils import _pytree as pytree
+
+from ..calls.serialization import Row
+from ..calls.signature import Args, Kwargs, flatten
+from ..errors import StrategyFailed, user_frame
+from ..shapes.dimensions import Dimensions, named
+
+
+class Flat(nn.Module):
+    """A model from a row of tensors to a row of tensors; `out` is what its results belong to."""
+
+    def __init__(self, model: nn.Module, call: Row) -> None:
+        super().__init__()
+        self.training = False  # eval() would reach into the user's own submodules.
+        self.model = model
+        self.call = call
+        self.out: Row | None = None
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        args, kwargs = self.call.fill(tensors)
+        leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
+            raise StrategyFailed("an output is a number that depends on a dynamic size")
+        self.out = Row.of(leaves, spec)
+        return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+
+
+def dims_of(
+    dynamic_shapes: Any, model: nn.Module, args: Args, kwargs: Kwargs
+) -> list[dict[int, Any]] | None:
+    """For each tensor of a call, its dynamic dimensions as torch.export takes them; None for none.
+
+    `dynamic_shapes` mirrors the call's arguments with `torch.export.Dim`s.
+
+    Raises:
+        OptionError: it makes no sense.
+        SignatureError: the call does not have these dimensions.
+    """
+    if dynamic_shapes is None:
+        return None
+    dimensions = Dimensions(model, named(dynamic_shapes), dynamic_shapes)
+    dims = {
+        name: Dim(name, min=bounds.low, max=bounds.high)
+        for name, bounds in dimensions.bounds.items()
+    }
+    leaves, _ = flatten(args, kwargs)
+    return [
+        {axis: size.factor * dims[size.name] + size.offset for axis, size in axes.items()}
+        for axes, leaf in zip(dimensions.axes(args, kwargs), leaves, strict=True)
+        if isinstance(leaf, torch.Tensor)
+    ]
+
+
+def exported(
+    flat: Flat, samples: Sequence[torch.Tensor], dims: list[dict[int, Any]] | None
+) -> ExportedProgram:
+    """The model's graph, which answers all sizes of the dimensions that are to be dynamic.
+
+    Raises:
+        StrategyFailed: there is none, since it goes by such a size.
+        Exception: torch.export's own, where there is no graph at all.
+    """
+    shapes = None if dims is None else {"tensors": tuple(dims)}
+    try:
+        return torch.export.export(flat, tuple(samples), dynamic_shapes=shapes)
+    except torch._dynamo.exc.UserError as error:
+        told = [line.strip(" -") for line in str(error).splitlines() if line.startswith("  - ")]
+        if not told:
+            raise
+        raise StrategyFailed(
+            f"the model goes by a size that was to be dynamic: {told[0].split('. ')[0]}",
+            where=user_frame(error),
+            remedy="Leave it out of dynamic_shapes, or write the model for any size.",
+        ) from error

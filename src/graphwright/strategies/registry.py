@@ -1,0 +1,224 @@
+"""The strategies that exist, and which candidates are tried by default."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Sequence
+
+import torch
+from torch import nn
+
+from ..errors import OptionError
+from . import (
+    aot_autograd,
+    aot_inductor,
+    eager,
+    fused,
+    inductor,
+    rewrites,
+    runners,
+    tensorrt,
+    torchscript,
+    xla,
+)
+from .base import Availability as Availability
+from .base import Built as Built
+from .base import Candidate as Candidate
+from .base import Compiler as Compiler
+from .base import Rewrite as Rewrite
+from .base import Rewritten as Rewritten
+from .base import Runner as Runner
+from .base import probe as probe
+from .onnxruntime import strategy
+
+COMPILERS: tuple[Compiler, ...] = (
+    eager.EAGER,
+    eager.NO_GRAD,
+    eager.INFERENCE_MODE,
+    fused.FUSED,
+    torchscript.SCRIPT,
+    torchscript.FREEZE,
+    torchscript.OPTIMIZE,
+    torchscript.FUSER,
+    strategy.ONNXRUNTIME,
+    strategy.GRAPH,
+    aot_autograd.AOT_AUTOGRAD,
+    aot_inductor.AOT_INDUCTOR,
+    inductor.INDUCTOR,
+    inductor.FREEZE,
+    inductor.REDUCE_OVERHEAD,
+    inductor.MAX_AUTOTUNE,
+    xla.XLA,
+    tensorrt.TENSORRT,
+)
+REWRITES: tuple[Rewrite, ...] = (
+    rewrites.CHANNELS_LAST,
+    rewrites.TF32,
+    rewrites.BF16,
+    rewrites.FP16,
+)
+RUNNERS: tuple[Runner, ...] = (runners.GRAPH,)
+LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
+
+# The first takes minutes; the second is as fast as inductor, and worth its time where it is saved;
+# the third brings torchax into the process, which gives one of PyTorch's back ends another name.
+_ON_REQUEST = {inductor.MAX_AUTOTUNE.name, aot_inductor.AOT_INDUCTOR.name, xla.XLA.name}
+_ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name}
+_UNDER_GRAPH = (
+    eager.EAGER,
+    fused.FUSED,
+    torchscript.FREEZE,
+    torchscript.OPTIMIZE,
+    aot_autograd.AOT_AUTOGRAD,
+    inductor.INDUCTOR,
+    inductor.FREEZE,
+)
+_REWRITTEN = (eager.EAGER, fused.FUSED, torchscript.OPTIMIZE, inductor.INDUCTOR)
+
+
+def default_candidates(
+    model: nn.Module, device: torch.device, allow: Sequence[str], *, also: Collection[str] = ()
+) -> list[Candidate]:
+    """What `tune` tries when it is not told, in the order of what it promises.
+
+    `also` names what is tried on request only otherwise.
+    """
+    left_out = _ON_REQUEST if device.type == "cuda" else _ON_REQUEST | _ON_GPUS
+    left_out = left_out.difference(also)
+    plain = [Candidate(c) for c in COMPILERS if c.name not in left_out]
+    graphs = [Candidate(c, runner=runners.GRAPH) for c in _UNDER_GRAPH]
+    if device.type != "cuda":
+        # One row says why graphs are out; four would say the same.
+        graphs = graphs[:1]
+    chosen = [r for r in REWRITES if r.name in allow]
+    if rewrites.has_convolutions(model):
+        chosen.insert(0, rewrites.CHANNELS_LAST)
+    for rewrite in chosen:
+        plain += [Candidate(c, rewrite) for c in _REWRITTEN]
+        if device.type == "cuda":
+            graphs += [
+                Candidate(c, rewrite, runners.GRAPH)
+                for c in (eager.EAGER, fused.FUSED, inductor.INDUCTOR)
+            ]
+    return sorted(plain + graphs, key=lambda c: _promise(c, device), reverse=True)
+
+
+# What a compiler usually gains over eager, and the seconds of its first set-up, on a GPU and on a
+# CPU; with a graph on a GPU. From the benchmark's results; only the order depends on them.
+_USUAL = {
+    "cuda": {
+        "eager": (1.0, 0.0),
+        "eager:no_grad": (1.06, 0.0),
+        "eager:inference_mode": (1.08, 0.0),
+        "fused": (1.2, 1.0),
+        "torchscript": (1.15, 0.5),
+        "torchscript:freeze": (1.2, 0.5),
+        "torchscript:optimize": (1.4, 1.0),
+        "torchscript:fuser": (1.15, 1.0),
+        "onnxruntime": (1.3, 6.0),
+        "onnxruntime:graph": (2.5, 6.0),
+        "aot_autograd": (0.9, 3.0),
+        "aot_inductor": (1.5, 25.0),
+        "inductor": (1.5, 10.0),
+        "inductor:freeze": (1.6, 12.0),
+        "inductor:reduce-overhead": (3.0, 12.0),
+        "inductor:max-autotune": (1.5, 120.0),
+        "xla": (1.3, 15.0),
+        "tensorrt": (2.0, 60.0),
+    },
+    "cpu": {
+        "eager": (1.0, 0.0),
+        "eager:no_grad": (1.03, 0.0),
+        "eager:inference_mode": (1.05, 0.0),
+        "fused": (1.3, 1.0),
+        "torchscript": (1.05, 0.5),
+        "torchscript:freeze": (1.15, 0.5),
+        "torchscript:optimize": (1.3, 1.0),
+        "torchscript:fuser": (1.05, 1.0),
+        "onnxruntime": (1.3, 4.0),
+        "onnxruntime:graph": (1.3, 4.0),
+        "aot_autograd": (0.95, 3.0),
+        "aot_inductor": (1.3, 25.0),
+        "inductor": (1.3, 15.0),
+        "inductor:freeze": (1.4, 20.0),
+        "inductor:reduce-overhead": (1.3, 15.0),
+        "inductor:max-autotune": (1.4, 120.0),
+        "xla": (1.05, 10.0),
+        "tensorrt": (1.0, 60.0),
+    },
+}
+_USUAL_OF_GRAPHS = (3.0, 0.2)
+_USUAL_OF_REWRITES = (1.1, 0.1)
+# Seconds that verifying and timing take beside set-up.
+_BESIDE_S = 2.0
+
+
+def _promise(candidate: Candidate, device: torch.device) -> float:
+    """What a candidate usually gains for each second that trying it takes."""
+    gain, seconds = _USUAL[device.type][candidate.compiler.name]
+    if candidate.runner is not None:
+        gain, seconds = max(gain, 1.0) * _USUAL_OF_GRAPHS[0], seconds + _USUAL_OF_GRAPHS[1]
+    if candidate.rewrite is not None:
+        gain, seconds = gain * _USUAL_OF_REWRITES[0], seconds + _USUAL_OF_REWRITES[1]
+    return math.log(gain) / (seconds + _BESIDE_S)
+
+
+def is_ours(candidate: Candidate) -> bool:
+    """Whether all parts of a candidate are graphwright's own, known by their names."""
+    parts = ((candidate.compiler, COMPILERS), (candidate.rewrite, REWRITES))
+    every = (*parts, (candidate.runner, RUNNERS))
+    return all(part is None or any(part is own for own in known) for part, known in every)
+
+
+def parse_candidates(
+    names: Iterable[str | Compiler | Candidate], allow: Sequence[str]
+) -> list[Candidate]:
+    """Candidates from names such as "channels_last+inductor+graph", or from objects.
+
+    Raises:
+        OptionError: a name is unknown, or names a lossy rewrite that is not allowed.
+    """
+    if not isinstance(names, Iterable):
+        raise OptionError(f"strategies is a {type(names).__name__}: write a list of names.")
+    found = []
+    for item in names:
+        if isinstance(item, Candidate):
+            found.append(item)
+        elif isinstance(item, str):
+            found.append(_parse(item, allow))
+        elif all(hasattr(item, part) for part in ("name", "complexity", "probe", "build")):
+            found.append(Candidate(item))
+        else:
+            raise OptionError(
+                f"strategies holds a {type(item).__name__}, which is no name and no strategy.",
+                remedy="A strategy has name, complexity, probe() and build().",
+            )
+    return list({candidate.name: candidate for candidate in found}.values())
+
+
+def _parse(name: str, allow: Sequence[str]) -> Candidate:
+    compilers = {c.name: c for c in COMPILERS}
+    rewrites_by_name = {r.name: r for r in REWRITES}
+    runners_by_name = {r.name: r for r in RUNNERS}
+    compiler: Compiler | None = None
+    rewrite: Rewrite | None = None
+    runner: Runner | None = None
+    for part in name.split("+"):
+        if part in compilers and compiler is None:
+            compiler = compilers[part]
+        elif part in rewrites_by_name and rewrite is None:
+            rewrite = rewrites_by_name[part]
+        elif part in runners_by_name and runner is None:
+            runner = runners_by_name[part]
+        else:
+            known = ", ".join([*rewrites_by_name, *compilers, *runners_by_name])
+            raise OptionError(
+                f"Unknown strategy {name!r}: {part!r} is no rewrite, compiler or runner here.",
+                remedy=f"Known parts: {known}. Join them with '+'.",
+            )
+    if rewrite is not None and rewrite.lossy_ulp is not None and rewrite.name not in allow:
+        raise OptionError(
+            f"{name!r} loses precision, which has to be allowed by name.",
+            remedy=f"Pass allow=({rewrite.name!r},), or --allow {rewrite.name}.",
+        )
+    return Candidate(compiler or eager.EAGER, rewrite, runner)

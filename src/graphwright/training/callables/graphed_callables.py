@@ -1,0 +1,225 @@
+"""make_graphed_callables(): forward and backward of modules and functions as graphs."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, get_args, overload
+
+import torch
+from torch import nn
+
+from ...calls.dependencies import StandIn
+from ...calls.modules import FunctionModule
+from ...dispatch.graphed_callable import OnMiss
+from ...errors import CaptureError, OptionError
+from ...graphs.conditions import capturing_now
+from ...graphs.memory import MemoryPool
+from ..distributed import refuse_distributed
+from .captured_pair import Pair
+from .graphed_forward import GraphedForward
+
+Graphable = TypeVar("Graphable", bound=Callable[..., Any])
+
+
+@overload
+def make_graphed_callables(
+    callables: tuple[Graphable, ...],
+    sample_args: Sequence[Sequence[Any]],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    pool: MemoryPool | tuple[int, int] | None = None,
+    *,
+    sample_kwargs: Sequence[Mapping[str, Any] | None] | None = None,
+    activation_sets: int = 1,
+    on_miss: OnMiss = "capture",
+) -> tuple[Graphable, ...]: ...
+@overload
+def make_graphed_callables(
+    callables: Graphable,
+    sample_args: Sequence[Any],
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    pool: MemoryPool | tuple[int, int] | None = None,
+    *,
+    sample_kwargs: Mapping[str, Any] | None = None,
+    activation_sets: int = 1,
+    on_miss: OnMiss = "capture",
+) -> Graphable: ...
+def make_graphed_callables(
+    callables: Any,
+    sample_args: Any,
+    num_warmup_iters: int = 3,
+    allow_unused_input: bool = False,
+    pool: Any = None,
+    *,
+    sample_kwargs: Any = None,
+    activation_sets: int = 1,
+    on_miss: OnMiss = "capture",
+) -> Any:
+    """Have forwards and backwards of callables run as graphs; for training.
+
+    It takes what `torch.cuda.make_graphed_callables` takes. A graphed callable goes where the
+    callable went: gradients reach its arguments, the parameters of a module, and for a function
+    what it names or closes over; they are the caller's own, and no replay changes them. A module is
+    returned itself, its `forward` replaced: graphs answer while its training mode is that of now,
+    the original forward otherwise. Hooks of the module itself run around the graphs. Of what
+    `graph()`, `fuse()` or `tune()` has made, the module inside is taken and returned: these answer
+    without gradients.
+
+    Calls of other kinds (shapes, dtypes, strides, plain values, autocast, parameters that were
+    rebound, hooks, modes of submodules) go by `on_miss`. Inside of another capture, torch.compile
+    or a dispatch mode the original runs. `forward.statistics` of a module, `statistics` of a
+    function, tell how calls went.
+
+    An output that the loss does not use counts with a gradient of zero where the others' gradients
+    meet its own. Tensors that a function reaches through containers are not watched for others in
+    their place. Side effects of Python are not repeated: state that is seen to change is refused,
+    such as a list that hooks of submodules append to.
+
+    Args:
+        callables: a module or function, or a tuple of them. They may run in any order.
+        sample_args: arguments of one call: a tuple, or one for each callable. Any tensors, plain
+            values and containers of them; requires_grad as in later calls. They are not written to.
+        num_warmup_iters: ordinary runs before the capture, beside those that observe it. What runs
+            change (batch-norm statistics, random numbers, gradients) is put back.
+        allow_unused_input: whether arguments and parameters that require grad may go without one.
+        pool: memory to share with other graphs. A handle of PyTorch's, from
+            `torch.cuda.graph_pool_handle()`, is accepted and has no effect: there is a new pool.
+        sample_kwargs: keyword arguments of that call: a dictionary, or one for each callable.
+        activation_sets: how many forwards of one kind may wait for their backwards at once. A
+            forward waits no longer once its backward has run or its outputs were let go of.
+        on_miss: a call of another kind is captured in the same pool ("capture"), runs without
+            graphs ("eager"), or raises SignatureError ("error").
+
+    Returns:
+        the module, or a function; a tuple of them for a tuple.
+
+    Raises:
+        CaptureError: a call cannot be captured; names the operation, the line and the remedy.
+            Later calls raise it where all activations are in use, and backwards where another
+            forward has overwritten what they need, and for create_graph=True.
+        MemoryBudgetExceeded: it does not fit under the pool's limit.
+        OptionError: an argument makes no sense.
+    """
+    several = isinstance(callables, tuple)
+    each = tuple(map(_inside, callables if several else (callables,)))
+    calls = _calls(each, sample_args, sample_kwargs, several=several)
+    _check_options(num_warmup_iters, activation_sets, on_miss)
+    for index, fn in enumerate(each):
+        _check(fn, f"callables[{index}]" if several else "the callable")
+    if len({id(fn) for fn in each}) < len(each):
+        raise OptionError(
+            "The same callable stands twice in `callables`.",
+            remedy="Name it once; with on_miss='capture' later calls may be of other kinds.",
+        )
+    if capturing_now():
+        raise CaptureError("A capture inside another one.", remedy="Capture them one by one.")
+    memory = pool if isinstance(pool, MemoryPool) else _own_pool(pool)
+    forwards = [
+        GraphedForward(
+            fn,
+            memory,
+            warmup=num_warmup_iters,
+            allow_unused=bool(allow_unused_input),
+            sets=activation_sets,
+            on_miss=on_miss,
+        )
+        for fn in each
+    ]
+    made: list[Pair] = []
+    try:
+        # All are warm before the first is recorded: what warm-ups leave is free by then.
+        for forward, (args, kwargs) in zip(forwards, calls, strict=True):
+            made.append(forward.pair(args, kwargs))
+            made[-1].warm()
+        for pair in made:
+            pair.record(activation_sets)
+    except BaseException:
+        for pair in made:
+            pair.close()
+        raise
+    for fn, forward in zip(each, forwards, strict=True):
+        if isinstance(fn, nn.Module):
+            fn.forward = forward
+    for forward, pair in zip(forwards, made, strict=True):
+        forward.begin(pair)
+    results = tuple(
+        fn if isinstance(fn, nn.Module) else forward
+        for fn, forward in zip(each, forwards, strict=True)
+    )
+    return results if several else results[0]
+
+
+def _calls(
+    callables: Sequence[Any], sample_args: Any, sample_kwargs: Any, *, several: bool
+) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
+    """Sample arguments of each callable."""
+    args = sample_args if several else (sample_args,)
+    kwargs = sample_kwargs if several and sample_kwargs is not None else (sample_kwargs,)
+    if several and sample_kwargs is None:
+        kwargs = (None,) * len(callables)
+    for what, given in (("sample_args", args), ("sample_kwargs", kwargs)):
+        if not isinstance(given, tuple | list) or len(given) != len(callables):
+            count = len(given) if isinstance(given, tuple | list) else type(given).__name__
+            raise OptionError(
+                f"{what} has to be a tuple with one entry for each of the {len(callables)} "
+                f"callables, not {count}.",
+            )
+    for one in args:
+        if not isinstance(one, tuple | list):
+            raise OptionError(
+                f"sample_args is a tuple of a call's arguments, not {type(one).__name__}.",
+                remedy="Write (x,) for a single argument.",
+            )
+    for one in kwargs:
+        if one is not None and not (
+            isinstance(one, Mapping) and all(isinstance(name, str) for name in one)
+        ):
+            raise OptionError(
+                f"sample_kwargs is a dictionary of a call's arguments, not {type(one).__name__}."
+            )
+    return [(tuple(a), dict(k or {})) for a, k in zip(args, kwargs, strict=True)]
+
+
+def _inside(fn: Any) -> Any:
+    """What graph(), fuse() or tune() was given: the results of these give no gradients."""
+    while isinstance(fn, StandIn) and not isinstance(fn, GraphedForward):
+        fn = fn._graphwright_stands_for
+        fn = fn._function if isinstance(fn, FunctionModule) else fn
+    return fn
+
+
+def _check_options(warmup: Any, sets: Any, on_miss: Any) -> None:
+    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
+        raise OptionError(f"num_warmup_iters is a number of runs, not {warmup!r}.")
+    if not isinstance(sets, int) or isinstance(sets, bool) or sets < 1:
+        raise OptionError(f"activation_sets is a number above 0, not {sets!r}.")
+    if on_miss not in get_args(OnMiss):
+        raise OptionError(f"on_miss is one of {', '.join(get_args(OnMiss))}, not {on_miss!r}.")
+
+
+def _check(fn: Any, name: str) -> None:
+    if not callable(fn) or inspect.isclass(fn):
+        raise OptionError(f"{name} is no module or function but {fn!r}.")
+    owner = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
+    refuse_distributed(owner)
+    if isinstance(fn, torch.jit.ScriptModule):
+        raise OptionError(
+            f"{name} is a TorchScript module, whose forward cannot be replaced.",
+            remedy="Pass a function that calls it.",
+        )
+    if isinstance(fn, nn.Module):
+        buffers = [path for path, buffer in fn.named_buffers() if buffer.requires_grad]
+        if buffers:
+            raise OptionError(
+                f"Buffers of {name} require grad: {', '.join(buffers)}.",
+                remedy="Make them parameters, or set requires_grad=False.",
+            )
+
+
+def _own_pool(pool: Any) -> MemoryPool:
+    """A new pool, for None and for handles of PyTorch's."""
+    if pool is None or (isinstance(pool, tuple) and all(isinstance(n, int) for n in pool)):
+        return MemoryPool()
+    raise OptionError(f"pool is a MemoryPool, a handle of PyTorch's or None, not {pool!r}.")

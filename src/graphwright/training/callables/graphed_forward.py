@@ -1,0 +1,256 @@
+"""What takes the place of a callable: calls go to the graphs of their kind, or to the original."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...calls.dependencies import StandIn
+from ...calls.modes import opaque
+from ...calls.modules import FunctionModule
+from ...calls.signature import CallSignature, inside_transform
+from ...dispatch.graphed_callable import OnMiss
+from ...errors import GraphwrightError, SignatureError, levels_above
+from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
+from ...graphs.memory import MemoryPool
+from ...graphs.turns import turns_of
+from .captured_pair import BUSY, Pair
+
+# So many kinds of calls have graphs at once; the least recently used ones give way.
+_KINDS = 32
+
+
+@dataclass
+class CallableStatistics:
+    """How the calls of a graphed callable went.
+
+    Attributes:
+        replays: forwards that a graph answered.
+        captures: kinds of calls that were captured.
+        eager: forwards of the original, by reason.
+    """
+
+    replays: int = 0
+    captures: int = 0
+    eager: Counter[str] = field(default_factory=Counter)
+
+
+class GraphedForward(StandIn):
+    """A function, or the forward of a module, whose calls are answered by graphs.
+
+    Attributes:
+        original: what is called without graphs.
+        pool: the memory that the graphs live in.
+        statistics: how the calls went.
+    """
+
+    def __init__(
+        self,
+        fn: Callable[..., Any],
+        pool: MemoryPool,
+        *,
+        warmup: int,
+        allow_unused: bool,
+        sets: int,
+        on_miss: OnMiss,
+    ) -> None:
+        """As `make_graphed_callables`, which checks the arguments."""
+        self._module = fn if isinstance(fn, nn.Module) else None
+        replaced: Any = fn if self._module is None else vars(self._module).get("forward")
+        if isinstance(replaced, GraphedForward):
+            replaced = replaced._replaced
+        # None for the forward of the module's class, whichever that is by the time of a call.
+        self._replaced: Callable[..., Any] | None = replaced
+        self._owner = FunctionModule(self.original) if self._module is None else self._module
+        self._mode = self._owner.training
+        self._turns = turns_of(self._owner, fn if self._module is None else None)
+        self.pool = pool
+        self.statistics = CallableStatistics()
+        self._warmup = warmup
+        self._allow_unused = allow_unused
+        self._sets = sets
+        self._on_miss = on_miss
+        self._pairs: list[Pair] = []  # most recently used first
+        self._refused: list[tuple[CallSignature, bool]] = []
+        self._ever_trained: list[torch.Tensor] = []
+        functools.update_wrapper(self, self.original, updated=())
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """What is called without graphs."""
+        if self._replaced is not None:
+            return self._replaced
+        forward: Callable[..., Any] = type(self._module).forward.__get__(self._module)  # type: ignore[union-attr]  # a module, where nothing was replaced
+        return forward
+
+    @property
+    def _graphwright_stands_for(self) -> Any:
+        return self.original
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Answer a call.
+
+        Raises:
+            CaptureError: more forwards wait for their backwards than there are activations for.
+            SignatureError: it is of another kind, and on_miss is "error".
+        """
+        aside = self._aside()
+        if aside is not None:
+            self.statistics.eager[aside] += 1
+            return self._original(args, kwargs)
+        with self.pool.lock:
+            pair = self._find(args, kwargs)
+        if pair is None:
+            if self._on_miss != "capture":
+                return self._without(args, kwargs)
+            if self._was_refused(args, kwargs):
+                self.statistics.eager["it could not be captured"] += 1
+                return self._original(args, kwargs)
+            try:
+                pair = self._capture(args, kwargs)
+            except GraphwrightError as error:
+                return self._given_up(args, kwargs, error)
+        result = pair.call(args, kwargs)
+        self.statistics.replays += 1
+        return result
+
+    def _find(self, args: Any, kwargs: Any) -> Pair | None:
+        for index, pair in enumerate(self._pairs):
+            if pair.fits(args, kwargs):
+                if index:
+                    self._pairs.insert(0, self._pairs.pop(index))
+                return pair
+        return None
+
+    def pair(self, args: Any, kwargs: Any) -> Pair:
+        """Graphs for a call, which are not captured yet."""
+        return Pair(
+            self.original,
+            self._owner,
+            args,
+            kwargs,
+            self.pool,
+            warmup=self._warmup,
+            allow_unused=self._allow_unused,
+        )
+
+    def begin(self, pair: Pair) -> None:
+        """Use graphs that were captured from now on."""
+        pair.watch()
+        # What one kind of call trains may be frozen in another.
+        for other in (*self._pairs, pair):
+            for tensor in other.trained:
+                if all(tensor is not known for known in self._ever_trained):
+                    self._ever_trained.append(tensor)
+        for other in (*self._pairs, pair):
+            other.look_at(self._ever_trained)
+        self.statistics.captures += 1
+        self._pairs.insert(0, pair)
+
+    def close(self) -> None:
+        """Close all graphs; calls run without, where they are not captured anew."""
+        for pair in self._pairs:
+            pair.close()
+        self._pairs = []
+
+    def __repr__(self) -> str:
+        return f"<graphed {getattr(self.original, '__qualname__', self.original)!s}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        # Of a module that is copied, hence without graphs.
+        return copy.deepcopy(self.original, memo)
+
+    def __reduce__(self) -> Any:
+        if self._module is None:
+            return copy.copy, (self.original,)
+        return getattr, (self._module, "forward")
+
+    def _aside(self) -> str | None:
+        """Why the original has to run, whatever the call is."""
+        if self._module is not None and self._module.training is not self._mode:
+            return f"the module is in {'training' if self._module.training else 'eval'} mode"
+        if capturing_now() or (self._on_cuda() and torch.cuda.is_current_stream_capturing()):
+            return "inside another capture"
+        if id(self.pool) in BUSY:
+            # Maybe it is autograd's thread, in a backward that the capture waits for.
+            return "another thread captures in the same pool"
+        if torch.compiler.is_compiling() or inside_transform():
+            return "inside of torch.compile, a transform or a dispatch mode"
+        if under_hooks_for_saved_tensors():
+            return "under hooks for saved tensors"
+        return None
+
+    def _on_cuda(self) -> bool:
+        return self.pool.device is not None and self.pool.device.type == "cuda"
+
+    def _capture(self, args: Any, kwargs: Any) -> Pair:
+        # Before the lock: an eager call of another thread, which is waited for, may want it too.
+        with self._turns.alone(), self.pool.lock:
+            # Another thread may have been quicker.
+            found = self._find(args, kwargs)
+            return self._captured(args, kwargs) if found is None else found
+
+    def _captured(self, args: Any, kwargs: Any) -> Pair:
+        self._pairs = [pair for pair in self._pairs if not pair.stale]
+        while len(self._pairs) >= _KINDS:
+            idle = next((p for p in reversed(self._pairs) if not p.in_use), None)
+            if idle is None:
+                break
+            self._pairs.remove(idle)
+            idle.close()
+        pair = self.pair(args, kwargs)
+        try:
+            pair.warm()
+            pair.record(self._sets)
+        except BaseException:
+            pair.close()
+            raise
+        self.begin(pair)
+        return pair
+
+    def _without(self, args: Any, kwargs: Any) -> Any:
+        if self._on_miss == "error":
+            raise SignatureError(
+                f"The call is of another kind than was captured: {self._difference(args, kwargs)}.",
+                remedy="Use on_miss='capture' or on_miss='eager'.",
+            )
+        self.statistics.eager["a call of another kind"] += 1
+        return self._original(args, kwargs)
+
+    def _original(self, args: Any, kwargs: Any) -> Any:
+        with self._turns.calling():
+            return self.original(*args, **kwargs)
+
+    def _difference(self, args: Any, kwargs: Any) -> str:
+        for pair in self._pairs:
+            found = pair.signature.differences(args, kwargs) or pair.changed()
+            return found or "gradients are on or off, or needed for other parameters"
+        return "nothing is captured"
+
+    def _was_refused(self, args: Any, kwargs: Any) -> bool:
+        grad = torch.is_grad_enabled()
+        return any(was is grad and kind.fits(args, kwargs) for kind, was in self._refused)
+
+    def _given_up(self, args: Any, kwargs: Any, error: GraphwrightError) -> Any:
+        """Run what cannot be captured; if that works, say once that it is slow."""
+        result = self._original(args, kwargs)
+        self.statistics.eager["it could not be captured"] += 1
+        try:
+            signature = CallSignature.of(args, kwargs)
+        except SignatureError:
+            signature = None
+        if signature is not None:
+            self._refused = [*self._refused[-_KINDS:], (signature, torch.is_grad_enabled())]
+        warnings.warn(
+            f"{self!r} runs a call without graphs: {error.what}", stacklevel=levels_above()
+        )
+        return result

@@ -1,0 +1,199 @@
+"""What a training step works with, as it is now, and how a graph is made of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ...calls.modules import values_behind
+from ...calls.signature import Args, Kwargs
+from ...errors import CaptureError
+from ...graphs.journal import Copies
+from ...graphs.memory import MemoryPool
+from ..distributed import refuse_distributed
+from .body import Body, Look, grads_of, look_at
+from .captured_step import StepGraph
+from .components import (
+    OptimizersKept,
+    SchedulersKept,
+    StepModule,
+    device_of_training,
+    optimizers_of,
+    parameters_of,
+    scaler_of,
+)
+from .optimizers import Rate, check_scaling, make_capturable
+
+# So often may a look at a step find modules or optimizers that were not known.
+_ATTEMPTS = 4
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether it makes a difference which module it is: others may be made in every run."""
+    return any(True for _ in (*module.parameters(), *module.buffers()))
+
+
+class Workings:
+    """The optimizers, parameters and modules of a step.
+
+    Args:
+        step: the user's function.
+        optimizers: those that were given; what the step names, or is seen to use, is found.
+        scaler: likewise.
+        follow: whether learning rates are expected to change.
+
+    Attributes:
+        parameters: all that the step trains.
+        rates: the learning rates of its optimizers.
+        lends: whether gradients are handed out where graphs leave them.
+    """
+
+    def __init__(
+        self,
+        step: Callable[..., Any],
+        optimizers: Iterable[Optimizer],
+        scaler: GradScaler | None,
+        *,
+        follow: bool,
+    ) -> None:
+        self._step = step
+        self._given = list(optimizers)
+        self._given_scaler = scaler
+        self._follow = follow
+        self._ran: list[nn.Module] = []
+        self._found: list[Optimizer] = []
+        self._by_group: dict[tuple[int, int], Rate] = {}
+        self._named = self._names()
+        self.lends = True
+        self.parameters: Sequence[torch.Tensor] = ()
+        self.rates: list[Rate] = []
+
+    def refresh(self) -> None:
+        """Copy learning rates that have changed to where graphs read them."""
+        for rate in self.rates:
+            rate.refresh()
+
+    def _names(self) -> list[Any]:
+        kinds = Optimizer, GradScaler
+        return [value for _, value in values_behind(self._step) if isinstance(value, kinds)]
+
+    def capture(self, args: Args, kwargs: Kwargs, pool: MemoryPool, warmup: int) -> StepGraph:
+        """Make a graph of the step as it is now; what its runs change is put back.
+
+        Raises:
+            CaptureError: it cannot be captured.
+            MemoryBudgetExceeded: it does not fit under the pool's limit.
+        """
+        named = self._names()
+        if list(map(id, named)) != list(map(id, self._named)):
+            # What was found beside the optimizer of then may be of no use any more.
+            self._ran, self._found, self._named = [], [], named
+        for _ in range(_ATTEMPTS):
+            body, device = self._body((args, kwargs))
+            optimizers = OptimizersKept(body.optimizers)
+            schedulers = SchedulersKept(self._step)
+            recorder = pool.recorder(device)
+            copies = Copies(recorder.relieve)
+            grads = [None if g is None else g.detach() for g in grads_of(body.parameters)]
+            try:
+                look = look_at(body, args, kwargs, recorder, copies)
+                if self._is_new(look, body):
+                    continue
+                # The state that a first step makes stays, and lies where its activations were.
+                recorder.resettle(optimizers.made_since())
+                return self._graph(body, args, kwargs, pool, warmup, look, copies, grads)
+            except BaseException:
+                schedulers.put_back()
+                raise
+            finally:
+                optimizers.put_back()
+        raise CaptureError(
+            "The step uses other modules or optimizers every time.",
+            remedy="Make them once, outside of the step.",
+        )
+
+    def _graph(
+        self,
+        body: Body,
+        args: Args,
+        kwargs: Kwargs,
+        pool: MemoryPool,
+        warmup: int,
+        look: Look,
+        copies: Copies,
+        grads: Sequence[torch.Tensor | None],
+    ) -> StepGraph:
+        self.refresh()
+        # As objects of our own, so that the caller's are not held.
+        body.start = [g if i in look.goes_on else None for i, g in enumerate(grads)]
+        try:
+            graph = StepGraph(
+                body,
+                args,
+                kwargs,
+                pool=pool,
+                warmup=warmup,
+                look=look,
+                copies=copies,
+                lends=self.lends,
+            )
+            del copies
+            try:
+                graph.warm()
+                graph.record(share_inputs=True)
+            except BaseException:
+                graph.close()
+                raise
+        finally:
+            body.start = []
+        return graph
+
+    def _is_new(self, look: Look, body: Body) -> bool:
+        """Whether a look has found what was not known; from now on it is."""
+        optimizers = [o for o in look.optimizers if all(o is not k for k in body.optimizers)]
+        known = set(body.module.modules())
+        modules = [m for m in look.modules if m not in known and _has_state(m)]
+        self._found += optimizers
+        self._ran += modules
+        return bool(optimizers or modules)
+
+    def _body(self, batch: Any) -> tuple[Body, torch.device]:
+        """The step with what it is made of now."""
+        module = StepModule(self._step, self._ran)
+        refuse_distributed(module)
+        optimizers = optimizers_of(self._step, [*self._given, *self._found])
+        scaler = scaler_of(self._step, self._given_scaler)
+        parameters = parameters_of(module, optimizers)
+        if not all(parameter.is_leaf for parameter in parameters):
+            raise CaptureError(
+                "A parameter was computed from other tensors, as functional_call() does it; the "
+                "runs of a capture would go back through that more than once.",
+                remedy="Call the step with the module's own parameters.",
+            )
+        device = device_of_training(parameters, batch)
+        for optimizer in optimizers:
+            make_capturable(optimizer, device)
+        if scaler is not None:
+            check_scaling(optimizers)
+            if scaler._scale is None:
+                scaler._lazy_init_scale_growth_tracker(device)
+        self.parameters, self.rates = parameters, self._rates(optimizers, device)
+        return Body(self._step, module, parameters, optimizers, self.rates, scaler), device
+
+    def _rates(self, optimizers: Sequence[Optimizer], device: torch.device) -> list[Rate]:
+        known, self._by_group = self._by_group, {}
+        for optimizer in optimizers:
+            for index in range(len(optimizer.param_groups)):
+                key = id(optimizer), index
+                rate = known.get(key)
+                if rate is None or not rate.belongs_to(optimizer):
+                    rate = Rate(optimizer, index, device)
+                    if (self._follow or rate.is_scheduled) and rate.can_change:
+                        rate.change()
+                self._by_group[key] = rate
+        return list(self._by_group.values())

@@ -1,0 +1,208 @@
+"""What a training function is made of: its parameters, device, optimizers and scaler.
+
+Which modules and optimizers a run of a step uses, wherever the step has them from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.amp.grad_scaler import GradScaler
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from ...calls.modules import FunctionModule, values_behind
+from ...calls.signature import tensors_of
+from ...errors import CaptureError
+
+
+def optimizers_of(step: Callable[..., Any], given: Iterable[Optimizer]) -> list[Optimizer]:
+    """The optimizers that were given, and those that a function names."""
+    found = {id(optimizer): optimizer for optimizer in given}
+    for _, value in values_behind(step):
+        if isinstance(value, Optimizer):
+            found.setdefault(id(value), value)
+    return list(found.values())
+
+
+def scaler_of(step: Callable[..., Any], given: GradScaler | None) -> GradScaler | None:
+    """The GradScaler that was given, or that a function names; None where none scales."""
+    named = (value for _, value in values_behind(step) if isinstance(value, GradScaler))
+    scaler = next(named, None) if given is None else given
+    return scaler if scaler is not None and scaler.is_enabled() else None
+
+
+def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
+    """The parameters of a module and of optimizers, each once."""
+    found = {id(parameter): parameter for parameter in module.parameters()}
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            found |= {id(parameter): parameter for parameter in group["params"]}
+    return list(found.values())
+
+
+def device_of_training(parameters: Sequence[torch.Tensor], batch: Any) -> torch.device:
+    """Where it all is.
+
+    Raises:
+        CaptureError: on several devices.
+    """
+    devices = {p.device for p in parameters}
+    theirs = {t.device for t in tensors_of(batch)}
+    if len(devices | theirs) > 1:
+        raise CaptureError(
+            f"The parameters are on {_names(devices)}, the batch on {_names(theirs)}.",
+            remedy="Move the batch to the parameters' device before the step.",
+        )
+    if not devices | theirs:
+        raise CaptureError(
+            "The step has neither parameters nor tensors as arguments.",
+            remedy="Pass the optimizer, or let the step name the model.",
+        )
+    return next(iter(devices | theirs))
+
+
+def _names(devices: Iterable[torch.device]) -> str:
+    return " and ".join(sorted(map(str, devices))) or "none"
+
+
+class StepModule(FunctionModule):
+    """A step as a module that holds what the step names, and modules that ran in it."""
+
+    def __init__(self, step: Callable[..., Any], ran: Iterable[nn.Module]) -> None:
+        super().__init__(step)
+        # Memory that a graph uses, by identity: other tensors may come and go.
+        self.used: Container[int] | None = None
+        known = set(self.modules())
+        for module in ran:
+            if module not in known:
+                self._modules[f"ran {len(self._modules)}"] = module
+                known |= set(module.modules())
+
+    def ignores(self, value: Any) -> bool:
+        """Whether something that the step names may be replaced: a tensor that no graph uses."""
+        if not isinstance(value, torch.Tensor) or self.used is None:
+            return False
+        return value.untyped_storage()._cdata not in self.used
+
+
+class Discovery:
+    """Notices the modules and optimizers that run inside its block, as they were before.
+
+    Args:
+        known: parameters whose gradients others put back.
+
+    Attributes:
+        modules: in the order in which they were first called.
+        optimizers: likewise.
+    """
+
+    def __init__(self, known: Iterable[torch.Tensor]) -> None:
+        self._known = {id(parameter) for parameter in known}
+        self.modules: list[nn.Module] = []
+        self.optimizers: list[Optimizer] = []
+        self._kept = OptimizersKept(())
+        self._grads: list[tuple[nn.Parameter, torch.Tensor | None]] = []
+        self._seen: set[int] = set()
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> Discovery:
+        self._handles = [
+            register_module_forward_pre_hook(self._called),
+            register_optimizer_step_pre_hook(self._stepped),
+        ]
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def put_gradients_back(self) -> None:
+        """Give parameters that were not known their gradients back."""
+        for parameter, grad in self._grads:
+            parameter.grad = grad
+
+    def put_optimizers_back(self) -> None:
+        """Give optimizers their states and options back."""
+        self._kept.put_back()
+
+    def _called(self, module: nn.Module, args: Any) -> None:
+        if id(module) not in self._seen:
+            self._seen.add(id(module))
+            self.modules.append(module)
+            own = module._parameters.values()
+            new = [p for p in own if p is not None and id(p) not in self._known]
+            self._grads += [(p, p.grad) for p in new]
+
+    def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if all(optimizer is not known for known in self.optimizers):
+            self.optimizers.append(optimizer)
+            self._kept.add(optimizer)
+
+
+class OptimizersKept:
+    """The states and options of optimizers as they were, but for the content of tensors."""
+
+    def __init__(self, optimizers: Iterable[Optimizer]) -> None:
+        self._kept: list[tuple[Optimizer, dict[Any, dict[str, Any]], list[dict[str, Any]]]] = []
+        for optimizer in optimizers:
+            self.add(optimizer)
+
+    def add(self, optimizer: Optimizer) -> None:
+        """Keep those of another one too."""
+        states = {p: dict(state) for p, state in optimizer.state.items()}
+        self._kept.append((optimizer, states, [dict(group) for group in optimizer.param_groups]))
+
+    def changed_options(self) -> list[str]:
+        """Names of options that are others by now."""
+        return [
+            key
+            for optimizer, _, groups in self._kept
+            for group, before in zip(optimizer.param_groups, groups, strict=False)
+            for key, value in before.items()
+            if group.get(key) is not value
+        ]
+
+    def made_since(self) -> list[torch.Tensor]:
+        """Tensors of states that were not there."""
+        return [
+            value
+            for optimizer, states, _ in self._kept
+            for parameter, state in optimizer.state.items()
+            if parameter not in states
+            for value in state.values()
+            if isinstance(value, torch.Tensor)
+        ]
+
+    def put_back(self) -> None:
+        """Give all that back."""
+        for optimizer, states, groups in self._kept:
+            for parameter in list(optimizer.state):
+                if parameter not in states:
+                    del optimizer.state[parameter]
+            for parameter, state in states.items():
+                now = optimizer.state[parameter]
+                if now.keys() != state.keys() or any(now[k] is not v for k, v in state.items()):
+                    now.clear()
+                    now.update(state)
+            for group, before in zip(optimizer.param_groups, groups, strict=False):
+                group.update(before)
+
+
+class SchedulersKept:
+    """The state of the schedulers that a function names, as it was."""
+
+    def __init__(self, function: Any) -> None:
+        found = [v for _, v in values_behind(function) if isinstance(v, LRScheduler)]
+        self._kept = [(scheduler, dict(vars(scheduler))) for scheduler in found]
+
+    def put_back(self) -> None:
+        """Give it back."""
+        for scheduler, before in self._kept:
+            vars(scheduler).clear()
+            vars(scheduler).update(before)

@@ -1,0 +1,357 @@
+"""What tune() was asked to do: checked at once, and put into words."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from ..artifacts.tuned_module import TunedModule
+from ..calls.modules import FunctionModule
+from ..calls.signature import Args, CallSignature, Kwargs, arguments_of, refuse_weights
+from ..calls.snapshots import Call
+from ..calls.watch import check_audit
+from ..errors import OptionError, SignatureError
+from ..graphs.memory import parse_bytes
+from ..report.result import Shape
+from ..shapes.dimensions import portable
+from ..strategies.base import Candidate, Compiler
+from ..strategies.eager import EAGER
+from ..strategies.registry import LOSSY, default_candidates, is_ours, parse_candidates
+from .workers.fork_server import CANDIDATE
+
+if TYPE_CHECKING:
+    from ..shapes.buckets import Buckets
+    from .bucketed_request import BucketedCall
+
+OBJECTIVES = ("latency", "throughput", "memory", "cold_start")
+# Worth its time only where it is loaded: tried by default where that is what counts.
+_IF_LOADED = ("aot_inductor",)
+
+
+@dataclass(frozen=True)
+class Request:
+    """A model, the calls to tune it for, what to try, and on which terms.
+
+    Attributes:
+        name: of the model: its class's or its own.
+        module: the model, or what stands for a function.
+        calls: to tune for, with their weights.
+        signatures: of these calls.
+        buckets: where the calls are those of buckets.
+        dynamic_shapes: of these buckets, where they were named.
+        device: where all of it is.
+        candidates: eager first.
+    """
+
+    name: str
+    module: nn.Module
+    calls: list[tuple[float, Call]]
+    signatures: list[CallSignature]
+    buckets: BucketedCall | None
+    dynamic_shapes: Any
+    device: torch.device
+    candidates: list[Candidate]
+    objective: str
+    tolerance: float | None
+    allow: tuple[str, ...]
+    budget_s: float | None
+    timeout_s: float
+    memory_limit: int | None
+    isolate: bool | None
+    remember: bool
+    fresh: bool
+    audit: int | None
+
+    @classmethod
+    def of(
+        cls,
+        model: Callable[..., Any],
+        args: Args,
+        kwargs: Kwargs | None,
+        *,
+        samples: Sequence[Any] | None = None,
+        weights: Sequence[float] | Mapping[Any, float] | None = None,
+        dynamic_shapes: Any = None,
+        buckets: Buckets | None = None,
+        pad: Any = None,
+        strategies: Iterable[str | Compiler | Candidate] | None = None,
+        objective: str = "latency",
+        tolerance: float | None = None,
+        allow: Sequence[str] = (),
+        budget_s: float | None = None,
+        timeout_s: float = 600.0,
+        memory_limit: int | str | None = None,
+        isolate: bool | None = None,
+        remember: bool = True,
+        fresh: bool = False,
+        audit: int | None = None,
+    ) -> Request:
+        """Check what `tune` was given; the arguments are its own.
+
+        Raises:
+            OptionError: an option is unknown or makes no sense.
+            SignatureError: the arguments cannot be compared.
+        """
+        check_options(model, args, kwargs, objective, tolerance, allow, budget_s, timeout_s)
+        check_audit(audit)
+        if CANDIDATE in os.environ:
+            raise OptionError(
+                "tune() was called in the process of a candidate of another tune().",
+                remedy="Call it in a function or under `if __name__ == '__main__':`, not where a "
+                "module of the model's is imported.",
+            )
+        if isinstance(model, TunedModule):
+            model = model.module
+        module = _module_of(model)
+        refuse_weights(module, subclasses=True)
+        bucketed = None
+        names: list[str] = []
+        if buckets is not None:
+            if samples is not None:
+                raise OptionError("tune() takes samples or buckets, not both.")
+            from .bucketed_request import BucketedCall  # Symbolic shapes take a second to import.
+
+            bucketed = BucketedCall(model, args, kwargs or {}, buckets, dynamic_shapes, pad)
+            made = bucketed.samples()
+            names, samples, args, kwargs = list(made), list(made.values()), (), None
+            weights = bucketed.weights(weights)
+        elif dynamic_shapes is not None or pad is not None:
+            raise OptionError(
+                "dynamic_shapes and pad say how calls are filled up, and there are no buckets.",
+                remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
+            )
+        calls = samples_of(args, kwargs, samples, weights, names)
+        device = device_of(module, [call for _, call in calls])
+        signatures = [CallSignature.of(call.args, call.kwargs) for _, call in calls]
+        if len(set(signatures)) < len(calls):
+            raise OptionError(
+                "Two of the samples are of the same kind: shapes, dtypes and plain values agree.",
+                remedy="Leave one out, and add its weight to the other's.",
+            )
+        if isinstance(strategies, str):
+            strategies = strategies.split(",")
+        candidates = (
+            default_candidates(
+                module, device, allow, also=_IF_LOADED if objective == "cold_start" else ()
+            )
+            if strategies is None
+            else parse_candidates(strategies, allow)
+        )
+        # Eager first, since all else is measured against it.
+        by_name = {candidate.name: candidate for candidate in candidates}
+        eager = by_name.pop(EAGER.name, Candidate(EAGER))
+        return cls(
+            name_of(model),
+            module,
+            calls,
+            signatures,
+            bucketed,
+            None if bucketed is None else portable(dynamic_shapes),
+            device,
+            [eager, *by_name.values()],
+            objective,
+            tolerance,
+            tuple(allow),
+            None if budget_s is None else float(budget_s),
+            float(timeout_s),
+            None if memory_limit is None else parse_bytes(memory_limit),
+            isolate,
+            remember,
+            fresh,
+            audit,
+        )
+
+    @property
+    def inputs(self) -> list[list[str]]:
+        """What each call is given, in words."""
+        return [
+            [input_in_words(name, leaf) for name, leaf in call.leaves().items()]
+            for _, call in self.calls
+        ]
+
+    def repeated(self, strategy: str) -> str:
+        """The call of `tune` that tries one strategy again, on the same terms."""
+        own = not any(c.name == strategy and is_ours(c) for c in self.candidates)
+        given = ["model", "args", "kwargs" if self.calls[0][1].kwargs else ""]
+        if self.buckets is not None:
+            given += [f"buckets=graphwright.{self.buckets.sizes!r}"]
+            given += [f"{name}={name}" for name in self.buckets.options]
+        elif len(self.calls) > 1:
+            given = ["model", "samples=samples"]
+        options = {
+            "objective": "latency",
+            "tolerance": None,
+            "allow": (),
+            "timeout_s": 600.0,
+            "memory_limit": None,
+        }
+        given += [
+            f"{name}={getattr(self, name)!r}"
+            for name, default in options.items()
+            if getattr(self, name) != default
+        ]
+        named = f"your {strategy!r}" if own else repr(strategy)
+        text = ", ".join(filter(None, [*given, f"strategies=[{named}]", "remember=False"]))
+        return f"graphwright.tune({text})"
+
+    @property
+    def shapes(self) -> list[Shape]:
+        """The calls by name, with their shares; none where there is one call."""
+        total = sum(weight for weight, _ in self.calls)
+        return [
+            Shape(call.name, weight / total, words)
+            for (weight, call), words in zip(self.calls, self.inputs, strict=True)
+            if len(self.calls) > 1
+        ]
+
+
+def _module_of(model: Callable[..., Any]) -> nn.Module:
+    """The model as a module that can be tuned.
+
+    Raises:
+        OptionError: it is not in eval mode, or not complete.
+    """
+    module = model if isinstance(model, nn.Module) else FunctionModule(model)
+    lazy = [n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)]
+    if lazy:
+        raise OptionError(
+            f"Parameter {lazy[0]} of the model has no shape yet.",
+            remedy="Call the model once on real inputs first.",
+        )
+    if module.training:
+        raise OptionError(
+            "The model is in training mode, and tune() is for inference.",
+            remedy="Call model.eval() first.",
+        )
+    return module
+
+
+def check_options(
+    model: Any,
+    args: Any,
+    kwargs: Any,
+    objective: str,
+    tolerance: float | None,
+    allow: Sequence[str],
+    budget_s: float | None,
+    timeout_s: float,
+) -> None:
+    """Name everything that is wrong with the options at once."""
+    wrong = []
+    if not callable(model):
+        wrong.append(f"model is a {type(model).__name__}, which cannot be called")
+    if not isinstance(args, tuple | list):
+        wrong.append(f"args is a {type(args).__name__}: write (x,) for a single input")
+    if kwargs is not None and not (
+        isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)
+    ):
+        wrong.append(f"kwargs is a {type(kwargs).__name__}, not a dictionary by names")
+    if objective not in OBJECTIVES:
+        wrong.append(f"objective is {objective!r}, not one of {', '.join(OBJECTIVES)}")
+    if tolerance is not None and not _positive(tolerance):
+        wrong.append(f"tolerance is {tolerance!r}, not a positive relative error")
+    if isinstance(allow, str) or not isinstance(allow, Collection):
+        wrong.append(f"allow is a {type(allow).__name__}: write ({allow!r},)")
+    elif unknown := [name for name in allow if name not in LOSSY]:
+        wrong.append(f"allow names {unknown}, but knows only {', '.join(LOSSY)}")
+    if budget_s is not None and not _positive(budget_s):
+        wrong.append(f"budget_s is {budget_s!r}, not a positive number of seconds")
+    if not _positive(timeout_s):
+        wrong.append(f"timeout_s is {timeout_s!r}, not a positive number of seconds")
+    if wrong:
+        raise OptionError(f"tune() cannot begin: {'; '.join(wrong)}.")
+
+
+def _positive(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 < value <= sys.float_info.max
+
+
+def samples_of(
+    args: Args, kwargs: Kwargs | None, samples: Any, weights: Any, names: Sequence[str] = ()
+) -> list[tuple[float, Call]]:
+    """The calls to tune for, with their weights; by these names where there are some.
+
+    Raises:
+        OptionError: there are none, or they make no sense.
+    """
+    if samples is None:
+        if weights is not None:
+            raise OptionError("weights are those of several samples, and there is one call.")
+        return [(1.0, Call("the sample inputs", tuple(args), dict(kwargs or {})))]
+    if len(args) or kwargs:
+        raise OptionError(
+            "There are samples as well as args or kwargs.", remedy="Make these one of the samples."
+        )
+    if isinstance(weights, Mapping):
+        raise OptionError("weights by size are those of buckets, and there are none.")
+    if isinstance(samples, Mapping) or not isinstance(samples, Sequence) or not samples:
+        raise OptionError(
+            f"samples is {samples!r:.60}, not a list of calls.",
+            remedy="For example samples=[(x1,), (x8,)], or [{'x': x1}, ((x8,), {'flag': True})].",
+        )
+    given = [1.0] * len(samples) if weights is None else list(weights)
+    if len(given) != len(samples) or not all(map(_positive, given)):
+        raise OptionError(
+            f"weights is {weights!r}, not a positive number for each of {len(samples)} samples."
+        )
+    calls: dict[str, tuple[float, Call]] = {}
+    for index, (weight, sample) in enumerate(zip(given, samples, strict=True)):
+        mine, named = arguments_of(sample)
+        call = Call("", tuple(mine), dict(named))
+        words = "; ".join(input_in_words(n, leaf) for n, leaf in call.leaves().items())
+        name = words = names[index] if names else words
+        while name in calls:
+            name = f"{words} (another)" if name == words else f"{name}'"
+        calls[name] = (float(weight), replace(call, name=name))
+    return list(calls.values())
+
+
+def device_of(module: nn.Module, calls: Iterable[Call]) -> torch.device:
+    """The one device that the model and its inputs are on.
+
+    Raises:
+        SignatureError: there are several, or one on which nothing can be measured.
+    """
+    places: dict[torch.device, str] = {}
+    for name, parameter in module.named_parameters():
+        places.setdefault(parameter.device, f"parameter {name}")
+    for name, leaf in (pair for call in calls for pair in call.leaves().items()):
+        # 0-d tensors on the CPU act as plain numbers beside CUDA tensors.
+        if isinstance(leaf, torch.Tensor) and not (leaf.dim() == 0 and leaf.device.type == "cpu"):
+            places.setdefault(leaf.device, name)
+    if len(places) > 1:
+        where = ", ".join(f"{name} on {device}" for device, name in places.items())
+        raise SignatureError(
+            f"The model and its inputs are on several devices: {where}.",
+            remedy="Move them to one device, with model.to(device) and x.to(device).",
+        )
+    device = next(iter(places), torch.device("cpu"))
+    if device.type not in ("cpu", "cuda"):
+        raise SignatureError(
+            f"The model is on {device}; only the CPU and CUDA devices can be measured.",
+            remedy="Move model and inputs to the CPU or to a CUDA device.",
+        )
+    return device
+
+
+def name_of(model: Callable[..., Any]) -> str:
+    """Class of a module, name of a function."""
+    if isinstance(model, nn.Module):
+        return type(model).__name__
+    return getattr(model, "__qualname__", type(model).__qualname__)
+
+
+def input_in_words(name: str, leaf: Any) -> str:
+    """One input by name, shape and dtype, or by value."""
+    if isinstance(leaf, torch.Tensor):
+        shape = "×".join(map(str, leaf.shape)) or "scalar"
+        return f"{name}: {shape} {str(leaf.dtype).removeprefix('torch.')}"
+    return f"{name}: {leaf!r}"

@@ -1,0 +1,158 @@
+"""Try candidates one by one: each in a process of its own where that is possible, else in this."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from ..report.progress import Progress
+from ..report.result import EAGER, Row, Status
+from ..strategies.base import Built, Candidate
+from .trial import Evaluator
+from .workers.pool import Limits, Workers
+from .workers.task import IsolationError
+
+
+@dataclass
+class Terms:
+    """What one candidate may take, and when no further one is tried.
+
+    Attributes:
+        isolate: whether candidates get processes of their own.
+        timeout_s: seconds to set up and to time, each.
+        memory_limit: bytes beside the model; None for most of what is free.
+        budget_s: what the caller gave tuning in all.
+        deadline: `time.monotonic()` when candidates have had their share of that.
+    """
+
+    isolate: bool
+    timeout_s: float
+    memory_limit: int | None
+    budget_s: float | None
+    deadline: float | None
+
+
+@dataclass
+class Screening:
+    """A run over candidates; a context manager, after which no process is left.
+
+    Attributes:
+        module: the model.
+        device: where it is.
+        candidates: eager first.
+        terms: see above.
+        repeat: the command that tries a strategy again.
+        notes: what a reader of the report should know.
+        kept: what was built in this process, by candidate.
+    """
+
+    module: nn.Module
+    device: torch.device
+    candidates: Sequence[Candidate]
+    terms: Terms
+    repeat: Callable[[str], str]
+    notes: list[str] = field(default_factory=list)
+    kept: dict[str, list[Built]] = field(default_factory=dict)
+    _workers: Workers | None = None
+
+    def __enter__(self) -> Screening:
+        """Begin to import, in another process, what candidates there will need."""
+        if self.terms.isolate and len(self.candidates) > 1:
+            try:
+                self._workers = Workers(self.module, self.candidates[1:])
+            except IsolationError as error:
+                self._not_apart(str(error))
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._close()
+
+    def _close(self) -> None:
+        if self._workers is not None:
+            self._workers.close()
+            self._workers = None
+
+    def rows(self, evaluator: Evaluator, progress: Progress) -> Iterator[Row]:
+        """The row of each candidate, as it becomes known."""
+        eager, *others = self.candidates
+        progress.step(eager.name)
+        try:
+            if self._workers is not None:
+                self._workers.ready()  # Nothing else runs while eager is timed.
+        except IsolationError as error:
+            self._not_apart(str(error))
+            self._close()
+        yield self._here(eager, evaluator)
+        tried: set[str] = set()
+        if self._workers is not None and others:
+            try:
+                for row in self._apart(self._workers, others, evaluator, progress):
+                    tried.add(row.strategy)
+                    yield row
+            except IsolationError as error:
+                self._not_apart(str(error))
+        for candidate in others:
+            if candidate.name not in tried:
+                progress.step(candidate.name)
+                yield self._here(candidate, evaluator)
+
+    def _apart(
+        self,
+        workers: Workers,
+        candidates: Sequence[Candidate],
+        evaluator: Evaluator,
+        progress: Progress,
+    ) -> Iterator[Row]:
+        terms = self.terms
+        limits = Limits.here(terms.timeout_s, self.device, terms.memory_limit)
+        workers.load(evaluator, limits)
+        for candidate, found in workers.evaluate(
+            candidates,
+            deadline=terms.deadline,
+            doing=progress.doing,
+        ):
+            progress.step(candidate.name)
+            if isinstance(found, str):
+                self._not_apart(found)
+                yield self._here(candidate, evaluator)
+            elif found.status is Status.NOT_TRIED:
+                yield self._not_tried(candidate)
+            else:
+                yield self.repeatable(found)
+
+    def _not_apart(self, why: str) -> None:
+        note = f"Candidates were tried in this process, not in ones of their own: {why}."
+        if note not in self.notes:
+            self.notes.append(note)
+
+    def _here(self, candidate: Candidate, evaluator: Evaluator) -> Row:
+        """Try a candidate in this process, if there is time for it; eager in any case."""
+        late = self.terms.deadline is not None and time.monotonic() > self.terms.deadline
+        if late and candidate.name != EAGER:
+            return self._not_tried(candidate)
+        trial = evaluator.set_up(candidate)
+        if trial.builts:
+            evaluator.time(trial)
+        if trial.builts:
+            self.kept[candidate.name] = trial.builts
+        return self.repeatable(trial.row)
+
+    def _not_tried(self, candidate: Candidate) -> Row:
+        row = Row(candidate.name, Status.NOT_TRIED, complexity=candidate.complexity)
+        found = candidate.availability(self.device)
+        if not found.available:
+            row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
+            return row
+        row.reason = f"the budget of {self.terms.budget_s:g} s was spent before it was measured"
+        row.remedy = "Give a larger budget, or name the strategies to try."
+        return row
+
+    def repeatable(self, row: Row) -> Row:
+        """The row, with the command that repeats it, where something went wrong."""
+        if row.status not in (Status.OK, Status.SLOWER, Status.UNAVAILABLE, Status.NOT_TRIED):
+            row.repeat = self.repeat(row.strategy)
+        return row

@@ -1,0 +1,128 @@
+"""Which candidate is chosen: who is near the best, and who of those comes first.
+
+The choice and the reason for it, in one sentence.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from ..evaluation.measurement import median_interval
+from ..report.report import Report
+from ..report.result import EAGER, Row, Status
+
+# Candidates within this factor of the best are timed again.
+FINALIST_FACTOR = 1.10
+# A gain below this factor is not worth a less simple candidate, however certain it is.
+_WORTH_IT = 1.01
+
+
+def eligible(report: Report) -> list[Row]:
+    """Rows of candidates that are right and not slower than eager."""
+    return [row for row in report.rows if row.status is Status.OK]
+
+
+def cost(report: Report, row: Row) -> float:
+    """What is to be small: time relative to eager's, peak bytes, or seconds to a first answer."""
+    if report.objective == "cold_start":
+        return math.inf if row.cold_start_s is None else row.cold_start_s
+    if report.objective == "memory" and row.peak_bytes is not None:
+        return float(row.peak_bytes)
+    return statistics.median(report.ratios(row))
+
+
+def _own_cost(report: Report, row: Row) -> float:
+    """What is to be small, by the row's own samples."""
+    if report.objective in ("memory", "cold_start") or row.screening is None:
+        return cost(report, row)
+    return statistics.median(row.screening.rounds(report.objective))
+
+
+def near_best(report: Report) -> list[Row]:
+    """The candidates to time again.
+
+    Near the best by either measure: when eager itself wavers from one screening to the next, the
+    ratios of two candidates to it cannot be set against each other. Of those whose first answer is
+    asked for, and was not timed yet, nothing is known.
+    """
+    rows = eligible(report)
+    near = {row.strategy for row in rows if cost(report, row) == math.inf}
+    for measure in (cost, _own_cost):
+        limit = FINALIST_FACTOR * min((measure(report, row) for row in rows), default=0.0)
+        near |= {row.strategy for row in rows if measure(report, row) <= limit}
+    return [row for row in rows if row.strategy in near]
+
+
+def ranked(report: Report, rows: list[Row]) -> list[Row]:
+    """Eligible rows among some, the one to choose first: the simplest within the best's noise."""
+    rows = [row for row in rows if row.status is Status.OK]
+    rows.sort(key=lambda row: cost(report, row))
+    if not rows:
+        return rows
+    tied = [row for row in rows if _ties(report, row, rows[0])]
+    tied.sort(key=lambda row: row.complexity)
+    return tied + [row for row in rows if row not in tied]
+
+
+def _ties(report: Report, row: Row, best: Row) -> bool:
+    """Whether a row is as good as the best, as far as these rounds can tell."""
+    if report.objective in ("memory", "cold_start"):
+        return cost(report, row) <= _WORTH_IT * cost(report, best)
+    if row.final is not None and best.final is not None:
+        # Set against each other directly: eager's noise would only widen both.
+        low, _ = median_interval(row.final.ratios(best.final, report.objective))
+        return low <= _WORTH_IT
+    low, _ = median_interval(report.ratios(row))
+    _, high = median_interval(report.ratios(best))
+    return low <= high * _WORTH_IT
+
+
+def sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
+    """Why this one, for a reader who looks at nothing else."""
+    if report.objective == "cold_start":
+        return _first_answer(report, chosen)
+    what = {
+        "latency": "the lowest latency",
+        "throughput": "the highest throughput",
+        "memory": "the lowest peak memory",
+    }[report.objective]
+    if chosen.strategy == EAGER:
+        others = len([row for row in report.rows if row.measurement is not None]) - 1
+        late = len([row for row in report.rows if row.status is Status.NOT_TRIED])
+        untried = f" The budget did not suffice for {late} more." if late else ""
+        if others < 1:
+            return f"eager was chosen: nothing else could be measured here.{untried}"
+        beaten = f"none of the {others} others that were measured beats it"
+        if others == 1:
+            beaten = "the other one that was measured does not beat it"
+        return f"eager was chosen: {beaten} beyond the noise.{untried}"
+    text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
+    speed = report.speedup(chosen)
+    if speed is not None:
+        text += f", {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast as eager"
+    best = min(
+        finalists,
+        key=lambda row: statistics.median(report.ratios(row)),
+        default=chosen,
+    )
+    if best is not chosen and report.objective != "memory":
+        text += f"; {best.strategy} is not faster beyond the noise, and less simple"
+    return text + "."
+
+
+def _first_answer(report: Report, chosen: Row) -> str:
+    """Why this one, where the first answer of a process is what counts."""
+    text = f"{chosen.strategy} was chosen"
+    late = len([row for row in report.rows if row.status is Status.NOT_TRIED])
+    untried = f" The budget did not suffice for {late} more." if late else ""
+    if chosen.cold_start_s is None:
+        return f"{text}: no first answer was timed.{untried}"
+    text += f": the earliest first answer: {chosen.cold_start_s:.1f} s from the start of a process"
+    eager = report.row(EAGER)
+    speed = report.speedup(chosen)
+    if chosen.strategy != EAGER and eager is not None and eager.cold_start_s is not None:
+        text += f", eager {eager.cold_start_s:.1f} s"
+    if chosen.strategy != EAGER and speed is not None:
+        text += f"; once it runs, {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast"
+    return f"{text}.{untried}"

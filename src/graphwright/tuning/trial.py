@@ -1,0 +1,337 @@
+"""One candidate in this process: build it, verify it, measure it in turns with eager.
+
+Whatever goes wrong becomes the candidate's row. Set-up and timing are apart, since several set-ups
+may overlap and timing may not.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..calls.modules import FunctionModule
+from ..calls.snapshots import Call, run
+from ..errors import in_words
+from ..evaluation.accuracy import ErrorMeasure, tensors_in
+from ..evaluation.measurement import (
+    MemoryMeter,
+    Timer,
+    interleave,
+    median_interval,
+    noise_notes,
+    weighted,
+)
+from ..evaluation.reference import Case, Sample, exact_outcome
+from ..evaluation.verification import Verdict, compare, verify
+from ..report.result import EAGER, Row, Status
+from ..report.table import memory
+from ..strategies.base import Built, Candidate
+
+# Slower than eager: the whole interval of the ratio lies above this.
+_SLOWER = 1.02
+# What a candidate may keep of calls that are over, in bytes: some fill caches late.
+_LEAK = 256 * 2**20
+
+
+@dataclass
+class Trial:
+    """What is known of a candidate: its row, and what was built for each sample."""
+
+    candidate: Candidate
+    row: Row
+    meter: MemoryMeter
+    builts: list[Built] = field(default_factory=list)
+
+    def parts(self, samples: Sequence[Sample]) -> list[Row]:
+        """The row of each sample: where there is one sample, the candidate's own."""
+        if len(samples) == 1:
+            return [self.row]
+        name, rank = self.candidate.name, self.candidate.complexity
+        for sample in samples:
+            self.row.by_shape.setdefault(sample.name, Row(name, Status.OK, complexity=rank))
+        return [self.row.by_shape[sample.name] for sample in samples]
+
+
+class Evaluator:
+    """Evaluates candidates for one model.
+
+    Args:
+        module: the model, or the module that stands for a function.
+        samples: the calls to tune for.
+        device: where they run.
+        objective: what `slower` is judged by.
+        screening_s: seconds of timing a candidate in turns with eager, over all samples.
+        dynamic_shapes: the dimensions that vary, as torch.export names them; None for none.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        samples: Sequence[Sample],
+        device: torch.device,
+        *,
+        objective: str,
+        screening_s: float,
+        dynamic_shapes: Any = None,
+    ) -> None:
+        self.module = module
+        self.samples = list(samples)
+        self.timer = Timer(device)
+        self.device = device
+        self.objective = objective
+        self.screening_s = screening_s
+        self.dynamic_shapes = dynamic_shapes
+
+    @property
+    def model(self) -> Callable[..., Any]:
+        """What the caller would call: the function, where the module stands for one."""
+        return self.module._function if isinstance(self.module, FunctionModule) else self.module
+
+    def disagreement(self) -> str | None:
+        """How eager here differs from eager where the references were made, in words, or None."""
+        for sample in self.samples:
+            case = sample.reference.cases[0]
+            try:
+                outcome = run(self.model, case.call, sample.reference.state)
+            finally:
+                self.restore()
+            verdict = compare(outcome, case, sample.reference)
+            if not verdict.ok:
+                return verdict.reason
+        return None
+
+    def set_up(self, candidate: Candidate) -> Trial:
+        """Build a candidate for each sample and verify it; its row is OK if all went well."""
+        row = Row(candidate.name, Status.OK, complexity=candidate.complexity)
+        trial = Trial(candidate, row, MemoryMeter(self.device))
+        found = candidate.availability(self.device)
+        if not found.available:
+            row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
+            return trial
+        ranged = self._ranged(trial)
+        try:
+            for sample, part in zip(self.samples, trial.parts(self.samples), strict=True):
+                with self._told(row, sample):
+                    if ranged is None:
+                        built, part.setup_s = self._build(candidate, sample.call)
+                    else:
+                        (built, part.setup_s), ranged = ranged, (ranged[0], 0.0)
+                    trial.builts.append(built)
+                    row.notes += [note for note in built.notes if note not in row.notes]
+                    verdict = self.verified(candidate, built, sample)
+                    part.error = verdict.error
+                    if not verdict.ok:
+                        raise _Refused(Status.WRONG, verdict.reason)
+        except _Over:
+            trial.builts.clear()
+            if row.status is Status.FAILED:
+                found = candidate.availability(self.device, late=True)
+                if not found.available:
+                    row.status, row.reason = Status.UNAVAILABLE, found.reason
+                    row.remedy = found.remedy
+            self._leave(row)  # Verification does so by itself where it comes to its end.
+        self._sum_up(trial)
+        return trial
+
+    def _ranged(self, trial: Trial) -> tuple[Built, float] | None:
+        """What is built for all sizes at once, and the seconds of that; None where nothing is."""
+        if self.dynamic_shapes is None:
+            return None
+        ranged = trial.candidate.ranged(self.dynamic_shapes)
+        if ranged is None:
+            return None
+        # A size of 1 would be taken for a constant.
+        largest = max(self.samples, key=lambda s: sum(t.numel() for t in s.call.tensors()))
+        try:
+            built, seconds = self._build(ranged, largest.call)
+        except Exception as error:
+            why = in_words(error)[0]
+            trial.row.notes.append(f"built for each size, as for all at once it fails: {why}")
+            self.restore()
+            return None
+        built.ranged = True
+        return built, seconds
+
+    def verified(self, candidate: Candidate, built: Built, sample: Sample) -> Verdict:
+        """Whether what was built for a sample is right."""
+        written = sorted(sample.reference.written)
+        if built.holds_weights and written:
+            # Its samples may leave the values as they are, and no comparison tells.
+            return Verdict(False, f"the model writes to its {written[0]}, and this to a copy")
+        return verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
+
+    def agrees(self, candidate: Candidate, built: Built, call: Call) -> str | None:
+        """What is wrong with the answer to a call of other sizes than the samples', or None."""
+        nearest = max(self.samples, key=lambda s: sum(t.numel() for t in s.call.tensors()))
+        ref, ulp = nearest.reference, candidate.lossy_ulp
+        try:
+            eager = run(self.model, call, ref.state)
+            found = run(built.call, call, ref.state)
+            verdict = compare(found, Case(call, eager, tensors_in(eager)), ref, ulp)
+            if verdict.ok:
+                return None
+            # Both may be off: float64 says which.
+            exact = exact_outcome(self.model, self.module, call, ref.state)[0]
+            case = Case(call, eager, tensors_in(exact))
+            # Sizes differ in eager's own error too.
+            allowed = {
+                name: ErrorMeasure(max(mine.rms, other.rms), max(mine.max, other.max))
+                for name, mine in case.eager_error.items()
+                for other in [ref.eager_error.get(name, mine)]
+            }
+            verdict = compare(found, case, replace(ref, eager_error=allowed), ulp)
+            return None if verdict.ok else verdict.reason
+        except Exception as error:
+            return in_words(error)[0]
+        finally:
+            self.restore()
+
+    def time(self, trial: Trial) -> None:
+        """Measure what was set up, in turns with eager, and judge it."""
+        row = trial.row
+        budget_s = self.screening_s / len(self.samples)
+        parts = trial.parts(self.samples)
+        try:
+            for sample, part, built in zip(self.samples, parts, trial.builts, strict=True):
+                with self._told(row, sample):
+                    mine = self.bound(built.call, sample.call)
+                    part.peak_bytes = trial.meter.peak(mine)
+                    # Eager against itself shows how far apart two equal callables come out here.
+                    calls = {"candidate": mine, "eager": self.bound(self.module, sample.call)}
+                    before = trial.meter.kept()
+                    measured = interleave(calls, self.timer, budget_s=budget_s)
+                    part.screening, part.baseline = measured["candidate"], measured["eager"]
+                    part.notes += noise_notes(part.screening)
+                    grown = trial.meter.kept() - before
+                    if grown > _LEAK and row.strategy != EAGER:
+                        told = f"it leaks: {memory(grown)} are kept of calls that are over"
+                        raise _Refused(Status.MEMORY_EXCEEDED, told)
+        except _Over:
+            trial.builts.clear()
+        finally:
+            self._leave(row)
+        self._sum_up(trial)
+        self._judge(row)
+
+    def bound(self, function: Callable[..., Any], call: Call) -> Callable[[], object]:
+        """A call with a sample's values, for timing."""
+        mine = call.clone()
+        args, kwargs = mine.args, dict(mine.kwargs)
+        return lambda: function(*args, **kwargs)
+
+    def restore(self) -> None:
+        """Leave the module's buffers and parameters as they were found."""
+        state = self.samples[0].reference.state
+        state.restore()
+        state.corrupted()
+
+    def _leave(self, row: Row) -> None:
+        if row.status is not Status.CRASHED:  # Then nothing works on the device any more.
+            self.restore()
+
+    def _build(self, candidate: Candidate, call: Call) -> tuple[Built, float]:
+        """Build and call once; set-up seconds cover both, as the first call often compiles."""
+        # Loading the kernels of a first eager call is nobody's set-up.
+        sample = call.clone()
+        self.module(*sample.args, **sample.kwargs)
+        self.timer.synchronize()
+        sample = call.clone()
+        start = time.perf_counter()
+        built = candidate.build(self.module, sample.args, sample.kwargs)
+        sample = call.clone()
+        built.call(*sample.args, **sample.kwargs)
+        self.timer.synchronize()
+        return built, time.perf_counter() - start
+
+    def _told(self, row: Row, sample: Sample) -> _Told:
+        return _Told(row, sample.name if len(self.samples) > 1 else "")
+
+    def _sum_up(self, trial: Trial) -> None:
+        """What the rows of several shapes are together."""
+        row, parts = trial.row, trial.parts(self.samples)
+        if len(self.samples) == 1:
+            return
+        for part in parts:
+            if part.status is Status.OK:
+                part.status = row.status
+        row.setup_s = sum(part.setup_s or 0.0 for part in parts)
+        row.peak_bytes = max((p.peak_bytes for p in parts if p.peak_bytes), default=None)
+        row.error = max(
+            (part.error for part in parts if part.error), key=lambda e: e.rms, default=None
+        )
+        weights = [sample.weight for sample in self.samples]
+        for figure in ("screening", "baseline"):
+            found = [getattr(part, figure) for part in parts]
+            if all(found):
+                setattr(row, figure, weighted(list(zip(weights, found, strict=True))))
+
+    def _judge(self, row: Row) -> None:
+        """`slower` when eager is faster beyond doubt, by the measure that is asked for."""
+        if row.strategy == EAGER or row.screening is None or row.baseline is None:
+            return
+        # Who asks for an early answer may pay for it in later ones.
+        if row.status is not Status.OK or self.objective == "cold_start":
+            return
+        what = "throughput" if self.objective == "throughput" else "latency"
+        low, high = median_interval(row.screening.ratios(row.baseline, what))
+        if low > _SLOWER:
+            row.status = Status.SLOWER
+            row.reason = f"{low:.2f} to {high:.2f} times eager's time"
+
+
+class _Refused(Exception):
+    """A candidate ran, and may not be chosen."""
+
+    def __init__(self, status: Status, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+
+
+class _Over(Exception):
+    """A candidate is out; its row says why."""
+
+
+class _Told:
+    """Makes the row's status and reason of whatever is raised inside."""
+
+    def __init__(self, row: Row, shape: str) -> None:
+        self._row = row
+        self._prefix = f"{shape}: " if shape else ""
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        if not isinstance(error, Exception):
+            return
+        row = self._row
+        if isinstance(error, _Refused):
+            row.status, row.reason = error.status, str(error)
+        else:
+            row.status = status_of(error)
+            row.reason, row.remedy = in_words(error)
+        row.reason = self._prefix + row.reason
+        raise _Over
+
+
+def status_of(error: BaseException) -> Status:
+    """What an exception says about the candidate that raised it."""
+    for cause in _causes(error):
+        if isinstance(cause, torch.OutOfMemoryError | MemoryError):
+            return Status.MEMORY_EXCEEDED
+        # Its device cannot be used any more by the process.
+        if isinstance(cause, torch.AcceleratorError):
+            return Status.CRASHED
+    return Status.FAILED
+
+
+def _causes(error: BaseException | None) -> Iterator[BaseException]:
+    seen = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__

@@ -1,0 +1,500 @@
+"""tune(): try what this machine has, verify, measure in turns with eager, choose, report.
+
+`Tuning` runs the steps and holds what is known so far, so that an interrupted run can still be
+shown. Candidates are tried in processes of their own (`isolation`) where that is possible, by the
+same `Evaluator` that tries them here otherwise.
+"""
+
+from __future__ import annotations
+
+import datetime
+import gc
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+
+from ..artifacts.tuned_module import Origin, TunedModule, assembled
+from ..calls.modules import FunctionModule
+from ..calls.signature import Args, Kwargs, Range
+from ..calls.snapshots import State
+from ..errors import ModelFailed, in_words
+from ..evaluation.measurement import load_note
+from ..evaluation.reference import Sample, reference
+from ..evaluation.verification import verify
+from ..graphs.conditions import for_inference
+from ..report.environment import environment
+from ..report.progress import Progress, Silent, shown
+from ..report.report import Report
+from ..report.result import EAGER, Row, Status
+from ..shapes.dimensions import within
+from ..strategies.base import Built, Candidate, Compiler, without_grad
+from ..strategies.registry import is_ours
+from . import choice_cache
+from .cold_start import ColdStarts
+from .final_rounds import Finals
+from .request import Request
+from .screening import Screening, Terms
+from .selection import near_best, ranked, sentence
+from .trial import Evaluator, status_of
+
+if TYPE_CHECKING:
+    from ..shapes.buckets import Buckets
+
+Objective = Literal["latency", "throughput", "memory", "cold_start"]
+
+# Whether candidates are tried in processes of their own when tune() is not told.
+ISOLATED = True
+# Seconds of timing a candidate, in turns with eager, and of each finalist in common rounds.
+SCREENING_S = 1.0
+FINAL_S_EACH = 2.0
+_BETWEEN = "Some calls between the buckets will be eager:"
+_RANGE = "What was built for all sizes at once answers the buckets alone:"
+# The share of a time budget that is kept for the finalists.
+_FOR_FINALISTS = 0.25
+
+
+def tune(
+    model: Callable[..., Any],
+    args: Args = (),
+    kwargs: Kwargs | None = None,
+    *,
+    samples: Sequence[Any] | None = None,
+    weights: Sequence[float] | Mapping[Any, float] | None = None,
+    dynamic_shapes: Any = None,
+    buckets: Buckets | None = None,
+    pad: Any = None,
+    strategies: Iterable[str | Compiler | Candidate] | None = None,
+    objective: Objective = "latency",
+    tolerance: float | None = None,
+    allow: Sequence[str] = (),
+    budget_s: float | None = None,
+    timeout_s: float = 600.0,
+    memory_limit: int | str | None = None,
+    isolate: bool | None = None,
+    remember: bool = True,
+    fresh: bool = False,
+    audit: int | None = None,
+    progress: bool | None = None,
+) -> TunedModule:
+    """Try every way to run a model that this machine has, verify each, and take the best.
+
+    The winner answers calls like the sample's (same shapes, dtypes, devices, plain values); any
+    other call goes to the model itself and is counted. Eager always competes, so the result is
+    never knowingly slower. Tuning changes neither the model nor the random-number state.
+
+    Each candidate is tried in a process of its own; one that crashes, hangs or takes too much
+    memory is a row of the report. The winner is built and verified again in this process.
+
+    Args:
+        model: a module in eval mode, or a plain function of tensors.
+        args: positional sample inputs, real values rather than zeros; a tuple.
+        kwargs: keyword sample inputs.
+        samples: several calls to tune for in place of `args` and `kwargs`: each a tuple of
+            positional inputs, a dictionary of keyword ones, or a pair of both.
+        weights: the share of each of the samples among all calls, equal by default; with buckets a
+            dictionary by size: `{1: 0.9, 16: 0.1}`, or `{(1, 128): …}` for several dimensions.
+        dynamic_shapes: which dimensions of the arguments vary, as `graph()` takes it.
+        buckets: sizes of these dimensions to tune for, made of the sample's values. Calls between
+            them are filled up to one, as `graph()` does it, where that is proved to be harmless.
+        pad: what they are filled up with, as `graph()` takes it.
+        strategies: names such as "inductor+graph", strategies or candidates of your own; None
+            tries all that usually pay. Eager is always added.
+        objective: "latency" (one synchronised call), "throughput" (calls issued back to back),
+            "memory" (peak bytes) or "cold_start" (from the start of a process to the first right
+            answer, of what is loaded with `load` where it can be).
+        tolerance: accepted error relative to the output's root mean square. None asks for a root
+            mean square error of at most 3 times, and a largest error of at most 8 times, what
+            eager itself has against float64.
+        allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
+        budget_s: seconds that tuning may take in all, finalists included; candidates that it does
+            not suffice for are reported as not tried. None for no limit.
+        timeout_s: seconds that the set-up of one candidate may take, and its timing.
+        memory_limit: bytes, or a text such as "2GiB", that one candidate may take beside the
+            model: of the GPU's memory for a model there, else of the host's. By default most of
+            what is free.
+        isolate: whether candidates are tried in processes of their own. False tries them in this
+            one, without these limits, as is done with a note for a model that cannot be pickled.
+        remember: whether to take the choice of an earlier run for the same model, inputs, machine
+            and versions (it is verified again), and to remember this one.
+        fresh: tune though a choice is remembered, which gives way to the new one.
+        audit: every so many calls of a winner that holds a copy of the weights, compare a checksum
+            of their values with what it was, which finds writes that PyTorch does not report
+            (`weight.data.mul_()`, NumPy, a pointer).
+        progress: whether to show progress on stderr; None shows it on a terminal.
+
+    Raises:
+        OptionError: an option is unknown or makes no sense.
+        SignatureError: the arguments or results cannot be compared.
+        ModelFailed: the model fails in eager.
+        VerificationError: two eager calls with the same inputs disagree.
+    """
+    tuning = Tuning(
+        model,
+        args,
+        kwargs,
+        samples=samples,
+        weights=weights,
+        dynamic_shapes=dynamic_shapes,
+        buckets=buckets,
+        pad=pad,
+        strategies=strategies,
+        objective=objective,
+        tolerance=tolerance,
+        allow=allow,
+        budget_s=budget_s,
+        timeout_s=timeout_s,
+        memory_limit=memory_limit,
+        isolate=isolate,
+        remember=remember,
+        fresh=fresh,
+        audit=audit,
+    )
+    with shown(progress) as listener:
+        return tuning.run(listener)
+
+
+class Tuning:
+    """One run of `tune`, step by step. `report` holds what is known at any moment."""
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        args: Args = (),
+        kwargs: Kwargs | None = None,
+        *,
+        name: str | None = None,
+        repeat: Callable[[str], str] | None = None,
+        **options: Any,
+    ) -> None:
+        """Check what is asked for; nothing runs yet.
+
+        Args:
+            model: as for `tune`.
+            args: likewise.
+            kwargs: likewise.
+            name: of the model, in the report.
+            repeat: the command that tries a strategy, given by its name, again; by default the
+                call of `tune` that does.
+            options: as for `tune`.
+        """
+        self._started = time.monotonic()
+        asked = self.asked = Request.of(model, args, kwargs, **options)
+        self.report = Report(
+            model=name or asked.name,
+            inputs=asked.inputs[0],
+            objective=asked.objective,
+            rows=[],
+            environment={},
+            created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            shapes=asked.shapes,
+        )
+        # What was built in this process, by name.
+        self._kept: dict[str, list[Built]] = {}
+        budget_s = asked.budget_s
+        deadline = None if budget_s is None else self._started + (1 - _FOR_FINALISTS) * budget_s
+        isolate = ISOLATED if asked.isolate is None else asked.isolate
+        terms = Terms(isolate, asked.timeout_s, asked.memory_limit, budget_s, deadline)
+        self._screening = Screening(
+            asked.module,
+            asked.device,
+            asked.candidates,
+            terms,
+            repeat or asked.repeated,
+            self.report.notes,
+            self._kept,
+        )
+        self._evaluator: Evaluator | None = None
+        self._quiet = True
+        # The sizes that the choice was proved to answer all of; None until then.
+        self._ranges: tuple[Range, ...] | None = None
+
+    # ------------------------------------------------------------ the run
+
+    def run(self, progress: Progress | None = None) -> TunedModule:
+        """Tune. On KeyboardInterrupt the report holds what was known, and the error goes on."""
+        listener = progress or Silent()
+        with for_inference(), _same_random_state(self.asked.device):
+            try:
+                return self._run(listener)
+            except KeyboardInterrupt:
+                self.report.interrupted = True
+                self._conclude()
+                raise
+            finally:
+                self._kept.clear()
+                self._restore()
+                if not self.report.recalled:
+                    self.report.seconds = time.monotonic() - self._started
+
+    def _run(self, progress: Progress) -> TunedModule:
+        progress.start(len(self.asked.candidates) + 3)
+        progress.step("environment")
+        self.report.environment = environment(self.asked.device)
+        key = self._key()
+        recalled = None if key is None or self.asked.fresh else choice_cache.recall(key)
+        if recalled is not None and recalled.chosen in self._by_name:
+            progress.step("what was chosen before")
+            tuned = self._recalled(recalled)
+            if tuned is not None:
+                return tuned
+        with self._screening as screening:
+            self._refer(progress)
+            for row in screening.rows(self.evaluator, progress):
+                self.report.rows.append(row)
+                progress.row(row)
+                self._drop_the_beaten()
+        if self.asked.objective == "cold_start":
+            self._first_answers(progress)
+        progress.step("finalists")
+        self._final_rounds()
+        chosen = self._choose()
+        note = load_note()
+        if note:
+            self.report.notes.append(note)
+        self._look_between(chosen.strategy, self._kept[chosen.strategy])
+        if key is not None:
+            self.report.seconds = time.monotonic() - self._started
+            choice_cache.remember(key, self.report)
+        # The watch that is handed out begins after the last change that tuning makes.
+        self._restore()
+        return self._tuned(chosen.strategy, self._kept[chosen.strategy])
+
+    def _refer(self, progress: Progress) -> None:
+        """Run what candidates are judged by, once."""
+        if self._evaluator is None:
+            progress.step("float64 reference")
+            self._evaluator = self._referenced()
+            self._quiet = self._same_without_grad()
+
+    def _referenced(self) -> Evaluator:
+        """An evaluator of candidates against references of every sample."""
+        model = self.asked.module
+        state = State(model)
+        samples = []
+        for weight, call in self.asked.calls:
+            fn = model._function if isinstance(model, FunctionModule) else model
+            ref = reference(fn, model, call, tolerance=self.asked.tolerance, state=state)
+            self.report.notes += [note for note in ref.notes if note not in self.report.notes]
+            samples.append(Sample(call.name, weight, call, ref))
+        errors = [s.reference.worst_eager_error for s in samples]
+        self.report.eager_error = max(
+            (error for error in errors if error), key=lambda e: e.rms, default=None
+        )
+        return Evaluator(
+            model,
+            samples,
+            self.asked.device,
+            objective=self.asked.objective,
+            screening_s=SCREENING_S,
+            dynamic_shapes=self._dynamic_shapes(),
+        )
+
+    def _dynamic_shapes(self) -> Any:
+        """The dimensions that vary, from the smallest bucket to the largest."""
+        known = None if self.asked.buckets is None else self.asked.buckets.ranges()
+        ends = {each.name: (each.low, each.high) for each in known or ()}
+        return within(self.asked.dynamic_shapes, ends) if ends else self.asked.dynamic_shapes
+
+    @property
+    def evaluator(self) -> Evaluator:
+        """What evaluates candidates in this process, once the references were made."""
+        assert self._evaluator is not None
+        return self._evaluator
+
+    def _same_without_grad(self) -> bool:
+        """Whether eager under no_grad gives the numbers of eager as the caller calls it."""
+        ref = self.evaluator.samples[0].reference
+        if not torch.is_grad_enabled() or verify(without_grad(self.asked.module), ref).ok:
+            return True
+        self.report.notes.append(
+            "Under no_grad this model computes other numbers than with gradients on, as it is "
+            "called here; if they are the ones you use, call tune() under torch.no_grad()."
+        )
+        return False
+
+    # ------------------------------------------------------------ choosing
+
+    def _drop_the_beaten(self) -> None:
+        """Let go of candidates that are out of the race, and of the memory they hold."""
+        near = {EAGER, *(row.strategy for row in near_best(self.report))}
+        beaten = [name for name in self._kept if name not in near]
+        for name in beaten:
+            del self._kept[name]
+        if beaten:
+            gc.collect()
+
+    def _first_answers(self, progress: Progress) -> None:
+        """Time from the start of a process to the first right answer of what is in the race."""
+        budget_s = self.asked.budget_s
+        starts = ColdStarts(
+            self.evaluator,
+            self._kept,
+            self._tuned,
+            self.asked.timeout_s,
+            None if budget_s is None else self._started + budget_s,
+        )
+        with starts:
+            for row in self.report.rows:
+                if row.status is Status.OK:
+                    progress.doing(f"first answer of {row.strategy}")
+                    starts.time(row, self._by_name[row.strategy])
+                    self._screening.repeatable(row)
+                    self._drop_the_beaten()
+
+    def _final_rounds(self) -> None:
+        """Time the finalists again, here and in common rounds with eager."""
+        self._drop_the_beaten()
+        finals = Finals(
+            self.report,
+            self.evaluator,
+            self._kept,
+            self._by_name,
+            self._tuned,
+            FINAL_S_EACH,
+            None if self.asked.budget_s is None else self._started + self.asked.budget_s,
+        )
+        finals.run(self._screening.repeatable)
+
+    @property
+    def _by_name(self) -> dict[str, Candidate]:
+        return {candidate.name: candidate for candidate in self.asked.candidates}
+
+    def _ranked(self) -> list[Row]:
+        """Candidates that were built here, the one to choose first."""
+        return ranked(self.report, [r for r in self.report.rows if r.strategy in self._kept])
+
+    def _choose(self) -> Row:
+        """The first of the ranking that is still right when it is verified again."""
+        for row in self._ranked():
+            candidate = self._by_name[row.strategy]
+            try:
+                why = self._wrong(candidate, self._kept[row.strategy])
+            except Exception as error:
+                row.status = status_of(error)
+                row.reason, row.remedy = in_words(error)
+                continue
+            if why is None:
+                self._conclude(row)
+                return row
+            row.status, row.reason = Status.WRONG, f"when verified again: {why}"
+        failed = self.report.row(EAGER)
+        why = failed.reason if failed is not None else "it was not measured"
+        raise ModelFailed(f"Eager itself could not be verified or timed: {why}")
+
+    def _wrong(self, candidate: Candidate, builts: Sequence[Built]) -> str | None:
+        """What is wrong with a candidate's answers to the samples, in words, or None."""
+        for sample, built in zip(self.evaluator.samples, builts, strict=True):
+            verdict = self.evaluator.verified(candidate, built, sample)
+            if not verdict.ok:
+                return verdict.reason
+        return None
+
+    def _conclude(self, chosen: Row | None = None) -> None:
+        """State the choice in one sentence; after an interruption, of what is known."""
+        report = self.report
+        if chosen is None:
+            rows = ranked(report, list(report.rows))
+            if not rows:
+                report.reason = "Interrupted before anything was measured."
+                return
+            chosen = rows[0]
+        report.chosen = chosen.strategy
+        finalists = [r for r in report.rows if r.final is not None and r.status is Status.OK]
+        report.reason = sentence(report, chosen, finalists)
+
+    def _possible(self, builts: Sequence[Built]) -> tuple[Range, ...]:
+        """The sizes that what was built may answer all of; none where it is for single sizes."""
+        if self.asked.buckets is None or not all(built.ranged for built in builts):
+            return ()
+        return self.asked.buckets.ranges() or ()
+
+    def _look_between(self, chosen: str, builts: Sequence[Built]) -> None:
+        """Prove what calls between the buckets may be answered by; notes where they may not."""
+        notes = [note for note in self.report.notes if not note.startswith((_BETWEEN, _RANGE))]
+        buckets = self.asked.buckets
+        if buckets is not None and chosen != EAGER:
+            self._restore()
+            why = buckets.unproved()
+            if why is not None:
+                notes.append(f"{_BETWEEN} {why}.")
+            ranges = self._possible(builts)
+            for call in buckets.between() if ranges else ():
+                why = self.evaluator.agrees(self._by_name[chosen], builts[0], call)
+                if why is not None:
+                    notes.append(f"{_RANGE} for {call.name} {why}.")
+                    ranges = ()
+                    break
+            self._ranges = ranges
+        self.report.notes[:] = notes
+
+    # ------------------------------------------------------------ the memory of choices
+
+    def _key(self) -> choice_cache.Key | None:
+        """What the choice is remembered under; None where it is not."""
+        if not self.asked.remember or not all(map(is_ours, self.asked.candidates)):
+            return None
+        options = {
+            "strategies": [candidate.name for candidate in self.asked.candidates],
+            "objective": self.asked.objective,
+            "tolerance": self.asked.tolerance,
+            "allow": sorted(self.asked.allow),
+            "budget_s": self.asked.budget_s,
+            "timeout_s": self.asked.timeout_s,
+            "memory_limit": self.asked.memory_limit,
+            "weights": [weight for weight, _ in self.asked.calls],
+            "grad": torch.is_grad_enabled(),
+        }
+        calls = [(call.args, call.kwargs) for _, call in self.asked.calls]
+        return choice_cache.key_of(
+            self.asked.module, calls, self.asked.device, self.report.environment, options
+        )
+
+    def _recalled(self, found: Report) -> TunedModule | None:
+        """The choice of an earlier run, built and verified again; None where it is not right."""
+        name = found.chosen or EAGER
+        self._refer(Silent())
+        trial = self.evaluator.set_up(self._by_name[name])
+        if not trial.builts:
+            self.report.notes.append(
+                f"The choice of an earlier run, {name}, is not right any more "
+                f"({trial.row.reason}): tuned again."
+            )
+            return None
+        found.recalled = found.created
+        found.model = self.report.model
+        self.report = found
+        self._look_between(name, trial.builts)
+        return self._tuned(name, trial.builts)
+
+    # ------------------------------------------------------------ what is handed out
+
+    def _tuned(self, name: str, builts: Sequence[Built]) -> TunedModule:
+        """The module with one of the candidates to answer its calls."""
+        samples, buckets = self.evaluator.samples, self.asked.buckets
+        ranges = self._possible(builts) if self._ranges is None else self._ranges
+        return assembled(
+            self.asked.module,
+            self.report,
+            self.asked.signatures,
+            Origin(self._by_name[name], builts, samples, self.asked.device, ranges),
+            pure=all(sample.reference.pure for sample in samples),
+            quiet=self._quiet,
+            filling=None if buckets is None else buckets.filled,
+            audit=self.asked.audit,
+        )
+
+    def _restore(self) -> None:
+        """Leave the module's buffers and parameters as they were found."""
+        if self._evaluator is not None:
+            self._evaluator.restore()
+
+
+@contextmanager
+def _same_random_state(device: torch.device) -> Iterator[None]:
+    """Leave the random-number states of the CPU and of the device as they were."""
+    devices = [device] if device.type == "cuda" else []
+    with torch.random.fork_rng(devices=devices):
+        yield

@@ -1,0 +1,1 @@
+"""Candidates in processes of their own, with limits on time and memory. Begin with pool."""
