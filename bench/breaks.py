@@ -24,7 +24,7 @@ from torch.utils import _pytree as pytree
 import graphwright as gw
 from graphwright.errors import first_line
 from graphwright.evaluation.measurement import Timer, interleave
-from graphwright.graphs.captured_call import CallGraph
+from graphwright.graphs.captured_call import CapturedCall
 from graphwright.report.environment import environment
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -215,7 +215,7 @@ def _timed(model: nn.Module, graphed: Any, call: Any, device: torch.device, budg
     entries = graphed._graphs._entries.ready()
     row: Row = {"paths": 0, "segments": 0, "breaks": 0}
     if entries:
-        graph: CallGraph = entries[-1].graph
+        graph: CapturedCall = entries[-1].graph
         branches = graph.branches
         if branches is None:
             recording = graph._recording

@@ -12,7 +12,7 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.evaluation.measurement import Timer
-from graphwright.graphs.captured_call import CallGraph
+from graphwright.graphs.captured_call import CapturedCall
 
 BATCHED = "resnet50"
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -45,7 +45,7 @@ def _pooled(model: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[int, list
 def _captures(model: nn.Module, inputs: Sequence[torch.Tensor], timer: Timer) -> dict[int, Any]:
     """Seconds and bytes of each capture after warm-up, the largest first, by batch size."""
     with gw.MemoryPool() as pool:
-        graphs = {len(x): CallGraph(model, (x,), {}, pool=pool) for x in inputs}
+        graphs = {len(x): CapturedCall(model, (x,), {}, pool=pool) for x in inputs}
         for graph in graphs.values():
             graph.warm()
         largest_first = sorted(

@@ -19,9 +19,9 @@ def choosing(name: str) -> Iterator[None]:
         return [row for row in report.rows if row.status == "ok"]
 
     with (
-        mock.patch("graphwright.tuning.selection.ranked", ranked),
-        mock.patch("graphwright.tuning.selection.near_best", right),
-        mock.patch("graphwright.tuning.selection.near_best", right),
+        mock.patch("graphwright.tuning.tuner.ranked", ranked),
+        mock.patch("graphwright.tuning.final_rounds.near_best", right),
+        mock.patch("graphwright.tuning.tuner.near_best", right),
         mock.patch("graphwright.tuning.trial._SLOWER", 1e9),
     ):
         yield

@@ -1384,13 +1384,13 @@ def cheap_tuning(device: torch.device) -> Iterator[None]:
     """Nothing is timed for longer than it must be; graphs on the CPU may be chosen."""
     with contextlib.ExitStack() as stack:
         for name, value in {
-            "tuner.SCREENING_S": 0.0,
-            "tuner.FINAL_S_EACH": 0.0,
-            "measurement.WARMUP_S": 0.0,
-            "measurement.MAX_CALLS_PER_BLOCK": 1,
-            "measurement.MIN_ROUNDS": 2,
-            "measurement.MAX_ROUNDS": 2,
-            "measurement.BLOCK_S": 1e-4,
+            "tuning.tuner.SCREENING_S": 0.0,
+            "tuning.tuner.FINAL_S_EACH": 0.0,
+            "evaluation.measurement.WARMUP_S": 0.0,
+            "evaluation.measurement.MAX_CALLS_PER_BLOCK": 1,
+            "evaluation.measurement.MIN_ROUNDS": 2,
+            "evaluation.measurement.MAX_ROUNDS": 2,
+            "evaluation.measurement.BLOCK_S": 1e-4,
         }.items():
             stack.enter_context(mock.patch(f"graphwright.{name}", value))
         # It collects garbage a dozen times, so that its figures are steady.

@@ -34,7 +34,7 @@ from graphwright.dispatch.graphed_callable import GraphedCallable
 from graphwright.graphs import capture as capture_module
 from graphwright.graphs import captured_call, python_state, static_tensors, transaction
 from graphwright.graphs import graph as graph_module
-from graphwright.graphs.captured_call import CallGraph
+from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.cpu import recorder as cpu
 from graphwright.graphs.cuda import capture, streams
 from graphwright.graphs.cuda import recorder as cuda
@@ -121,23 +121,25 @@ def generator_of(device: torch.device) -> torch.Generator:
 
 def results_stay_static(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
-        static_tensors.Results, "build", lambda self, leaves, copies, finish=None: self.tree
+        static_tensors.StaticOutputs, "build", lambda self, leaves, copies, finish=None: self.tree
     )
     never = property(lambda self: False, lambda self, value: None)
-    patch.setattr(static_tensors.Results, "single", never, raising=False)
+    patch.setattr(static_tensors.StaticOutputs, "single", never, raising=False)
 
 
 def results_are_copies(patch: pytest.MonkeyPatch) -> None:
-    def build(self: static_tensors.Results, leaves: Any, copies: Any, finish: Any = None) -> Any:
+    def build(
+        self: static_tensors.StaticOutputs, leaves: Any, copies: Any, finish: Any = None
+    ) -> Any:
         clone = torch.Tensor.clone
         return torch.utils._pytree.tree_map_only(torch.Tensor, clone, self.tree)
 
-    patch.setattr(static_tensors.Results, "build", build)
+    patch.setattr(static_tensors.StaticOutputs, "build", build)
 
 
 def nothing_is_undone(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Journal, "undo", lambda self: None)
-    patch.setattr(python_state.Undo, "restore", lambda self, python: None)
+    patch.setattr(python_state.PythonState, "restore", lambda self, python: None)
 
 
 def any_call_fits(patch: pytest.MonkeyPatch) -> None:
@@ -193,7 +195,7 @@ def random_numbers_stand_still(patch: pytest.MonkeyPatch) -> None:
 
 def all_graphs_count_as_pure(patch: pytest.MonkeyPatch) -> None:
     for name in ("random", "mutates"):
-        patch.setattr(CallGraph, name, property(lambda self: False, lambda self, v: None), False)
+        patch.setattr(CapturedCall, name, property(lambda self: False, lambda self, v: None), False)
 
 
 def generators_are_not_seen(patch: pytest.MonkeyPatch) -> None:
@@ -242,7 +244,7 @@ def nothing_is_swept(patch: pytest.MonkeyPatch) -> None:
 
 
 def workspaces_lie_anywhere(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(streams.Bench, "prepare", lambda self: None)
+    patch.setattr(streams.CaptureStream, "prepare", lambda self: None)
 
 
 def backwards_threads_have_theirs_anywhere(patch: pytest.MonkeyPatch) -> None:
@@ -533,7 +535,7 @@ def the_same_tensor_twice_is_another_call(device: torch.device) -> None:
 
 
 def overlaps_with_weights_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(CallGraph, "check_overlap", lambda self, leaves: None)
+    patch.setattr(CapturedCall, "check_overlap", lambda self, leaves: None)
 
 
 @hazard(6, overlaps_with_weights_are_not_seen)

@@ -26,13 +26,13 @@ def keep_on(graphed: Any, fn: Any, *inputs: torch.Tensor) -> None:
 
 
 def the_first_way_is_always_gone(patch: pytest.MonkeyPatch) -> None:
-    run = segment.Stop.run
+    run = segment.Break.run
 
-    def blind(self: segment.Stop) -> Any:
+    def blind(self: segment.Break) -> Any:
         key, result = run(self)
         return next(iter(self.after), key), result
 
-    patch.setattr(segment.Stop, "run", blind)
+    patch.setattr(segment.Break, "run", blind)
 
 
 @hazard(17, the_first_way_is_always_gone)
@@ -58,7 +58,7 @@ def zeros_of_both_signs_go_their_own_ways(device: torch.device) -> None:
 
 
 def nothing_lives_over_a_break(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(tracer.Walk, "living", lambda self: {})
+    patch.setattr(tracer.Tracer, "living", lambda self: {})
 
 
 @hazard(17, nothing_lives_over_a_break)
@@ -93,22 +93,24 @@ class Counting(nn.Module):
 
 
 def prefixes_are_run_again(patch: pytest.MonkeyPatch) -> None:
-    def again(self: tracer.Walk, step: steps.Step, given: list[torch.Tensor]) -> Any:
+    def again(self: tracer.Tracer, step: steps.Step, given: list[torch.Tensor]) -> Any:
         if step.func is torch.ops.aten.add_.Tensor:
             with torch.no_grad():
                 given[0].add_(1)
         return answered(self, step, given)
 
-    answered = tracer.Walk.answered
-    patch.setattr(tracer.Walk, "answered", again)
+    answered = tracer.Tracer.answered
+    patch.setattr(tracer.Tracer, "answered", again)
 
 
 def recording_leaves_its_traces(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(observing.Observation, "exchange", lambda self: None)
-    patch.setattr(recording.Tracing, "record", _recorded_by_force)
+    patch.setattr(observing.ObservingTracer, "exchange", lambda self: None)
+    patch.setattr(recording.RecordingTracer, "record", _recorded_by_force)
 
 
-def _recorded_by_force(self: recording.Tracing, work: Any, inputs: Any, finish: Any) -> None:
+def _recorded_by_force(
+    self: recording.RecordingTracer, work: Any, inputs: Any, finish: Any
+) -> None:
     """As it does, with what it did to tensors from outside left there, on either device."""
     record(self, work, inputs, finish)
     with torch.no_grad():
@@ -117,7 +119,7 @@ def _recorded_by_force(self: recording.Tracing, work: Any, inputs: Any, finish: 
                 next(a.tensor for a in step.sources if isinstance(a, steps.Outside)).add_(1)
 
 
-record = recording.Tracing.record
+record = recording.RecordingTracer.record
 
 
 @hazard(17, prefixes_are_run_again)
@@ -139,7 +141,7 @@ def what_comes_after_a_new_value_is_applied_once(device: torch.device) -> None:
 
 
 def hoisted_for_ever(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(segment.Source, "refresh", lambda self: None)
+    patch.setattr(segment.HoistedConstant, "refresh", lambda self: None)
 
 
 @hazard(17, hoisted_for_ever, only="cuda")
@@ -156,7 +158,7 @@ def a_tensor_on_the_host_is_followed(device: torch.device) -> None:
 
 
 def python_is_not_looked_at(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(python_state.Undo, "check", lambda self: None)
+    patch.setattr(python_state.PythonState, "check", lambda self: None)
 
 
 @hazard(17, python_is_not_looked_at)

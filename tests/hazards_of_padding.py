@@ -329,7 +329,7 @@ def as_eager(case: Case, device: torch.device) -> Any:
 
 
 def graphs_are_not_compared(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(family.Kind, "check", lambda self, plan, run, args, kwargs: None)
+    patch.setattr(family.ShapeFamily, "check", lambda self, plan, run, args, kwargs: None)
 
 
 def nothing_is_proved(patch: pytest.MonkeyPatch) -> None:
@@ -339,7 +339,7 @@ def nothing_is_proved(patch: pytest.MonkeyPatch) -> None:
 
 def fillings_are_compared_with_each_other(patch: pytest.MonkeyPatch) -> None:
     """What others do: run the padded call with two fillings, and see whether they agree."""
-    original = sampler.Subject.at
+    original = sampler.CallSampler.at
     graphs_are_not_compared(patch)
 
     def run(self: proof.Prover, verdicts: Any, sizes: Any, thorough: bool) -> str | None:
@@ -534,7 +534,9 @@ def an_output_may_be_an_argument_at_some_sizes(device: torch.device) -> None:
 
 
 def only_the_bucket_s_way_is_followed(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(shape_inference.Traces, "_tell_ways_apart", lambda self, shapes, bucket: None)
+    patch.setattr(
+        shape_inference.ShapeInference, "_tell_ways_apart", lambda self, shapes, bucket: None
+    )
 
 
 @hazard(16, only_the_bucket_s_way_is_followed)
@@ -553,9 +555,9 @@ def a_branch_behind_another_is_seen(device: torch.device) -> None:
 
 
 def values_are_the_sample_s(patch: pytest.MonkeyPatch) -> None:
-    given = sampler.Subject.at
+    given = sampler.CallSampler.at
     patch.setattr(
-        sampler.Subject, "changed", lambda self, sizes, how, generator: given(self, sizes)
+        sampler.CallSampler, "changed", lambda self, sizes, how, generator: given(self, sizes)
     )
 
 
@@ -603,7 +605,7 @@ def large_values_hide_no_others(device: torch.device) -> None:
 
 def aliases_are_of_no_kind(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(dynamic_signature, "_pairs", lambda signature: [])
-    patch.setattr(dynamic_signature.Form, "overlap", False)
+    patch.setattr(dynamic_signature.DynamicSignature, "overlap", False)
 
 
 @hazard(16, aliases_are_of_no_kind)

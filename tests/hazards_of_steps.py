@@ -71,7 +71,7 @@ def nothing(training: Training, index: int) -> None:
 
 
 def holders_are_not_seen(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(captured_step.StepGraph, "_let_holders_keep_theirs", lambda self: None)
+    patch.setattr(captured_step.CapturedStep, "_let_holders_keep_theirs", lambda self: None)
 
 
 @hazard(2, holders_are_not_seen)
@@ -87,7 +87,7 @@ def gradients_that_are_held_outlive_the_next_step(device: torch.device) -> None:
 
 
 def any_gradients_will_do(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(captured_step.StepGraph, "begins_here", lambda self: True)
+    patch.setattr(captured_step.CapturedStep, "begins_here", lambda self: True)
 
 
 @hazard(2, any_gradients_will_do)
@@ -142,7 +142,7 @@ def an_optimizer_begins_at_its_first_step(device: torch.device) -> None:
 
 
 def states_are_not_brought_home(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(optimizers.Home, "intact", lambda self: True)
+    patch.setattr(optimizers.OptimizerMemory, "intact", lambda self: True)
 
 
 @hazard(5, states_are_not_brought_home)

@@ -22,10 +22,16 @@ from torch.utils import _pytree as pytree
 
 from graphwright.calls.signature import switches
 from graphwright.strategies.base import Availability, Built
+from graphwright.tuning.workers.fork_server import CANDIDATE
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, function, tree)
+
+
+def in_a_candidate() -> bool:
+    """Whether this is a process of a candidate's, not the caller's."""
+    return CANDIDATE in os.environ
 
 
 @dataclass(frozen=True)
@@ -301,7 +307,7 @@ def writes_astray(model: nn.Module) -> Callable[..., Any]:
 
 def vandalises(model: nn.Module) -> Callable[..., Any]:
     """Changes what all of a process shares, but for the caller's."""
-    if "_worker" in sys.argv[0]:
+    if in_a_candidate():
         os.environ["VANDAL"] = "1"
         os.chdir("/")
         torch.set_num_threads(1)
@@ -316,7 +322,7 @@ class Spawns:
     hang: bool = False
 
     def __call__(self, model: nn.Module) -> Callable[..., Any]:
-        if "_worker" not in sys.argv[0]:
+        if not in_a_candidate():
             return torch.no_grad()(model)
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
         with open(self.file, "a", encoding="ascii") as handle:
@@ -338,7 +344,7 @@ class Logs:
                 with open(self.file, "a", encoding="ascii") as handle:
                     handle.write(f"{time.monotonic()}\n")
 
-        elsewhere = "_worker" in sys.argv[0]
+        elsewhere = in_a_candidate()
         note()
         time.sleep(3 if elsewhere else 0)
         note()
@@ -370,7 +376,7 @@ class Tells:
     file: str
 
     def __call__(self, model: nn.Module) -> Callable[..., Any]:
-        if "_worker" in sys.argv[0]:
+        if in_a_candidate():
             device = torch.get_default_device()
             found = (switches(), torch.get_num_threads(), torch.is_grad_enabled(), device)
             with open(self.file, "w", encoding="ascii") as handle:
@@ -448,7 +454,7 @@ class Daemonises:
     file: str
 
     def __call__(self, model: nn.Module) -> Callable[..., Any]:
-        if "_worker" in sys.argv[0]:
+        if in_a_candidate():
             command = [sys.executable, "-c", "import time; time.sleep(1000)"]
             child = subprocess.Popen(command, start_new_session=True)
             with open(self.file, "w", encoding="ascii") as handle:

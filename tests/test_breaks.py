@@ -18,9 +18,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright.graphs.captured_call import CallGraph
+from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.cuda.recorder import _CudaSegment
-from graphwright.graphs.segments.tree import Branches
+from graphwright.graphs.segments.tree import SegmentTree
 from graphwright.strategies.base import Built
 from graphwright.strategies.runners import GRAPH
 
@@ -34,10 +34,10 @@ def no_warnings() -> Any:
         yield
 
 
-def branches_of(graphed: Any) -> Branches:
+def branches_of(graphed: Any) -> SegmentTree:
     """The segments of the only graph that is ready."""
     (entry,) = graphed._entries.ready()
-    found: Branches = entry.graph.branches
+    found: SegmentTree = entry.graph.branches
     assert found is not None
     return found
 
@@ -584,7 +584,7 @@ def test_never_means_never(device: torch.device) -> None:
 
 
 def test_a_captured_call_in_segments_has_no_replay(device: torch.device) -> None:
-    graph = CallGraph(decides, (torch.ones(3, 4, device=device),), {}, breaks="auto")
+    graph = CapturedCall(decides, (torch.ones(3, 4, device=device),), {}, breaks="auto")
     graph.warm()
     graph.record()
     same(graph(torch.ones(3, 4, device=device)), decides(torch.ones(3, 4, device=device)))

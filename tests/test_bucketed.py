@@ -23,10 +23,10 @@ from graphwright.calls.snapshots import layout
 from graphwright.graphs.memory import MemoryPool
 from graphwright.shapes import outputs, symbolic
 from graphwright.shapes.dimensions import Dimensions
-from graphwright.shapes.dynamic_signature import Form
-from graphwright.shapes.family import Kind
+from graphwright.shapes.dynamic_signature import DynamicSignature
+from graphwright.shapes.family import ShapeFamily
 from graphwright.shapes.proof import Prover
-from graphwright.shapes.selection import Bucketing
+from graphwright.shapes.selection import BucketSelector
 
 TABLE = pytest.mark.parametrize
 
@@ -164,8 +164,8 @@ def test_attention_can_be_traced_by_its_shape(device: torch.device) -> None:
     case = ACCEPTED["masked attention"]
     fn, arguments = case.fn(device), case.arguments(device, (4, 8))
     dimensions = Dimensions(fn, ["batch", "length"], case.dynamic_shapes)
-    form = Form(dimensions, CallSignature.of(arguments, {}), arguments, {})
-    kind = Kind(fn, form, arguments, {}, pool=gw.MemoryPool())
+    form = DynamicSignature(dimensions, CallSignature.of(arguments, {}), arguments, {})
+    kind = ShapeFamily(fn, form, arguments, {}, pool=gw.MemoryPool())
     with torch.no_grad(), symbolic._AttentionByShape():
         by_shape = symbolic._derive(kind.subject, (4, 8))
         for size in ((4, 8), (3, 5), (2, 1)):
@@ -771,9 +771,9 @@ def kind_of(
     buckets: Any = None,
     dynamic_shapes: Any = BATCH,
     pad: Any = None,
-) -> Kind:
+) -> ShapeFamily:
     sizes = gw.Buckets(**(buckets or {"batch": [4]}))
-    bucketing = Bucketing(
+    bucketing = BucketSelector(
         fn, sizes, dynamic_shapes=dynamic_shapes, pad=pad, split=False, pool=MemoryPool()
     )
     kind, _ = bucketing.kind([], CallSignature.of(args, {}), args, {}, None)

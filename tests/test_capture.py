@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright.graphs.captured_call import CallGraph
-from graphwright.graphs.graph import State
+from graphwright.graphs.captured_call import CapturedCall
+from graphwright.graphs.graph import GraphState
 from graphwright.graphs.journal import Journal
 
 
@@ -25,10 +25,10 @@ class Pair(NamedTuple):
 
 
 def test_a_graph_goes_through_its_states(device: torch.device) -> None:
-    graph = CallGraph(torch.neg, (torch.ones(3, device=device),), {})
-    assert graph.state is State.NEW
+    graph = CapturedCall(torch.neg, (torch.ones(3, device=device),), {})
+    assert graph.state is GraphState.NEW
     graph.warm()
-    assert graph.state is State.WARMING
+    assert graph.state is GraphState.WARMING
     graph.record()
     assert graph.state == "ready"
     assert "neg(3), ready" in repr(graph)

@@ -20,7 +20,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphwright.calls.fingerprint import Key, key_of
+from graphwright.calls.fingerprint import Fingerprint, key_of
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
 from graphwright.tuning import choice_cache
@@ -33,7 +33,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def key(name: str = "a") -> Key:
+def key(name: str = "a") -> Fingerprint:
     return key_of(nn.Identity(), [], "cpu", {}, {"name": name})
 
 
@@ -303,9 +303,10 @@ SETUP = """
 import os, signal, sys, warnings
 from concurrent.futures import ThreadPoolExecutor
 from torch import nn
-from graphwright import choices
-from graphwright.choices import folder, forget, key_of, recall, remember
-from graphwright.report import Report, Row, Status
+from graphwright.calls.fingerprint import key_of
+from graphwright.report.report import Report
+from graphwright.report.result import Row, Status
+from graphwright.tuning.choice_cache import folder, forget, recall, remember
 warnings.simplefilter("error")
 key = key_of(nn.Identity(), [], "cpu", {}, {"name": "a"})
 

@@ -28,9 +28,9 @@ from graphwright.calls.signature import CallSignature
 from graphwright.calls.snapshots import State
 from graphwright.calls.watch import ModuleWatch
 from graphwright.dispatch import fast_path, graphed_callable
-from graphwright.dispatch.graph_cache import Entries
+from graphwright.dispatch.graph_cache import GraphCache
 from graphwright.dispatch.graphed_callable import GraphedCallable
-from graphwright.training.step.captured_step import StepGraph
+from graphwright.training.step.captured_step import CapturedStep
 
 PLAN = plan()
 PAIRS = [pytest.param(*pair, id=f"{pair[0]}-in-{pair[1]}") for pair in PLAN]
@@ -122,8 +122,8 @@ def the_audit_of_weights_is_left_out(patch: pytest.MonkeyPatch) -> None:
 
 @planted("graph", "buckets")
 def graphs_of_another_state_answer(patch: pytest.MonkeyPatch) -> None:
-    find = Entries.state
-    patch.setattr(Entries, "state", lambda self: self._states[0] if self._states else find(self))
+    find = GraphCache.state
+    patch.setattr(GraphCache, "state", lambda self: self._states[0] if self._states else find(self))
 
 
 @planted()
@@ -161,7 +161,7 @@ def tuning_puts_nothing_back(patch: pytest.MonkeyPatch) -> None:
 
 @planted("graph_step")
 def steps_are_not_looked_over(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(StepGraph, "is_current", lambda self: True)
+    patch.setattr(CapturedStep, "is_current", lambda self: True)
 
 
 @pytest.mark.slow

@@ -865,7 +865,7 @@ def test_rows_that_are_masked_altogether_are_eagers(
 
 
 def test_masks_that_turn_out_otherwise_stay(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphwright.calls.snapshots.same_bits", lambda a, b: False)
+    monkeypatch.setattr("graphwright.fusion.passes.attention.same_bits", lambda a, b: False)
     x, mask = torch.randn(2, 3, 4, 4), torch.ones(4, 4, dtype=torch.bool)
     model = Model(lambda self, x, mask: F.scaled_dot_product_attention(x, x, x, mask))
     assert after(model, (x, mask), MASKS)[0] == []

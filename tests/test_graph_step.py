@@ -32,7 +32,7 @@ from training_steps import (
 )
 
 import graphwright as gw
-from graphwright.training.step.builder import Workings
+from graphwright.training.step.builder import StepBuilder
 from graphwright.training.step.graphed_step import GraphedStep
 
 STEPS = 200
@@ -510,13 +510,13 @@ def test_a_kind_of_batch_that_cannot_be_captured_is_tried_once(
         return loss * loss.item() if len(x) == 3 else loss
 
     x, y = next(rows(device))
-    graphed, capture, tried = gw.graph_step(step, (x, y)), Workings.capture, []
+    graphed, capture, tried = gw.graph_step(step, (x, y)), StepBuilder.capture, []
 
     def counted(*args: Any) -> Any:
         tried.append(1)
         return capture(*args)
 
-    monkeypatch.setattr(Workings, "capture", counted)
+    monkeypatch.setattr(StepBuilder, "capture", counted)
     with pytest.warns(RuntimeWarning, match="cannot be captured"):
         graphed(x[:3], y[:3])
     for _ in range(4):

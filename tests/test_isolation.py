@@ -200,7 +200,7 @@ def test_the_one_that_ends_the_nursery_is_told_from_the_others_of_its_group() ->
 
 
 def test_what_exceeds_its_share_alone_is_tried_with_all_of_it() -> None:
-    limits = gw.isolation.Limits(5.0, 800 << 20, shared=True)
+    limits = gw.tuning.workers.pool.Limits(5.0, 800 << 20, shared=True)
     assert limits.among(4).host_bytes == 200 << 20
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)

@@ -18,7 +18,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from graphwright.calls.fingerprint import Key, _Words, key_of
+from graphwright.calls.fingerprint import Fingerprint, _Words, key_of
 from graphwright.calls.modules import FunctionModule
 from graphwright.calls.signature import describe
 from graphwright.errors import SignatureError
@@ -75,7 +75,7 @@ def key(
     options: dict[str, Any] | None = None,
     environment: dict[str, str] | None = None,
     **kwargs: Any,
-) -> Key:
+) -> Fingerprint:
     call = (args or (torch.ones(2, 4),), kwargs)
     return key_of(
         model or net(),
@@ -86,13 +86,13 @@ def key(
     )
 
 
-def changed(change: Callable[[Any], Any]) -> Key:
+def changed(change: Callable[[Any], Any]) -> Fingerprint:
     model = net()
     change(model)
     return key(model)
 
 
-def rewritten(old: str, new: str) -> Key:
+def rewritten(old: str, new: str) -> Fingerprint:
     assert SOURCE.count(old) == 1
     return key(net(SOURCE.replace(old, new)))
 
@@ -102,7 +102,7 @@ def other_defaults(model: Any) -> None:
     forward.__defaults__ = (2,)
 
 
-OTHERS: dict[str, Callable[[], Key]] = {
+OTHERS: dict[str, Callable[[], Fingerprint]] = {
     "a layer more": lambda: changed(lambda m: m.add_module("more", nn.ReLU())),
     "a layer replaced by none": lambda: changed(lambda m: m.register_module("drop", None)),
     "another width": lambda: key(net(width=16)),
@@ -179,7 +179,7 @@ def test_key_changes_with_the_device() -> None:
 
 
 def test_equal_devices_share_a_key() -> None:
-    def on(index: int) -> Key:
+    def on(index: int) -> Fingerprint:
         model = nn.Identity()
         model.home = torch.device("cuda", index)
         return key_of(model, [], torch.device("cuda", index), {}, {})
@@ -244,7 +244,7 @@ def test_parts_are_json_that_tells_what_differs() -> None:
 
 
 def test_parts_hold_no_values_of_tensors() -> None:
-    def frozen(value: float) -> Key:
+    def frozen(value: float) -> Fingerprint:
         model = nn.BatchNorm1d(2).eval()
         model.weight.data.fill_(value)
         return key(torch.jit.freeze(torch.jit.script(model)), torch.full((2, 2), value))
@@ -285,7 +285,7 @@ class Odd:
 
 
 def test_what_cannot_be_described_gives_its_type() -> None:
-    def holding(value: Any) -> Key:
+    def holding(value: Any) -> Fingerprint:
         model = nn.Identity()
         model.held = value
         return key(model)
@@ -301,7 +301,7 @@ def test_what_leads_back_to_itself_has_an_end() -> None:
     def again(x: torch.Tensor, n: int = 2) -> torch.Tensor:
         return x if n == 0 else again(x, n - 1)
 
-    def deeper(levels: int) -> Key:
+    def deeper(levels: int) -> Fingerprint:
         return key(model) if levels == 0 else deeper(levels - 1)
 
     model = FunctionModule(again)
@@ -337,8 +337,8 @@ PRINTING = """
 if __name__ == "__main__":
     import sys
     sys.modules["net"], Net.__module__ = sys.modules["__main__"], "net"
-    from graphwright.keys import key_of
-    from graphwright.watch import FunctionModule
+    from graphwright.calls.fingerprint import key_of
+    from graphwright.calls.modules import FunctionModule
     names = {"tf32", "bf16", "fp16"}
     model = Net().eval()
     print(key_of(model, [((torch.ones(2, 4),), {"flag": 1})], "cpu", {}, {"a": names}).digest)
@@ -403,7 +403,7 @@ class Net(nn.Module):
 """
 
 
-def using(helpers: str = HELPERS, source: str = USING) -> Key:
+def using(helpers: str = HELPERS, source: str = USING) -> Fingerprint:
     module = types.ModuleType("helpers")
     exec(compile(helpers, "helpers.py", "exec"), vars(module))
     before = sys.modules.get("helpers")
@@ -440,7 +440,7 @@ def test_key_is_the_same_for_helpers_that_are_not_named() -> None:
 
 
 def test_helpers_of_a_plain_function_are_followed() -> None:
-    def of(source: str) -> Key:
+    def of(source: str) -> Fingerprint:
         return key(FunctionModule(loaded(source).own))
 
     source = "def first(x):\n    return x + 1\n\ndef own(x):\n    return first(x)\n"
@@ -449,7 +449,7 @@ def test_helpers_of_a_plain_function_are_followed() -> None:
 
 
 def test_helpers_that_lead_on_and_on_have_an_end() -> None:
-    def chain(last: str) -> Key:
+    def chain(last: str) -> Fingerprint:
         lines = [f"def f{n}(x):\n    return f{n + 1}(x), f{n // 2}(x)\n" for n in range(3000)]
         return key(FunctionModule(loaded("".join(lines) + last).f0))
 

@@ -355,7 +355,7 @@ def test_the_weights_are_those_of_the_export(device: torch.device, tmp_path: Pat
 LOADS = """
 import sys, torch
 from pathlib import Path
-from graphwright.strategies.onnxruntime import ONNXRUNTIME
+from graphwright.strategies.onnxruntime.strategy import ONNXRUNTIME
 folder = Path(sys.argv[1])
 sample = torch.load(folder / "sample.pt")
 built = ONNXRUNTIME.load(folder / "saved", {}, sample["args"], sample["kwargs"])
@@ -483,7 +483,7 @@ def test_a_build_without_cuda_is_told_from_no_build(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_reported_to_its_makers(tmp_path: Path) -> None:
-    source = "from graphwright.strategies.onnxruntime import ONNXRUNTIME as it; import os, torch; "
+    source = "from graphwright.strategies.onnxruntime.strategy import ONNXRUNTIME as it; import os, torch; "
     source += "assert it.probe(torch.device('cpu')).available; "
     source += "assert 'ORT_DISABLE_TELEMETRY' not in os.environ"
     places = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
@@ -497,7 +497,7 @@ def test_nothing_is_reported_to_its_makers(tmp_path: Path) -> None:
 
 DROPS = """
 import gc, sys, torch
-from graphwright.strategies.onnxruntime import ONNXRUNTIME
+from graphwright.strategies.onnxruntime.strategy import ONNXRUNTIME
 device = sys.argv[1]
 model, x = torch.nn.RNN(8, 16).eval().to(device), torch.randn(50, 2, 8, device=device)
 with torch.no_grad():

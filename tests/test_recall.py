@@ -111,14 +111,15 @@ def test_an_interrupted_run_is_not_remembered() -> None:
 SCRIPT = """
 import sys
 sys.path[:0] = {path!r}
-import graphwright.measurement, torch
+import graphwright.evaluation.measurement, torch
 from planted import Small
 import graphwright as gw
-gw.measurement.WARMUP_S = gw.tuner.SCREENING_S = gw.tuner.FINAL_S_EACH = 0.0
+gw.evaluation.measurement.WARMUP_S = 0.0
+gw.tuning.tuner.SCREENING_S = gw.tuning.tuner.FINAL_S_EACH = 0.0
 while True:
     x = torch.randn(4, 16)
     gw.tune(Small().eval(), (x,), strategies=["eager:no_grad"], isolate=False)
-    for entry in gw.choices.folder().glob("*.json"):
+    for entry in gw.tuning.choice_cache.folder().glob("*.json"):
         entry.unlink(missing_ok=True)
     print("tuned", flush=True)
 """

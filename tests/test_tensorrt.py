@@ -97,7 +97,7 @@ def test_an_import_that_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     stands_in(monkeypatch, torch.__version__)
     monkeypatch.setitem(sys.modules, "torch_tensorrt", None)
     model, x = nn.Linear(2, 2), torch.randn(1, 2)
-    monkeypatch.setattr("graphwright.strategies.base.tiny_model", lambda device: (model, x))
+    monkeypatch.setattr("graphwright.strategies.tensorrt.tiny_model", lambda device: (model, x))
     found = TENSORRT.probe(GPU)
     assert not found.available
     assert "cannot be imported: ModuleNotFoundError" in found.reason

@@ -17,7 +17,7 @@ from graphwright.report.markdown import to_markdown
 from graphwright.report.report import Report
 from graphwright.report.result import Status
 from graphwright.shapes.dimensions import within
-from graphwright.tuning.bucketed_request import BucketedCall
+from graphwright.tuning.bucketed_request import BucketedRequest
 from graphwright.tuning.request import Request
 
 
@@ -348,7 +348,7 @@ def test_the_call_that_repeats_a_strategy_has_the_same_buckets() -> None:
 )
 def test_a_range_is_verified_between_its_ends(buckets: gw.Buckets, least: int) -> None:
     dims = [Dim(name, max=200) for name in buckets.names]
-    call = BucketedCall(
+    call = BucketedRequest(
         nn.Identity(),
         (torch.randn(*[5] * len(dims)),),
         {},

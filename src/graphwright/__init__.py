@@ -36,8 +36,8 @@ from .graphs.graph import Graph as Graph
 from .graphs.memory import GraphMemory as GraphMemory
 from .graphs.memory import MemoryPool as MemoryPool
 from .graphs.memory import Prediction as Prediction
-from .ops.custom import extension as extension
 from .ops.custom.extension import Extension as Extension
+from .ops.custom.extension import extension as extension
 from .ops.custom.triton_operator import triton_op as triton_op
 from .report.report import Report as Report
 from .shapes.buckets import Buckets as Buckets

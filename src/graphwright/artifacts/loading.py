@@ -37,7 +37,7 @@ from ..report.result import EAGER
 from ..strategies.base import Built, Candidate, Loader
 from ..strategies.registry import LOSSY, parse_candidates
 from . import container, evidence, padding_plans
-from .padded_calls import Filling, StoredFilling, Tuned
+from .padded_calls import PaddedCalls, StoredPaddedCalls, Tuned
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
 from .tuned_module import Absent, Origin, TunedModule, assembled
 
@@ -378,7 +378,7 @@ class _Loading:
         calls = [sample.call for sample in samples]
         return eager, [eager.build(self.module, call.args, call.kwargs) for call in calls]
 
-    def _filling(self, samples: Sequence[Sample]) -> Callable[[list[Tuned]], Filling] | None:
+    def _filling(self, samples: Sequence[Sample]) -> Callable[[list[Tuned]], PaddedCalls] | None:
         """Makes what answers calls between the buckets, where that was saved."""
         if padding_plans.FILE not in self.facts["members"]:
             return None
@@ -386,7 +386,7 @@ class _Loading:
             self.notes.append("calls between the buckets are not filled up: that was proved there")
             return None
         plans = padding_plans.read(self.folder, samples)
-        return functools.partial(StoredFilling, plans, module=self.module)
+        return functools.partial(StoredPaddedCalls, plans, module=self.module)
 
     def _tuned(
         self, candidate: Candidate, builts: list[Built], samples: list[Sample]

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..calls.signature import Args, CallSignature, Kwargs, are_plain, flatten, quick_key, unflatten
 from ..calls.watch import ModuleWatch
 from ..errors import GraphwrightError, first_line
-from ..shapes.padding import Plan, Sizes
+from ..shapes.padding import PaddingPlan, Sizes
 
 # What was built for a call, and for which.
 Tuned = tuple[CallSignature, Callable[..., Any]]
@@ -27,12 +27,12 @@ _MAX_KNOWN = 1 << 14
 class Known:
     """A way to answer calls of some shapes, if their strides are these."""
 
-    plan: Plan
+    plan: PaddingPlan
     tuned: Tuned
     strides: tuple[tuple[int, ...], ...]
 
 
-class Filling:
+class PaddedCalls:
     """Answers calls that fit no bucket exactly by what was built for a larger one.
 
     Args:
@@ -84,7 +84,7 @@ class Filling:
 
         return answer
 
-    def plans(self) -> dict[Shapes, tuple[Plan, int]]:
+    def plans(self) -> dict[Shapes, tuple[PaddingPlan, int]]:
         """How calls are filled up and to which bucket, by the shapes of the calls: for `save`."""
         raise NotImplementedError
 
@@ -92,7 +92,7 @@ class Filling:
         raise NotImplementedError
 
 
-class StoredFilling(Filling):
+class StoredPaddedCalls(PaddedCalls):
     """By plans that were proved where they come from.
 
     Args:
@@ -103,7 +103,7 @@ class StoredFilling(Filling):
 
     def __init__(
         self,
-        plans: Mapping[Shapes, tuple[Plan, int]],
+        plans: Mapping[Shapes, tuple[PaddingPlan, int]],
         table: Sequence[Tuned],
         module: nn.Module,
     ) -> None:
@@ -111,7 +111,7 @@ class StoredFilling(Filling):
         self._plans = dict(plans)
         self._table = list(table)
 
-    def plans(self) -> dict[Shapes, tuple[Plan, int]]:
+    def plans(self) -> dict[Shapes, tuple[PaddingPlan, int]]:
         return dict(self._plans)
 
     def _find(self, args: Args, kwargs: Kwargs) -> Known | str:

@@ -17,12 +17,12 @@ import torch
 from ..calls.signature import flatten
 from ..errors import ArtifactError
 from ..evaluation.reference import Sample
-from ..shapes.padding import Cut, Factors, Geometry, Plan
+from ..shapes.padding import Cut, Factors, Geometry, PaddingPlan
 from .padded_calls import Shapes
 
 FILE = "between.json"
 # By the shapes of calls: how each is filled up, and to which bucket.
-Plans = Mapping[Shapes, tuple[Plan, int]]
+Plans = Mapping[Shapes, tuple[PaddingPlan, int]]
 
 
 def write(folder: Path, plans: Plans, samples: Sequence[Sample]) -> None:
@@ -59,7 +59,7 @@ def read(folder: Path, samples: Sequence[Sample]) -> Plans:
             if any(type(value) not in (bool, int, float) for value in fills):
                 raise ValueError("it fills up with what is no number")
             sizes, bucket = map(_whole, each["sizes"])
-            plan = Plan(sizes, bucket, widths, fills, tuple(map(_cut, each["cuts"])))
+            plan = PaddingPlan(sizes, bucket, widths, fills, tuple(map(_cut, each["cuts"])))
             problem = _problem(plan, call, samples[place])
             if problem is not None:
                 raise ValueError(problem)
@@ -69,7 +69,7 @@ def read(folder: Path, samples: Sequence[Sample]) -> Plans:
     return plans
 
 
-def _problem(plan: Plan, call: Shapes, sample: Sample) -> str | None:
+def _problem(plan: PaddingPlan, call: Shapes, sample: Sample) -> str | None:
     """How a plan does not go with the bucket's call and its results, in words; None if it does."""
     leaves, _ = flatten(sample.call.args, sample.call.kwargs)
     outputs = [*sample.reference.cases[0].eager.outputs.values()]

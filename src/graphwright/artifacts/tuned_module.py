@@ -36,7 +36,7 @@ from ..report.result import EAGER
 from ..strategies.base import Built, Candidate
 
 if TYPE_CHECKING:
-    from .padded_calls import Filling
+    from .padded_calls import PaddedCalls
 
 
 def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any]:
@@ -133,7 +133,7 @@ class _Choice:
         watch: ModuleWatch | None,
         pure: bool,
         quiet: bool,
-        filled: Filling | None,
+        filled: PaddedCalls | None,
         shortcuts: Sequence[Shortcut],
         origin: Origin | None,
         loaded: Sequence[str],
@@ -161,7 +161,7 @@ class _Choice:
         return None
 
     def filling(
-        self, filled: Filling, args: Args, kwargs: Kwargs
+        self, filled: PaddedCalls, args: Args, kwargs: Kwargs
     ) -> tuple[str, Callable[..., Any] | None]:
         """What answers a call between the buckets; else the kind of reason why nothing does."""
         change = filled.outdated()
@@ -252,7 +252,7 @@ class TunedModule(ModuleProxy):
         watch: ModuleWatch | None = None,
         pure: bool = False,
         quiet: bool = True,
-        filled: Filling | None = None,
+        filled: PaddedCalls | None = None,
         shortcuts: Sequence[Shortcut] = (),
         origin: Origin | None = None,
         loaded: Sequence[str] = (),
@@ -378,7 +378,7 @@ def assembled(
     *,
     pure: bool,
     quiet: bool,
-    filling: Callable[[list[tuple[CallSignature, Callable[..., Any]]]], Filling] | None = None,
+    filling: Callable[[list[tuple[CallSignature, Callable[..., Any]]]], PaddedCalls] | None = None,
     loaded: Sequence[str] = (),
     audit: int | None = None,
 ) -> TunedModule:

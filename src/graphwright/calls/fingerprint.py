@@ -47,7 +47,7 @@ _ITS_OWN = re.compile(r"(?s)___torch_mangle_\d+\.|(?<=\) = prim::Constant)\[valu
 
 
 @dataclass(frozen=True)
-class Key:
+class Fingerprint:
     """What a choice belongs to. Keys are equal where all parts are; `parts` are plain JSON."""
 
     digest: str
@@ -60,7 +60,7 @@ def key_of(
     device: torch.device | str,
     environment: Mapping[str, str],
     options: Mapping[str, Any],
-) -> Key:
+) -> Fingerprint:
     """The key of a choice, the same in every process.
 
     It covers a module's structure and modes; the code of its classes, and of helper functions that
@@ -88,7 +88,7 @@ def key_of(
         "options": {name: words.value(value) for name, value in options.items()},
         "objects": words.objects,
     }
-    return Key(digest_of(parts), parts)
+    return Fingerprint(digest_of(parts), parts)
 
 
 def digest_of(data: Any) -> str:

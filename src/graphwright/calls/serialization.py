@@ -306,7 +306,7 @@ def _holds_object(value: Json) -> bool:
 
 
 @dataclass(frozen=True)
-class Row:
+class TreeTemplate:
     """A tree without its tensors: their slots among its leaves, where it has None, and the rest."""
 
     leaves: tuple[Any, ...]
@@ -314,7 +314,7 @@ class Row:
     spec: pytree.TreeSpec
 
     @classmethod
-    def of(cls, leaves: Sequence[Any], spec: pytree.TreeSpec) -> Row:
+    def of(cls, leaves: Sequence[Any], spec: pytree.TreeSpec) -> TreeTemplate:
         """Take the tensors out of a flattened tree."""
         slots = tuple(i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor))
         rest = (None if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
@@ -337,7 +337,7 @@ class Row:
         return {"leaves": leaves, "slots": [*self.slots], "tree": tree_text(self.spec)}
 
     @classmethod
-    def read(cls, known: Mapping[str, Json]) -> Row:
+    def read(cls, known: Mapping[str, Json]) -> TreeTemplate:
         """What `written` gave.
 
         Raises:

@@ -20,7 +20,7 @@ from ..calls.modules import FunctionModule
 from ..calls.signature import argument_names, flatten, refuse_weights
 from ..errors import CaptureError, ModelFailed, OptionError, SignatureError, first_line, user_frame
 from ..graphs.conditions import capturing_seems_on, collection_off
-from ..graphs.python_state import Undo
+from ..graphs.python_state import PythonState
 from ..graphs.warmup import same_when_told
 from . import obstacles
 from .finding import Finding as Finding
@@ -106,7 +106,7 @@ class _Checker:
             refuse_weights(self._module)
         except SignatureError as error:
             raise ModelFailed(error.what, remedy=error.remedy) from error
-        undo = Undo(self._module)
+        undo = PythonState(self._module)
         caches = sizes_of_caches() if self._pretend else {}
         seeded = torch.random.get_rng_state()
         try:
@@ -259,7 +259,7 @@ class _Checker:
         except CaptureError as error:
             self._found.add(obstacles.OTHERWISE, Place(), "", error.what)
 
-    def _randomness(self, undo: Undo) -> None:
+    def _randomness(self, undo: PythonState) -> None:
         """Python's and NumPy's random numbers whose draw was not seen."""
         if any(f.kind == obstacles.HOST_RANDOM.name for f in self._found.all()):
             return

@@ -16,7 +16,7 @@ from .suggestions import chosen_on_the_gpu, made_once
 
 
 @dataclass(frozen=True)
-class Kind:
+class Obstacle:
     """A kind of obstacle.
 
     Attributes:
@@ -44,192 +44,192 @@ B, K, H, F, S = (
     Severity.SLOW,
 )
 
-READ = Kind(
+READ = Obstacle(
     "read",
     K,
     "{operation} reads a value of a tensor on the GPU: the host waits for it.",
     "Compute with tensors instead, or read it outside the captured call.",
 )
-CONDITION = Kind(
+CONDITION = Obstacle(
     "read",
     K,
     "{operation} decides by a value of a tensor on the GPU: the host waits for it.",
     "Compute both ways and choose on the GPU, or decide outside the captured call.",
     propose=chosen_on_the_gpu,
 )
-TRANSFER = Kind(
+TRANSFER = Obstacle(
     "copy to the host",
     K,
     "{operation} copies a tensor from the GPU to the host.",
     "Copy outside the captured call.",
 )
-SHAPE = Kind(
+SHAPE = Obstacle(
     "dynamic shape",
     K,
     "{operation} gives a tensor whose shape depends on values: the host waits for its size.",
     "Use an operation of fixed shape: torch.where, masked_fill, a sum over a mask.",
 )
-NONZERO = Kind(
+NONZERO = Obstacle(
     "dynamic shape",
     K,
     SHAPE.what,
     "Give an upper bound of how many there are.",
     "torch.nonzero_static(mask, size=N)",
 )
-REPEAT = Kind(
+REPEAT = Obstacle(
     "dynamic shape",
     K,
     SHAPE.what,
     "Say how long the result is.",
     "torch.repeat_interleave(x, repeats, output_size=N)",
 )
-MASKED_WRITE = Kind(
+MASKED_WRITE = Obstacle(
     "dynamic shape",
     K,
     "{operation} writes to the places of a mask: the host waits for how many there are.",
     "Choose on the GPU.",
     "x = torch.where(mask, values, x)",
 )
-CONSTANT_COPY = Kind(
+CONSTANT_COPY = Obstacle(
     "copy of a constant",
     H,
     "{operation} copies a constant from ordinary host memory to the GPU in every call.",
     "Make it on the GPU, once.",
     propose=lambda expression, source: made_once(expression),
 )
-CHANGING_COPY = Kind(
+CHANGING_COPY = Obstacle(
     "copy of a host value",
     K,
     "{operation} copies what the host has computed anew to the GPU; a graph would keep the first.",
     "Pass it to the call as an argument that is on the GPU, or compute it there.",
 )
-INPUT_COPY = Kind(
+INPUT_COPY = Obstacle(
     "copy of an input",
     B,
     "{operation} copies an argument from the host to the GPU inside the call.",
     "Copy it before the call.",
     "x = x.to(device, non_blocking=True)  # before the call; x pinned",
 )
-PINNED_COPY = Kind(
+PINNED_COPY = Obstacle(
     "copy from pinned memory",
     F,
     "{operation} copies from pinned memory: each replay reads it again, whatever is there by then.",
     "Copy before the call, or keep that memory and fill it.",
 )
-MIXED = Kind(
+MIXED = Obstacle(
     "mixed devices",
     B,
     "{operation} is given tensors on the GPU and on the host; on a GPU it raises.",
     "Move them to one device: x.to(y.device) before the call, or a buffer.",
 )
-WAIT = Kind(
+WAIT = Obstacle(
     "synchronisation",
     B,
     "{operation} waits for the GPU, which cannot be captured.",
     "Leave it out: whoever calls can wait.",
 )
-STREAM = Kind(
+STREAM = Obstacle(
     "streams and events",
     S,
     "{operation} uses streams or events; they are captured if they fork from the stream of the "
     "capture and join it again.",
     "Begin with side.wait_stream(current) and end with current.wait_stream(side).",
 )
-NESTED = Kind(
+NESTED = Obstacle(
     "nested capture",
     B,
     "{operation} captures or replays a graph inside the call.",
     "Capture the outer call alone.",
 )
-LAYOUT = Kind(
+LAYOUT = Obstacle(
     "memory",
     B,
     "{detail}",
     "Use dense tensors, and make new ones instead of giving them other memory.",
 )
-INPUT_WRITE = Kind(
+INPUT_WRITE = Obstacle(
     "in-place change",
     S,
     "{operation} writes to {detail}: it is copied back after each replay.",
     "Return what is new instead, if nobody needs it in place.",
 )
-STATE_WRITE = Kind(
+STATE_WRITE = Obstacle(
     "in-place change",
     S,
     "{operation} writes to {detail}: each replay does so too, after all checks instead of beside "
     "them.",
     "Leave it out of inference, if it is not meant.",
 )
-CLOCK = Kind(
+CLOCK = Obstacle(
     "clock",
     F,
     "{operation} is asked once: replays keep the answer.",
     "Take the time where the graph is called.",
 )
-HOST_RANDOM = Kind(
+HOST_RANDOM = Obstacle(
     "host randomness",
     F,
     "{operation} draws random numbers on the host: replays keep the first ones.",
     "Draw on the GPU; such draws differ from replay to replay and follow the seed.",
     "torch.rand((), device=x.device)",
 )
-GENERATOR = Kind(
+GENERATOR = Obstacle(
     "generator",
     H,
     "{operation} draws from a generator of its own, which a plain capture does not know.",
     "graphwright registers it; by hand: graph.register_generator_state(generator).",
 )
-STATE = Kind(
+STATE = Obstacle(
     "changing state",
     F,
     "{detail}",
     "Pass it in and return it as a tensor, or update it where the graph is called.",
 )
-SCALAR = Kind(
+SCALAR = Obstacle(
     "changing number",
     F,
     "{operation} is given other numbers by Python in each run ({detail}): replays keep the first.",
     "Pass them as tensors on the GPU.",
 )
-SEQUENCE = Kind(
+SEQUENCE = Obstacle(
     "other operations",
     B,
     "The operations of two runs of the same call differ from {operation} on ({detail}).",
     "Let no state of Python decide what is computed.",
 )
-HOOK = Kind(
+HOOK = Obstacle(
     "hook",
     F,
     "{operation} is Python that runs in each call; replays repeat only its work on the GPU.",
     "Remove it before the capture, or keep it to work on tensors.",
 )
-SMALL = Kind(
+SMALL = Obstacle(
     "small",
     S,
     "The call runs {detail}: a graph hardly pays for its launch and copies.",
     "Capture a larger part of the model.",
 )
-FAILS = Kind(
+FAILS = Obstacle(
     "another way",
     B,
     "The call works by itself and fails once it is told that it is on a GPU and being captured: "
     "{detail}.",
     "It asks for the device, or torch.cuda.is_current_stream_capturing(), and takes another way.",
 )
-OTHERWISE = Kind(
+OTHERWISE = Obstacle(
     "another way",
     F,
     "{detail}",
     "It asks torch.cuda.is_current_stream_capturing(), and so does transformers for attention "
     "masks: try attn_implementation='eager', or pass the mask explicitly.",
 )
-VARIES = Kind(
+VARIES = Obstacle(
     "changing state",
     F,
     "The call returns something else in each run, for a reason that is not seen.",
     "Look for a state that it keeps outside of tensors: a global, an iterator, a generator.",
 )
-SEED = Kind(
+SEED = Obstacle(
     "seeding",
     B,
     "{operation} sets the generators inside the call, which cannot be captured.",
@@ -243,7 +243,7 @@ class Found:
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], Finding] = {}
 
-    def add(self, kind: Kind, place: Place, operation: str, detail: str = "") -> None:
+    def add(self, kind: Obstacle, place: Place, operation: str, detail: str = "") -> None:
         """Note an obstacle."""
         key = kind.name, kind.severity, operation, place, detail
         known = self._found.get(key)
@@ -263,7 +263,7 @@ class Found:
             place,
         )
 
-    def change(self, place: Place, operation: str, kind: Kind, other: Kind) -> None:
+    def change(self, place: Place, operation: str, kind: Obstacle, other: Obstacle) -> None:
         """What was taken for one kind is another."""
         key = kind.name, kind.severity, operation, place, ""
         if key in self._found:

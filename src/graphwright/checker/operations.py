@@ -17,7 +17,7 @@ from ..errors import CaptureError
 from ..graphs.journal import Journal
 from . import obstacles
 from .finding import Place, place_of
-from .obstacles import Found, Kind
+from .obstacles import Found, Obstacle
 from .placement import Origin, Side, Sides
 
 _SPOKEN = {
@@ -95,7 +95,7 @@ class Observer(Journal):
         self._names = names
         self._silent = 0
 
-    def report(self, kind: Kind, operation: str = "", detail: str = "") -> None:
+    def report(self, kind: Obstacle, operation: str = "", detail: str = "") -> None:
         """Note an obstacle at the place in the user's code that is being run."""
         if not self._silent:
             self.found.add(kind, place_of(sys._getframe(1)), operation, detail)

@@ -18,10 +18,10 @@ from torch import nn
 from torch.nn.modules import module as nn_module
 
 from ..dispatch.graphed_callable import GraphedCallable
-from ..graphs.captured_call import CallGraph
+from ..graphs.captured_call import CapturedCall
 from . import obstacles
 from .finding import Place, is_direct, place_of, place_of_code
-from .obstacles import Found, Kind
+from .obstacles import Found, Obstacle
 
 _CLOCKS = {
     time.time,
@@ -124,7 +124,7 @@ def cuda_watched(found: Found, *, pretend: bool) -> Iterator[None]:
 
         seeded = torch.manual_seed
         put(torch, "manual_seed", seeds)
-        for owner, name in ((GraphedCallable, "call"), (CallGraph, "__call__")):
+        for owner, name in ((GraphedCallable, "call"), (CapturedCall, "__call__")):
             put(owner, name, _nested(getattr(owner, name), found))
         if not pretend:
             watched(torch.cuda, "synchronize", "torch.cuda.synchronize")
@@ -179,7 +179,7 @@ def clear_what_grew(before: dict[int, tuple[Any, int]]) -> None:
             cache.cache_clear()
 
 
-def hooks_of(module: nn.Module) -> Iterator[tuple[Kind, Place, str]]:
+def hooks_of(module: nn.Module) -> Iterator[tuple[Obstacle, Place, str]]:
     """The forward hooks that the user's own code has put on modules."""
     holders = [
         (f"a forward hook of {type(child).__name__}{f' ({path})' if path else ''}", holder)

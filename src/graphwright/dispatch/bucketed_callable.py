@@ -30,10 +30,10 @@ from ..graphs.turns import Busy
 from ..report.progress import Progress
 from ..shapes.buckets import PADDING, Buckets
 from ..shapes.dimensions import portable
-from ..shapes.family import Kind
-from ..shapes.padding import Plan
-from ..shapes.selection import Bucketing
-from .graph_cache import Entry
+from ..shapes.family import ShapeFamily
+from ..shapes.padding import PaddingPlan
+from ..shapes.selection import BucketSelector
+from .graph_cache import CacheEntry
 from .graphed_callable import SHARED, UNCAPTURED, Asked, GraphedCallable, Miss, compare, name_of
 from .statistics import Tally
 
@@ -45,8 +45,8 @@ _MAX_FAILURES = 3
 class _Filled:
     """Calls of one form that a bucket's graph answers, filled up."""
 
-    entry: Entry
-    plan: Plan
+    entry: CacheEntry
+    plan: PaddingPlan
     strides: tuple[tuple[int, ...], ...]
     names: tuple[str, ...]
     positional: int
@@ -72,7 +72,7 @@ class BucketedCallable(GraphedCallable):
                 "keeps those of one.",
                 remedy="Leave one of the two out.",
             )
-        self._bucketing = Bucketing(
+        self._bucketing = BucketSelector(
             fn, buckets, dynamic_shapes=dynamic_shapes, pad=pad, split=split, pool=self.pool
         )
         if len(buckets.points) > self._max_graphs:
@@ -81,7 +81,7 @@ class BucketedCallable(GraphedCallable):
                 remedy="Raise max_graphs, or take fewer buckets.",
             )
         self._tally = Tally(buckets.names)
-        self._recent_bucket: Entry | None = None
+        self._recent_bucket: CacheEntry | None = None
         self._failures = 0
 
     def _unknown(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
@@ -137,7 +137,9 @@ class BucketedCallable(GraphedCallable):
             return self._exactly(asked, sizes)
         return self._fill_up(asked, kind, plan, leaves)
 
-    def _fill_up(self, asked: Asked, kind: Kind, plan: Plan, leaves: Sequence[Any]) -> Any:
+    def _fill_up(
+        self, asked: Asked, kind: ShapeFamily, plan: PaddingPlan, leaves: Sequence[Any]
+    ) -> Any:
         """Fill a call up for the first time, and remember how for calls of its shapes."""
         args, kwargs = asked.args, asked.kwargs
         values = plan.pad(leaves)
@@ -236,7 +238,7 @@ class BucketedCallable(GraphedCallable):
     def _in_chunks(
         self,
         asked: Asked,
-        kind: Kind,
+        kind: ShapeFamily,
         name: str,
         parts: Sequence[int],
         joints: Sequence[int | None],
@@ -269,7 +271,7 @@ class BucketedCallable(GraphedCallable):
             raise self._padding_error(why)
         return super()._missed(kind, why, args, kwargs, sizes)
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: CacheEntry) -> None:
         super()._forget(entry)
         if self._recent_bucket is entry:
             self._recent_bucket = None
@@ -287,7 +289,7 @@ class BucketedCallable(GraphedCallable):
         grad = self._entries.grad_mode()
         calls: list[tuple[Args, Kwargs]] = []
         sizes: list[tuple[int, ...]] = []
-        owners: list[Kind] = []
+        owners: list[ShapeFamily] = []
         for args, kwargs in wanted:
             try:
                 signature = CallSignature.of(args, kwargs)
@@ -318,7 +320,7 @@ class BucketedCallable(GraphedCallable):
                 entry.sizes = bucket
                 self._check(kind, bucket, entry)
 
-    def _check(self, kind: Kind, bucket: tuple[int, ...], entry: Entry) -> None:
+    def _check(self, kind: ShapeFamily, bucket: tuple[int, ...], entry: CacheEntry) -> None:
         """Compare the graph of a bucket, filled up, with eager, before it is first used."""
         served = list(self._bucketing.served(bucket))
         if not served or not entry.pure or kind.is_checked(bucket):
@@ -326,7 +328,7 @@ class BucketedCallable(GraphedCallable):
         sizes = served[len(served) // 2]
         plan = kind.plan(sizes, bucket)
         graph = entry.graph
-        assert isinstance(plan, Plan)
+        assert isinstance(plan, PaddingPlan)
         assert graph is not None
         why = kind.check(plan, graph.run, *kind.subject.arguments(sizes))
         if why is not None:

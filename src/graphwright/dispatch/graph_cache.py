@@ -13,13 +13,13 @@ from ..calls.modules import FunctionModule, in_training
 from ..calls.signature import Args, CallSignature, Kwargs
 from ..calls.watch import ModuleWatch, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
-from ..graphs.captured_call import Breaks, CallGraph, Outputs
-from ..graphs.graph import State as GraphState
+from ..graphs.captured_call import Breaks, CapturedCall, Outputs
+from ..graphs.graph import GraphState
 from ..graphs.memory import MemoryPool
 from ..graphs.turns import turns_of
 
 if TYPE_CHECKING:
-    from ..shapes.family import Kind
+    from ..shapes.family import ShapeFamily
     from ..shapes.verdicts import Verdicts
 
 _MAX_STATES = 4
@@ -32,7 +32,7 @@ _DEPEND_ON_GRAD_MODE = (
 
 
 @dataclass(eq=False)
-class State:
+class ModuleState:
     """One state of the module, the graphs that were captured in it, and its kinds of calls."""
 
     watch: ModuleWatch
@@ -40,17 +40,17 @@ class State:
     # Whether the gradient mode has a say in what the module computes.
     by_grad_mode: bool
     # By the call's signature and, where numbers depend on it, the gradient mode.
-    entries: dict[tuple[CallSignature, bool | None], Entry] = field(default_factory=dict)
-    kinds: list[Kind] = field(default_factory=list)
+    entries: dict[tuple[CallSignature, bool | None], CacheEntry] = field(default_factory=dict)
+    kinds: list[ShapeFamily] = field(default_factory=list)
 
 
 @dataclass(eq=False)
-class Entry:
+class CacheEntry:
     """One kind of call in one state: its graph, or why there is none."""
 
     signature: CallSignature
-    state: State
-    graph: CallGraph | None
+    state: ModuleState
+    graph: CapturedCall | None
     # Whether a result may be dropped without a trace.
     pure: bool
     grad: bool | None
@@ -68,7 +68,7 @@ class Entry:
         return self.graph is not None and self.graph.state is GraphState.READY
 
 
-class Entries:
+class GraphCache:
     """Captures, keeps and closes the graphs of a function.
 
     Args:
@@ -87,7 +87,7 @@ class Entries:
         pool: MemoryPool,
         outputs: Outputs,
         max_graphs: int,
-        forget: Callable[[Entry], None],
+        forget: Callable[[CacheEntry], None],
         forget_proofs: Callable[[Iterable[Verdicts]], None],
         breaks: Breaks,
     ) -> None:
@@ -101,9 +101,9 @@ class Entries:
         self._forget_proofs = forget_proofs
         self._function: tuple[FunctionModule, ModuleWatch] | None = None
         self.turns = turns_of(self.module(), None if isinstance(fn, nn.Module) else fn)
-        self._states: list[State] = []
-        self._current: State | None = None
-        self._order: dict[CallGraph, Entry] = {}  # least recently used first
+        self._states: list[ModuleState] = []
+        self._current: ModuleState | None = None
+        self._order: dict[CapturedCall, CacheEntry] = {}  # least recently used first
 
     def module(self) -> nn.Module:
         """What holds the function's parameters."""
@@ -125,7 +125,7 @@ class Entries:
         """Whether any part of the module is in training mode."""
         return any(map(in_training, self.module().modules()))
 
-    def state(self) -> State:
+    def state(self) -> ModuleState:
         """The module's state as it is now; graphs of weights that are gone are closed."""
         with self.pool.lock:
             for state in self._states:
@@ -139,7 +139,7 @@ class Entries:
             module = self.module()
             training = any(map(in_training, module.modules()))
             watch = ModuleWatch(module, values=False)
-            self._current = State(watch, training, _by_grad_mode(module))
+            self._current = ModuleState(watch, training, _by_grad_mode(module))
             self._states.append(self._current)
             return self._current
 
@@ -147,7 +147,7 @@ class Entries:
         """A line on the objects of the module that nobody can look into, if there are any."""
         return [] if self._current is None else unread_in_words(self._current.watch)
 
-    def ready(self) -> list[Entry]:
+    def ready(self) -> list[CacheEntry]:
         """The entries whose graphs can be replayed, least recently used first."""
         return [entry for entry in list(self._order.values()) if entry.ready]
 
@@ -156,7 +156,7 @@ class Entries:
         kinds = [kind for state in list(self._states) for kind in state.kinds]
         return [verdicts for kind in kinds for verdicts in kind.proofs()]
 
-    def touch(self, entry: Entry) -> None:
+    def touch(self, entry: CacheEntry) -> None:
         """An entry was used."""
         graph = entry.graph
         if graph is not None:
@@ -168,7 +168,7 @@ class Entries:
     def refuse(
         self,
         signature: CallSignature,
-        state: State,
+        state: ModuleState,
         grad: bool | None,
         error: GraphwrightError,
         *,
@@ -179,9 +179,13 @@ class Entries:
         # Not the error itself: the frames of its traceback hold tensors.
         kind = MemoryBudgetExceeded if isinstance(error, MemoryBudgetExceeded) else CaptureError
         error = kind(error.what, where=error.where, remedy=error.remedy)
-        state.entries[signature, grad] = Entry(signature, state, None, False, grad, error, version)
+        state.entries[signature, grad] = CacheEntry(
+            signature, state, None, False, grad, error, version
+        )
 
-    def capture(self, signature: CallSignature, state: State, args: Args, kwargs: Kwargs) -> Entry:
+    def capture(
+        self, signature: CallSignature, state: ModuleState, args: Args, kwargs: Kwargs
+    ) -> CacheEntry:
         """Capture a call."""
         # Before the lock: an eager call of another thread, which is waited for, may want it too.
         with self.turns.alone(), self.pool.lock:
@@ -194,7 +198,7 @@ class Entries:
 
     def capture_all(
         self, calls: Iterable[tuple[Args, Kwargs]], step: Callable[[str], None]
-    ) -> list[Entry]:
+    ) -> list[CacheEntry]:
         """Capture graphs for calls that have none: all are warmed up, then the largest first.
 
         Args:
@@ -205,8 +209,8 @@ class Entries:
             CaptureError: one cannot be captured; none of them is then.
             MemoryBudgetExceeded: they do not fit under the pool's limit.
         """
-        made: list[Entry] = []
-        waiting: list[tuple[CallGraph, CallSignature]] = []
+        made: list[CacheEntry] = []
+        waiting: list[tuple[CapturedCall, CallSignature]] = []
         try:
             state = self.state()
             for args, kwargs in calls:
@@ -231,8 +235,8 @@ class Entries:
             raise
         return made
 
-    def _new(self, args: Args, kwargs: Kwargs) -> CallGraph:
-        return CallGraph(
+    def _new(self, args: Args, kwargs: Kwargs) -> CapturedCall:
+        return CapturedCall(
             self.fn,
             args,
             kwargs,
@@ -242,21 +246,21 @@ class Entries:
             breaks=self._breaks,
         )
 
-    def _record(self, graph: CallGraph, signature: CallSignature) -> Entry:
+    def _record(self, graph: CapturedCall, signature: CallSignature) -> CacheEntry:
         for old in list(self._order)[: max(0, len(self._order) + 1 - self._max_graphs)]:
             self.discard(self._order[old])
         graph.record(share_inputs=self._outputs == "fresh")
         # A first run may have set something up for good; the graph belongs to what is now.
         state = self.state()
         pure = not (graph.mutates or graph.random or graph.branches is not None)
-        entry = Entry(signature, state, graph, pure=pure, grad=self.grad_mode())
+        entry = CacheEntry(signature, state, graph, pure=pure, grad=self.grad_mode())
         state.entries[signature, entry.grad] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is GraphState.READY}
         self._order[graph] = entry
         self.captures += 1
         return entry
 
-    def give_up(self, entry: Entry, error: GraphwrightError) -> None:
+    def give_up(self, entry: CacheEntry, error: GraphwrightError) -> None:
         """Close a graph whose calls are better run eagerly."""
         with self.pool.lock:
             signature, state, grad = entry.signature, entry.state, entry.grad
@@ -264,7 +268,7 @@ class Entries:
             self.refuse(signature, state, grad, error, for_good=True)
             self.pool.trim()
 
-    def discard(self, entry: Entry) -> None:
+    def discard(self, entry: CacheEntry) -> None:
         """Close an entry's graph and give the entry up."""
         if entry.graph is not None:
             self._order.pop(entry.graph, None)
@@ -272,7 +276,7 @@ class Entries:
         self._forget(entry)
         entry.state.entries.pop((entry.signature, entry.grad), None)
 
-    def _drop(self, state: State) -> None:
+    def _drop(self, state: ModuleState) -> None:
         self._states.remove(state)
         self._current = None if self._current is state else self._current
         self._forget_proofs([proof for kind in state.kinds for proof in kind.proofs()])

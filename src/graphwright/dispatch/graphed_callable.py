@@ -33,7 +33,7 @@ from ..errors import (
     in_words,
     levels_above,
 )
-from ..graphs.captured_call import Breaks, CallGraph, Outputs
+from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
 from ..graphs.memory import MemoryPool
@@ -42,7 +42,7 @@ from ..graphs.turns import Busy
 from ..report.progress import Progress, shown
 from ..shapes.buckets import PADDING
 from .fast_path import MISS, Shortcut, shortcut
-from .graph_cache import Entries, Entry, State
+from .graph_cache import CacheEntry, GraphCache, ModuleState
 from .statistics import GraphStatistics, Tally, explained
 
 if TYPE_CHECKING:
@@ -102,11 +102,11 @@ class GraphedCallable(StandIn):
         self._audit_every = audit
         self._tally = Tally()
         self._breaks: Breaks = breaks
-        self._entries = Entries(
+        self._entries = GraphCache(
             fn, self.pool, outputs, max_graphs, self._forget, self._forget_proofs, breaks
         )
-        self._recent: Entry | None = None
-        self._short: tuple[Entry, Shortcut] | None = None
+        self._recent: CacheEntry | None = None
+        self._short: tuple[CacheEntry, Shortcut] | None = None
         # What answers calls of some shapes, if nothing else about them differs.
         self._quick: dict[Any, Any] = {}
         self._last_miss: str | None = None
@@ -142,7 +142,7 @@ class GraphedCallable(StandIn):
                 return result
         key = quick_key(args, kwargs)
         entry = self._recent if key is None else self._quick.get(key)
-        if not isinstance(entry, Entry):
+        if not isinstance(entry, CacheEntry):
             return self._unknown(entry, args, kwargs)
         if not entry.signature.fits(args, kwargs):
             return self._find(args, kwargs)
@@ -150,7 +150,7 @@ class GraphedCallable(StandIn):
             return self._find(args, kwargs)
         return self._answer(entry, args, kwargs)
 
-    def _shortcut(self, entry: Entry) -> Shortcut | None:
+    def _shortcut(self, entry: CacheEntry) -> Shortcut | None:
         """The short way to an entry, where it has one."""
         if entry.graph is None or not entry.pure or entry.grad is not None:
             return None
@@ -161,7 +161,7 @@ class GraphedCallable(StandIn):
             entry.signature, entry.graph.launcher(), state.watch.unchanged, training=state.training
         )
 
-    def _answer(self, entry: Entry, args: Args, kwargs: Kwargs) -> Any:
+    def _answer(self, entry: CacheEntry, args: Args, kwargs: Kwargs) -> Any:
         """A graph that fits. Nothing is lost where it turns out not to."""
         graph = entry.graph
         if graph is None or capturing_now() or (entry.state.training and torch.is_grad_enabled()):
@@ -192,7 +192,7 @@ class GraphedCallable(StandIn):
             self._used(entry, args, kwargs)
         return result
 
-    def _count(self, entry: Entry, graph: CallGraph) -> None:
+    def _count(self, entry: CacheEntry, graph: CapturedCall) -> None:
         """A call was answered: by the graph, or eagerly if that has given up."""
         if graph.was_eager:
             self._tally.eager[UNCAPTURED] += 1
@@ -201,7 +201,7 @@ class GraphedCallable(StandIn):
         if graph.given_up is not None:
             self._entries.give_up(entry, graph.given_up)
 
-    def _used(self, entry: Entry, args: Args, kwargs: Kwargs) -> None:
+    def _used(self, entry: CacheEntry, args: Args, kwargs: Kwargs) -> None:
         """Remember what was used last, for the quick path and for eviction."""
         self._recent = entry
         fast = self._shortcut(entry)
@@ -257,7 +257,7 @@ class GraphedCallable(StandIn):
         entry.sizes = sizes
         return self._answer(entry, asked.args, asked.kwargs)
 
-    def _entry(self, asked: Asked) -> Entry | Miss:
+    def _entry(self, asked: Asked) -> CacheEntry | Miss:
         """The entry of a call whose graph is ready, captured now if need be; or why not."""
         signature, state = asked.signature, asked.state
         entry = state.entries.get((signature, asked.grad))
@@ -331,7 +331,7 @@ class GraphedCallable(StandIn):
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         return result
 
-    def _forget(self, entry: Entry) -> None:
+    def _forget(self, entry: CacheEntry) -> None:
         """An entry was given up."""
         self._tally.forget(entry)
         if self._recent is entry:
@@ -361,7 +361,7 @@ class GraphedCallable(StandIn):
         bar.start(2 * len(wanted))
         self._entries.capture_all(wanted, bar.step)
 
-    def _audited(self, entry: Entry, graph: CallGraph, args: Args, kwargs: Kwargs) -> Any:
+    def _audited(self, entry: CacheEntry, graph: CapturedCall, args: Args, kwargs: Kwargs) -> Any:
         """Run a call eagerly beside its graph and compare."""
         if entry.state.watch.changed() is not None:
             return self._find(args, kwargs)
@@ -437,7 +437,7 @@ class Asked:
     args: Args
     kwargs: Kwargs
     signature: CallSignature
-    state: State
+    state: ModuleState
     grad: bool | None
 
 

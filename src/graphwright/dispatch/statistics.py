@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..graphs.memory import MemoryPool, in_units
 from ..shapes.buckets import SizesSeen
-from .graph_cache import Entry
+from .graph_cache import CacheEntry
 
 if TYPE_CHECKING:
     from ..shapes.verdicts import Verdicts
@@ -88,7 +88,7 @@ class Tally:
         self._past = 0
         self._exact: Counter[Sizes] = Counter()
 
-    def forget(self, entry: Entry) -> None:
+    def forget(self, entry: CacheEntry) -> None:
         """An entry is given up: keep its counts."""
         self._past += entry.hits
         if entry.sizes is not None:
@@ -102,7 +102,7 @@ class Tally:
             self.proof_s += proof.seconds
 
     def statistics(
-        self, ready: Iterable[Entry], captures: int, verdicts: Iterable[Verdicts]
+        self, ready: Iterable[CacheEntry], captures: int, verdicts: Iterable[Verdicts]
     ) -> GraphStatistics:
         """All that was counted."""
         entries = list(ready)
@@ -152,7 +152,7 @@ def _waste(held: Mapping[Sizes, Counter[Sizes]]) -> float:
 
 
 def explained(
-    name: str, now: GraphStatistics, ready: Iterable[Entry], pool: MemoryPool
+    name: str, now: GraphStatistics, ready: Iterable[CacheEntry], pool: MemoryPool
 ) -> list[str]:
     """Statistics in words, one line each."""
     lines = [

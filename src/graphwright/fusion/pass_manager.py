@@ -29,7 +29,7 @@ from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, use
 from ..evaluation.reference import Reference, reference
 from ..evaluation.verification import compare, verify
 from ..graphs.conditions import for_inference
-from ..graphs.python_state import Undo
+from ..graphs.python_state import PythonState
 from ..ops.fused.fused_operator import prepare_triton
 from .nodes import copy_of, finished, is_mutable, is_view, value_of
 from .passes.attention import ATTENTION, MASKS
@@ -154,7 +154,7 @@ def fused_call(
     if places:
         prepare_triton()
     with _LOCK:
-        state, undo = State(module), Undo(module)
+        state, undo = State(module), PythonState(module)
         try:
             with for_inference(), torch.random.fork_rng(list(places)):
                 _fuse(module, args, kwargs, passes, check, found)
@@ -359,7 +359,7 @@ def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:
         if path:
             child.register_forward_pre_hook(noting(path), with_kwargs=True)
     leaves, spec = flatten(args, kwargs)
-    undo = Undo(module, hooks=False)
+    undo = PythonState(module, hooks=False)
     for called in (module, module, twin):
         mine, named = unflatten(clone_leaves(leaves), spec)
         try:

@@ -20,12 +20,12 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
 from ..calls.modules import FunctionModule
-from ..calls.serialization import Row
+from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, describe, flatten, unflatten
 from ..calls.snapshots import State, clone_leaves
 from ..errors import GraphwrightError, first_line
 from ..graphs.conditions import capturing_seems_on
-from ..graphs.python_state import Undo
+from ..graphs.python_state import PythonState
 from ..graphs.segments.observation import reads_of_arguments
 from ..ops.fused.launch_cache import Launch, answering
 from .nodes import constant, leaf_names, roots, written_by
@@ -51,7 +51,7 @@ class Traced:
     graph: fx.GraphModule
     strides: Sequence[tuple[int, ...]]
     slots: Sequence[int]
-    out: Row
+    out: TreeTemplate
 
     def call(self, graph: fx.GraphModule) -> GraphCall:
         """A function that is called as the model is, by a graph that came of this one."""
@@ -72,7 +72,7 @@ class GraphCall:
         self,
         graph: fx.GraphModule,
         slots: Sequence[int],
-        out: Row,
+        out: TreeTemplate,
         launches: Mapping[str, Launch] | None = None,
     ) -> None:
         self.graph, self.slots, self.out = graph, tuple(slots), out
@@ -116,10 +116,10 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
         found, tree = pytree.tree_flatten(on_leaves(given))
         for place, leaf in enumerate(found):
             describe(leaf, f"result {place}")  # An object that may hold tensors is refused.
-        kept[:] = [Row.of(found, tree)]
+        kept[:] = [TreeTemplate.of(found, tree)]
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
-    state, undo = State(model, weights=False), Undo(model)
+    state, undo = State(model, weights=False), PythonState(model)
     device = leaves[slots[0]].device
     generators = [device] if device.type == "cuda" else []
     try:

@@ -15,10 +15,12 @@ import torch
 
 from ..calls.modules import FunctionModule
 from ..errors import CaptureError
-from .captured_call import CallGraph as CallGraph  # strategies and benchmarks take it from here
+from .captured_call import (
+    CapturedCall as CapturedCall,  # strategies and benchmarks take it from here
+)
 from .captured_call import Outputs, device_of
 from .conditions import autocast_cache_apart, capturing_now
-from .graph import Graph, State
+from .graph import Graph, GraphState
 from .memory import MemoryPool, Prediction
 from .recorder import Recorder
 from .transaction import transaction
@@ -53,7 +55,7 @@ def capture(
         MemoryBudgetExceeded: it does not fit under the pool's limit; nothing was captured.
         OptionError: an option makes no sense.
     """
-    graph = CallGraph(fn, args, kwargs, pool=pool, warmup=warmup, outputs=outputs)
+    graph = CapturedCall(fn, args, kwargs, pool=pool, warmup=warmup, outputs=outputs)
     try:
         graph.warm()
         graph.record()
@@ -83,7 +85,7 @@ def predict_memory(
     Raises:
         CaptureError: the call cannot be captured.
     """
-    graph = CallGraph(fn, args, kwargs, pool=pool)
+    graph = CapturedCall(fn, args, kwargs, pool=pool)
     try:
         return graph.warm()
     finally:
@@ -116,7 +118,7 @@ def capturing(
     with pool.lock:
         recorder: Recorder = pool.recorder(where)
         before = recorder.reserved
-        graph.state = State.CAPTURING
+        graph.state = GraphState.CAPTURING
         try:
             with transaction(pool, nothing, lambda: None):
                 with autocast_cache_apart(), recorder.open() as recorded:
@@ -127,7 +129,7 @@ def capturing(
         except BaseException:
             graph.close()
             raise
-        graph.state = State.READY
+        graph.state = GraphState.READY
         pool.add(graph)
 
 

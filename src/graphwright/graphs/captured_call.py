@@ -29,15 +29,15 @@ from ..calls.signature import (
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, OptionError, SignatureError
 from .conditions import THREAD, autocast_cache_apart
-from .graph import Graph, GraphClosed, State
+from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
 from .memory import MemoryPool, Prediction
-from .python_state import Undo
+from .python_state import PythonState
 from .recorder import Recorder, Recording
 from .segments.explanation import drawn
 from .segments.tracer import Unfollowed
-from .segments.tree import Branches, Plan
-from .static_tensors import Finish, Geometry, Inputs, Results, copy, flat, is_dense
+from .segments.tree import Plan, SegmentTree
+from .static_tensors import Finish, Geometry, StaticInputs, StaticOutputs, copy, flat, is_dense
 from .transaction import let_go, transaction
 from .warmup import Comparison, Warmed, warm
 
@@ -45,10 +45,10 @@ Outputs = Literal["fresh", "static"]
 Breaks = Literal["auto", "never"]
 
 
-class CallGraph(Graph):
+class CapturedCall(Graph):
     """The graph of a function's call."""
 
-    _branches: Branches | None = None
+    _branches: SegmentTree | None = None
     # Whether a call was answered eagerly, since it was given up to divide it.
     was_eager = False
     # Parameters whose gradients the call sets; None where it is for inference.
@@ -92,8 +92,8 @@ class CallGraph(Graph):
         self._runs = warmup
         self._device = device_of(args, kwargs, self._module, self.pool)
         self._warmed: Warmed | None = None
-        self._inputs: Inputs | None = None
-        self._results: Results | None = None
+        self._inputs: StaticInputs | None = None
+        self._results: StaticOutputs | None = None
         self._watch: ModuleWatch | None = None
         self._breaks = breaks
         # The leaves of a call without keyword arguments and containers are the arguments.
@@ -134,7 +134,7 @@ class CallGraph(Graph):
         return self._results.tree
 
     @property
-    def branches(self) -> Branches | None:
+    def branches(self) -> SegmentTree | None:
         """The call's segments, if the host has a say in it; else None."""
         return self._branches if self._results is None else None
 
@@ -150,7 +150,7 @@ class CallGraph(Graph):
 
     def replay(self) -> None:
         """As `Graph.replay`, for a graph that is not in segments."""
-        if self.state is State.READY:
+        if self.state is GraphState.READY:
             _ = self.outputs
         super().replay()
 
@@ -216,7 +216,7 @@ class CallGraph(Graph):
         return results.build(leaves, targets, finish)
 
     def _run_branches(
-        self, branches: Branches, leaves: Sequence[Any], finish: Finish | None
+        self, branches: SegmentTree, leaves: Sequence[Any], finish: Finish | None
     ) -> Any:
         """The call in segments; eager, where that was given up."""
         with self.pool.lock:
@@ -243,7 +243,7 @@ class CallGraph(Graph):
         made, spec = pytree.tree_flatten(results)
         return pytree.tree_unflatten(finish(made), spec)
 
-    def _has_grown(self, branches: Branches) -> None:
+    def _has_grown(self, branches: SegmentTree) -> None:
         """A call may have gone a way that is new: keep what it needs."""
         self.mutates = self.mutates or branches.mutates
         self.random = self.random or branches.random
@@ -332,7 +332,7 @@ class CallGraph(Graph):
         """
         with self.pool.lock:
             recorder = self.pool.recorder(self._device)
-            with self._transaction(State.WARMING) as undo:
+            with self._transaction(GraphState.WARMING) as undo:
                 rescue = None if self._breaks == "never" else self._in_segments
                 self._warmed = warm(
                     self._work,
@@ -356,7 +356,7 @@ class CallGraph(Graph):
 
     def _in_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
         """Divide the call, which cannot be recorded as it is; returns what that takes."""
-        branches = Branches(self._module, self.pool, self._device)
+        branches = SegmentTree(self._module, self.pool, self._device)
         recorder = self.pool.recorder(self._device)
         taken = branches.plan(self._work, self._sample, recorder, generators)
         self._branches = branches
@@ -401,7 +401,7 @@ class CallGraph(Graph):
             self._sample = []
             if self._branches is not None:
                 self._branches.settle()
-            self.state = State.READY
+            self.state = GraphState.READY
             self.pool.add(self)
 
     def _record(self, prediction: Prediction, share_inputs: bool) -> None:
@@ -410,9 +410,9 @@ class CallGraph(Graph):
         assert warmed is not None
         before = recorder.reserved
         recorder.order()  # A replay may be at work in the memory of the inputs.
-        with self._transaction(State.CAPTURING):
+        with self._transaction(GraphState.CAPTURING):
             allocate = self.pool.shared_bytes() if share_inputs else recorder.allocate
-            inputs = Inputs(self._sample, allocate)
+            inputs = StaticInputs(self._sample, allocate)
             dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
             self._back = dense if self._fresh else []
             self._back_by_element = [s for s in warmed.mutated if s not in self._back]
@@ -438,7 +438,9 @@ class CallGraph(Graph):
             # A way that is new may use any of these.
             self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
 
-    def _record_branches(self, branches: Branches, inputs: Inputs, recorder: Recorder) -> Recording:
+    def _record_branches(
+        self, branches: SegmentTree, inputs: StaticInputs, recorder: Recorder
+    ) -> Recording:
         """Record the call in segments; a single one without a break is a graph like others."""
         assert self._warmed is not None
         plan = Plan(self._sources, self._by_element, self._fresh)
@@ -449,15 +451,15 @@ class CallGraph(Graph):
         assert root.recording is not None
         return root.recording
 
-    def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
+    def _drains(self, inputs: StaticInputs, tree: Any) -> list[torch.Tensor]:
         """What has to be copied out after each replay, as bytes."""
         assert self._warmed is not None
         external = {storage._cdata for storage in self._warmed.external}
-        self._results = Results(tree, inputs, external)
+        self._results = StaticOutputs(tree, inputs, external)
         back = [inputs.tensor(slot) for slot in self._back]
         return [flat(t) for t in (*self._results.bases, *back)] if self._fresh else []
 
-    def _work(self, inputs: Inputs) -> Any:
+    def _work(self, inputs: StaticInputs) -> Any:
         """The call on static inputs, its lazily conjugated results written out."""
         args, kwargs = unflatten(inputs.leaves, self._spec)
         with autocast_cache_apart():
@@ -475,7 +477,7 @@ class CallGraph(Graph):
             return pytree.tree_map_only(torch.Tensor, _resolved, result)
 
     @contextlib.contextmanager
-    def _transaction(self, state: State) -> Iterator[Undo]:
+    def _transaction(self, state: GraphState) -> Iterator[PythonState]:
         self.state = state
         with transaction(self.pool, self._module, self._forget, self._trained) as undo:
             yield undo

@@ -14,7 +14,7 @@ from .memory import GraphMemory, MemoryPool
 from .recorder import Recording
 
 
-class State(enum.StrEnum):
+class GraphState(enum.StrEnum):
     """Where a graph stands."""
 
     NEW = "new"
@@ -45,7 +45,7 @@ class Graph:
 
     def __init__(self, pool: MemoryPool, name: str, *, evictable: bool = False) -> None:
         """An empty graph; users call `capture`, `capturing` or `graph`."""
-        self.state = State.NEW
+        self.state = GraphState.NEW
         self.pool = pool
         self.name = name
         self.evictable = evictable
@@ -108,7 +108,7 @@ class Graph:
                 self.pool.sweep()
 
     def __del__(self) -> None:
-        if getattr(self, "state", State.CLOSED) is State.CLOSED:
+        if getattr(self, "state", GraphState.CLOSED) is GraphState.CLOSED:
             return
         self._retire()
         # A finalizer may come at any time and on any thread: it must not wait.
@@ -134,7 +134,7 @@ class Graph:
         )
 
     def _ready(self) -> Recording:
-        if self._recording is None or self.state is not State.READY:
+        if self._recording is None or self.state is not GraphState.READY:
             raise GraphClosed(
                 f"The graph of {self.name} is {self.state}.",
                 remedy="Capture it again. A graph is closed by close(), and by release() or "
@@ -152,7 +152,7 @@ class Graph:
 
         Destroying a graph would break it (pytorch #91302).
         """
-        self.state = State.CLOSED
+        self.state = GraphState.CLOSED
         self.pool.remove(self)
         recording, self._recording = self._recording, None
         if recording is not None:

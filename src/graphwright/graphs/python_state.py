@@ -22,7 +22,7 @@ from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
 
 
-class Undo:
+class PythonState:
     """The Python side of a module's state as it was before the first run.
 
     Args:

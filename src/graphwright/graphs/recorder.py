@@ -50,7 +50,7 @@ class Recording(Protocol):
         """Give up the recording; its memory returns to the pool."""
 
 
-class Segment(Protocol):
+class SegmentRecorder(Protocol):
     """A part of a call's work while it is recorded."""
 
     @property
@@ -148,7 +148,7 @@ class Recorder(Protocol):
 
     def segment(
         self, feeds: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
-    ) -> AbstractContextManager[Segment]:
+    ) -> AbstractContextManager[SegmentRecorder]:
         """Record what is done inside a `with` block as a part of a call.
 
         Args:

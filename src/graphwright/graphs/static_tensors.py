@@ -104,7 +104,7 @@ def _place(tensors: Sequence[torch.Tensor]) -> tuple[int, list[int]]:
 Finish = Callable[[Sequence[Any]], list[Any]]
 
 
-class Inputs:
+class StaticInputs:
     """Static inputs: the sample's leaves with tensors in other memory.
 
     Attributes:
@@ -157,7 +157,7 @@ def copy(source: torch.Tensor, target: torch.Tensor) -> None:
         target.copy_(source)
 
 
-class Results:
+class StaticOutputs:
     """What the work returned and how to hand it out.
 
     Attributes:
@@ -169,7 +169,7 @@ class Results:
     def __init__(
         self,
         tree: Any,
-        inputs: Inputs,
+        inputs: StaticInputs,
         external: Container[int],
     ) -> None:
         """Plan how to hand out what the work returned.
@@ -282,7 +282,7 @@ def _view_of_base(index: int, start: int, like: torch.Tensor) -> _Maker:
     return lambda leaves, copies: shape.at(copies[index], start)
 
 
-def _view_of_input(tensor: torch.Tensor, inputs: Inputs, slots: Sequence[int]) -> _Maker:
+def _view_of_input(tensor: torch.Tensor, inputs: StaticInputs, slots: Sequence[int]) -> _Maker:
     slot = next((s for s in slots if inputs.tensor(s) is tensor), slots[0])
     static = inputs.tensor(slot)
     if static is tensor:

@@ -13,7 +13,7 @@ from ..errors import CaptureError, GraphwrightError, SignatureError, first_line,
 from .conditions import as_captured, capturing_now, for_inference, refuse_hooks_for_saved_tensors
 from .journal import seeded_on_gpu
 from .memory import MemoryPool
-from .python_state import Undo
+from .python_state import PythonState
 from .turns import turns_of
 
 
@@ -23,7 +23,7 @@ def transaction(
     module: nn.Module,
     forget: Callable[[], None],
     trained: Sequence[torch.Tensor] | None = None,
-) -> Iterator[Undo]:
+) -> Iterator[PythonState]:
     """Put back what was changed inside; on an error, leave nothing and name the cause.
 
     Args:
@@ -48,8 +48,8 @@ def _put_back(
     module: nn.Module,
     forget: Callable[[], None],
     trained: Sequence[torch.Tensor] | None,
-) -> Iterator[Undo]:
-    undo = Undo(module, trained)
+) -> Iterator[PythonState]:
+    undo = PythonState(module, trained)
     done = False
     try:
         with as_captured():

@@ -27,9 +27,9 @@ from ..calls.signature import SCALARS, describe
 from ..errors import CaptureError, first_line, user_frame
 from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
 from .journal import Copies, Journal, seeded_on_gpu
-from .python_state import StateChanges, Undo
+from .python_state import PythonState, StateChanges
 from .recorder import Allocate, Recorder
-from .static_tensors import Inputs
+from .static_tensors import StaticInputs
 from .transaction import let_go
 
 _OTHER_SEED = 8_675_309
@@ -61,10 +61,10 @@ class Warmed:
 
 
 def warm(
-    work: Callable[[Inputs], Any],
+    work: Callable[[StaticInputs], Any],
     sample: Sequence[Any],
     recorder: Recorder,
-    undo: Undo,
+    undo: PythonState,
     runs: int,
     rescue: Rescue | None = None,
     comparison: Comparison | None = None,
@@ -95,7 +95,7 @@ def warm(
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
     made = first.made_by_it
     del first
-    inputs = Inputs(sample, allocate)
+    inputs = StaticInputs(sample, allocate)
     journal = Journal(copies)
     put_back = False
     try:
@@ -165,7 +165,7 @@ def warm(
 
 
 def _taken(
-    work: Callable[[Inputs], Any],
+    work: Callable[[StaticInputs], Any],
     sample: Sequence[Any],
     recorder: Recorder,
     journal: Journal,
@@ -189,7 +189,7 @@ def _taken(
             # One graph would keep for ever what the host's memory holds now.
             with contextlib.suppress(CaptureError, RuntimeError):
                 return rescue(generators)
-    prepare = functools.partial(Inputs, sample)
+    prepare = functools.partial(StaticInputs, sample)
     try:
         return recorder.rehearse(prepare, work, generators)
     except Exception as error:
@@ -236,10 +236,10 @@ class _Trial:
 
     def __init__(
         self,
-        work: Callable[[Inputs], Any],
+        work: Callable[[StaticInputs], Any],
         sample: Sequence[Any],
         recorder: Recorder,
-        undo: Undo,
+        undo: PythonState,
         comparison: Comparison,
         copies: Copies | None,
     ) -> None:
@@ -257,7 +257,7 @@ class _Trial:
 
         The third is the memory that it changed of tensors that the model held before.
         """
-        inputs = Inputs(self._sample, _ordinary(self._recorder.device))
+        inputs = StaticInputs(self._sample, _ordinary(self._recorder.device))
         journal = Journal(self._copies)
         try:
             with self._recorder.warming(told=False), compilers_off(), journal:
@@ -279,7 +279,7 @@ class _Trial:
             CaptureError: it computes something else.
         """
         eager, *_ = self.eager(WithoutDropout())
-        inputs = Inputs(self._sample, _ordinary(self._recorder.device))
+        inputs = StaticInputs(self._sample, _ordinary(self._recorder.device))
         journal = Journal(self._copies)
         try:
             with self._recorder.warming(), compilers_off(), journal, WithoutDropout():
@@ -300,7 +300,7 @@ class _Trial:
             for generator in generators:
                 generator.manual_seed(_OTHER_SEED)
             journal.expect(generators)
-            inputs = Inputs(self._sample, _ordinary(self._recorder.device))
+            inputs = StaticInputs(self._sample, _ordinary(self._recorder.device))
             with self._recorder.warming(), compilers_off(), journal:
                 run_told(self._work, inputs)
             journal.check_end()
@@ -319,15 +319,15 @@ class _Trial:
 
 def _named(
     error: Exception,
-    prepare: Callable[[Allocate], Inputs],
-    work: Callable[[Inputs], Any],
+    prepare: Callable[[Allocate], StaticInputs],
+    work: Callable[[StaticInputs], Any],
     recorder: Recorder,
     generators: Sequence[torch.Generator],
 ) -> CaptureError:
     """The error of a rehearsal with the operation that it came from: found by another one."""
     journal = Journal()
 
-    def seen(inputs: Inputs) -> Any:
+    def seen(inputs: StaticInputs) -> Any:
         with compilers_off(), journal:
             return work(inputs)
 
@@ -385,7 +385,7 @@ def _chances(func: Any) -> list[tuple[int, str, float]]:
     return [(i, name, chance) for i, a in arguments if a.name == name]
 
 
-def run_told(work: Callable[[Inputs], Any], inputs: Inputs) -> Any:
+def run_told(work: Callable[[StaticInputs], Any], inputs: StaticInputs) -> Any:
     """Run work that is told that a capture is under way, and has run without being told."""
     try:
         return work(inputs)

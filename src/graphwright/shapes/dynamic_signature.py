@@ -15,7 +15,7 @@ from .dimensions import Axes, Dimensions
 from .padding import Sizes, contiguous_stride, memory_format, widths_of
 
 
-class Form:
+class DynamicSignature:
     """The form of a call, to tell other calls of its kind by.
 
     Attributes:

@@ -22,8 +22,8 @@ from ..evaluation.accuracy import difference
 from ..graphs.journal import Journal
 from ..graphs.segments.observation import reads_of_arguments
 from .aliasing import Sharing, pattern_of
-from .dynamic_signature import Form
-from .sampler import Subject
+from .dynamic_signature import DynamicSignature
+from .sampler import CallSampler
 
 _A_COUNTER = 16  # bytes
 
@@ -45,7 +45,9 @@ class Observation:
     reason: str | None
 
 
-def observe(subject: Subject, form: Form, as_given: Sequence[Any] | None) -> Observation:
+def observe(
+    subject: CallSampler, form: DynamicSignature, as_given: Sequence[Any] | None
+) -> Observation:
     """Run the sample, and look at what the function returns, writes to and draws.
 
     Args:
@@ -91,11 +93,13 @@ def observe(subject: Subject, form: Form, as_given: Sequence[Any] | None) -> Obs
     )
 
 
-def _again(subject: Subject) -> Any:
+def _again(subject: CallSampler) -> Any:
     return subject.result(clone_leaves(subject.sample))
 
 
-def _differs_with_gaps(subject: Subject, form: Form, as_given: Sequence[Any]) -> bool:
+def _differs_with_gaps(
+    subject: CallSampler, form: DynamicSignature, as_given: Sequence[Any]
+) -> bool:
     """Whether a call does something else for tensors with gaps than for ones without."""
     one_leaves = clone_leaves(as_given)
     two_leaves = form.without_gaps(clone_leaves(as_given))

@@ -17,23 +17,23 @@ from ..calls.snapshots import State, clone_leaves, layout
 from ..errors import CaptureError
 from ..evaluation.accuracy import difference
 from ..graphs.memory import MemoryPool
-from ..graphs.python_state import Undo
+from ..graphs.python_state import PythonState
 from ..graphs.transaction import transaction
 from ..graphs.turns import turns_of
 from .aliasing import pattern_of
 from .dimensions import shape_at
-from .dynamic_signature import Form
+from .dynamic_signature import DynamicSignature
 from .eligibility import Observation, observe
-from .padding import Cut, Plan, Sizes, Value, widths_of
+from .padding import Cut, PaddingPlan, Sizes, Value, widths_of
 from .proof import Prover
-from .sampler import Subject, varied
-from .shape_inference import Traces
+from .sampler import CallSampler, varied
+from .shape_inference import ShapeInference
 from .verdicts import Impossible, Verdicts
 
 _MAX_PLANS = 1 << 16
 
 
-class Kind:
+class ShapeFamily:
     """Calls that differ in named sizes alone, and whether and how each bucket may answer them.
 
     Attributes:
@@ -48,7 +48,7 @@ class Kind:
     def __init__(
         self,
         fn: Callable[..., Any],
-        form: Form,
+        form: DynamicSignature,
         args: Args,
         kwargs: Kwargs,
         *,
@@ -85,7 +85,7 @@ class Kind:
                 _default(leaf) if value is None and own else value or 0
                 for value, leaf, own in zip(declared, sample, form.axes, strict=True)
             ]
-        self.subject = Subject(
+        self.subject = CallSampler(
             fn,
             fn if isinstance(fn, nn.Module) else FunctionModule(fn),
             spec,
@@ -101,15 +101,15 @@ class Kind:
         self.prepared = False
         self.reason: str | None = None
         self.sets_up: str | None = None
-        self._traces = Traces(self.subject)
+        self._traces = ShapeInference(self.subject)
         self._observed: Observation | None = None
         self._prover: Prover | None = None
         self._verdicts: dict[Sizes, Verdicts | str] = {}
         self._checked: set[Sizes] = set()
         self._joints: dict[tuple[str, Sizes], list[int | None] | str] = {}
-        self._plans: dict[tuple[Sizes, Sizes], Plan | str] = {}
+        self._plans: dict[tuple[Sizes, Sizes], PaddingPlan | str] = {}
 
-    def plan(self, sizes: Sizes, bucket: Sizes) -> Plan | str:
+    def plan(self, sizes: Sizes, bucket: Sizes) -> PaddingPlan | str:
         """How a bucket answers a call, once it is proved that it may; else why it may not.
 
         Args:
@@ -126,7 +126,7 @@ class Kind:
                 self._plans[key] = known
         return known
 
-    def _plan(self, sizes: Sizes, bucket: Sizes) -> Plan | str:
+    def _plan(self, sizes: Sizes, bucket: Sizes) -> PaddingPlan | str:
         verdicts = self._verdicts_on(bucket)
         if isinstance(verdicts, str):
             return verdicts
@@ -148,11 +148,11 @@ class Kind:
             if own:
                 added = widths_of(shape_at(leaf.shape, own, true), shape_at(leaf.shape, own, named))
             widths.append(added if any(added) else None)
-        return Plan(
+        return PaddingPlan(
             sizes, bucket, tuple(widths), tuple(subject.fills), tuple(verdicts.chosen(sizes))
         )
 
-    def laid_out(self, leaves: Sequence[Any], sizes: Sizes) -> Plan | None:
+    def laid_out(self, leaves: Sequence[Any], sizes: Sizes) -> PaddingPlan | None:
         """How a call of a bucket's own sizes gets the bucket's strides; None where it has these."""
         widths = self.form.layout_widths(leaves)
         if widths is None:
@@ -162,7 +162,7 @@ class Kind:
         if self.reason is not None or self._observed is None:
             return None
         cuts = (Cut(whole=True),) * self._observed.outputs
-        return Plan(sizes, sizes, widths, tuple(self.subject.fills), cuts)
+        return PaddingPlan(sizes, sizes, widths, tuple(self.subject.fills), cuts)
 
     def culprits(self, sizes: Sizes, bucket: Sizes) -> set[str]:
         """Dimensions that are exact-only where a call may not be filled up to a bucket."""
@@ -176,7 +176,7 @@ class Kind:
         return bucket in self._checked
 
     def check(
-        self, plan: Plan, run: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs
+        self, plan: PaddingPlan, run: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs
     ) -> str | None:
         """Compare what a bucket's graph gives for a call with what eager gives without padding.
 
@@ -292,7 +292,7 @@ class Kind:
             yield
 
     @contextmanager
-    def _trial(self) -> Iterator[Undo]:
+    def _trial(self) -> Iterator[PythonState]:
         """Run the function as a capture would; whatever that changes is put back."""
         devices = sorted({v.device.index for v in self.subject.sample if _on_gpu(v)})
         with (

@@ -143,7 +143,7 @@ class Cut:
 
 
 @dataclass(frozen=True)
-class Plan:
+class PaddingPlan:
     """A call of some sizes that a bucket answers.
 
     Attributes:

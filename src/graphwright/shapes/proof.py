@@ -30,7 +30,7 @@ from .comparison import changed, effect_of_padding, joint, only_nan
 from .dimensions import Axes
 from .outputs import OutputShapes, steps_of
 from .padding import Sizes
-from .sampler import Change, Subject
+from .sampler import CallSampler, Change
 from .verdicts import Impossible, Names, Verdicts
 
 # Sizes of one dimension that are looked at one by one for branches.
@@ -54,7 +54,9 @@ class Prover:
         written: storages of buffers that it writes to, by identity.
     """
 
-    def __init__(self, subject: Subject, shared: Collection[int], written: Collection[int]) -> None:
+    def __init__(
+        self, subject: CallSampler, shared: Collection[int], written: Collection[int]
+    ) -> None:
         self.subject = subject
         self.shared = shared
         self.written = written

@@ -48,7 +48,7 @@ class Change(Enum):
 
 
 @dataclass
-class Subject:
+class CallSampler:
     """A function and a sample of one kind of call.
 
     Attributes:

@@ -13,9 +13,9 @@ from ..errors import OptionError
 from ..graphs.memory import MemoryPool
 from .buckets import PADDING, Buckets
 from .dimensions import Dimensions
-from .dynamic_signature import Form
-from .family import Kind
-from .padding import Plan, Sizes
+from .dynamic_signature import DynamicSignature
+from .family import ShapeFamily
+from .padding import PaddingPlan, Sizes
 
 _SERVED_A_DIMENSION = 12
 _MAX_KINDS = 64
@@ -32,13 +32,13 @@ class Answer:
         above: the dimension in which it is above the largest bucket, if it is one alone.
     """
 
-    plan: Plan | None = None
+    plan: PaddingPlan | None = None
     reason: str | None = None
     kind: str = ""
     above: str | None = None
 
 
-class Bucketing:
+class BucketSelector:
     """The buckets of one function, and its kinds of calls.
 
     Args:
@@ -76,12 +76,12 @@ class Bucketing:
 
     def kind(
         self,
-        kinds: list[Kind],
+        kinds: list[ShapeFamily],
         signature: CallSignature,
         args: Args,
         kwargs: Kwargs,
         grad: bool | None,
-    ) -> tuple[Kind | None, Sizes]:
+    ) -> tuple[ShapeFamily | None, Sizes]:
         """The kind of a call, found among those of a state or added to them, and its sizes.
 
         There is no kind of calls whose tensors lie in memory in another order than a bucket's.
@@ -95,16 +95,16 @@ class Bucketing:
                 sizes = kind.form.sizes(signature, leaves)
                 if sizes is not None:
                     return kind, sizes
-        form = Form(self.dimensions, signature, args, kwargs)
+        form = DynamicSignature(self.dimensions, signature, args, kwargs)
         if not form.in_order(leaves):
             return None, form.own
-        kind = Kind(self._fn, form, args, kwargs, pool=self._pool, grad=grad)
+        kind = ShapeFamily(self._fn, form, args, kwargs, pool=self._pool, grad=grad)
         if len(kinds) >= _MAX_KINDS:
             del kinds[0]
         kinds.append(kind)
         return kind, form.own
 
-    def answer(self, kind: Kind, sizes: Sizes) -> Answer:
+    def answer(self, kind: ShapeFamily, sizes: Sizes) -> Answer:
         """How a call of a kind is answered; proofs that this needs are made."""
         bounds = self.dimensions.bounds
         for name, n in zip(self.dimensions.names, sizes, strict=True):
@@ -117,7 +117,7 @@ class Bucketing:
         told: str | None = None
         while (bucket := next(self.buckets.holding(sizes, exact), None)) is not None:
             found = kind.plan(sizes, bucket)
-            if isinstance(found, Plan):
+            if isinstance(found, PaddingPlan):
                 return Answer(found)
             told = told or found
             culprits = kind.culprits(sizes, bucket)
@@ -139,7 +139,7 @@ class Bucketing:
         )
 
     def chunks(
-        self, kind: Kind, sizes: Sizes, name: str
+        self, kind: ShapeFamily, sizes: Sizes, name: str
     ) -> tuple[list[int], list[int | None]] | str:
         """Sizes of the chunks along one dimension, and how outputs are joined; or why not."""
         place = self.dimensions.names.index(name)

@@ -17,7 +17,7 @@ from ..calls.snapshots import layout
 from ..errors import CaptureError, first_line
 from .outputs import Leaf, OutputShapes, Underivable, steps_of, symbols_of
 from .padding import Sizes
-from .sampler import Subject
+from .sampler import CallSampler
 from .symbolic import derive
 
 _FITTED_BELOW = 6
@@ -25,10 +25,10 @@ _MAX_WAYS = 4
 _MAX_FOLLOWED_FROM = 256
 
 
-class Traces:
+class ShapeInference:
     """The shapes of one subject's outputs, on each way that was traced through the function."""
 
-    def __init__(self, subject: Subject) -> None:
+    def __init__(self, subject: CallSampler) -> None:
         self._subject = subject
         self._known: list[OutputShapes] = []
 

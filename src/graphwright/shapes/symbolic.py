@@ -27,10 +27,10 @@ from ..errors import CaptureError, first_line
 from .dimensions import Axes
 from .outputs import Leaf, OutputShapes, Underivable, symbols_of
 from .padding import Sizes, memory_format
-from .sampler import Subject
+from .sampler import CallSampler
 
 
-def derive(subject: Subject, sizes: Sizes) -> OutputShapes:
+def derive(subject: CallSampler, sizes: Sizes) -> OutputShapes:
     """Run a function on fake tensors with symbolic sizes.
 
     Sizes of 1 stay fixed: whatever holds for 1 alone would be taken for the rule.
@@ -60,7 +60,7 @@ def derive(subject: Subject, sizes: Sizes) -> OutputShapes:
     return found
 
 
-def _derive(subject: Subject, sizes: Sizes) -> OutputShapes:
+def _derive(subject: CallSampler, sizes: Sizes) -> OutputShapes:
     leaves = subject.at(sizes)
     env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)

@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ..calls.serialization import Row
+from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten
 from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
@@ -64,7 +64,7 @@ class AotInductor:
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         """Export, compile into a package, load it."""
         leaves, spec = flatten(args, kwargs)
-        flat = Flat(model, Row.of(leaves, spec))
+        flat = Flat(model, TreeTemplate.of(leaves, spec))
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.export needs a tensor among the inputs")
@@ -93,7 +93,7 @@ class AotInductor:
         """The package that was saved."""
         known = json.loads((folder / _CALL).read_bytes())
         slots = [int(slot) for slot in known["slots"]]
-        call = _Packaged(folder / _PACKAGE, slots, Row.read(known["out"]), passing=True)
+        call = _Packaged(folder / _PACKAGE, slots, TreeTemplate.read(known["out"]), passing=True)
         return Built(without_grad(call), holds_weights=True, save=call.save)
 
 
@@ -108,7 +108,7 @@ class _Packaged:
     """
 
     def __init__(
-        self, path: Path, slots: Sequence[int], out: Row, *, passing: bool = False
+        self, path: Path, slots: Sequence[int], out: TreeTemplate, *, passing: bool = False
     ) -> None:
         self._package, self._slots, self._out = path, slots, out
         # Its own locks would break a capture; this one is never taken at a replay.

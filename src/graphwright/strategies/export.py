@@ -10,7 +10,7 @@ from torch import nn
 from torch.export import Dim, ExportedProgram
 from torch.utils import _pytree as pytree
 
-from ..calls.serialization import Row
+from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten
 from ..errors import StrategyFailed, user_frame
 from ..shapes.dimensions import Dimensions, named
@@ -19,19 +19,19 @@ from ..shapes.dimensions import Dimensions, named
 class Flat(nn.Module):
     """A model from a row of tensors to a row of tensors; `out` is what its results belong to."""
 
-    def __init__(self, model: nn.Module, call: Row) -> None:
+    def __init__(self, model: nn.Module, call: TreeTemplate) -> None:
         super().__init__()
         self.training = False  # eval() would reach into the user's own submodules.
         self.model = model
         self.call = call
-        self.out: Row | None = None
+        self.out: TreeTemplate | None = None
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.fill(tensors)
         leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
         if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
             raise StrategyFailed("an output is a number that depends on a dynamic size")
-        self.out = Row.of(leaves, spec)
+        self.out = TreeTemplate.of(leaves, spec)
         return tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
 
 

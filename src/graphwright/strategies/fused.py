@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..calls.serialization import Row
+from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..calls.snapshots import State, clone_leaves
 from ..errors import StrategyFailed
@@ -100,7 +100,7 @@ class FusedCompiler:
         device = tensors_of((args, kwargs))[0].device
         graph = read(known["nodes"], tensors, device)
         slots = [int(n) for n in known["slots"]]
-        call = GraphCall(graph, slots, Row.read(known["out"]), _kernels(folder, device))
+        call = GraphCall(graph, slots, TreeTemplate.read(known["out"]), _kernels(folder, device))
         return Built(call, holds_weights=True, plain=True, save=functools.partial(_save, call))
 
 

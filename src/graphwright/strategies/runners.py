@@ -10,7 +10,7 @@ import torch
 from ..calls.signature import Args, Kwargs
 from ..errors import in_words, levels_above
 from ..graphs.capture import capture
-from ..graphs.captured_call import CallGraph
+from ..graphs.captured_call import CapturedCall
 from .base import AVAILABLE, Availability, Built, Runner, tiny_model
 
 
@@ -25,7 +25,7 @@ def _probe(device: torch.device) -> Availability:
 
 
 def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
-    graph = CallGraph(built.call, args, kwargs, breaks="auto" if built.plain else "never")
+    graph = CapturedCall(built.call, args, kwargs, breaks="auto" if built.plain else "never")
     graph.warm()
     graph.record()
 
@@ -47,7 +47,7 @@ def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
     return Built(call, notes, built.holds_weights, graph.launcher(), save=built.save)
 
 
-def _segments(graph: CallGraph) -> list[str]:
+def _segments(graph: CapturedCall) -> list[str]:
     """What a user should know of a call that is no single graph."""
     if graph.branches is None:
         return []

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..calls.serialization import Row
+from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..calls.snapshots import State, clone_leaves
 from ..errors import StrategyFailed, first_line
@@ -69,7 +69,9 @@ class TorchScript:
         script = torch.jit.load(folder / _SCRIPT, map_location=device)
         call: _Scripted | _Traced = _Scripted(script)
         if known is not None:
-            call = _Traced(script, [int(n) for n in known["slots"]], Row.read(known["out"]))
+            call = _Traced(
+                script, [int(n) for n in known["slots"]], TreeTemplate.read(known["out"])
+            )
         with torch.no_grad():
             return self._run(call, args, kwargs, [])
 
@@ -120,7 +122,7 @@ class TorchScript:
 
     def _trace(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Traced:
         leaves, spec = flatten(args, kwargs)
-        flat = Flat(model, Row.of(leaves, spec))
+        flat = Flat(model, TreeTemplate.of(leaves, spec))
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
@@ -159,7 +161,7 @@ class _Traced:
 
     script: Any
     slots: Sequence[int]
-    out: Row
+    out: TreeTemplate
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten(args, kwargs)

@@ -12,8 +12,8 @@ from torch import nn
 
 from ..artifacts.padded_calls import (
     OTHER_KIND,
-    Filling,
     Known,
+    PaddedCalls,
     Shapes,
     Tuned,
     shapes_of,
@@ -24,9 +24,9 @@ from ..calls.snapshots import Call
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import MemoryPool
 from ..shapes.buckets import Buckets
-from ..shapes.family import Kind
-from ..shapes.padding import Plan, Sizes
-from ..shapes.selection import Bucketing
+from ..shapes.family import ShapeFamily
+from ..shapes.padding import PaddingPlan, Sizes
+from ..shapes.selection import BucketSelector
 
 # Sizes of which a file keeps how they are filled up.
 _MAX_STORED = 1 << 12
@@ -34,7 +34,7 @@ _MAX_STORED = 1 << 12
 _MAX_VERIFIED = 1 << 7
 
 
-class FilledCalls(Filling):
+class ProvedPaddedCalls(PaddedCalls):
     """By what was built for the next larger bucket, once it is proved that it may.
 
     Padding is proved to be harmless to the module before, as `graph(buckets=…)` does.
@@ -47,7 +47,11 @@ class FilledCalls(Filling):
     """
 
     def __init__(
-        self, bucketing: Bucketing, kind: Kind, table: Mapping[Sizes, Tuned], module: nn.Module
+        self,
+        bucketing: BucketSelector,
+        kind: ShapeFamily,
+        table: Mapping[Sizes, Tuned],
+        module: nn.Module,
     ) -> None:
         super().__init__(module)
         self._bucketing = bucketing
@@ -74,7 +78,7 @@ class FilledCalls(Filling):
                 return off
         return Known(plan, tuned, strides_of(leaves))
 
-    def plans(self) -> dict[Shapes, tuple[Plan, int]]:
+    def plans(self) -> dict[Shapes, tuple[PaddingPlan, int]]:
         """For all sizes where these are few, else for those that were proved first.
 
         There are none where arguments share memory.
@@ -95,7 +99,7 @@ class FilledCalls(Filling):
         return found
 
 
-class BucketedCall:
+class BucketedRequest:
     """A call whose sizes vary, and the buckets to tune it for.
 
     Attributes:
@@ -116,7 +120,7 @@ class BucketedCall:
         dynamic_shapes: Any,
         pad: Any,
     ) -> None:
-        self._bucketing = Bucketing(
+        self._bucketing = BucketSelector(
             model,
             buckets,
             dynamic_shapes=dynamic_shapes,
@@ -211,7 +215,7 @@ class BucketedCall:
                 return why
         return None
 
-    def filled(self, table: Sequence[Tuned]) -> FilledCalls:
+    def filled(self, table: Sequence[Tuned]) -> ProvedPaddedCalls:
         """What answers calls between the buckets, by what was built for each of these."""
         known = dict(zip(self._bucketing.buckets.points, table, strict=True))
-        return FilledCalls(self._bucketing, self._kind, known, self._kind.subject.module)
+        return ProvedPaddedCalls(self._bucketing, self._kind, known, self._kind.subject.module)

@@ -17,7 +17,7 @@ import time
 import warnings
 from pathlib import Path
 
-from ..calls.fingerprint import Key as Key
+from ..calls.fingerprint import Fingerprint as Fingerprint
 from ..calls.fingerprint import digest_of
 from ..calls.fingerprint import key_of as key_of
 from ..errors import GraphwrightError, first_line, levels_above
@@ -41,7 +41,7 @@ def folder() -> Path:
     return platformdirs.user_cache_path("graphwright") / "choices"
 
 
-def recall(key: Key) -> Report | None:
+def recall(key: Fingerprint) -> Report | None:
     """The report that was remembered under a key; None, with a warning, if it cannot be read."""
     path: Path | None = None
     try:
@@ -57,7 +57,7 @@ def recall(key: Key) -> Report | None:
     return report
 
 
-def _read(path: Path, key: Key) -> Report:
+def _read(path: Path, key: Fingerprint) -> Report:
     data = json.loads(path.read_bytes())
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
         raise GraphwrightError("This is no choice that graphwright remembered.")
@@ -71,7 +71,7 @@ def _read(path: Path, key: Key) -> Report:
     return report
 
 
-def remember(key: Key, report: Report) -> Path | None:
+def remember(key: Fingerprint, report: Report) -> Path | None:
     """Keep a report under a key, in place of an earlier one; None, with a warning, if it cannot be.
 
     The file is complete or not there at all, whenever a process ends and whoever else writes.
@@ -106,13 +106,13 @@ def remember(key: Key, report: Report) -> Path | None:
     return path
 
 
-def forget(key: Key) -> None:
+def forget(key: Fingerprint) -> None:
     """Remove what was remembered under a key, if anything was."""
     with contextlib.suppress(Exception):
         _path(key).unlink()
 
 
-def _path(key: Key) -> Path:
+def _path(key: Fingerprint) -> Path:
     return folder() / f"{key.digest}.json"
 
 

@@ -31,7 +31,7 @@ from ..report.result import EAGER, Row, Status
 from ..report.table import duration
 from ..strategies.base import Built, Candidate
 from ..strategies.registry import is_ours
-from .trial import Evaluator
+from .trial import CandidateEvaluator
 from .workers.fork_server import CANDIDATE
 from .workers.process import kill, last_line
 from .workers.settings import Settings
@@ -82,7 +82,7 @@ class ColdStarts:
         deadline: `time.monotonic()` after which no other candidate is begun; None for no limit.
     """
 
-    evaluator: Evaluator
+    evaluator: CandidateEvaluator
     kept: dict[str, list[Built]]
     tuned: Callable[[str, list[Built]], TunedModule]
     timeout_s: float

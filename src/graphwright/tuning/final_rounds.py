@@ -12,7 +12,7 @@ from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, Row
 from ..strategies.base import Built, Candidate
 from .selection import cost, near_best
-from .trial import Evaluator
+from .trial import CandidateEvaluator
 
 _BARE = "torch.compile without checks"
 
@@ -34,7 +34,7 @@ class Finals:
     """
 
     report: Report
-    evaluator: Evaluator
+    evaluator: CandidateEvaluator
     kept: dict[str, list[Built]]
     candidates: dict[str, Candidate]
     tuned: Callable[[str, list[Built]], TunedModule]

@@ -27,7 +27,7 @@ from .workers.fork_server import CANDIDATE
 
 if TYPE_CHECKING:
     from ..shapes.buckets import Buckets
-    from .bucketed_request import BucketedCall
+    from .bucketed_request import BucketedRequest
 
 OBJECTIVES = ("latency", "throughput", "memory", "cold_start")
 # Worth its time only where it is loaded: tried by default where that is what counts.
@@ -53,7 +53,7 @@ class Request:
     module: nn.Module
     calls: list[tuple[float, Call]]
     signatures: list[CallSignature]
-    buckets: BucketedCall | None
+    buckets: BucketedRequest | None
     dynamic_shapes: Any
     device: torch.device
     candidates: list[Candidate]
@@ -115,9 +115,11 @@ class Request:
         if buckets is not None:
             if samples is not None:
                 raise OptionError("tune() takes samples or buckets, not both.")
-            from .bucketed_request import BucketedCall  # Symbolic shapes take a second to import.
+            from .bucketed_request import (
+                BucketedRequest,  # Symbolic shapes take a second to import.
+            )
 
-            bucketed = BucketedCall(model, args, kwargs or {}, buckets, dynamic_shapes, pad)
+            bucketed = BucketedRequest(model, args, kwargs or {}, buckets, dynamic_shapes, pad)
             made = bucketed.samples()
             names, samples, args, kwargs = list(made), list(made.values()), (), None
             weights = bucketed.weights(weights)

@@ -12,8 +12,8 @@ from torch import nn
 from ..report.progress import Progress
 from ..report.result import EAGER, Row, Status
 from ..strategies.base import Built, Candidate
-from .trial import Evaluator
-from .workers.pool import Limits, Workers
+from .trial import CandidateEvaluator
+from .workers.pool import Limits, WorkerPool
 from .workers.task import IsolationError
 
 
@@ -57,13 +57,13 @@ class Screening:
     repeat: Callable[[str], str]
     notes: list[str] = field(default_factory=list)
     kept: dict[str, list[Built]] = field(default_factory=dict)
-    _workers: Workers | None = None
+    _workers: WorkerPool | None = None
 
     def __enter__(self) -> Screening:
         """Begin to import, in another process, what candidates there will need."""
         if self.terms.isolate and len(self.candidates) > 1:
             try:
-                self._workers = Workers(self.module, self.candidates[1:])
+                self._workers = WorkerPool(self.module, self.candidates[1:])
             except IsolationError as error:
                 self._not_apart(str(error))
         return self
@@ -76,7 +76,7 @@ class Screening:
             self._workers.close()
             self._workers = None
 
-    def rows(self, evaluator: Evaluator, progress: Progress) -> Iterator[Row]:
+    def rows(self, evaluator: CandidateEvaluator, progress: Progress) -> Iterator[Row]:
         """The row of each candidate, as it becomes known."""
         eager, *others = self.candidates
         progress.step(eager.name)
@@ -102,9 +102,9 @@ class Screening:
 
     def _apart(
         self,
-        workers: Workers,
+        workers: WorkerPool,
         candidates: Sequence[Candidate],
-        evaluator: Evaluator,
+        evaluator: CandidateEvaluator,
         progress: Progress,
     ) -> Iterator[Row]:
         terms = self.terms
@@ -129,7 +129,7 @@ class Screening:
         if note not in self.notes:
             self.notes.append(note)
 
-    def _here(self, candidate: Candidate, evaluator: Evaluator) -> Row:
+    def _here(self, candidate: Candidate, evaluator: CandidateEvaluator) -> Row:
         """Try a candidate in this process, if there is time for it; eager in any case."""
         late = self.terms.deadline is not None and time.monotonic() > self.terms.deadline
         if late and candidate.name != EAGER:

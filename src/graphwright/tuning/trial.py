@@ -57,7 +57,7 @@ class Trial:
         return [self.row.by_shape[sample.name] for sample in samples]
 
 
-class Evaluator:
+class CandidateEvaluator:
     """Evaluates candidates for one model.
 
     Args:

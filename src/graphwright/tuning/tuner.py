@@ -2,7 +2,7 @@
 
 `Tuning` runs the steps and holds what is known so far, so that an interrupted run can still be
 shown. Candidates are tried in processes of their own (`isolation`) where that is possible, by the
-same `Evaluator` that tries them here otherwise.
+same `CandidateEvaluator` that tries them here otherwise.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .final_rounds import Finals
 from .request import Request
 from .screening import Screening, Terms
 from .selection import near_best, ranked, sentence
-from .trial import Evaluator, status_of
+from .trial import CandidateEvaluator, status_of
 
 if TYPE_CHECKING:
     from ..shapes.buckets import Buckets
@@ -206,7 +206,7 @@ class Tuning:
             self.report.notes,
             self._kept,
         )
-        self._evaluator: Evaluator | None = None
+        self._evaluator: CandidateEvaluator | None = None
         self._quiet = True
         # The sizes that the choice was proved to answer all of; None until then.
         self._ranges: tuple[Range, ...] | None = None
@@ -269,7 +269,7 @@ class Tuning:
             self._evaluator = self._referenced()
             self._quiet = self._same_without_grad()
 
-    def _referenced(self) -> Evaluator:
+    def _referenced(self) -> CandidateEvaluator:
         """An evaluator of candidates against references of every sample."""
         model = self.asked.module
         state = State(model)
@@ -283,7 +283,7 @@ class Tuning:
         self.report.eager_error = max(
             (error for error in errors if error), key=lambda e: e.rms, default=None
         )
-        return Evaluator(
+        return CandidateEvaluator(
             model,
             samples,
             self.asked.device,
@@ -299,7 +299,7 @@ class Tuning:
         return within(self.asked.dynamic_shapes, ends) if ends else self.asked.dynamic_shapes
 
     @property
-    def evaluator(self) -> Evaluator:
+    def evaluator(self) -> CandidateEvaluator:
         """What evaluates candidates in this process, once the references were made."""
         assert self._evaluator is not None
         return self._evaluator
@@ -432,7 +432,7 @@ class Tuning:
 
     # ------------------------------------------------------------ the memory of choices
 
-    def _key(self) -> choice_cache.Key | None:
+    def _key(self) -> choice_cache.Fingerprint | None:
         """What the choice is remembered under; None where it is not."""
         if not self.asked.remember or not all(map(is_ours, self.asked.candidates)):
             return None

@@ -20,7 +20,7 @@ from . import driver
 from .capture import capturing
 from .driver import CopyNode
 from .recording import CudaRecording, find_copies
-from .streams import Bench, PreparedThreads
+from .streams import CaptureStream, PreparedThreads
 
 Made = TypeVar("Made")
 Drains = Callable[[Any], Sequence[torch.Tensor]]
@@ -34,7 +34,7 @@ _MUCH, _MORE = 0.25, 0.02
 
 
 # Streams and workspaces that no recorder uses, by device.
-_FREE: dict[int, list[Bench]] = {}
+_FREE: dict[int, list[CaptureStream]] = {}
 
 
 class _CudaSegment:
@@ -90,7 +90,7 @@ class CudaRecorder:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         free = _FREE.setdefault(index, [])
-        self._bench = free.pop() if free else Bench(self.device)
+        self._bench = free.pop() if free else CaptureStream(self.device)
         self._stream = self._bench.stream
         self._pool: Any = None
         self._anchor: Any = None

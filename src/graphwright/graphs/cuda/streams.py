@@ -11,7 +11,7 @@ from ...calls.modes import OperationMode
 from . import driver
 
 
-class Bench:
+class CaptureStream:
     """A stream of our own and the memory of the libraries' workspaces on it.
 
     cuBLAS keeps a workspace for each stream, and a graph its address. It lies in a memory pool from
@@ -38,7 +38,7 @@ class PreparedThreads(OperationMode):
     There is a workspace for each thread too, and autograd runs a backward on one of its own.
     """
 
-    def __init__(self, bench: Bench) -> None:
+    def __init__(self, bench: CaptureStream) -> None:
         super().__init__()
         self._bench = bench
         self._threads = {threading.get_ident()}

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .segment import Node, Stop
+from .segment import Break, Segment
 from .steps import Host, New, Step
 
 _MOST_LINES = 40
@@ -18,7 +18,7 @@ _READS = {"local_scalar_dense": "item", "clone": "contents", "to_copy": "content
 _LONGEST = 40
 
 
-def drawn(root: Node) -> list[str]:
+def drawn(root: Segment) -> list[str]:
     """Its segments with their nodes and times, its breaks with what they gave and how often.
 
     The way that most calls go runs down the left edge; others are indented at the break where they
@@ -29,8 +29,8 @@ def drawn(root: Node) -> list[str]:
     return [*lines[:_MOST_LINES], f"… and {more} lines more"] if more > 1 else lines
 
 
-def _drawn(node: Node, indent: str) -> Iterator[str]:
-    following: Node | None = node
+def _drawn(node: Segment, indent: str) -> Iterator[str]:
+    following: Segment | None = node
     while following is not None:
         node = following
         yield from (f"{indent}{line}" for line in _segment(node))
@@ -48,7 +48,7 @@ def _drawn(node: Node, indent: str) -> Iterator[str]:
         following = ways[0] if ways else None
 
 
-def _segment(node: Node) -> Iterator[str]:
+def _segment(node: Segment) -> Iterator[str]:
     for place, count in hoisted(node).items():
         yield f"constants kept on the device: {count}, of {short(place)}"
     if node.recording is None:
@@ -59,7 +59,7 @@ def _segment(node: Node) -> Iterator[str]:
     yield f"graph of {count} node{'s' * (count != 1)}{took}"
 
 
-def hoisted(node: Node) -> Counter[str | None]:
+def hoisted(node: Segment) -> Counter[str | None]:
     """How many copies from the host a segment does without, by their place."""
     found: Counter[str | None] = Counter()
     for step in node.steps:
@@ -68,7 +68,7 @@ def hoisted(node: Node) -> Counter[str | None]:
     return found
 
 
-def _spoken(stop: Stop) -> str:
+def _spoken(stop: Break) -> str:
     plain = stop.operation.removeprefix("aten.").partition(".")[0].lstrip("_")
     return _READS.get(plain, plain)
 

@@ -9,12 +9,12 @@ import torch
 
 from ...calls.operations import tensors, written
 from ...errors import CaptureError, first_line
-from ..static_tensors import Inputs
+from ..static_tensors import StaticInputs
 from .steps import New, Step, bytes_of
-from .tracer import Differs, Walk, place_now
+from .tracer import Differs, Tracer, place_now
 
 
-class Observation(Walk):
+class ObservingTracer(Tracer):
     """Does what comes after the known steps as eager code does, and notes it.
 
     Attributes:
@@ -141,8 +141,8 @@ def reads_of_arguments(
         leaves: these.
         device: where it runs.
     """
-    inputs = Inputs(leaves, lambda n: torch.empty(n, dtype=torch.uint8, device=device))
-    observation = Observation((), {}, inputs, device, set())
+    inputs = StaticInputs(leaves, lambda n: torch.empty(n, dtype=torch.uint8, device=device))
+    observation = ObservingTracer((), {}, inputs, device, set())
     try:
         with observation.seen():
             work(inputs.leaves)

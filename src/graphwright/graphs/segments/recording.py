@@ -11,16 +11,16 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...calls.operations import tensors
-from ..recorder import Recorder, Segment
-from ..static_tensors import Geometry, Inputs, Results
-from .segment import Node, Source, Stop
+from ..recorder import Recorder, SegmentRecorder
+from ..static_tensors import Geometry, StaticInputs, StaticOutputs
+from .segment import Break, HoistedConstant, Segment
 from .steps import New, Step
-from .tracer import Differs, Walk, replaced
+from .tracer import Differs, Tracer, replaced
 
-Finishing = Callable[[Walk, Any], tuple[Results | None, list[torch.Tensor]]]
+Finishing = Callable[[Tracer, Any], tuple[StaticOutputs | None, list[torch.Tensor]]]
 
 
-class Tracing(Walk):
+class RecordingTracer(Tracer):
     """Records what comes after the known steps, as an observation has found it.
 
     Args:
@@ -29,7 +29,7 @@ class Tracing(Walk):
         recorder: what records them.
         feeds: for the first segment, memory that is filled before the call.
         generators: random generators that the call draws from.
-        given: as for `Walk`.
+        given: as for `Tracer`.
 
     Attributes:
         nodes: the segments that were recorded.
@@ -38,7 +38,7 @@ class Tracing(Walk):
 
     def __init__(
         self,
-        node: Node,
+        node: Segment,
         script: Iterable[Step],
         recorder: Recorder,
         feeds: Sequence[torch.Tensor],
@@ -52,11 +52,13 @@ class Tracing(Walk):
         self._recorder = recorder
         self._feeds = feeds
         self._draws_from = generators
-        self._segment: Segment | None = None
+        self._segment: SegmentRecorder | None = None
         self._ending = contextlib.ExitStack()
-        self._segments: list[Segment] = []
+        self._segments: list[SegmentRecorder] = []
 
-    def record(self, work: Callable[[Inputs], Any], inputs: Inputs, finish: Finishing) -> None:
+    def record(
+        self, work: Callable[[StaticInputs], Any], inputs: StaticInputs, finish: Finishing
+    ) -> None:
         """Walk through the work. On an error nothing is left.
 
         Raises:
@@ -103,10 +105,10 @@ class Tracing(Walk):
         if hosts:
             for host, static in zip(hosts, step.statics, strict=True):
                 if not self.is_made(host):
-                    node.sources.append(Source(host, static))
+                    node.sources.append(HoistedConstant(host, static))
             args, kwargs = replaced((args, kwargs), hosts, step.statics)
         if step.key is not None:
-            self._cut(step, Stop(func, args, kwargs, step, content=self.content))
+            self._cut(step, Break(func, args, kwargs, step, content=self.content))
             return self.answered(step, given)
         try:
             result = segment.run(func, args, kwargs)
@@ -122,20 +124,20 @@ class Tracing(Walk):
         node.steps.append(step)
         return result
 
-    def _cut(self, step: Step, stop: Stop) -> None:
+    def _cut(self, step: Step, stop: Break) -> None:
         """End the segment at a break, and begin what follows its outcome."""
         self._end()
         node = self.nodes[-1]
         known = node.memory_so_far()
         node.held = {n: s for n, s in self.living().items() if n not in known}
         node.count, node.stop = self._count, stop
-        child = Node.after(node, step, self._recorder.allocate)
+        child = Segment.after(node, step, self._recorder.allocate)
         self._memory |= child.memory
         assert step.key is not None
         stop.after[step.key] = child
         self.nodes.append(child)
 
-    def _begin(self) -> Segment:
+    def _begin(self) -> SegmentRecorder:
         if self._segment is None:
             feeds = self._feeds if self.nodes[-1].parent is None else ()
             self._segment = self._ending.enter_context(

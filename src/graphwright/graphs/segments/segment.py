@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 
 from ...calls.operations import tensors
 from ..recorder import Allocate, Recording
-from ..static_tensors import Geometry, Results, copy
+from ..static_tensors import Geometry, StaticOutputs, copy
 from .steps import Given, Host, New, Step, bytes_of, key_of, key_of_results, on_the_way_out
 
 _TIMED = 5
 
 
-class Source:
+class HoistedConstant:
     """Memory on the host, from outside of the call, and its copy on the device."""
 
     def __init__(self, host: torch.Tensor, static: torch.Tensor) -> None:
@@ -40,7 +40,7 @@ class Source:
             self._bytes = now
 
 
-class Stop:
+class Break:
     """A break: the operation that is run between two segments.
 
     Attributes:
@@ -54,7 +54,7 @@ class Stop:
     ) -> None:
         self.operation = str(func)
         self.place = step.place
-        self.after: dict[Hashable, Node] = {}
+        self.after: dict[Hashable, Segment] = {}
         self._func = func
         self._args = args
         self._kwargs = kwargs
@@ -102,7 +102,7 @@ class Stop:
 
 
 @dataclass(eq=False)
-class Node:
+class Segment:
     """A segment: what a call does from one break, or its begin, to the next, or its end.
 
     Attributes:
@@ -124,24 +124,24 @@ class Node:
     """
 
     device: torch.device
-    parent: Node | None
+    parent: Segment | None
     arrival: Step | None
     memory: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     targets: list[torch.Tensor] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     recording: Recording | None = None
     held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
-    sources: list[Source] = field(default_factory=list)
-    stop: Stop | None = None
+    sources: list[HoistedConstant] = field(default_factory=list)
+    stop: Break | None = None
     count: int = 0
-    results: Results | None = None
+    results: StaticOutputs | None = None
     back: list[int] = field(default_factory=list)
     back_by_element: list[int] = field(default_factory=list)
     hits: int = 0
     _times: list[Any] = field(default_factory=list)
 
     @classmethod
-    def after(cls, parent: Node, arrival: Step, allocate: Allocate) -> Node:
+    def after(cls, parent: Segment, arrival: Step, allocate: Allocate) -> Segment:
         """What follows a break, with memory for its results."""
         node = cls(parent.device, parent, arrival)
         news = [made for made in arrival.made if isinstance(made, New)]
@@ -152,7 +152,7 @@ class Node:
             copy(real, node.targets[-1])
         return node
 
-    def path(self) -> list[Node]:
+    def path(self) -> list[Segment]:
         """The segments up to this one, from the first."""
         return [self] if self.parent is None else [*self.parent.path(), self]
 
@@ -168,7 +168,7 @@ class Node:
         """Memory of the call that lives at the end of this segment, by number."""
         return {n: s for node in self.path() for n, s in (node.memory | node.held).items()}
 
-    def below(self) -> Iterator[Node]:
+    def below(self) -> Iterator[Segment]:
         """This segment and all that come after it."""
         waiting = [self]
         while waiting:

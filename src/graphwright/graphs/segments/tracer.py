@@ -39,7 +39,7 @@ from ...calls.signature import SCALARS, describe
 from ...errors import CaptureError, is_the_user_s
 from ..conditions import capturing_seems_on, collection_off
 from ..journal import Journal
-from ..static_tensors import Geometry, Inputs
+from ..static_tensors import Geometry, StaticInputs
 from .steps import (
     Aside,
     Given,
@@ -91,7 +91,7 @@ def place_now() -> str | None:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-class Walk(Journal):
+class Tracer(Journal):
     """One run of a call's Python.
 
     Args:
@@ -113,7 +113,7 @@ class Walk(Journal):
         self,
         known: Iterable[Step],
         memory: Mapping[int, torch.UntypedStorage],
-        inputs: Inputs,
+        inputs: StaticInputs,
         device: torch.device,
         separate: set[Any],
     ) -> None:
@@ -144,7 +144,7 @@ class Walk(Journal):
         """Have what is done inside the block pass by here."""
         with self._pretence:
             self._pretence.enter_context(capturing_seems_on())
-            with collection_off(), compilers_off(), Functions(self), self:
+            with collection_off(), compilers_off(), HostAccess(self), self:
                 yield
 
     @contextlib.contextmanager
@@ -449,10 +449,10 @@ def replaced(tree: Any, old: list[torch.Tensor], new: Iterable[torch.Tensor]) ->
 _EXPORTS = ("numpy", "__array__", "__dlpack__")
 
 
-class Functions(TorchFunctionMode):
+class HostAccess(TorchFunctionMode):
     """Sees these functions in a walk."""
 
-    def __init__(self, walk: Walk) -> None:
+    def __init__(self, walk: Tracer) -> None:
         super().__init__()
         self._walk = walk
 

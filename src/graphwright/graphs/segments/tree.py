@@ -18,13 +18,13 @@ from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
 from ..memory import MemoryPool, in_units
 from ..recorder import Interrupted, Recorder
-from ..static_tensors import Finish, Inputs, Results, copy, flat, is_dense
+from ..static_tensors import Finish, StaticInputs, StaticOutputs, copy, flat, is_dense
 from ..transaction import transaction
-from .observation import Observation
-from .recording import Tracing
-from .segment import Node, Stop
+from .observation import ObservingTracer
+from .recording import RecordingTracer
+from .segment import Break, Segment
 from .steps import New, Step, bytes_of
-from .tracer import Differs, Unfollowed, Walk
+from .tracer import Differs, Tracer, Unfollowed
 
 if TYPE_CHECKING:
     pass
@@ -38,7 +38,7 @@ _ATTEMPTS = 8
 # From so many ways on, most calls have to go one that is known.
 _MANY = 16
 
-Work = Callable[[Inputs], Any]
+Work = Callable[[StaticInputs], Any]
 MakeRoom = Callable[[], bool]
 
 
@@ -57,7 +57,7 @@ class Plan:
     fresh: bool
 
 
-class Branches:
+class SegmentTree:
     """A call in segments.
 
     Args:
@@ -77,11 +77,11 @@ class Branches:
         given_up: why it is answered by graphs no longer.
     """
 
-    inputs: Inputs
+    inputs: StaticInputs
     copies: Plan
 
     def __init__(self, module: nn.Module, pool: MemoryPool, device: torch.device) -> None:
-        self.root: Node | None = None
+        self.root: Segment | None = None
         self.external: dict[int, torch.UntypedStorage] = {}
         self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self.generators: list[torch.Generator] = []
@@ -130,8 +130,8 @@ class Branches:
                 remedy="Make the model under torch.no_grad().",
             )
         for _ in range(_ATTEMPTS):
-            inputs = Inputs(sample, functools.partial(_ordinary, self._device))
-            observation = Observation((), {}, inputs, self._device, self._separate)
+            inputs = StaticInputs(sample, functools.partial(_ordinary, self._device))
+            observation = ObservingTracer((), {}, inputs, self._device, self._separate)
             try:
                 with recorder.warming(), observation.seen():
                     observation.finish(work(inputs))
@@ -142,8 +142,8 @@ class Branches:
             self._script = observation.script
             self._check_limits(sum(step.key is not None for step in self._script) + 1)
             with recorder.scratch() as sizes:
-                inputs = Inputs(sample, recorder.allocate)
-                root = Node(self._device, None, None)
+                inputs = StaticInputs(sample, recorder.allocate)
+                root = Segment(self._device, None, None)
                 tracing = self.tracing(root, self._script, recorder, (), (), {}, inputs)
                 try:
                     tracing.record(work, inputs, _no_results)
@@ -166,16 +166,16 @@ class Branches:
     def record(
         self,
         work: Work,
-        inputs: Inputs,
+        inputs: StaticInputs,
         plan: Plan,
         mutated: Sequence[int],
         recorder: Recorder,
-    ) -> Node:
+    ) -> Segment:
         """Record the call that was planned; returns its first segment."""
         feeds = [flat(inputs.tensor(slot)) for slot in plan.sources]
         finish = functools.partial(self.finish, inputs, plan, mutated)
         for left in reversed(range(_ATTEMPTS)):
-            root = Node(self._device, None, None)
+            root = Segment(self._device, None, None)
             tracing = self.tracing(root, self._script, recorder, feeds, (), {}, inputs)
             try:
                 tracing.record(work, inputs, finish)
@@ -190,23 +190,23 @@ class Branches:
 
     def tracing(
         self,
-        node: Node,
+        node: Segment,
         script: Sequence[Step],
         recorder: Recorder,
         feeds: Sequence[torch.Tensor],
         known: Sequence[Step],
         memory: dict[int, torch.UntypedStorage],
-        inputs: Inputs,
-    ) -> Tracing:
+        inputs: StaticInputs,
+    ) -> RecordingTracer:
         walk = known, memory, inputs, self._device, self._separate
-        return Tracing(node, script, recorder, feeds, self.generators, *walk)
+        return RecordingTracer(node, script, recorder, feeds, self.generators, *walk)
 
     def finish(
-        self, inputs: Inputs, plan: Plan, mutated: Sequence[int], walk: Walk, tree: Any
-    ) -> tuple[Results, list[torch.Tensor]]:
+        self, inputs: StaticInputs, plan: Plan, mutated: Sequence[int], walk: Tracer, tree: Any
+    ) -> tuple[StaticOutputs, list[torch.Tensor]]:
         """At the end of a path: what the call returns, and what is to be copied out."""
-        assert isinstance(walk, Tracing)
-        results, node = Results(tree, inputs, walk.external), walk.nodes[-1]
+        assert isinstance(walk, RecordingTracer)
+        results, node = StaticOutputs(tree, inputs, walk.external), walk.nodes[-1]
         node.back = [s for s in mutated if plan.fresh and is_dense(inputs.tensor(s))]
         node.back_by_element = [s for s in mutated if s not in node.back]
         drained = [*results.bases, *(inputs.tensor(slot) for slot in node.back)]
@@ -220,7 +220,7 @@ class Branches:
 
     def _grown(
         self,
-        nodes: Sequence[Node],
+        nodes: Sequence[Segment],
         external: dict[int, torch.UntypedStorage],
         frozen: dict[int, tuple[torch.Tensor, bytes]],
     ) -> None:
@@ -295,7 +295,7 @@ class Branches:
 
     def _end(
         self,
-        node: Node,
+        node: Segment,
         sources: Sequence[torch.Tensor],
         leaves: Sequence[Any],
         finish: Finish | None,
@@ -315,12 +315,12 @@ class Branches:
 
     def _go_on(
         self,
-        node: Node,
+        node: Segment,
         arrival: Step,
         leaves: Sequence[Any],
         finish: Finish | None,
         work: Work,
-    ) -> tuple[Observation, Any, list[int]]:
+    ) -> tuple[ObservingTracer, Any, list[int]]:
         """Go on from a break whose outcome is new, as eager code does, in ordinary memory.
 
         Returns:
@@ -330,10 +330,10 @@ class Branches:
         pairs = zip(news, arrival.real, strict=True)
         memory = node.memory_so_far() | {m.number: real.untyped_storage() for m, real in pairs}
         with torch.inference_mode(False):
-            inputs = Inputs(self.inputs.leaves, functools.partial(_ordinary, self._device))
+            inputs = StaticInputs(self.inputs.leaves, functools.partial(_ordinary, self._device))
             copies = {number: storage.clone() for number, storage in memory.items()}
         known = [*node.known(), arrival]
-        observation = Observation(known, copies, inputs, self._device, self._separate)
+        observation = ObservingTracer(known, copies, inputs, self._device, self._separate)
         observation.expect({*self.generators, *default_generators(self._device)})
         try:
             with as_captured(), observation.seen():
@@ -354,7 +354,7 @@ class Branches:
         self.random = self.random or bool(observation.generators)
         outside = {i for i in observation.external if i not in observation.numbers}
         try:
-            results = Results(tree, inputs, outside)
+            results = StaticOutputs(tree, inputs, outside)
         except CaptureError as error:
             self.given_up = _told(error)
             return observation, tree, mutated
@@ -364,7 +364,7 @@ class Branches:
         return observation, made, mutated
 
     def _write_back(
-        self, observation: Observation, inputs: Inputs, leaves: Sequence[Any]
+        self, observation: ObservingTracer, inputs: StaticInputs, leaves: Sequence[Any]
     ) -> list[int]:
         """Copy the arguments that were written to back to the caller's; their positions."""
         mutated = [s for s in inputs.slots if observation.wrote_to(inputs.tensor(s))]
@@ -375,9 +375,9 @@ class Branches:
 
     def _grow(
         self,
-        node: Node,
+        node: Segment,
         arrival: Step,
-        observation: Observation,
+        observation: ObservingTracer,
         mutated: Sequence[int],
         work: Work,
         make_room: MakeRoom,
@@ -390,7 +390,7 @@ class Branches:
         assert node.stop is not None
         assert arrival.key is not None
         before = self._pool.reserved
-        way = Way(self, node, arrival, observation.script, mutated, work)
+        way = NewPath(self, node, arrival, observation.script, mutated, work)
         try:
             self._check_worth(node.stop)
             self._check_limits(1 + sum(step.key is not None for step in observation.script))
@@ -445,7 +445,7 @@ class Branches:
                     "MemoryPool(limit, evict=True).",
                 )
 
-    def _check_worth(self, stop: Stop) -> None:
+    def _check_worth(self, stop: Break) -> None:
         """Whether calls go ways that are known, most of them.
 
         Raises:
@@ -479,12 +479,12 @@ def _ordinary(device: torch.device, nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
-def _no_results(walk: Walk, tree: Any) -> tuple[None, list[torch.Tensor]]:
+def _no_results(walk: Tracer, tree: Any) -> tuple[None, list[torch.Tensor]]:
     """Of what is recorded only to see what it takes."""
     return None, []
 
 
-class Way:
+class NewPath:
     """A way that a call has gone, to be recorded.
 
     Args:
@@ -504,14 +504,14 @@ class Way:
 
     def __init__(
         self,
-        branches: Branches,
-        node: Node,
+        branches: SegmentTree,
+        node: Segment,
         arrival: Step,
         script: Sequence[Step],
         mutated: Sequence[int],
         work: Work,
     ) -> None:
-        self.nodes: list[Node] = []
+        self.nodes: list[Segment] = []
         self.external: dict[int, torch.UntypedStorage] = {}
         self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self.culprit: Any = None
@@ -521,7 +521,7 @@ class Way:
         """Record it."""
         branches, node, arrival, script, mutated, work = self._of
         recorder, inputs = branches.recorder, branches.inputs
-        child = Node.after(node, arrival, recorder.allocate)
+        child = Segment.after(node, arrival, recorder.allocate)
         memory = node.memory_so_far() | child.memory
         known = [*node.known(), arrival]
         tracing = branches.tracing(child, script, recorder, (), known, memory, inputs)

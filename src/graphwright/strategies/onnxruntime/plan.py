@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 import torch
 
-from ...calls.serialization import Row
+from ...calls.serialization import TreeTemplate
 from ...errors import ArtifactError, StrategyFailed, first_line
 
 MODEL, CALL = "model.onnx", "call.json"
@@ -70,7 +70,7 @@ class Plan:
     """
 
     slots: tuple[int, ...]
-    out: Row
+    out: TreeTemplate
     results: dict[int, Result]
     same: dict[int, tuple[str, int]]
     dynamic: bool
@@ -109,7 +109,7 @@ class Plan:
             saved = json.loads(text)
             return cls(
                 tuple(saved["inputs"]),
-                Row.read(saved["outputs"]),
+                TreeTemplate.read(saved["outputs"]),
                 {
                     int(n): Result(
                         r["kind"], dtypes[r["dtype"]], tuple(r["shape"]), tuple(r["stride"])

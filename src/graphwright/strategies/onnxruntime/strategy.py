@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import nn
 
-from ...calls.serialization import Row
+from ...calls.serialization import TreeTemplate
 from ...calls.signature import Args, Kwargs, flatten
 from ...calls.snapshots import clone_leaves
 from ...errors import StrategyFailed, first_line, user_frame
@@ -67,7 +67,7 @@ class OnnxRuntime:
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         """Export into a temporary folder, load it, run it once."""
         leaves, spec = flatten(args, kwargs)
-        flat = Flat(model, Row.of(leaves, spec))
+        flat = Flat(model, TreeTemplate.of(leaves, spec))
         samples = [t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor)]
         if not samples:
             raise StrategyFailed(
@@ -96,7 +96,7 @@ class OnnxRuntime:
         except OSError as error:
             raise StrategyFailed(f"{folder} holds no saved model: {first_line(error)}") from error
         leaves, spec = flatten(args, kwargs)
-        call = Row.of(leaves, spec)
+        call = TreeTemplate.of(leaves, spec)
         if call.slots != plan.slots:
             raise StrategyFailed(
                 f"the call has tensors at {list(call.slots)} among its leaves; the saved one at "

@@ -14,7 +14,7 @@ import torch
 
 from ...errors import CaptureError
 from ...graphs.recorder import Recording
-from ...graphs.static_tensors import Geometry, Inputs, copy, is_dense
+from ...graphs.static_tensors import Geometry, StaticInputs, copy, is_dense
 from .outputs import Outputs
 
 _PATIENCE_S = 60.0
@@ -56,7 +56,7 @@ class Copies:
     back_by_element: Sequence[int]
 
     @classmethod
-    def of(cls, inputs: Inputs, mutated: Sequence[int]) -> Copies:
+    def of(cls, inputs: StaticInputs, mutated: Sequence[int]) -> Copies:
         """Those of a call that writes to some of its arguments."""
         sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
         back = [slot for slot in mutated if is_dense(inputs.tensor(slot))]
@@ -83,7 +83,7 @@ class Activations:
         turn: counts the forwards.
     """
 
-    inputs: Inputs
+    inputs: StaticInputs
     copies: Copies
     outputs: Outputs
     forward: Recording | None

@@ -22,9 +22,9 @@ from ...calls.watch import ModuleWatch
 from ...errors import CaptureError, SignatureError
 from ...graphs.captured_call import device_of, name_of
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
-from ...graphs.graph import Graph, State
+from ...graphs.graph import Graph, GraphState
 from ...graphs.memory import MemoryPool, Prediction
-from ...graphs.python_state import Undo
+from ...graphs.python_state import PythonState
 from ...graphs.recorder import Interrupted
 from ...graphs.transaction import let_go, transaction
 from ...graphs.warmup import Warmed, warm
@@ -40,7 +40,7 @@ _ATTEMPTS = 5
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
-class Pair(Graph):
+class CapturedPair(Graph):
     """The graphs of a call's forward and backward.
 
     Attributes:
@@ -139,7 +139,7 @@ class Pair(Graph):
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether it can answer a call, as the module is now."""
         grad = torch.is_grad_enabled()
-        if self.state is not State.READY or (grad and not self.grad):
+        if self.state is not GraphState.READY or (grad and not self.grad):
             return False
         return (
             self.signature.fits(args, kwargs)
@@ -156,7 +156,9 @@ class Pair(Graph):
     @property
     def stale(self) -> bool:
         """Whether it can never be right again."""
-        return self.state is not State.READY or (self._watch is not None and self._watch.rebound())
+        return self.state is not GraphState.READY or (
+            self._watch is not None and self._watch.rebound()
+        )
 
     # Capture.
 
@@ -169,7 +171,7 @@ class Pair(Graph):
         refuse_hooks_for_saved_tensors()
         with self.pool.lock:
             recorder = self.pool.recorder(self._device)
-            with self._transaction(State.WARMING) as undo:
+            with self._transaction(GraphState.WARMING) as undo:
                 self._warmed = warm(self._passes.both, self._sample, recorder, undo, self._runs)
                 self._passes.check_writes(self._warmed.mutated)
             self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
@@ -195,7 +197,7 @@ class Pair(Graph):
                 recorder = self.pool.recorder(self._device)
                 before = recorder.reserved
                 recorder.order()  # A replay may be at work in the memory of the inputs.
-                with self._transaction(State.CAPTURING):
+                with self._transaction(GraphState.CAPTURING):
                     taking = Taking(self._passes, warmed, recorder, self.pool)
                     for _ in range(sets):
                         self._sets.append(self._take(taking))
@@ -211,7 +213,7 @@ class Pair(Graph):
             self._held = [warmed.external]
             self._started(forward, before, predicted)
             self._sample = []
-            self.state = State.READY
+            self.state = GraphState.READY
             self.pool.add(self)
 
     def _take(self, taking: Taking) -> Activations:
@@ -225,7 +227,7 @@ class Pair(Graph):
         raise AssertionError("unreachable")
 
     @contextlib.contextmanager
-    def _transaction(self, state: State) -> Iterator[Undo]:
+    def _transaction(self, state: GraphState) -> Iterator[PythonState]:
         self.state = state
         BUSY.add(id(self.pool))
         try:

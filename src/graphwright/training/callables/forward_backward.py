@@ -27,7 +27,7 @@ from ...calls.operations import tensors
 from ...calls.signature import Args, Kwargs, argument_names, flatten, unflatten
 from ...errors import CaptureError, first_line
 from ...graphs.conditions import autocast_cache_apart
-from ...graphs.static_tensors import Geometry, Inputs, is_dense
+from ...graphs.static_tensors import Geometry, StaticInputs, is_dense
 
 
 class Passes:
@@ -90,7 +90,7 @@ class Passes:
         self._runs = 0
         self._everywhere = False
 
-    def both(self, inputs: Inputs) -> Any:
+    def both(self, inputs: StaticInputs) -> Any:
         """Forward and backward; returns the results and the gradients for gradients of one."""
         self._runs += 1
         try:
@@ -115,7 +115,7 @@ class Passes:
         finally:
             self.forget()
 
-    def forward(self, inputs: Inputs) -> Any:
+    def forward(self, inputs: StaticInputs) -> Any:
         """Run the forward; what its backward needs is kept until `forget`."""
         given = {id(inputs.tensor(slot)): inputs.tensor(slot) for slot in self.wanted}
         given = {key: tensor.detach().requires_grad_() for key, tensor in given.items()}
@@ -208,7 +208,7 @@ class Passes:
             self._places.append(place)
 
     def _check_arguments(
-        self, args: Args, kwargs: Kwargs, leaves: Sequence[Any], inputs: Inputs
+        self, args: Args, kwargs: Kwargs, leaves: Sequence[Any], inputs: StaticInputs
     ) -> None:
         after, spec = flatten(args, kwargs)
         if spec != self._spec or any(

@@ -16,7 +16,7 @@ from ...errors import CaptureError, OptionError
 from ...graphs.conditions import capturing_now
 from ...graphs.memory import MemoryPool
 from ..distributed import refuse_distributed
-from .captured_pair import Pair
+from .captured_pair import CapturedPair
 from .graphed_forward import GraphedForward
 
 Graphable = TypeVar("Graphable", bound=Callable[..., Any])
@@ -127,7 +127,7 @@ def make_graphed_callables(
         )
         for fn in each
     ]
-    made: list[Pair] = []
+    made: list[CapturedPair] = []
     try:
         # All are warm before the first is recorded: what warm-ups leave is free by then.
         for forward, (args, kwargs) in zip(forwards, calls, strict=True):

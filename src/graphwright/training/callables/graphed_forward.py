@@ -22,7 +22,7 @@ from ...errors import GraphwrightError, SignatureError, levels_above
 from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
 from ...graphs.memory import MemoryPool
 from ...graphs.turns import turns_of
-from .captured_pair import BUSY, Pair
+from .captured_pair import BUSY, CapturedPair
 
 # So many kinds of calls have graphs at once; the least recently used ones give way.
 _KINDS = 32
@@ -78,7 +78,7 @@ class GraphedForward(StandIn):
         self._allow_unused = allow_unused
         self._sets = sets
         self._on_miss = on_miss
-        self._pairs: list[Pair] = []  # most recently used first
+        self._pairs: list[CapturedPair] = []  # most recently used first
         self._refused: list[tuple[CallSignature, bool]] = []
         self._ever_trained: list[torch.Tensor] = []
         functools.update_wrapper(self, self.original, updated=())
@@ -123,7 +123,7 @@ class GraphedForward(StandIn):
         self.statistics.replays += 1
         return result
 
-    def _find(self, args: Any, kwargs: Any) -> Pair | None:
+    def _find(self, args: Any, kwargs: Any) -> CapturedPair | None:
         for index, pair in enumerate(self._pairs):
             if pair.fits(args, kwargs):
                 if index:
@@ -131,9 +131,9 @@ class GraphedForward(StandIn):
                 return pair
         return None
 
-    def pair(self, args: Any, kwargs: Any) -> Pair:
+    def pair(self, args: Any, kwargs: Any) -> CapturedPair:
         """Graphs for a call, which are not captured yet."""
-        return Pair(
+        return CapturedPair(
             self.original,
             self._owner,
             args,
@@ -143,7 +143,7 @@ class GraphedForward(StandIn):
             allow_unused=self._allow_unused,
         )
 
-    def begin(self, pair: Pair) -> None:
+    def begin(self, pair: CapturedPair) -> None:
         """Use graphs that were captured from now on."""
         pair.watch()
         # What one kind of call trains may be frozen in another.
@@ -192,14 +192,14 @@ class GraphedForward(StandIn):
     def _on_cuda(self) -> bool:
         return self.pool.device is not None and self.pool.device.type == "cuda"
 
-    def _capture(self, args: Any, kwargs: Any) -> Pair:
+    def _capture(self, args: Any, kwargs: Any) -> CapturedPair:
         # Before the lock: an eager call of another thread, which is waited for, may want it too.
         with self._turns.alone(), self.pool.lock:
             # Another thread may have been quicker.
             found = self._find(args, kwargs)
             return self._captured(args, kwargs) if found is None else found
 
-    def _captured(self, args: Any, kwargs: Any) -> Pair:
+    def _captured(self, args: Any, kwargs: Any) -> CapturedPair:
         self._pairs = [pair for pair in self._pairs if not pair.stale]
         while len(self._pairs) >= _KINDS:
             idle = next((p for p in reversed(self._pairs) if not p.in_use), None)

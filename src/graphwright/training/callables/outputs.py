@@ -14,7 +14,7 @@ from torch.utils import _pytree as pytree
 
 from ...calls.signature import leaf_names
 from ...errors import CaptureError
-from ...graphs.static_tensors import Geometry, Inputs, Results, is_dense, span
+from ...graphs.static_tensors import Geometry, StaticInputs, StaticOutputs, is_dense, span
 
 
 class _View(NamedTuple):
@@ -35,7 +35,7 @@ class Outputs:
         differentiable: among these, positions of tensors with a gradient, each tensor once.
     """
 
-    def __init__(self, tree: Any, inputs: Inputs, external: Container[int]) -> None:
+    def __init__(self, tree: Any, inputs: StaticInputs, external: Container[int]) -> None:
         """Plan how to hand out what the forward returned.
 
         Args:
@@ -68,7 +68,7 @@ class Outputs:
             if isinstance(leaf, torch.Tensor)
         }
         kept = [index for index in range(len(leaves)) if index not in self._views]
-        self.results = Results(
+        self.results = StaticOutputs(
             [plain.get(id(leaves[i]), leaves[i]) for i in kept], inputs, external
         )
         self._kept = kept

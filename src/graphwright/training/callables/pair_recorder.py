@@ -11,8 +11,8 @@ from torch.utils import _pytree as pytree
 
 from ...errors import CaptureError
 from ...graphs.memory import MemoryPool
-from ...graphs.recorder import Recorder, Segment
-from ...graphs.static_tensors import Geometry, Inputs, flat, is_dense
+from ...graphs.recorder import Recorder, SegmentRecorder
+from ...graphs.static_tensors import Geometry, StaticInputs, flat, is_dense
 from ...graphs.warmup import Warmed
 from .activations import Activations, Backward, Copies
 from .forward_backward import Passes, Seen
@@ -48,13 +48,13 @@ class Taking:
             CaptureError: they cannot be recorded; nothing is left of them.
         """
         known = {storage._cdata for storage in self._warmed.external}
-        segments: list[Segment] = []
+        segments: list[SegmentRecorder] = []
         done: Activations | None = None
         try:
             # Activations live on between the replays of other graphs, and may lie in the memory of
             # none of them. What a backward needs is not needed after it.
             with self._recorder.apart():
-                inputs = Inputs(sample, self._recorder.allocate)
+                inputs = StaticInputs(sample, self._recorder.allocate)
                 done = self._forward(inputs, known, segments)
             if self._passes.outputs and self._passes.no_backward is None:
                 self._backward(done, known, segments)
@@ -69,7 +69,9 @@ class Taking:
                 segment.forget()
         return done
 
-    def _forward(self, inputs: Inputs, known: set[int], segments: list[Segment]) -> Activations:
+    def _forward(
+        self, inputs: StaticInputs, known: set[int], segments: list[SegmentRecorder]
+    ) -> Activations:
         known |= {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
         copies = Copies.of(inputs, self._warmed.mutated)
         feeds = [flat(inputs.tensor(slot)) for slot in copies.sources]
@@ -90,7 +92,9 @@ class Taking:
         known |= {storage._cdata for storage in seen.living()}
         return Activations(inputs, copies, outputs, segment.recording, None, (), [])
 
-    def _backward(self, done: Activations, known: set[int], segments: list[Segment]) -> None:
+    def _backward(
+        self, done: Activations, known: set[int], segments: list[SegmentRecorder]
+    ) -> None:
         allocate = self._pool.shared_bytes()
         given = [_like(output, allocate) for output in self._passes.outputs]
         known |= {grad.untyped_storage()._cdata for grad in given}

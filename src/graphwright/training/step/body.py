@@ -19,9 +19,9 @@ from ...calls.signature import Args, Kwargs, flatten, unflatten
 from ...errors import CaptureError
 from ...graphs.conditions import as_captured
 from ...graphs.journal import Copies, Journal
-from ...graphs.python_state import Undo, grad_of
+from ...graphs.python_state import PythonState, grad_of
 from ...graphs.recorder import Recorder
-from ...graphs.static_tensors import Inputs
+from ...graphs.static_tensors import StaticInputs
 from .components import Discovery, OptimizersKept
 from .optimizers import Rate, unasked
 
@@ -198,12 +198,12 @@ def _run_once(
     """The gradients that a run leaves, None if it fails, and memory from outside that it used."""
     before, body.start = body.start, start
     leaves, spec = flatten(args, kwargs)
-    undo = Undo(body.module, body.parameters)
+    undo = PythonState(body.module, body.parameters)
     journal = Journal(copies)
     seen = Discovery(body.parameters)
     failed = True
     try:
-        inputs = Inputs(leaves, _ordinary(recorder.device))
+        inputs = StaticInputs(leaves, _ordinary(recorder.device))
         args, kwargs = unflatten(inputs.leaves, spec)
         with as_captured(), recorder.warming(told=False), compilers_off(), journal:
             with warnings.catch_warnings(), seen:

@@ -17,7 +17,7 @@ from ...graphs.journal import Copies
 from ...graphs.memory import MemoryPool
 from ..distributed import refuse_distributed
 from .body import Body, Look, grads_of, look_at
-from .captured_step import StepGraph
+from .captured_step import CapturedStep
 from .components import (
     OptimizersKept,
     SchedulersKept,
@@ -38,7 +38,7 @@ def _has_state(module: nn.Module) -> bool:
     return any(True for _ in (*module.parameters(), *module.buffers()))
 
 
-class Workings:
+class StepBuilder:
     """The optimizers, parameters and modules of a step.
 
     Args:
@@ -82,7 +82,7 @@ class Workings:
         kinds = Optimizer, GradScaler
         return [value for _, value in values_behind(self._step) if isinstance(value, kinds)]
 
-    def capture(self, args: Args, kwargs: Kwargs, pool: MemoryPool, warmup: int) -> StepGraph:
+    def capture(self, args: Args, kwargs: Kwargs, pool: MemoryPool, warmup: int) -> CapturedStep:
         """Make a graph of the step as it is now; what its runs change is put back.
 
         Raises:
@@ -127,12 +127,12 @@ class Workings:
         look: Look,
         copies: Copies,
         grads: Sequence[torch.Tensor | None],
-    ) -> StepGraph:
+    ) -> CapturedStep:
         self.refresh()
         # As objects of our own, so that the caller's are not held.
         body.start = [g if i in look.goes_on else None for i, g in enumerate(grads)]
         try:
-            graph = StepGraph(
+            graph = CapturedStep(
                 body,
                 args,
                 kwargs,

@@ -12,14 +12,14 @@ import torch
 
 from ...calls.signature import Args, Kwargs
 from ...calls.watch import ModuleWatch
-from ...graphs.captured_call import CallGraph
+from ...graphs.captured_call import CapturedCall
 from ...graphs.journal import Copies, users_of
 from ...graphs.memory import MemoryPool, Prediction
-from ...graphs.static_tensors import Inputs
+from ...graphs.static_tensors import StaticInputs
 from ...graphs.warmup import Comparison, another_result, rounding_of
 from .body import Body, Grads, Look, give
 from .components import StepModule
-from .optimizers import Home, Settings
+from .optimizers import OptimizerMemory, Settings
 
 
 class StepComparison(Comparison):
@@ -53,7 +53,7 @@ def _lengths(grads: Grads) -> torch.Tensor:
     return torch.tensor([-1.0 if g is None else next(norms) for g in grads], dtype=torch.float64)
 
 
-class StepGraph(CallGraph):
+class CapturedStep(CapturedCall):
     """A graph of a step.
 
     Attributes:
@@ -64,7 +64,7 @@ class StepGraph(CallGraph):
         home: where the tensors of optimizers are that it works on.
     """
 
-    home: Home
+    home: OptimizerMemory
 
     def __init__(
         self,
@@ -192,7 +192,7 @@ class StepGraph(CallGraph):
         announced = self._warmed.announced
         if isinstance(self._module, StepModule):
             self._module.used = external
-        self.home = Home(self._body.optimizers, self._body.scaler, external)
+        self.home = OptimizerMemory(self._body.optimizers, self._body.scaler, external)
         tensors = {id(t): t for t in (*self._body.parameters, *self._module.buffers())}
         self._written = [t for t in tensors.values() if t.untyped_storage()._cdata in announced]
         return prediction
@@ -210,7 +210,7 @@ class StepGraph(CallGraph):
         self._users = self.users()
         GRAPHS.add(self)
 
-    def _drains(self, inputs: Inputs, tree: Any) -> list[torch.Tensor]:
+    def _drains(self, inputs: StaticInputs, tree: Any) -> list[torch.Tensor]:
         results, ends = tree
         left = [
             i
@@ -261,4 +261,4 @@ _UNHELD = _unheld(with_parameter=True)
 _ALONE = _unheld(with_parameter=False)
 
 # All that there are: one may go on from what another one leaves.
-GRAPHS: weakref.WeakSet[StepGraph] = weakref.WeakSet()
+GRAPHS: weakref.WeakSet[CapturedStep] = weakref.WeakSet()

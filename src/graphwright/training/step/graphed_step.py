@@ -24,11 +24,11 @@ from ...errors import (
     levels_above,
 )
 from ...graphs.conditions import capturing_now, only_for_inference, under_hooks_for_saved_tensors
-from ...graphs.graph import State
+from ...graphs.graph import GraphState
 from ...graphs.memory import MemoryPool, in_units
 from .body import name_of_step, plainly
-from .builder import Workings
-from .captured_step import GRAPHS, StepGraph
+from .builder import StepBuilder
+from .captured_step import GRAPHS, CapturedStep
 
 OnMiss = Literal["capture", "eager", "error"]
 
@@ -85,7 +85,7 @@ class GraphedStep:
         self._max_graphs = max_graphs
         self._warmup = warmup
         self._statistics = StepStatistics()
-        self._graphs: list[StepGraph] = []  # the last one used first
+        self._graphs: list[CapturedStep] = []  # the last one used first
         self._warned: set[str] = set()
         self._last_miss = ""
         self._changes = 0
@@ -93,7 +93,7 @@ class GraphedStep:
         self._kinds: list[CallSignature] = []  # of batches that had a graph
         self._refused: list[tuple[CallSignature, str]] = []  # kinds of batches, with the reason
         self._closed = False
-        self._workings = Workings(step, optimizers, scaler, follow=scheduler is not None)
+        self._workings = StepBuilder(step, optimizers, scaler, follow=scheduler is not None)
         if any(tensor.requires_grad for tensor in tensors_of(sample)):
             raise CaptureError(
                 "An argument of the step requires grad; a captured step gives it no gradient.",
@@ -219,11 +219,11 @@ class GraphedStep:
             self._changes = 0
         return result
 
-    def _find(self, args: Args, kwargs: Kwargs) -> StepGraph | None:
+    def _find(self, args: Args, kwargs: Kwargs) -> CapturedStep | None:
         """The graph that does just this step."""
         for index, graph in enumerate(self._graphs):
             if (
-                graph.state is State.READY
+                graph.state is GraphState.READY
                 and graph.signature.fits(args, kwargs)
                 and graph.is_current()
                 and graph.settings.difference() is None
@@ -240,7 +240,7 @@ class GraphedStep:
                 return graph
         return None
 
-    def _drop(self, graph: StepGraph) -> None:
+    def _drop(self, graph: CapturedStep) -> None:
         self._graphs.remove(graph)
         with self._counted():
             graph.close()
@@ -253,7 +253,7 @@ class GraphedStep:
         for graph, users in before:
             graph.expect_users(users)
 
-    def _new(self, args: Args, kwargs: Kwargs) -> tuple[StepGraph | None, str, str]:
+    def _new(self, args: Args, kwargs: Kwargs) -> tuple[CapturedStep | None, str, str]:
         """A graph for a step that none fits; or why there is none."""
         why = self._why(args, kwargs)
         self._drop_stale()
@@ -297,7 +297,7 @@ class GraphedStep:
 
     # A capture.
 
-    def _capture(self, args: Args, kwargs: Kwargs) -> StepGraph:
+    def _capture(self, args: Args, kwargs: Kwargs) -> CapturedStep:
         """Capture the step as it is now; what its runs change is put back."""
         with self.pool.lock, self._counted():
             graph = self._workings.capture(args, kwargs, self.pool, self._warmup)
@@ -320,11 +320,11 @@ class GraphedStep:
                 self._changes += 1
         for graph in list(self._graphs):
             other = graph.settings.difference() is not None
-            if other or graph.state is not State.READY or graph.is_stale():
+            if other or graph.state is not GraphState.READY or graph.is_stale():
                 self._drop(graph)
 
-    def _ready(self) -> list[StepGraph]:
-        return [graph for graph in self._graphs if graph.state is State.READY]
+    def _ready(self) -> list[CapturedStep]:
+        return [graph for graph in self._graphs if graph.state is GraphState.READY]
 
     def _why(self, args: Args, kwargs: Kwargs) -> str:
         """What is different about a step that no graph fits."""

@@ -229,7 +229,7 @@ def _factors(scaler: GradScaler | None) -> tuple[float, ...]:
     return scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
 
 
-class Home:
+class OptimizerMemory:
     """Where the tensors of optimizers and of a GradScaler are that a graph works on.
 
     Loading a state puts other tensors in their place; their values are brought home. Whoever keeps

@@ -32,7 +32,7 @@ class NurseryGone(IsolationError):
     """The process that candidates are started from has ended, or does not answer."""
 
 
-class Nursery:
+class ForkServer:
     """A process that imports modules once and is forked for each candidate.
 
     Args:

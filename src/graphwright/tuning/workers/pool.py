@@ -28,11 +28,11 @@ from ...errors import first_line
 from ...report.result import Row, Status
 from ...report.table import duration, memory
 from ...strategies.base import Candidate
-from ..trial import Evaluator
-from .fork_server import START_S, Nursery, NurseryGone
+from ..trial import CandidateEvaluator
+from .fork_server import START_S, ForkServer, NurseryGone
 from .process import kill, resident
 from .task import IsolationError, Task, by_value, modules_of, written
-from .worker import MOST_PRINTED, Child
+from .worker import MOST_PRINTED, Worker
 
 # Seconds between two looks at the memory of children.
 _LOOK_S = 0.05
@@ -80,7 +80,7 @@ class Limits:
         return cls(seconds, host, given, shared=memory_limit is None)
 
 
-class Workers:
+class WorkerPool:
     """Processes that evaluate candidates; a context manager, after which none is left.
 
     They begin to import what is needed as soon as they are made.
@@ -94,7 +94,7 @@ class Workers:
     """
 
     def __init__(self, module: nn.Module, candidates: Sequence[Candidate]) -> None:
-        self._children: list[Child] = []
+        self._children: list[Worker] = []
         self._payload: IO[bytes] | None = None
         compiling = sum(candidate.compiles for candidate in candidates)
         preload = [*modules_of(module), *(["torch._dynamo"] if compiling else [])]
@@ -102,9 +102,9 @@ class Workers:
         threads = max(1, _cores() // max(1, min(compiling, self._at_once)))
         self._prepared = (preload, threads)
         self._restarts = 0
-        self._nursery = Nursery(*self._prepared)
+        self._nursery = ForkServer(*self._prepared)
 
-    def __enter__(self) -> Workers:
+    def __enter__(self) -> WorkerPool:
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -127,7 +127,7 @@ class Workers:
         """Wait until all is imported."""
         self._nursery.ready()
 
-    def load(self, evaluator: Evaluator, limits: Limits) -> None:
+    def load(self, evaluator: CandidateEvaluator, limits: Limits) -> None:
         """Take over what an evaluator of this process does.
 
         Args:
@@ -205,7 +205,7 @@ class Workers:
         self._restarts += 1
         if self._restarts > _MOST_RESTARTS:
             raise IsolationError(why)
-        self._nursery = Nursery(*self._prepared)
+        self._nursery = ForkServer(*self._prepared)
         self._nursery.ready()
 
     def _together(
@@ -215,10 +215,10 @@ class Workers:
         limits = self._limits.among(len(group))
         doing(f"setting up {', '.join(candidate.name for candidate in group)}")
         started = [(one, self._started(one, deadline, limits)) for one in group]
-        children = [child for _, child in started if isinstance(child, Child)]
+        children = [child for _, child in started if isinstance(child, Worker)]
         self._set_up(children, deadline)
         for candidate, child in started:
-            if isinstance(child, Child):
+            if isinstance(child, Worker):
                 doing(f"timing {candidate.name}")
                 self._time(child, deadline)
                 self._end(child)
@@ -228,7 +228,7 @@ class Workers:
 
     def _started(
         self, candidate: Candidate, deadline: float | None, limits: Limits
-    ) -> Child | Row | str:
+    ) -> Worker | Row | str:
         if deadline is not None and time.monotonic() >= deadline:
             return _late(candidate)
         try:
@@ -238,7 +238,7 @@ class Workers:
         except IsolationError as error:
             return str(error)
 
-    def _start(self, candidate: Candidate, limits: Limits) -> Child:
+    def _start(self, candidate: Candidate, limits: Limits) -> Worker:
         import cloudpickle
 
         assert self._payload is not None
@@ -249,7 +249,7 @@ class Workers:
             raise IsolationError(f"the strategy cannot be pickled: {first_line(error)}") from error
         payload = self._payload.fileno()
         try:
-            child = Child.born(
+            child = Worker.born(
                 self._nursery, candidate, packed, payload, limits.seconds, limits.host_bytes
             )
         except OSError as error:
@@ -257,7 +257,7 @@ class Workers:
         self._children.append(child)
         return child
 
-    def _set_up(self, children: Sequence[Child], deadline: float | None) -> None:
+    def _set_up(self, children: Sequence[Worker], deadline: float | None) -> None:
         """Wait until each is ready or over; for the slow ones not longer than the others can."""
         while waiting := [child for child in children if not (child.over or child.ready)]:
             self._listen(waiting)
@@ -267,7 +267,7 @@ class Workers:
                     for child in waiting:
                         child.stop(child.row or _late(child.candidate))
 
-    def _time(self, child: Child, deadline: float | None) -> None:
+    def _time(self, child: Worker, deadline: float | None) -> None:
         if child.over:
             return
         if deadline is not None and time.monotonic() > deadline:
@@ -278,7 +278,7 @@ class Workers:
         while not child.over:
             self._listen([child])
 
-    def _listen(self, children: Sequence[Child]) -> None:
+    def _listen(self, children: Sequence[Worker]) -> None:
         """Hear what children say, for a moment, and watch what they take."""
         spoken = set(wait([handle for child in children for handle in child.handles], _LOOK_S))
         for child in children:
@@ -294,7 +294,7 @@ class Workers:
             else:
                 self._watch(child)
 
-    def _watch(self, child: Child) -> None:
+    def _watch(self, child: Worker) -> None:
         """Stop a child that takes too much."""
         spent, taken = time.monotonic() - child.began, resident(child.pid) - child.held
         # Until it has loaded the model, what it takes is not the candidate's doing.
@@ -319,12 +319,12 @@ class Workers:
         elif child.printed > MOST_PRINTED:
             self._stop(child, Status.FAILED, f"it printed over {memory(MOST_PRINTED)}", "")
 
-    def _stop(self, child: Child, status: Status, reason: str, remedy: str) -> None:
+    def _stop(self, child: Worker, status: Status, reason: str, remedy: str) -> None:
         row = Row(child.candidate.name, status, reason, remedy)
         row.complexity = child.candidate.complexity
         child.stop(row)
 
-    def _ended(self, child: Child) -> Row:
+    def _ended(self, child: Worker) -> Row:
         """The row of a child that ended without one."""
         row = Row(child.candidate.name, Status.CRASHED, complexity=child.candidate.complexity)
         told = f": {child.last_words}" if child.last_words else ""
@@ -341,7 +341,7 @@ class Workers:
             row.reason = f"its process ended with exit status {status}{told}"
         return row
 
-    def _end(self, child: Child) -> int:
+    def _end(self, child: Worker) -> int:
         """Leave nothing of a child, nor of what it has started; how it ended."""
         if child not in self._children:
             return 0

@@ -18,7 +18,7 @@ from ...calls.modules import FunctionModule
 from ...calls.snapshots import State
 from ...errors import first_line
 from ...evaluation.reference import Sample
-from ..trial import Evaluator
+from ..trial import CandidateEvaluator
 from .settings import Settings
 
 
@@ -39,7 +39,7 @@ class Task:
     settings: Settings
 
     @classmethod
-    def of(cls, evaluator: Evaluator) -> Task:
+    def of(cls, evaluator: CandidateEvaluator) -> Task:
         """What an evaluator in this process does, with the settings of this moment."""
         return cls(
             evaluator.module,
@@ -51,12 +51,12 @@ class Task:
             Settings.taken(),
         )
 
-    def evaluator(self) -> Evaluator:
+    def evaluator(self) -> CandidateEvaluator:
         """An evaluator in this process, which has loaded the task."""
         state = State(self.module)
         for sample in self.samples:
             sample.reference.state = state
-        return Evaluator(
+        return CandidateEvaluator(
             self.module,
             self.samples,
             self.device,

@@ -18,7 +18,7 @@ from typing import IO
 
 from ...report.result import Row
 from ...strategies.base import Candidate
-from .fork_server import Nursery
+from .fork_server import ForkServer
 from .process import kill, last_line, resident
 
 # What a child may print, in bytes, and the length of what it may say.
@@ -27,7 +27,7 @@ _SAID = 1 << 16
 
 
 @dataclass(eq=False)
-class Child:
+class Worker:
     """A process that evaluates one candidate.
 
     Attributes:
@@ -60,13 +60,13 @@ class Child:
     @classmethod
     def born(
         cls,
-        nursery: Nursery,
+        nursery: ForkServer,
         candidate: Candidate,
         packed: bytes,
         payload: int,
         seconds: float,
         host_bytes: int,
-    ) -> Child:
+    ) -> Worker:
         """Start a process.
 
         Args:
