@@ -1,8 +1,8 @@
 """Which architectures of transformers take buckets of batches and of lengths, on the CPU.
 
-scripts/bench architectures runs this. Each tiny model of tests/tiny_architectures.py that can be
-captured is prepared for one bucket; where that is accepted, calls of other sizes are compared with
-eager, which gets them as they are.
+scripts/bench architectures runs this. Each tiny model of tests/support/tiny_architectures.py that
+can be captured is prepared for one bucket; where that is accepted, calls of other sizes are
+compared with eager, which gets them as they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import graphwright as gw
 from graphwright.errors import GraphwrightError, first_line
 from graphwright.report.environment import environment
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from tiny_architectures import CASES, FULL_BATCH, Case, errors
 

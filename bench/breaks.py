@@ -27,7 +27,7 @@ from graphwright.evaluation.measurement import Timer, interleave
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.report.environment import environment
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from tiny_architectures import CASES
 

@@ -1,8 +1,9 @@
 """What check() predicts of each model, and on a GPU what a plain capture of it does.
 
-scripts/bench check runs this: the tiny architectures of tests/tiny_architectures.py, some more that
-are known not to be captured, and the reference models. The prediction is made of the model on the
-CPU. A plain capture is `gw.capturing()`, which adds nothing to torch.cuda.graph but to clean up.
+scripts/bench check runs this: the tiny architectures of tests/support/tiny_architectures.py, some
+more that are known not to be captured, and the reference models. The prediction is made of the
+model on the CPU. A plain capture is `gw.capturing()`, which adds nothing to torch.cuda.graph but to
+clean up.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ import graphwright as gw
 from graphwright.errors import CaptureError, first_line
 from graphwright.report.environment import environment
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 from tiny_architectures import CASES, GPT, TOKENS, WORDS, case, prompt, text
 

@@ -74,8 +74,10 @@ def drawn() -> str:
         names = "; ".join(floor)
         lines.append(f"  {{ rank=same; {names} }}")
     for room in rooms:
-        lines.append(f'  {room} [label=<<b>{room}/</b><br/><font point-size="9">'
-                     f"{wrapped(said_of(room))}</font>>];")
+        lines.append(
+            f'  {room} [label=<<b>{room}/</b><br/><font point-size="9">'
+            f"{wrapped(said_of(room))}</font>>];"
+        )
     edges = imports(rooms)
     for a, b in sorted(edges - told_anyway(edges)):
         lines.append(f"  {b} -> {a} [dir=back];")

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import importlib
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "examples"))
+ROOT = Path(__file__).parents[2]
 CLASSICS = ["mlp", "cnn", "rnn", pytest.param("conv_relu_pool", marks=pytest.mark.long)]
 
 

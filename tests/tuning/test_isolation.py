@@ -232,7 +232,7 @@ if __name__ == "__main__":
     ],
 )
 def test_odd_callers_are_as_safe(before: str) -> None:
-    path = [str(Path(gw.__file__).parent.parent), str(Path(__file__).parent)]
+    path = [str(Path(gw.__file__).parent.parent), str(Path(planted.__file__).parent)]
     source = CALLER.format(path=path, before=before)
     done = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
@@ -437,7 +437,7 @@ gw.tune(Small().eval(), (x,), strategies=[Planted("spawn", planted.Spawns({file!
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_when_the_caller_ends_nothing_is_left(tmp_path: Path, signum: int) -> None:
     file = tmp_path / "pids"
-    path = [str(Path(gw.__file__).parent.parent), str(Path(__file__).parent)]
+    path = [str(Path(gw.__file__).parent.parent), str(Path(planted.__file__).parent)]
     source = SCRIPT.format(path=path, file=str(file))
     environment = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     (tmp_path / "tmp").mkdir()

@@ -9,6 +9,7 @@ import sys
 import time
 from pathlib import Path
 
+import planted
 import pytest
 import torch
 from planted import Planted, Small
@@ -126,7 +127,7 @@ while True:
 
 
 def test_a_caller_that_is_killed_leaves_no_broken_entry() -> None:
-    path = [str(Path(gw.__file__).parent.parent), str(Path(__file__).parent)]
+    path = [str(Path(gw.__file__).parent.parent), str(Path(planted.__file__).parent)]
     for _ in range(2):
         process = subprocess.Popen(
             [sys.executable, "-c", SCRIPT.format(path=path)], stdout=subprocess.PIPE

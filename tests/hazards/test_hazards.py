@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -35,7 +36,10 @@ def test_hazard_shows_without_its_protection(
         return
     if hazard.isolated and device.type == "cuda":
         command = [sys.executable, str(Path(__file__).parent / "hazards.py"), hazard.name, "cuda"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        given = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        done = subprocess.run(
+            command, env=given, capture_output=True, text=True, timeout=120, check=False
+        )
         assert done.returncode != 0, "the check passes without its protection"
         return
     hazard.off(monkeypatch)

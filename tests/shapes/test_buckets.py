@@ -8,10 +8,8 @@ import inspect
 import itertools
 import math
 import pickle
-import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -26,7 +24,6 @@ from graphwright.shapes.buckets import Buckets, SizesSeen
 Point = tuple[int, ...]
 Counts = dict[Point, int]
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 CALLS = st.integers(1, 9)
 LINES = st.dictionaries(st.integers(1, 30), CALLS, min_size=1, max_size=7)
 GRIDS = st.dictionaries(st.tuples(*[st.sampled_from([1, 2, 5, 7])] * 2), CALLS, min_size=1)

@@ -64,9 +64,11 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     """What stands for the driver, compiled."""
     compiler = shutil.which(os.environ.get("CC", "gcc"))
     if compiler is None:
-        pytest.skip("there is no C compiler to make of tests/driver.c what stands for the driver")
+        pytest.skip(
+            "there is no C compiler for tests/support/driver.c, which stands for the driver"
+        )
     made = tmp_path_factory.mktemp("driver") / "libcuda.so"
-    source = Path(__file__).with_name("driver.c")
+    source = Path(__file__).parents[1] / "support" / "driver.c"
     subprocess.run([compiler, "-shared", "-fPIC", "-o", str(made), str(source)], check=True)
     return driver.declared(ctypes.CDLL(str(made)))
 

@@ -2,7 +2,7 @@
 
 With TRITON_INTERPRET=1 and Triton installed, the kernels compute the CPU's cases too:
 
-    TRITON_INTERPRET=1 python -m pytest tests/test_operators.py -W ignore::RuntimeWarning
+    TRITON_INTERPRET=1 python -m pytest tests/ops/test_operators.py -W ignore::RuntimeWarning
 """
 
 from __future__ import annotations
@@ -25,8 +25,6 @@ from graphwright.ops.fused import cpu_kernels, fused_operator, reference, regist
 from graphwright.ops.fused.kernels import sizes
 from graphwright.ops.fused.kernels.sizes import PROGRAMS, row_block, tile
 from graphwright.ops.fused.operands import row_stride
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 if INTERPRETED:

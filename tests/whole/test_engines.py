@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -11,8 +9,6 @@ import torch
 
 import graphwright as gw
 from graphwright.report.result import Status
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 ENGINES = ("onnxruntime", "aot_inductor", "xla")
 

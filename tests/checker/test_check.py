@@ -690,7 +690,8 @@ def test_a_call_that_raises_by_itself_is_no_finding(device: torch.device) -> Non
 def test_findings_as_text() -> None:
     found = gw.check(decides, (torch.randn(3, 4),))
     line, _ = marked(decides)
-    assert to_lines(found).startswith(f"tests/test_check.py:{line}:8: breaks: bool(tensor) decides")
+    place = f"tests/checker/test_check.py:{line}:8"
+    assert to_lines(found).startswith(f"{place}: breaks: bool(tensor) decides")
     assert "Write: torch.where(x.sum() > 0, a, b)" in to_lines(found)
     saved = json.loads(to_json("decides", found))
     assert (saved["schema"], saved["schema_version"]) == ("graphwright.check", 1)

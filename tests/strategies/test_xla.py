@@ -310,7 +310,7 @@ def test_importing_graphwright_imports_no_jax() -> None:
         capture_output=True,
         text=True,
         check=True,
-        env={"PYTHONPATH": str(Path(__file__).parent.parent / "src")},
+        env={"PYTHONPATH": str(Path(__file__).parents[2] / "src")},
     )
     assert done.stdout.strip() == "set()"
 

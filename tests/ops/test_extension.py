@@ -178,7 +178,9 @@ def test_what_fails_takes_nothing_away() -> None:
 @pytest.mark.long
 def test_every_process_knows_it_by_the_same_words() -> None:
     text = CACHED.format(source=ADD, schema=SCHEMA, factor=2.0).partition("x = torch")[0]
-    text += "from graphwright.calls.fingerprint import described; from torch.compiler import config\n"
+    text += (
+        "from graphwright.calls.fingerprint import described; from torch.compiler import config\n"
+    )
     text += "print(described(made), described(made.scaled_add), config.cache_key_tag, sep='|')"
     environment = {**os.environ, "PYTHONPATH": str(Path(gw.__file__).parent.parent)}
     command = [sys.executable, "-c", text]
@@ -724,7 +726,6 @@ def test_errors_of_nvcc_are_read() -> None:
 
 @pytest.mark.gpu
 def test_a_cuda_twin_does_the_same() -> None:
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
     import extension as example
 
     made, plain = example.operators("cuda"), example.Plain()

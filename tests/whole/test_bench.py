@@ -7,19 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import pytest
-
-import graphwright
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
-
 import compare
 import processes
+import pytest
 import run
 import training_table
 import tune_table
 
-ROOT = Path(__file__).parent.parent
+import graphwright
+
+ROOT = Path(__file__).parents[2]
 Result = dict[str, Any]
 H200 = {"gpu": "NVIDIA H200", "processor": "Xeon", "torch": "2.11.0"}
 

@@ -241,7 +241,7 @@ def test_frozen_weights_stay_with_the_candidate(discard: bool) -> None:
 def test_probes_leave_the_random_state_alone(device: torch.device) -> None:
     torch.manual_seed(3)
     before = torch.random.get_rng_state()
-    # Of XLA, which changes its process, tests/test_xla.py asks this.
+    # Of XLA, which changes its process, tests/strategies/test_xla.py asks this.
     compilers = [c for c in COMPILERS if not c.name.startswith(("inductor", "xla"))]
     for part in (*REWRITES, *RUNNERS, *compilers):
         probe(part, device)

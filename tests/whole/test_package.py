@@ -14,7 +14,7 @@ import pytest
 import graphwright as gw
 from graphwright import errors
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def test_all_is_what_the_package_shows() -> None:

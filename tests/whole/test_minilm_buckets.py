@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +12,6 @@ from torch import nn
 from torch.export import Dim
 
 import graphwright as gw
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "examples"))
 
 CALLS = 1000
 # On two cores all six layers would take an hour; one has every operation that six have.

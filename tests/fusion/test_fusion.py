@@ -6,7 +6,6 @@ import copy
 import gc
 import json
 import pickle
-import sys
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -34,8 +33,6 @@ from graphwright.fusion.passes.norms import NORMS, RESIDUALS
 from graphwright.fusion.passes.pooling import CHANNEL_GATES, MEANS, POOLS
 from graphwright.fusion.sharing import share_constants
 from graphwright.fusion.tracing import Untraceable, trace
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
