@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
-    from graphwright import GraphStatistics
+    from graphwright.dispatch import CallStatistics
 
 Request = dict[str, torch.Tensor]
 MOST = 8  # sentences in a request
@@ -74,7 +74,7 @@ def show(title: str, columns: list[str], rows: list[tuple[str, ...]]) -> None:
     Console(highlight=False).print(table)
 
 
-def main(count: int | None = None, smallest: tuple[int, int] | None = None) -> GraphStatistics:
+def main(count: int | None = None, smallest: tuple[int, int] | None = None) -> CallStatistics:
     """Choose buckets, answer requests by their graphs; the statistics of these graphs.
 
     Args:

@@ -32,11 +32,11 @@ def floors() -> list[list[str]]:
 
 
 def said_of(room: str) -> str:
-    """The first sentence of a room's docstring."""
+    """The first line of a room's docstring."""
     folder = ROOT / "src" / PACKAGE / room
     file = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     doc = ast.get_docstring(ast.parse(file.read_text(encoding="utf-8"))) or ""
-    return re.split(r"[.;:] |[.;:]$|\n", doc)[0]
+    return doc.partition("\n")[0].rstrip(".")
 
 
 def imports(rooms: list[str]) -> set[tuple[str, str]]:
@@ -89,7 +89,7 @@ def wrapped(text: str) -> str:
     escaped = text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
     lines, words = [""], escaped.split()
     for word in words:
-        if len(lines[-1]) + len(word) > 30:
+        if len(lines[-1]) + len(word) > 34:
             lines.append("")
         lines[-1] = f"{lines[-1]} {word}".strip()
     return "<br/>".join(lines)

@@ -9,12 +9,9 @@ from .artifacts.saving import save as save
 from .artifacts.tuned_module import TunedModule as TunedModule
 from .checker.checker import check as check
 from .checker.finding import Finding as Finding
-from .checker.finding import Severity as Severity
 from .dispatch.graphed_callable import GraphedCallable as GraphedCallable
 from .dispatch.graphed_module import GraphedModule as GraphedModule
 from .dispatch.graphed_module import graph as graph
-from .dispatch.statistics import BucketStatistics as BucketStatistics
-from .dispatch.statistics import GraphStatistics as GraphStatistics
 from .errors import ArtifactError as ArtifactError
 from .errors import CaptureError as CaptureError
 from .errors import ExtensionError as ExtensionError
@@ -33,24 +30,19 @@ from .graphs.capture import capture as capture
 from .graphs.capture import capturing as capturing
 from .graphs.capture import predict_memory as predict_memory
 from .graphs.graph import Graph as Graph
-from .graphs.memory import GraphMemory as GraphMemory
 from .graphs.memory import MemoryPool as MemoryPool
-from .graphs.memory import Prediction as Prediction
 from .ops.custom.extension import Extension as Extension
 from .ops.custom.extension import extension as extension
 from .ops.custom.triton_operator import triton_op as triton_op
 from .report.report import Report as Report
 from .shapes.buckets import Buckets as Buckets
-from .shapes.buckets import SizesSeen as SizesSeen
 from .training.callables.graphed_callables import make_graphed_callables as make_graphed_callables
 from .training.step.graphed_step import GraphedStep as GraphedStep
-from .training.step.graphed_step import StepStatistics as StepStatistics
 from .training.step.graphed_step import graph_step as graph_step
 from .tuning.tuner import tune as tune
 
 __all__ = [
     "ArtifactError",
-    "BucketStatistics",
     "Buckets",
     "CaptureError",
     "Extension",
@@ -58,8 +50,6 @@ __all__ = [
     "Finding",
     "FusedModule",
     "Graph",
-    "GraphMemory",
-    "GraphStatistics",
     "GraphedCallable",
     "GraphedModule",
     "GraphedStep",
@@ -69,12 +59,8 @@ __all__ = [
     "ModelFailed",
     "OptionError",
     "PaddingError",
-    "Prediction",
     "Report",
-    "Severity",
     "SignatureError",
-    "SizesSeen",
-    "StepStatistics",
     "StrategyFailed",
     "TargetError",
     "TunedModule",

@@ -19,7 +19,7 @@ from torch import nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
-from graphwright import Severity
+from graphwright.checker import Severity
 from graphwright.checker.rendering import summary, to_json, to_lines
 from graphwright.checker.suggestions import chosen_on_the_gpu, made_once
 

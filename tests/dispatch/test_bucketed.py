@@ -210,10 +210,12 @@ def test_statistics_count_sizes_and_waste(device: torch.device) -> None:
         for batch in (1, 2, 2, 5, 8, 9):
             graphed(rand(device, batch, WIDTH))
     told = graphed.statistics
-    assert told.sizes == gw.SizesSeen(("batch",), {(1,): 1, (2,): 2, (5,): 1, (8,): 1, (9,): 1})
+    assert told.sizes == gw.shapes.SizesSeen(
+        ("batch",), {(1,): 1, (2,): 2, (5,): 1, (8,): 1, (9,): 1}
+    )
     assert told.buckets == {
-        (2,): gw.BucketStatistics(exact=2, padded=1, waste=1 / 6),
-        (8,): gw.BucketStatistics(exact=1, padded=1, waste=3 / 16),
+        (2,): gw.dispatch.BucketStatistics(exact=2, padded=1, waste=1 / 6),
+        (8,): gw.dispatch.BucketStatistics(exact=1, padded=1, waste=3 / 16),
     }
     assert told.waste == pytest.approx(4 / 22)
     assert (told.hits, told.padded, told.eager) == (5, 2, {"above the largest bucket": 1})

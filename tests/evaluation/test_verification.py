@@ -12,7 +12,7 @@ import torch
 from planted import Branching, Counting, Small
 from torch import nn
 
-from graphwright.calls.snapshots import Call, State, clone_leaves, same_bits
+from graphwright.calls.snapshots import Call, ModuleState, clone_leaves, same_bits
 from graphwright.errors import ModelFailed, SignatureError, VerificationError
 from graphwright.evaluation.reference import Reference, reference
 from graphwright.evaluation.verification import Verdict, verify
@@ -288,7 +288,7 @@ def test_clones_keep_strides_overlaps_and_aliases() -> None:
 
 def test_state_is_put_back_and_corruption_is_seen() -> None:
     model = Small().eval()
-    state = State(model)
+    state = ModuleState(model)
     kept = model.offset.clone()
     model.offset.add_(1)
     assert list(state.changes()) == ["buffer offset after the call"]

@@ -20,7 +20,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.utils.checkpoint import checkpoint
 
 import graphwright as gw
-from graphwright.training.callables.graphed_forward import CallableStatistics
+from graphwright.training.callables.graphed_forward import TrainingCallStatistics
 
 Make = Callable[[], nn.Module]
 
@@ -99,9 +99,9 @@ def same_state(mine: nn.Module, theirs: nn.Module) -> None:
         same(a, b)
 
 
-def statistics(graphed: Any) -> CallableStatistics:
+def statistics(graphed: Any) -> TrainingCallStatistics:
     found = graphed.forward.statistics if isinstance(graphed, nn.Module) else graphed.statistics
-    assert isinstance(found, CallableStatistics)
+    assert isinstance(found, TrainingCallStatistics)
     return found
 
 
@@ -1203,7 +1203,7 @@ def test_work_equals_eager(name: str, device: torch.device) -> None:
                 total = sum(leaf.float().pow(2).sum() for leaf in leaves if leaf.requires_grad)
                 results += torch.autograd.grad(total, x)
         same(mine, theirs)
-    assert statistics(graphed) == CallableStatistics(replays=3, captures=1)
+    assert statistics(graphed) == TrainingCallStatistics(replays=3, captures=1)
 
 
 LAYERS: dict[str, tuple[Make, Callable[[torch.device], tuple[torch.Tensor, ...]]]] = {
@@ -1245,7 +1245,7 @@ def test_layers_equal_eager(name: str, device: torch.device) -> None:
     for seed in range(3):
         both(graphed, eager, *sample(device), seed=seed)
     same_state(graphed, eager)
-    assert statistics(graphed) == CallableStatistics(replays=3, captures=1)
+    assert statistics(graphed) == TrainingCallStatistics(replays=3, captures=1)
 
 
 def test_checkpointing_inside_and_around(device: torch.device) -> None:

@@ -25,7 +25,7 @@ from compositions import (
 
 from graphwright.calls import signature
 from graphwright.calls.signature import CallSignature
-from graphwright.calls.snapshots import State
+from graphwright.calls.snapshots import ModuleState
 from graphwright.calls.watch import ModuleWatch
 from graphwright.dispatch import fast_path, graphed_callable
 from graphwright.dispatch.graph_cache import GraphCache
@@ -156,7 +156,7 @@ def results_stay_in_the_graph_s_memory(patch: pytest.MonkeyPatch) -> None:
 
 @planted("tune", "load", "fuse")
 def tuning_puts_nothing_back(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(State, "restore", lambda self: None)
+    patch.setattr(ModuleState, "restore", lambda self: None)
 
 
 @planted("graph_step")

@@ -1,6 +1,6 @@
-"""TunedModule, and its file: save() and load(). Measuring and choosing belong to tuning.
+"""The tuned module and its file: TunedModule, save() and load().
 
-Begin with tuned_module, then saving and loading.
+Measuring and choosing belong to tuning. Begin with tuned_module, then saving and loading.
 """
 
 from .loading import load as load

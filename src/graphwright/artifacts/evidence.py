@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import TreeSpec
 
 from ..calls.serialization import packed, read_tensors, tree_of, tree_text, unpacked, write_tensors
-from ..calls.snapshots import Call, Outcome, State
+from ..calls.snapshots import Call, ModuleState, Outcome
 from ..errors import ArtifactError
 from ..evaluation.accuracy import ErrorMeasure
 from ..evaluation.reference import Case, Reference, Sample
@@ -85,7 +85,7 @@ def read(
         known = json.loads((folder / _FILE).read_bytes())
         specs = [tree_of(each["spec"], imports=imports) for each in known["samples"]]
         tensors = read_tensors(folder / _TENSORS, device())
-        pairs, state = zip(known["samples"], specs, strict=True), State(module)
+        pairs, state = zip(known["samples"], specs, strict=True), ModuleState(module)
         samples = [_sample(each, spec, tensors, state) for each, spec in pairs]
         if not samples:
             raise ValueError("there are no samples")
@@ -104,7 +104,9 @@ def device_type(folder: Path) -> str:
         raise ArtifactError(f"The evidence makes no sense: {error!r:.200}.") from error
 
 
-def _sample(known: Any, spec: TreeSpec, tensors: dict[str, torch.Tensor], state: State) -> Sample:
+def _sample(
+    known: Any, spec: TreeSpec, tensors: dict[str, torch.Tensor], state: ModuleState
+) -> Sample:
     cases = []
     for case in known["cases"]:
         parts = {n: unpacked(v, tensors) for n, v in case.items() if n != "name"}

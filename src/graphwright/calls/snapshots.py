@@ -99,7 +99,7 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGER[flat.element_size()])
 
 
-class State:
+class ModuleState:
     """What a module holds, as it was: to put back and to compare.
 
     Buffers and tensor attributes, which a call may change or replace, are kept as copies; whatever
@@ -275,7 +275,7 @@ def outputs_by_name(result: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
 
 
 def run(
-    model: Model, call: Call, state: State, look: Callable[[Any, Call], None] | None = None
+    model: Model, call: Call, state: ModuleState, look: Callable[[Any, Call], None] | None = None
 ) -> Outcome:
     """Call a model on clones of the inputs, from the kept state, and keep what it did.
 

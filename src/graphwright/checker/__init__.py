@@ -1,6 +1,7 @@
-"""check(): what keeps a call from being captured, at which line, and the mend.
+"""Finding what keeps a call from being captured: check(), each obstacle with its line and its fix.
 
-It runs the call and captures nothing. Begin with checker; obstacles lists what can be found.
+It runs the call and captures nothing; capturing belongs to graphs. Begin with checker; obstacles
+lists what can be found.
 """
 
 from .checker import check as check

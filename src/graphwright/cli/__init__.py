@@ -1,1 +1,5 @@
-"""The command line: what a user of the library does not need. Begin with main."""
+"""The command line: commands, TARGET, and the files it writes.
+
+It turns words into calls of the library and shows what they return. What a user of the library
+needs belongs below. Begin with main.
+"""

@@ -1,4 +1,11 @@
-"""graph(): a call, its signature, maybe a bucket, then a graph or eager; and the counts of it all.
+"""Answering calls: graph() finds a graph for each call by signature and bucket, else goes eager.
 
-How graphs are recorded belongs to graphs. Begin with graphed_callable.
+It keeps the graphs, decides when to capture, and counts how calls went. How a graph is recorded
+belongs to graphs, padding and its proof to shapes. Begin with graphed_callable.
 """
+
+from .graphed_callable import GraphedCallable as GraphedCallable
+from .graphed_module import GraphedModule as GraphedModule
+from .graphed_module import graph as graph
+from .statistics import BucketStatistics as BucketStatistics
+from .statistics import CallStatistics as CallStatistics

@@ -32,7 +32,7 @@ _DEPEND_ON_GRAD_MODE = (
 
 
 @dataclass(eq=False)
-class ModuleState:
+class StateGraphs:
     """One state of the module, the graphs that were captured in it, and its kinds of calls."""
 
     watch: ModuleWatch
@@ -49,7 +49,7 @@ class CacheEntry:
     """One kind of call in one state: its graph, or why there is none."""
 
     signature: CallSignature
-    state: ModuleState
+    state: StateGraphs
     graph: CapturedCall | None
     # Whether a result may be dropped without a trace.
     pure: bool
@@ -101,8 +101,8 @@ class GraphCache:
         self._forget_proofs = forget_proofs
         self._function: tuple[FunctionModule, ModuleWatch] | None = None
         self.turns = turns_of(self.module(), None if isinstance(fn, nn.Module) else fn)
-        self._states: list[ModuleState] = []
-        self._current: ModuleState | None = None
+        self._states: list[StateGraphs] = []
+        self._current: StateGraphs | None = None
         self._order: dict[CapturedCall, CacheEntry] = {}  # least recently used first
 
     def module(self) -> nn.Module:
@@ -125,7 +125,7 @@ class GraphCache:
         """Whether any part of the module is in training mode."""
         return any(map(in_training, self.module().modules()))
 
-    def state(self) -> ModuleState:
+    def state(self) -> StateGraphs:
         """The module's state as it is now; graphs of weights that are gone are closed."""
         with self.pool.lock:
             for state in self._states:
@@ -139,7 +139,7 @@ class GraphCache:
             module = self.module()
             training = any(map(in_training, module.modules()))
             watch = ModuleWatch(module, values=False)
-            self._current = ModuleState(watch, training, _by_grad_mode(module))
+            self._current = StateGraphs(watch, training, _by_grad_mode(module))
             self._states.append(self._current)
             return self._current
 
@@ -168,7 +168,7 @@ class GraphCache:
     def refuse(
         self,
         signature: CallSignature,
-        state: ModuleState,
+        state: StateGraphs,
         grad: bool | None,
         error: GraphwrightError,
         *,
@@ -184,7 +184,7 @@ class GraphCache:
         )
 
     def capture(
-        self, signature: CallSignature, state: ModuleState, args: Args, kwargs: Kwargs
+        self, signature: CallSignature, state: StateGraphs, args: Args, kwargs: Kwargs
     ) -> CacheEntry:
         """Capture a call."""
         # Before the lock: an eager call of another thread, which is waited for, may want it too.
@@ -276,7 +276,7 @@ class GraphCache:
         self._forget(entry)
         entry.state.entries.pop((entry.signature, entry.grad), None)
 
-    def _drop(self, state: ModuleState) -> None:
+    def _drop(self, state: StateGraphs) -> None:
         self._states.remove(state)
         self._current = None if self._current is state else self._current
         self._forget_proofs([proof for kind in state.kinds for proof in kind.proofs()])

@@ -42,8 +42,8 @@ from ..graphs.turns import Busy
 from ..report.progress import Progress, shown
 from ..shapes.buckets import PADDING
 from .fast_path import MISS, Shortcut, shortcut
-from .graph_cache import CacheEntry, GraphCache, ModuleState
-from .statistics import GraphStatistics, Tally, explained
+from .graph_cache import CacheEntry, GraphCache, StateGraphs
+from .statistics import CallStatistics, Tally, explained
 
 if TYPE_CHECKING:
     from ..shapes.verdicts import Verdicts
@@ -379,7 +379,7 @@ class GraphedCallable(StandIn):
         return result
 
     @property
-    def statistics(self) -> GraphStatistics:
+    def statistics(self) -> CallStatistics:
         """How the calls went so far."""
         return self._tally.statistics(
             self._entries.ready(), self._entries.captures, self._entries.verdicts()
@@ -437,7 +437,7 @@ class Asked:
     args: Args
     kwargs: Kwargs
     signature: CallSignature
-    state: ModuleState
+    state: StateGraphs
     grad: bool | None
 
 

@@ -16,7 +16,7 @@ from ..graphs.captured_call import Breaks, Outputs
 from ..graphs.memory import MemoryPool
 from ..shapes.buckets import Buckets
 from .graphed_callable import GraphedCallable, OnMiss
-from .statistics import GraphStatistics
+from .statistics import CallStatistics
 
 
 class GraphedModule(ModuleProxy):
@@ -46,7 +46,7 @@ class GraphedModule(ModuleProxy):
         return self._graphs.pool
 
     @property
-    def statistics(self) -> GraphStatistics:
+    def statistics(self) -> CallStatistics:
         """How the calls went so far."""
         return self._graphs.statistics
 

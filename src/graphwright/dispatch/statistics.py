@@ -34,7 +34,7 @@ class BucketStatistics:
 
 
 @dataclass(frozen=True)
-class GraphStatistics:
+class CallStatistics:
     """How the calls of a graphed callable went so far.
 
     Attributes:
@@ -103,7 +103,7 @@ class Tally:
 
     def statistics(
         self, ready: Iterable[CacheEntry], captures: int, verdicts: Iterable[Verdicts]
-    ) -> GraphStatistics:
+    ) -> CallStatistics:
         """All that was counted."""
         entries = list(ready)
         exact = self._exact.copy()
@@ -123,7 +123,7 @@ class Tally:
         seen += self.split
         seen.subtract(self.chunks)
         proofs = list(verdicts)
-        return GraphStatistics(
+        return CallStatistics(
             hits=self._past + sum(entry.hits for entry in entries) + filled,
             captures=captures,
             eager=dict(self.eager),
@@ -152,7 +152,7 @@ def _waste(held: Mapping[Sizes, Counter[Sizes]]) -> float:
 
 
 def explained(
-    name: str, now: GraphStatistics, ready: Iterable[CacheEntry], pool: MemoryPool
+    name: str, now: CallStatistics, ready: Iterable[CacheEntry], pool: MemoryPool
 ) -> list[str]:
     """Statistics in words, one line each."""
     lines = [
@@ -186,7 +186,7 @@ def _count(n: int, what: str) -> str:
     return f"{n} {what}" if n == 1 else f"{n} {what}s"
 
 
-def _table(now: GraphStatistics) -> list[str]:
+def _table(now: CallStatistics) -> list[str]:
     assert now.sizes is not None
     title = " × ".join(now.sizes.names)
     rows = [(title, "exact", "padded", "waste")]

@@ -1,6 +1,6 @@
-"""Is it right, and how fast: a candidate's answers against eager's, and its time.
+"""Is it right, and how fast: answers against eager's and float64's, and time, in turns.
 
-The float64 reference and variations of a sample, the verdict on an answer, the rules of accuracy,
-and measurement in turns. Candidates belong to strategies, processes to try them in to tuning.
-Begin with reference, then verification and measurement.
+The reference, variations of a sample, the rules of accuracy, the verdict, and measurement.
+Candidates belong to strategies, the processes that try them to tuning. Begin with reference, then
+verification and measurement.
 """

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.modes import OperationMode
-from ..calls.snapshots import Call, Model, Outcome, State, outputs_by_name, run, same_bits
+from ..calls.snapshots import Call, Model, ModuleState, Outcome, outputs_by_name, run, same_bits
 from ..errors import (
     GraphwrightError,
     ModelFailed,
@@ -66,7 +66,7 @@ class Reference:
     """Eager's behaviour on several inputs and its own distance from float64."""
 
     cases: list[Case]
-    state: State
+    state: ModuleState
     eager_error: dict[str, ErrorMeasure]
     aliases: frozenset[tuple[str, str]]
     tolerance: float | None = None
@@ -197,7 +197,7 @@ def exact_outcome(
     model: Model,
     module: nn.Module,
     call: Call,
-    state: State,
+    state: ModuleState,
     weights: Widened | None = None,
     look: Callable[[Any, Call], None] | None = None,
 ) -> tuple[Outcome, set[str]]:
@@ -226,7 +226,7 @@ def exact_outcome(
         state.restore()
         double = copy.deepcopy(module).double()
         with mode:
-            outcome = run(double, wide, State(double, weights=False), look)
+            outcome = run(double, wide, ModuleState(double, weights=False), look)
     return outcome, mode.operations
 
 
@@ -253,7 +253,7 @@ def reference(
     *,
     tolerance: float | None = None,
     seed: int = 0,
-    state: State | None = None,
+    state: ModuleState | None = None,
 ) -> Reference:
     """Run eager and a float64 copy of the work on the sample inputs and variations of them.
 
@@ -273,7 +273,7 @@ def reference(
         SignatureError: an argument or result cannot be compared.
         VerificationError: two eager calls with the same inputs disagree.
     """
-    state = State(module) if state is None else state
+    state = ModuleState(module) if state is None else state
     try:
         return _reference(model, module, call, state, tolerance, seed)
     finally:
@@ -284,7 +284,7 @@ def _reference(
     model: Model,
     module: nn.Module,
     call: Call,
-    state: State,
+    state: ModuleState,
     tolerance: float | None,
     seed: int,
 ) -> Reference:
@@ -386,7 +386,7 @@ def _refuse_disagreement(first: Outcome, second: Outcome, tolerance: float | Non
             )
 
 
-def aliases_of(model: Model, call: Call, state: State) -> frozenset[tuple[str, str]]:
+def aliases_of(model: Model, call: Call, state: ModuleState) -> frozenset[tuple[str, str]]:
     """Pairs of an output and an input, parameter, buffer or earlier output in one storage."""
     state.restore()
     mine = call.clone()

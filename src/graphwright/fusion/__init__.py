@@ -1,4 +1,4 @@
-"""fuse(): passes that make a model's kernels fewer and fatter, each proved.
+"""Fusing: fuse() runs passes over a model's graph that make its kernels fewer, each verified.
 
 passes/ holds a subject a file; pass_manager runs and verifies them. Kernels belong to ops.
 Begin with fused_module, then pass_manager and passes/base.

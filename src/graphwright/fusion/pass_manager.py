@@ -24,7 +24,7 @@ from ..calls.signature import (
     unflatten,
     unusual_weight,
 )
-from ..calls.snapshots import Call, State, clone_leaves, run
+from ..calls.snapshots import Call, ModuleState, clone_leaves, run
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
 from ..evaluation.reference import Reference, reference
 from ..evaluation.verification import compare, verify
@@ -154,7 +154,7 @@ def fused_call(
     if places:
         prepare_triton()
     with _LOCK:
-        state, undo = State(module), PythonState(module)
+        state, undo = ModuleState(module), PythonState(module)
         try:
             with for_inference(), torch.random.fork_rng(list(places)):
                 _fuse(module, args, kwargs, passes, check, found)
@@ -241,7 +241,7 @@ def _optimised(
     leaves, _ = flatten(args, kwargs)
     samples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = samples[0].device
-    state = State(module)
+    state = ModuleState(module)
     known: Reference | None = None
     writes: bool | None = None
     if check:
@@ -294,7 +294,7 @@ def _optimised(
 
 
 def _in_layout(
-    traced: Traced, graph: fx.GraphModule, samples: Sequence[torch.Tensor], state: State
+    traced: Traced, graph: fx.GraphModule, samples: Sequence[torch.Tensor], state: ModuleState
 ) -> fx.GraphModule:
     """A graph with eager's strides where they can be seen."""
     copied = copy_of(graph)

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from ..calls.modules import FunctionModule
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, describe, flatten, unflatten
-from ..calls.snapshots import State, clone_leaves
+from ..calls.snapshots import ModuleState, clone_leaves
 from ..errors import GraphwrightError, first_line
 from ..graphs.conditions import capturing_seems_on
 from ..graphs.python_state import PythonState
@@ -119,7 +119,7 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
         kept[:] = [TreeTemplate.of(found, tree)]
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
-    state, undo = State(model, weights=False), PythonState(model)
+    state, undo = ModuleState(model, weights=False), PythonState(model)
     device = leaves[slots[0]].device
     generators = [device] if device.type == "cuda" else []
     try:

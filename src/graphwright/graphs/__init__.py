@@ -1,6 +1,12 @@
-"""The capture engine: what a call does, recorded once and replayed.
+"""Capturing a call and replaying it: capture(), the recorders, memory pools, calls in segments.
 
-Two recorders under one contract (cpu/, cuda/), memory pools, the transaction around a capture, and
-calls in segments where the host has a say (segments/). Which call is captured when, and which graph
-answers it, belong to dispatch. Begin with capture, then captured_call and transaction.
+Two recorders meet one contract: cuda/ makes CUDA graphs, cpu/ tapes of operations. A transaction
+around each capture undoes one that fails; segments/ holds calls that one graph cannot. Which call
+is captured when, and which graph answers it, belong to dispatch. Begin with capture, then
+captured_call and transaction.
 """
+
+from .graph import Graph as Graph
+from .memory import GraphMemory as GraphMemory
+from .memory import MemoryPool as MemoryPool
+from .memory import MemoryPrediction as MemoryPrediction

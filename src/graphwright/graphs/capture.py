@@ -21,7 +21,7 @@ from .captured_call import (
 from .captured_call import Outputs, device_of
 from .conditions import autocast_cache_apart, capturing_now
 from .graph import Graph, GraphState
-from .memory import MemoryPool, Prediction
+from .memory import MemoryPool, MemoryPrediction
 from .recorder import Recorder
 from .transaction import transaction
 
@@ -67,7 +67,7 @@ def capture(
 
 def predict_memory(
     fn: Callable[..., Any], *args: Any, pool: MemoryPool | None = None, **kwargs: Any
-) -> Prediction:
+) -> MemoryPrediction:
     """What capturing `fn(*args, **kwargs)` would take, without capturing it.
 
     The call is run a few times outside the pool, as its warm-up would, and what it changed is put
@@ -125,7 +125,7 @@ def capturing(
                     yield graph
                 graph._started(recorded(), before, 0)
             if pool.over_limit(before):
-                raise pool.exceeded(graph, Prediction(graph.nbytes, (graph.nbytes,), ()))
+                raise pool.exceeded(graph, MemoryPrediction(graph.nbytes, (graph.nbytes,), ()))
         except BaseException:
             graph.close()
             raise

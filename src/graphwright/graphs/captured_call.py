@@ -31,7 +31,7 @@ from ..errors import CaptureError, OptionError, SignatureError
 from .conditions import THREAD, autocast_cache_apart
 from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
-from .memory import MemoryPool, Prediction
+from .memory import MemoryPool, MemoryPrediction
 from .python_state import PythonState
 from .recorder import Recorder, Recording
 from .segments.explanation import drawn
@@ -324,7 +324,7 @@ class CapturedCall(Graph):
             for slot in self._back_by_element:
                 copy(self._inputs.tensor(slot), leaves[slot])
 
-    def warm(self) -> Prediction:
+    def warm(self) -> MemoryPrediction:
         """Run the call until it is warm, and predict what capturing it will take.
 
         Raises:
@@ -363,11 +363,11 @@ class CapturedCall(Graph):
         return taken
 
     @property
-    def prediction(self) -> Prediction:
+    def prediction(self) -> MemoryPrediction:
         """What capturing the call, which is warm, will take as the pool is now."""
         assert self._warmed is not None
         segments = self._warmed.segments
-        return Prediction(self.pool.predicted(segments), segments, self._warmed.contributors)
+        return MemoryPrediction(self.pool.predicted(segments), segments, self._warmed.contributors)
 
     def record(self, *, share_inputs: bool = False) -> None:
         """Record the call, which is warm, in the pool.
@@ -404,7 +404,7 @@ class CapturedCall(Graph):
             self.state = GraphState.READY
             self.pool.add(self)
 
-    def _record(self, prediction: Prediction, share_inputs: bool) -> None:
+    def _record(self, prediction: MemoryPrediction, share_inputs: bool) -> None:
         recorder = self.pool.recorder(self._device)
         warmed = self._warmed
         assert warmed is not None

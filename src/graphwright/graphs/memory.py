@@ -68,7 +68,7 @@ class GraphMemory:
 
 
 @dataclass(frozen=True)
-class Prediction:
+class MemoryPrediction:
     """What capturing a call would take.
 
     Attributes:
@@ -235,7 +235,7 @@ class MemoryPool:
         shared = sum(s for s in segments if s <= _SHARED_SEGMENT)
         return missing + max(0, shared - sum(free))
 
-    def admit(self, graph: PooledGraph, prediction: Prediction) -> None:
+    def admit(self, graph: PooledGraph, prediction: MemoryPrediction) -> None:
         """Make room for a graph, or refuse it before anything is captured.
 
         Raises:
@@ -259,7 +259,7 @@ class MemoryPool:
         self.trim()
         return True
 
-    def exceeded(self, graph: PooledGraph, prediction: Prediction) -> MemoryBudgetExceeded:
+    def exceeded(self, graph: PooledGraph, prediction: MemoryPrediction) -> MemoryBudgetExceeded:
         """The error for a graph that does not fit."""
         limit = 0 if self.limit is None else self.limit
         return MemoryBudgetExceeded(

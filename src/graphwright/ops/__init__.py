@@ -1,4 +1,7 @@
-"""Hand-written operators: the user's own C++, CUDA and Triton as operators of PyTorch, and ours."""
+"""Hand-written operators: yours in C++, CUDA and Triton (custom/), ours with kernels (fused/).
+
+Rewriting a model to use them belongs to fusion. Begin with custom/extension or fused/registry.
+"""
 
 from .custom.extension import Extension as Extension
 from .custom.extension import extension as extension

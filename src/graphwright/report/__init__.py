@@ -1,6 +1,6 @@
-"""Results as data, and how they are shown and saved; nothing is decided here.
+"""Results: data, tables, Markdown and JSON, and progress on a terminal; nothing is decided here.
 
-Begin with result, then report and terminal.
+Measuring belongs to evaluation, choosing to tuning. Begin with result, then report and terminal.
 """
 
 from .report import Report as Report

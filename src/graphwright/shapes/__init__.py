@@ -1,4 +1,8 @@
-"""Dynamic sizes: which occur, which buckets serve them, and the proof that padding changes nothing.
+"""Dynamic sizes: buckets, padding, and the proof that padding changes nothing.
 
+Which sizes occur, which buckets serve them best, how arguments are padded and results sliced.
 Graphs and their memory belong to graphs. Begin with buckets, then family and proof.
 """
+
+from .buckets import Buckets as Buckets
+from .buckets import SizesSeen as SizesSeen

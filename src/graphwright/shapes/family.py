@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
 from ..calls.signature import Args, Kwargs, flatten, leaf_names, unflatten
-from ..calls.snapshots import State, clone_leaves, layout
+from ..calls.snapshots import ModuleState, clone_leaves, layout
 from ..errors import CaptureError
 from ..evaluation.accuracy import difference
 from ..graphs.memory import MemoryPool
@@ -301,7 +301,7 @@ class ShapeFamily:
             torch.random.fork_rng(devices),
             compilers_off(),
         ):
-            state = State(self.subject.module, weights=False)
+            state = ModuleState(self.subject.module, weights=False)
             try:
                 yield undo
             finally:

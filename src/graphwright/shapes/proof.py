@@ -22,7 +22,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..calls.signature import flatten
-from ..calls.snapshots import Call, Outcome, State, layout, run
+from ..calls.snapshots import Call, ModuleState, Outcome, layout, run
 from ..errors import first_line
 from ..evaluation.reference import Widened, exact_outcome, finite_share, widened
 from .aliasing import Sharing, shares_alike
@@ -60,7 +60,7 @@ class Prover:
         self.subject = subject
         self.shared = shared
         self.written = written
-        self._state: State | None = None
+        self._state: ModuleState | None = None
         self._generator = torch.Generator().manual_seed(0)
         # In float64 a write to a part of a buffer would go to a copy, unseen.
         self._exactly = not self.written
@@ -93,7 +93,7 @@ class Prover:
     @contextlib.contextmanager
     def _from_now(self) -> Iterator[None]:
         """Each run starts from the module's state as it is now, which is put back in the end."""
-        self._state = State(self.subject.module, weights=False)
+        self._state = ModuleState(self.subject.module, weights=False)
         # What is written to holds other values than zeros: else zeros written to it would not show.
         self._state.vary(self.written)
         try:

@@ -1,6 +1,7 @@
-"""The candidates of tune(), a compiler or runner a file; which of them wins is tuning's to say.
+"""The candidates of tune(): a file for each compiler, rewrite and runner.
 
-Begin with base, which says what a strategy is, then registry, which lists them.
+Which of them wins is tuning's to say. Begin with base, which says what a strategy is, then
+registry, which lists them.
 """
 
 from .base import Availability as Availability

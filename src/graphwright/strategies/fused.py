@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
-from ..calls.snapshots import State, clone_leaves
+from ..calls.snapshots import ModuleState, clone_leaves
 from ..errors import StrategyFailed
 from ..evaluation.accuracy import ROUNDING, error_of
 from ..fusion.pass_manager import PASSES, Fused, fused_call
@@ -125,7 +125,7 @@ def _save(call: GraphCall, folder: Path) -> Kept:
 
 def _near(fused: Fused, model: nn.Module, args: Args, kwargs: Kwargs) -> bool:
     """Whether the sample's results are eager's, as far as other kernels may differ."""
-    state = State(model, weights=False)
+    state = ModuleState(model, weights=False)
     results = []
     try:
         for call in (model, fused.call):

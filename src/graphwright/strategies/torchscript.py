@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
-from ..calls.snapshots import State, clone_leaves
+from ..calls.snapshots import ModuleState, clone_leaves
 from ..errors import StrategyFailed, first_line
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .export import Flat
@@ -126,7 +126,7 @@ class TorchScript:
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
-        state = State(model, weights=False)
+        state = ModuleState(model, weights=False)
         before = state.marks()
         traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
         replaced = [name for name, (now, _) in state.marks().items() if now != before[name][0]]

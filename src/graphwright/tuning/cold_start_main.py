@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ..artifacts.loading import load
-from ..calls.snapshots import State, run
+from ..calls.snapshots import ModuleState, run
 from ..errors import in_words
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare
@@ -54,7 +54,7 @@ def answer(folder: Path, payload: int) -> tuple[Status, str, str]:
         if candidate.compiles:
             lend_globals()
         # One for all samples; parameters were verified when the candidate was.
-        state, calls = State(task.module, weights=False), []
+        state, calls = ModuleState(task.module, weights=False), []
         for sample in task.samples:
             sample.reference.state = state
             mine = sample.call.clone()

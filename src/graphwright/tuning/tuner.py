@@ -19,7 +19,7 @@ import torch
 from ..artifacts.tuned_module import Origin, TunedModule, assembled
 from ..calls.modules import FunctionModule
 from ..calls.signature import Args, Kwargs, Range
-from ..calls.snapshots import State
+from ..calls.snapshots import ModuleState
 from ..errors import ModelFailed, in_words
 from ..evaluation.measurement import load_note
 from ..evaluation.reference import Sample, reference
@@ -272,7 +272,7 @@ class Tuning:
     def _referenced(self) -> CandidateEvaluator:
         """An evaluator of candidates against references of every sample."""
         model = self.asked.module
-        state = State(model)
+        state = ModuleState(model)
         samples = []
         for weight, call in self.asked.calls:
             fn = model._function if isinstance(model, FunctionModule) else model

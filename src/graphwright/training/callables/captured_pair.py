@@ -23,7 +23,7 @@ from ...errors import CaptureError, SignatureError
 from ...graphs.captured_call import device_of, name_of
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
 from ...graphs.graph import Graph, GraphState
-from ...graphs.memory import MemoryPool, Prediction
+from ...graphs.memory import MemoryPool, MemoryPrediction
 from ...graphs.python_state import PythonState
 from ...graphs.recorder import Interrupted
 from ...graphs.transaction import let_go, transaction
@@ -191,7 +191,7 @@ class CapturedPair(Graph):
         with self.pool.lock:
             # The least that it takes: of several sets, the backwards share memory.
             predicted = self.pool.predicted(warmed.segments)
-            prediction = Prediction(predicted, warmed.segments, warmed.contributors)
+            prediction = MemoryPrediction(predicted, warmed.segments, warmed.contributors)
             try:
                 self.pool.admit(self, prediction)
                 recorder = self.pool.recorder(self._device)

@@ -29,7 +29,7 @@ _KINDS = 32
 
 
 @dataclass
-class CallableStatistics:
+class TrainingCallStatistics:
     """How the calls of a graphed callable went.
 
     Attributes:
@@ -73,7 +73,7 @@ class GraphedForward(StandIn):
         self._mode = self._owner.training
         self._turns = turns_of(self._owner, fn if self._module is None else None)
         self.pool = pool
-        self.statistics = CallableStatistics()
+        self.statistics = TrainingCallStatistics()
         self._warmup = warmup
         self._allow_unused = allow_unused
         self._sets = sets

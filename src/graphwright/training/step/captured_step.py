@@ -14,7 +14,7 @@ from ...calls.signature import Args, Kwargs
 from ...calls.watch import ModuleWatch
 from ...graphs.captured_call import CapturedCall
 from ...graphs.journal import Copies, users_of
-from ...graphs.memory import MemoryPool, Prediction
+from ...graphs.memory import MemoryPool, MemoryPrediction
 from ...graphs.static_tensors import StaticInputs
 from ...graphs.warmup import Comparison, another_result, rounding_of
 from .body import Body, Grads, Look, give
@@ -181,7 +181,7 @@ class CapturedStep(CapturedCall):
 
     # A capture.
 
-    def warm(self) -> Prediction:
+    def warm(self) -> MemoryPrediction:
         """As `CallGraph.warm`; what was kept of the state is given up."""
         try:
             prediction = super().warm()

@@ -28,7 +28,7 @@ _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 MESSAGE = 1 << 20
 
 
-class NurseryGone(IsolationError):
+class ForkServerGone(IsolationError):
     """The process that candidates are started from has ended, or does not answer."""
 
 
@@ -137,15 +137,15 @@ class ForkServer:
         try:
             socket.send_fds(self._control, [message], list(handles))
         except OSError as error:
-            raise NurseryGone(self._gone()) from error
+            raise ForkServerGone(self._gone()) from error
 
     def _answer(self) -> dict[str, Any]:
         try:
             answer = self._control.recv(MESSAGE)
         except OSError as error:
-            raise NurseryGone(self._gone()) from error
+            raise ForkServerGone(self._gone()) from error
         if not answer:
-            raise NurseryGone(self._gone())
+            raise ForkServerGone(self._gone())
         found: dict[str, Any] = json.loads(answer)
         return found
 

@@ -36,7 +36,7 @@ from .task import Task, lend_globals
 _GENERATIONS = 50
 
 
-class _Nursery:
+class _ForkingServer:
     """Forks children on request, says how they ended, and ends what is left of them."""
 
     def __init__(self, control: socket.socket) -> None:
@@ -192,7 +192,7 @@ def serve(channel: socket.socket, payload: int, paper: int) -> None:
 def main() -> None:
     """Serve the process that holds the other end of the control socket."""
     control, parent = map(int, sys.argv[1:])
-    nursery = _Nursery(socket.socket(fileno=control))
+    nursery = _ForkingServer(socket.socket(fileno=control))
 
     def over(*_: object) -> None:
         nursery.end()

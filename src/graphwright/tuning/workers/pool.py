@@ -29,7 +29,7 @@ from ...report.result import Row, Status
 from ...report.table import duration, memory
 from ...strategies.base import Candidate
 from ..trial import CandidateEvaluator
-from .fork_server import START_S, ForkServer, NurseryGone
+from .fork_server import START_S, ForkServer, ForkServerGone
 from .process import kill, resident
 from .task import IsolationError, Task, by_value, modules_of, written
 from .worker import MOST_PRINTED, Worker
@@ -186,7 +186,7 @@ class WorkerPool:
             for candidate, found in self._together(group, deadline, doing):
                 left.remove(candidate)
                 yield candidate, found
-        except NurseryGone as error:
+        except ForkServerGone as error:
             # Never in the caller's process: who of them did it is found out one by one.
             if len(group) == 1:
                 yield group[0], _guilty(left.pop())
@@ -233,7 +233,7 @@ class WorkerPool:
             return _late(candidate)
         try:
             return self._start(candidate, limits)
-        except NurseryGone:
+        except ForkServerGone:
             raise
         except IsolationError as error:
             return str(error)

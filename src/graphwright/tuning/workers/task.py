@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from ...calls.modules import FunctionModule
-from ...calls.snapshots import State
+from ...calls.snapshots import ModuleState
 from ...errors import first_line
 from ...evaluation.reference import Sample
 from ..trial import CandidateEvaluator
@@ -53,7 +53,7 @@ class Task:
 
     def evaluator(self) -> CandidateEvaluator:
         """An evaluator in this process, which has loaded the task."""
-        state = State(self.module)
+        state = ModuleState(self.module)
         for sample in self.samples:
             sample.reference.state = state
         return CandidateEvaluator(
