@@ -1,25 +1,20 @@
 """The reference models, by the names that are used everywhere.
 
 Each function returns a model in eval mode and its inputs on the CPU, with weights from a fixed
-seed, so that `graphwright tune bench/cases.py:NAME` works and every benchmark runs the same.
+seed, so that `graphwright tune bench.cases:NAME` works and every benchmark runs the same.
 """
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.utils import _pytree as pytree
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
-
-from cnn import cnn as cnn  # examples/ has to be on the path first
+from cnn import cnn as cnn  # examples/ is on the path: see bench/__init__.py
 from conv_relu_pool import conv_relu_pool as conv_relu_pool  # as above
 from mlp import mlp as mlp  # as above
 from rnn import rnn as rnn  # as above
+from torch import nn
+from torch.utils import _pytree as pytree
 
 MODELS = (
     "mlp",

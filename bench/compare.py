@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rendering import Table, aligned, bare, short
-
 from graphwright.evaluation.measurement import median_interval
+
+from .common.record import SCHEMA
+from .common.rendering import Table, aligned, bare, short
 
 Result = dict[str, Any]
 
-SCHEMA = "graphwright.bench"
 # The versions of the schema that hold models with ways.
 COMPARABLE = {"tune": 2, "capture": 1, "training": 1}
 # Changes below this are nothing, however certain.

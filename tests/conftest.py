@@ -32,7 +32,8 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    # Long ones first; last what takes gradients and more from a process (docs/strategies.md).
+    # Long ones first; last what takes gradients and more from a process
+    # (docs/reference/strategies.md).
     items.sort(key=lambda item: ("xla" in item.nodeid, item.get_closest_marker("long") is None))
     if torch.cuda.is_available():
         return

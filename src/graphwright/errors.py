@@ -2,7 +2,7 @@
 
 Every error that a user can meet derives from `GraphwrightError` and says three things:
 what happened, where (a file and line of the user's own code, when there is one) and what to
-do about it. docs/errors.md mirrors this file.
+do about it. docs/reference/errors.md mirrors this file.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class CaptureError(GraphwrightError):
 
 
 class PaddingError(GraphwrightError):
-    """A call may not be filled up to a bucket: what it returns would depend on the padding."""
+    """A call may not be padded to a bucket: what it returns would depend on the padding."""
 
 
 class MemoryBudgetExceeded(GraphwrightError):

@@ -28,7 +28,7 @@ from torch.export import Dim
 
 import graphwright as gw
 from graphwright.artifacts import container
-from graphwright.artifacts.loading import begun
+from graphwright.artifacts.loading import start_device
 from graphwright.calls.serialization import packed, read_tensors, tree_of, unpacked, write_tensors
 from graphwright.fusion.serialization import read, stored
 from graphwright.strategies.registry import parse_candidates
@@ -237,7 +237,7 @@ def saved_parts(path: Path, device: torch.device) -> tuple[nn.Module, str]:
     return model, name
 
 
-def test_calls_between_buckets_are_filled_up_after_loading(
+def test_calls_between_buckets_are_padded_after_loading(
     tmp_path: Path, device: torch.device
 ) -> None:
     model, name = saved_parts(tmp_path / "parts.gw", device)
@@ -251,7 +251,7 @@ def test_calls_between_buckets_are_filled_up_after_loading(
         for mine, eager in zip(found["more"], expected["more"], strict=True):
             assert mine.stride() == eager.stride()
         assert found["more"][2] is x
-    assert loaded.calls == {"tuned": 3, "tuned, filled up to a bucket": 29}
+    assert loaded.calls == {"tuned": 3, "tuned, padded to a bucket": 29}
     with pytest.raises(gw.SignatureError, match=r"args\[0\] is \(33, 16\)"):
         loaded(torch.randn(33, 16, device=device), 2.0)
     with pytest.raises(gw.SignatureError, match="strides"):
@@ -263,7 +263,7 @@ def test_calls_between_buckets_are_filled_up_after_loading(
         both(x[:5], 2.0)
         model.first.weight.mul_(2)
         torch.testing.assert_close(both(x[:5], 2.0), model(x[:5], 2.0))
-    assert both.calls == {"tuned, filled up to a bucket": 1, "eager: the module changed": 1}
+    assert both.calls == {"tuned, padded to a bucket": 1, "eager: the module changed": 1}
 
 
 def test_plans_that_lead_out_of_a_bucket_are_refused(tmp_path: Path) -> None:
@@ -278,7 +278,7 @@ def test_plans_that_lead_out_of_a_bucket_are_refused(tmp_path: Path) -> None:
 
         shutil.copy(tmp_path / "parts.gw", path)
         rewritten(path, inner)
-        with pytest.raises(gw.ArtifactError, match=f"filled up makes no sense: .*{text}"):
+        with pytest.raises(gw.ArtifactError, match=f"padded makes no sense: .*{text}"):
             gw.load(path)
 
     refused("cuts", lambda plan: plan["cuts"][0].update(shape=[99, 4]))
@@ -290,7 +290,7 @@ def test_plans_that_lead_out_of_a_bucket_are_refused(tmp_path: Path) -> None:
     refused("for what is none", lambda plan: plan["cuts"].__setitem__(0, plan["cuts"][1]))
     refused("over each other", lambda plan: plan["cuts"][2].update(stride=[1, 1]))
     refused("other results", lambda plan: plan["cuts"].pop())
-    refused("fills a tensor up", lambda plan: plan.update(widths=[[0, 0, 0, 90], None]))
+    refused("pads a tensor", lambda plan: plan.update(widths=[[0, 0, 0, 90], None]))
     refused("its widths", lambda plan: plan.update(widths=[[1, 0, 0, 3], None]))
     refused("what is no tensor", lambda plan: plan["widths"].__setitem__(1, [0, 1]))
     refused("no number", lambda plan: plan.update(fills=["0", 0]))
@@ -1046,7 +1046,7 @@ def test_a_graph_comes_back_from_json() -> None:
 def test_what_fails_while_a_device_starts_fails_where_it_is_wanted() -> None:
     for device in (CPU, torch.device("cuda")):
         came: list[int] = []
-        wait = begun(device, lambda: 1 / 0, lambda: came.append(threading.get_ident()))  # noqa: B023  # waited for below
+        wait = start_device(device, lambda: 1 / 0, lambda: came.append(threading.get_ident()))  # noqa: B023  # waited for below
         wait()
         assert came
         assert came != [threading.get_ident()]

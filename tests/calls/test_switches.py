@@ -254,7 +254,7 @@ def test_the_newer_settings_of_precision_count_beside_the_older(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(signature, "_CUDA", True)
-    monkeypatch.setattr(signature._Tf32, "answers", True)
+    monkeypatch.setattr(signature._OlderTf32Flags, "answers", True)
     get, set_to = torch._C._get_fp32_precision_getter, torch._C._set_fp32_precision_setter
     before, kept = signature.lasting_switches(), get("cuda", name)
     try:
@@ -267,9 +267,9 @@ def test_the_newer_settings_of_precision_count_beside_the_older(
 
 def test_each_switch_has_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(signature, "_CUDA", False)
-    assert len(signature.lasting_switches()) == len(signature._LASTING)
+    assert len(signature.lasting_switches()) == len(signature._LASTING_NAMES)
     monkeypatch.setattr(signature, "_CUDA", True)
-    both = len(signature._LASTING) + len(signature._LASTING_ON_CUDA)
+    both = len(signature._LASTING_NAMES) + len(signature._LASTING_NAMES_ON_CUDA)
     assert len(signature.lasting_switches()) == both
     assert len(signature.switches()) == len(signature.SWITCHES)
 
@@ -279,7 +279,7 @@ def test_first_use_of_attention_changes_no_switch(monkeypatch: pytest.MonkeyPatc
     # As in a new process: PyTorch has not seen yet which kernel this GPU prefers.
     before = torch._C._get_sdp_priority_order()
     torch._C._set_sdp_priority_order([1, 2, 0, 3, 4])
-    monkeypatch.setattr(signature._Attention, "settled", False)
+    monkeypatch.setattr(signature._AttentionKernels, "settled", False)
     q = HEADS.cuda().half()
     try:
         graphed = gw.graph(attention)

@@ -567,7 +567,7 @@ def test_what_cannot_be_remembered_is_a_sentence_with_its_remedy(
 @pytest.mark.parametrize(
     ("command", "where"),
     [
-        (("run", "net.gw"), "graphwright.cli.run.tried"),
+        (("run", "net.gw"), "graphwright.cli.run.run_artifact"),
         (("strategies",), "graphwright.strategies.base.probe"),
         (("check", "models:pair"), "graphwright.cli.targets.load_target"),
     ],

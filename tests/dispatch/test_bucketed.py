@@ -1,4 +1,4 @@
-"""graph(buckets=…): which calls buckets answer, how, and what is told of it."""
+"""graph(buckets=…): which calls buckets answer, how, and what statistics and warnings say."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def test_what_depends_on_the_padding_is_eager_with_a_warning(
             alone = (case.buckets["batch"][0] - 1,)
         worst = (2, 2) if len(case.buckets) == 2 else alone
     arguments = case.arguments(device, worst)
-    with torch.no_grad(), pytest.warns(RuntimeWarning) as told:
+    with torch.no_grad(), pytest.warns(RuntimeWarning) as warned:
         graphed(*arguments)
-    assert [word for word in case.refused if word not in str(told[0].message)] == []
+    assert [word for word in case.refused if word not in str(warned[0].message)] == []
     assert graphed.statistics.eager == {"padding is not harmless": 1}
 
 
@@ -97,10 +97,10 @@ def test_what_does_not_is_prepared_once_and_never_captured_again(
             mine, theirs = graphed(*arguments), fn(*arguments)
             first = mine[0] if isinstance(mine, tuple) else mine
             same(first, theirs[0] if isinstance(theirs, tuple) else theirs)
-    told = graphed.statistics
-    assert told.captures == captured
-    assert not told.eager
-    assert told.hits == len(case.sizes())
+    statistics = graphed.statistics
+    assert statistics.captures == captured
+    assert not statistics.eager
+    assert statistics.hits == len(case.sizes())
 
 
 @TABLE("name", ["rows apart", "masked attention", "masked mean", "2·b+1 rows", "(b·l, d)", "pairs"])
@@ -111,9 +111,9 @@ def test_shapes_that_symbols_do_not_give_are_fitted(
         raise outputs.Underivable("no symbols")
 
     monkeypatch.setattr(symbolic, "_derive", fails)
-    told = as_eager(ACCEPTED[name], device).statistics
-    assert told.padded > 0
-    assert not told.eager
+    statistics = as_eager(ACCEPTED[name], device).statistics
+    assert statistics.padded > 0
+    assert not statistics.eager
 
 
 def test_shapes_that_follow_no_rule_leave_sizes_exact_only(
@@ -164,10 +164,10 @@ def test_attention_can_be_traced_by_its_shape(device: torch.device) -> None:
     case = ACCEPTED["masked attention"]
     fn, arguments = case.fn(device), case.arguments(device, (4, 8))
     dimensions = Dimensions(fn, ["batch", "length"], case.dynamic_shapes)
-    form = DynamicSignature(dimensions, CallSignature.of(arguments, {}), arguments, {})
-    kind = ShapeFamily(fn, form, arguments, {}, pool=gw.MemoryPool())
+    signature = DynamicSignature(dimensions, CallSignature.of(arguments, {}), arguments, {})
+    family = ShapeFamily(fn, signature, arguments, {}, pool=gw.MemoryPool())
     with torch.no_grad(), symbolic._AttentionByShape():
-        by_shape = symbolic._derive(kind.subject, (4, 8))
+        by_shape = symbolic._derive(family.sampler, (4, 8))
         for size in ((4, 8), (3, 5), (2, 1)):
             expected = fn(*case.arguments(device, size))
             shapes = [(tuple(t.shape), t.stride()) for t in expected]
@@ -176,9 +176,9 @@ def test_attention_can_be_traced_by_its_shape(device: torch.device) -> None:
 
 def test_a_warning_names_the_caller_s_line_once(device: torch.device) -> None:
     graphed = gw.graph(lambda x: x.mean(0), buckets=gw.Buckets(batch=[4]))
-    with pytest.warns(RuntimeWarning, match="padded from") as told:
+    with pytest.warns(RuntimeWarning, match="padded from") as warned:
         graphed(rand(device, 3, WIDTH))
-    assert told[0].filename == __file__
+    assert warned[0].filename == __file__
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         graphed(rand(device, 3, WIDTH))
@@ -199,9 +199,9 @@ def test_one_dimension_may_be_exact_only(device: torch.device) -> None:
         with pytest.warns(RuntimeWarning, match="length"):
             result = graphed(x)
         same(result, x.flip(1) * 2)
-    told = graphed.statistics
-    assert told.padded == 2
-    assert told.eager == {"padding is not harmless": 1}
+    statistics = graphed.statistics
+    assert statistics.padded == 2
+    assert statistics.eager == {"padding is not harmless": 1}
 
 
 def test_statistics_count_sizes_and_waste(device: torch.device) -> None:
@@ -209,20 +209,24 @@ def test_statistics_count_sizes_and_waste(device: torch.device) -> None:
     with torch.no_grad():
         for batch in (1, 2, 2, 5, 8, 9):
             graphed(rand(device, batch, WIDTH))
-    told = graphed.statistics
-    assert told.sizes == gw.shapes.SizesSeen(
+    statistics = graphed.statistics
+    assert statistics.sizes == gw.shapes.SizesSeen(
         ("batch",), {(1,): 1, (2,): 2, (5,): 1, (8,): 1, (9,): 1}
     )
-    assert told.buckets == {
+    assert statistics.buckets == {
         (2,): gw.dispatch.BucketStatistics(exact=2, padded=1, waste=1 / 6),
         (8,): gw.dispatch.BucketStatistics(exact=1, padded=1, waste=3 / 16),
     }
-    assert told.waste == pytest.approx(4 / 22)
-    assert (told.hits, told.padded, told.eager) == (5, 2, {"above the largest bucket": 1})
-    assert told.proof_runs > 0
-    assert told.proof_s > 0
-    better = gw.Buckets.from_sizes(told.sizes, max_graphs=3)
-    assert better.waste(told.sizes) <= gw.Buckets(batch=[2, 8, 9]).waste(told.sizes)
+    assert statistics.waste == pytest.approx(4 / 22)
+    assert (statistics.hits, statistics.padded, statistics.eager) == (
+        5,
+        2,
+        {"above the largest bucket": 1},
+    )
+    assert statistics.proof_runs > 0
+    assert statistics.proof_s > 0
+    better = gw.Buckets.from_sizes(statistics.sizes, max_graphs=3)
+    assert better.waste(statistics.sizes) <= gw.Buckets(batch=[2, 8, 9]).waste(statistics.sizes)
     words = graphed.explain()
     assert "padding is 18.2% of what was computed" in words
     assert "1 call eager: above the largest bucket" in words
@@ -237,10 +241,10 @@ def test_sizes_are_still_known_after_a_release(device: torch.device) -> None:
             graphed(x[:1])
         graphed.release()
         same(graphed(x[:1]), graphed.module(x[:1]))
-    told = graphed.statistics
-    assert told.sizes is not None
-    assert told.sizes.counts == {(2,): 3, (1,): 4}
-    assert told.hits == 7
+    statistics = graphed.statistics
+    assert statistics.sizes is not None
+    assert statistics.sizes.counts == {(2,): 3, (1,): 4}
+    assert statistics.hits == 7
 
 
 @TABLE("batch", [9, 16, 17, 24, 25])
@@ -250,10 +254,10 @@ def test_a_call_above_the_largest_bucket_is_split(batch: int, device: torch.devi
     x = rand(device, batch, WIDTH)
     with torch.no_grad():
         same(graphed(x), model(x))
-    told = graphed.statistics
-    assert told.split == 1
-    assert not told.eager
-    assert told.hits == -(-batch // 8)
+    statistics = graphed.statistics
+    assert statistics.split == 1
+    assert not statistics.eager
+    assert statistics.hits == -(-batch // 8)
 
 
 def test_rows_that_are_not_independent_are_not_split(device: torch.device) -> None:
@@ -263,9 +267,9 @@ def test_rows_that_are_not_independent_are_not_split(device: torch.device) -> No
         with torch.no_grad():
             mine, theirs = graphed(x), fn(x)
             same(mine[-1], theirs[-1])
-        told = graphed.statistics
-        assert told.split == 0
-        assert told.eager == {"it cannot be split": 1}
+        statistics = graphed.statistics
+        assert statistics.split == 0
+        assert statistics.eager == {"it cannot be split": 1}
 
 
 def test_sizes_seen_are_those_of_the_calls_and_not_of_chunks(device: torch.device) -> None:
@@ -273,10 +277,10 @@ def test_sizes_seen_are_those_of_the_calls_and_not_of_chunks(device: torch.devic
     with torch.no_grad():
         for batch in (11, 4, 3):
             graphed(rand(device, batch, WIDTH))
-    told = graphed.statistics
-    assert told.sizes is not None
-    assert told.sizes.counts == {(11,): 1, (4,): 1, (3,): 1}
-    assert told.hits == 5
+    statistics = graphed.statistics
+    assert statistics.sizes is not None
+    assert statistics.sizes.counts == {(11,): 1, (4,): 1, (3,): 1}
+    assert statistics.hits == 5
 
 
 def test_what_is_the_same_for_all_rows_is_handed_out_once_when_split(device: torch.device) -> None:
@@ -374,7 +378,7 @@ def test_views_of_arguments_are_left_to_eager(device: torch.device) -> None:
     assert result.data_ptr() == x[:, 1:].data_ptr()
 
 
-def test_another_order_in_memory_is_not_filled_up(device: torch.device) -> None:
+def test_another_order_in_memory_is_not_padded(device: torch.device) -> None:
     graphed = gw.graph(lambda x: x * 2, buckets=gw.Buckets(batch=[4]))
     with torch.no_grad():
         for n in (3, 4):
@@ -382,13 +386,13 @@ def test_another_order_in_memory_is_not_filled_up(device: torch.device) -> None:
             result = graphed(x)
             same(result, x * 2)
             assert result.stride() == (x * 2).stride()
-    told = graphed.statistics
-    assert told.eager == {"another order in memory": 1}
-    assert told.buckets[4,].exact == 1
-    assert told.proof_runs == 0
+    statistics = graphed.statistics
+    assert statistics.eager == {"another order in memory": 1}
+    assert statistics.buckets[4,].exact == 1
+    assert statistics.proof_runs == 0
 
 
-def test_repeated_rows_are_filled_up(device: torch.device) -> None:
+def test_repeated_rows_are_padded(device: torch.device) -> None:
     graphed = gw.graph(lambda x: x * 2, buckets=gw.Buckets(batch=[4]))
     x = rand(device, 1, WIDTH).expand(3, -1)
     with torch.no_grad():
@@ -433,9 +437,9 @@ def test_another_layout_of_a_bucket_s_own_sizes_needs_no_graph_of_its_own(
         for x in (wide[:, :WIDTH], wide[:1, :WIDTH], wide[:3, WIDTH:]):
             for _ in range(2):
                 same(graphed(x), model(x))
-    told = graphed.statistics
-    assert (told.captures, told.hits, told.padded) == (2, 6, 2)
-    assert told.buckets[4,].exact == 2
+    statistics = graphed.statistics
+    assert (statistics.captures, statistics.hits, statistics.padded) == (2, 6, 2)
+    assert statistics.buckets[4,].exact == 2
 
 
 def test_channels_last_stays_so(device: torch.device) -> None:
@@ -477,9 +481,9 @@ def test_derived_sizes_and_bounds(device: torch.device) -> None:
         for n in (2, 3, 4, 6, 1, 7):
             x, pairs = rand(device, n, WIDTH), rand(device, 2 * n + 1, WIDTH)
             same(graphed(x, pairs), fn(x, pairs))
-    told = graphed.statistics
-    assert told.padded == 3
-    assert told.eager == {"outside the declared bounds": 2}
+    statistics = graphed.statistics
+    assert statistics.padded == 3
+    assert statistics.eager == {"outside the declared bounds": 2}
 
 
 def test_a_dimension_by_name_in_a_tree(device: torch.device) -> None:
@@ -500,7 +504,7 @@ def test_a_dimension_by_name_in_a_tree(device: torch.device) -> None:
     assert graphed.statistics.padded == 2
 
 
-def test_plain_values_make_another_kind(device: torch.device) -> None:
+def test_plain_values_make_another_family(device: torch.device) -> None:
     graphed = gw.graph(lambda x, k: x * k, buckets=gw.Buckets(batch=[4]))
     x = rand(device, 3, WIDTH)
     with torch.no_grad():
@@ -523,7 +527,7 @@ def test_gradients_are_not_lost(device: torch.device) -> None:
     assert graphed.statistics.eager == {"gradients are wanted": 1}
 
 
-def test_new_weights_take_effect_when_filled_up(device: torch.device) -> None:
+def test_new_weights_take_effect_when_padded(device: torch.device) -> None:
     model = rows_model(device)
     graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
     x = rand(device, 3, WIDTH)
@@ -540,7 +544,7 @@ def test_new_weights_take_effect_when_filled_up(device: torch.device) -> None:
     assert not graphed.statistics.eager
 
 
-def test_autocast_is_part_of_the_kind(device: torch.device) -> None:
+def test_autocast_is_part_of_the_family(device: torch.device) -> None:
     model = rows_model(device)
     graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
     x = rand(device, 3, WIDTH)
@@ -737,11 +741,11 @@ def test_values_that_eager_refuses_prove_nothing(device: torch.device) -> None:
     with torch.no_grad():
         graphed.prepare([(rand(device, 4, WIDTH).abs(),)])
     # Here it raises, where the root of what is negative is NaN.
-    subject = kind_of(fn, (rand(device, 4, WIDTH).abs() + 1,)).subject
-    prover = Prover(subject, (), ())
+    sampler = family_of(fn, (rand(device, 4, WIDTH).abs() + 1,)).sampler
+    prover = Prover(sampler, (), ())
     with prover._from_now():
-        for how in subject.changes():
-            assert bool((prover._true((2,), how, None, ()).leaves[0] > 0).all())
+        for how in sampler.changes():
+            assert bool((prover._run_unpadded((2,), how, None, ()).leaves[0] > 0).all())
 
 
 def test_declared_values_are_never_changed(device: torch.device) -> None:
@@ -749,25 +753,25 @@ def test_declared_values_are_never_changed(device: torch.device) -> None:
     shapes = ({1: "length"}, {1: "length"})
     given = {"length": [6]}, shapes
     for pad, kept in (((None, 0), True), (None, False)):
-        subject = kind_of(lambda x, mask: x, (x, mask.clone()), *given, pad).subject
+        sampler = family_of(lambda x, mask: x, (x, mask.clone()), *given, pad).sampler
         generator = torch.Generator().manual_seed(0)
-        seen = [subject.changed((6,), how, generator) for how in subject.changes()]
+        seen = [sampler.changed((6,), how, generator) for how in sampler.changes()]
         assert all(torch.equal(leaves[1], mask) for leaves in seen) is kept
         assert len({float(leaves[0].sum()) for leaves in seen}) > 3
 
 
 def test_integers_stay_in_their_columns() -> None:
     ids = torch.tensor([[1, 10, 100], [2, 20, 200], [3, 30, 300]])
-    subject = kind_of(lambda x: x, (ids,)).subject
+    sampler = family_of(lambda x: x, (ids,)).sampler
     generator = torch.Generator().manual_seed(0)
-    seen = [subject.changed((3,), how, generator)[0] for how in subject.changes()]
+    seen = [sampler.changed((3,), how, generator)[0] for how in sampler.changes()]
     assert any(not torch.equal(found, ids) for found in seen)
     assert all(
         set(found[:, c].tolist()) <= set(ids[:, c].tolist()) for found in seen for c in range(3)
     )
 
 
-def kind_of(
+def family_of(
     fn: Callable[..., Any],
     args: tuple[Any, ...],
     buckets: Any = None,
@@ -775,12 +779,12 @@ def kind_of(
     pad: Any = None,
 ) -> ShapeFamily:
     sizes = gw.Buckets(**(buckets or {"batch": [4]}))
-    bucketing = BucketSelector(
+    selector = BucketSelector(
         fn, sizes, dynamic_shapes=dynamic_shapes, pad=pad, split=False, pool=MemoryPool()
     )
-    kind, _ = bucketing.kind([], CallSignature.of(args, {}), args, {}, None)
-    assert kind is not None
-    return kind
+    family, _ = selector.family([], CallSignature.of(args, {}), args, {}, None)
+    assert family is not None
+    return family
 
 
 def test_padding_is_proved_whatever_the_default_device_is() -> None:
@@ -791,8 +795,8 @@ def test_padding_is_proved_whatever_the_default_device_is() -> None:
         return model(x), ids + 1, ~mask, (x[0] - x[0] + 1) * 2
 
     with torch.no_grad(), torch.device("meta"):
-        kind = kind_of(fn, (x, ids, mask), {"batch": [4, 8]}, BATCH * 3)
-        assert kind.prove((4,), [(1,), (3,)]) is None
-        assert kind.prove((8,), [(1,), (5,), (7,)]) is None
-        refused = kind_of(lambda x: x.mean(0), (x,), {"batch": [8]})
+        family = family_of(fn, (x, ids, mask), {"batch": [4, 8]}, BATCH * 3)
+        assert family.prove((4,), [(1,), (3,)]) is None
+        assert family.prove((8,), [(1,), (5,), (7,)]) is None
+        refused = family_of(lambda x: x.mean(0), (x,), {"batch": [8]})
         assert "batch" in str(refused.prove((8,), [(3,)]))

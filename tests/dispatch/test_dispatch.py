@@ -20,7 +20,7 @@ def model(device: torch.device | str = "cpu") -> nn.Module:
     return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).to(device).eval()
 
 
-def test_one_graph_a_kind_of_call(device: torch.device) -> None:
+def test_one_graph_per_signature(device: torch.device) -> None:
     net = model(device)
     graphed = gw.graph(net)
     for n in (1, 2, 1, 3, 2, 1):

@@ -34,10 +34,10 @@ def no_warnings() -> Any:
         yield
 
 
-def branches_of(graphed: Any) -> SegmentTree:
+def tree_of(graphed: Any) -> SegmentTree:
     """The segments of the only graph that is ready."""
     (entry,) = graphed._entries.ready()
-    found: SegmentTree = entry.graph.branches
+    found: SegmentTree = entry.graph.tree
     assert found is not None
     return found
 
@@ -285,9 +285,9 @@ def test_a_call_that_breaks_is_right_whichever_way_it_goes(fn: Fn, device: torch
         agree(graphed, fn, x)
         held.append((x.clone(), graphed(x.clone())))
     assert graphed.statistics.eager == {}
-    found = branches_of(graphed)
+    found = tree_of(graphed)
     assert found.paths >= 1
-    ends = [node.hits for node in found.root.below() if node.stop is None]
+    ends = [node.hits for node in found.root.below() if node.break_ is None]
     assert sum(ends) == 48
     assert len(ends) == found.paths
     if fn is not draws_around_a_break:
@@ -302,7 +302,7 @@ def test_constants_of_the_host_are_hoisted_into_one_graph(fn: Fn, device: torch.
         agree(graphed, fn, torch.randn(3, 4, device=device))
     assert graphed.statistics.hits == 4
     (entry,) = graphed._entries.ready()
-    assert entry.graph.branches is None
+    assert entry.graph.tree is None
     if device.type == "cuda":
         assert "constants kept on the device: " in graphed.explain()
         assert "test_breaks.py:" in graphed.explain()
@@ -313,15 +313,15 @@ def test_a_guard_may_flip_at_every_call(device: torch.device) -> None:
     graphed = gw.graph(decides)
     for i in range(20):
         agree(graphed, decides, torch.full((3, 4), 1.0 if i % 2 else -1.0, device=device))
-    found = branches_of(graphed)
+    found = tree_of(graphed)
     assert found.paths == 2
-    assert found.root.stop.place.startswith(__file__)
-    assert [node.hits for node in found.root.stop.after.values()] == [10, 10]
-    told = graphed.explain()
-    assert "break at test_breaks.py:" in told
-    assert "item: False 10×, True 10×" in told
-    assert told.count("graph of ") == 3
-    assert told.count(" µs") == 3
+    assert found.root.break_.place.startswith(__file__)
+    assert [node.hits for node in found.root.break_.after.values()] == [10, 10]
+    text = graphed.explain()
+    assert "break at test_breaks.py:" in text
+    assert "item: False 10×, True 10×" in text
+    assert text.count("graph of ") == 3
+    assert text.count(" µs") == 3
 
 
 def test_nan_and_the_sign_of_zero_are_values_of_their_own(device: torch.device) -> None:
@@ -332,7 +332,7 @@ def test_nan_and_the_sign_of_zero_are_values_of_their_own(device: torch.device) 
     graphed = gw.graph(signs)
     for value in (0.0, -0.0, math.nan, 1.0, -0.0, math.nan, 0.0, math.inf, -math.inf):
         agree(graphed, signs, torch.tensor([value, 2.0], device=device))
-    assert branches_of(graphed).paths == 6
+    assert tree_of(graphed).paths == 6
 
 
 def test_values_that_are_new_at_every_call_are_given_up(device: torch.device) -> None:
@@ -340,13 +340,13 @@ def test_values_that_are_new_at_every_call_are_given_up(device: torch.device) ->
         return x * x.sum().item()
 
     graphed = gw.graph(scales)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for _ in range(40):
             agree(graphed, scales, torch.randn(3, 4, device=device))
-    (warning,) = told
+    (warning,) = warned
     assert "test_breaks.py" in str(warning.message)
-    assert "ways" in str(warning.message)
+    assert "paths" in str(warning.message)
     assert 20 <= sum(graphed.statistics.eager.values()) < 40
     assert graphed._entries.ready() == []
     before = graphed.pool.in_use
@@ -379,7 +379,7 @@ def test_a_loop_with_many_reads_is_right(device: torch.device) -> None:
     graphed = gw.graph(loops)
     for scale in (1e9, 1.0, 5.0, 1e9, 1e4, 1.0):
         agree(graphed, loops, torch.full((2,), scale, device=device))
-    assert branches_of(graphed).paths >= 3
+    assert tree_of(graphed).paths >= 3
 
 
 class Counting(nn.Module):
@@ -408,7 +408,7 @@ def test_a_buffer_is_written_to_once_a_call(device: torch.device) -> None:
         agree(graphed, plain.eval(), torch.randn(3, 4, device=device))
         same(module.total, plain.total)
         same(module.calls, plain.calls)
-    found = branches_of(graphed._graphs)
+    found = tree_of(graphed._graphs)
     assert found.paths == 2
     graphed.release()
     agree(graphed, plain, torch.randn(3, 4, device=device))
@@ -543,7 +543,7 @@ def test_static_outputs_are_right_until_the_next_call(device: torch.device) -> N
     graphed = gw.graph(returns_an_early_result, outputs="static")
     for _ in range(12):
         agree(graphed, returns_an_early_result, torch.randn(3, 4, device=device))
-    assert branches_of(graphed).paths == 3
+    assert tree_of(graphed).paths == 3
 
 
 def test_a_pool_s_limit_holds_for_new_ways_too(device: torch.device) -> None:
@@ -553,11 +553,11 @@ def test_a_pool_s_limit_holds_for_new_ways_too(device: torch.device) -> None:
 
     pool = gw.MemoryPool("128MiB")
     graphed = gw.graph(grows, pool=pool)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as warned:
         warnings.simplefilter("always")
         for times in (1, 2, 5, 1, 2, 5):
             agree(graphed, grows, torch.full((4,), float(times), device=device))
-    assert any("limit" in str(warning.message) for warning in told)
+    assert any("limit" in str(warning.message) for warning in warned)
     assert 0 < pool.high_water <= 128 << 20
     assert pool.reserved <= 128 << 20
 
@@ -634,7 +634,7 @@ def test_autocast_casts_weights_once_a_call(device: torch.device) -> None:
         if i == 4:
             with torch.no_grad():
                 layer.weight.mul_(2)
-    assert branches_of(graphed).paths == 2
+    assert tree_of(graphed).paths == 2
 
 
 def test_new_weights_are_noticed_in_segments(device: torch.device) -> None:
@@ -830,14 +830,14 @@ def test_an_argument_that_is_memory_of_a_new_way_s_own(device: torch.device) -> 
 
 
 def test_code_that_asks_for_a_capture_on_a_new_way(device: torch.device) -> None:
-    def told() -> bool:
+    def seems_captured() -> bool:
         try:
             return torch.cuda.is_current_stream_capturing()
         except RuntimeError:
             return False
 
     def fn(x: torch.Tensor) -> torch.Tensor:
-        return x * (2 if told() else 3) if x.sum() > 0 else x
+        return x * (2 if seems_captured() else 3) if x.sum() > 0 else x
 
     graphed = gw.graph(fn)
     with warnings.catch_warnings():
@@ -933,7 +933,7 @@ def test_what_a_way_has_set_up_once_is_no_state(device: torch.device) -> None:
     # What the new way has set up belongs to another state, in which both ways are recorded anew.
     assert graphed.statistics.captures == 2
     *_, last = graphed._entries.ready()
-    assert last.graph.branches.paths == 2
+    assert last.graph.tree.paths == 2
 
 
 def test_a_function_that_releases_its_graphs_on_a_new_way(device: torch.device) -> None:
@@ -1095,7 +1095,7 @@ def test_a_capture_that_another_thread_has_broken_is_tried_again(
     for _ in range(6):
         agree(graphed, fn, torch.randn(3, 4, device="cuda"))
     assert left == [0]
-    branches = branches_of(graphed)
-    assert branches.given_up is None
-    assert branches.root is not None
-    assert len(list(branches.root.below())) == 3
+    tree = tree_of(graphed)
+    assert tree.given_up is None
+    assert tree.root is not None
+    assert len(list(tree.root.below())) == 3

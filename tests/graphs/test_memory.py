@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import graphwright as gw
 from graphwright.graphs import warmup
 from graphwright.graphs.cpu.arena import LARGE_SEGMENT, MIB, SMALL_SEGMENT, Arena
-from graphwright.graphs.memory import in_units, parse_bytes
+from graphwright.graphs.memory import format_bytes, parse_bytes
 
 
 def model(device: torch.device) -> nn.Module:
@@ -47,7 +47,7 @@ def test_other_limits_are_refused(value: Any) -> None:
 
 
 def test_bytes_read_well() -> None:
-    assert [in_units(n) for n in (12, 2048, 3 << 20, 5 << 30)] == [
+    assert [format_bytes(n) for n in (12, 2048, 3 << 20, 5 << 30)] == [
         "12 B",
         "2 KiB",
         "3 MiB",
@@ -111,7 +111,7 @@ def test_a_graph_keeps_none_of_the_copies_that_warm_up_ran_on(
         copies.append(StorageWeakRef(memory.untyped_storage()))
         return memory
 
-    monkeypatch.setattr(warmup, "_ordinary", lambda device: noted)
+    monkeypatch.setattr(warmup, "_ordinary_allocator", lambda device: noted)
     graph = gw.capture(model(device), rows(device, 8))
     assert len(copies) >= 2
     assert all(copy.expired() for copy in copies)

@@ -255,7 +255,7 @@ def dropout_in_training_differs_and_repeats(device: torch.device) -> None:
 
 def modes_are_not_seen(patch: pytest.MonkeyPatch) -> None:
     module_is_not_watched(patch)
-    patch.setattr(graphed_forward.GraphedForward, "_aside", lambda self: None)
+    patch.setattr(graphed_forward.GraphedForward, "_why_original", lambda self: None)
 
 
 @hazard(15, modes_are_not_seen)

@@ -1,4 +1,4 @@
-"""Hazard 16: a call that is filled up to a bucket is eager's without padding, or is not filled up.
+"""Hazard 16: a call that is padded to a bucket is what eager makes of it, or is not padded.
 
 Functions that depend on their padding have to give eager's numbers all the same, by another way;
 with the proof switched off they do not.
@@ -59,7 +59,7 @@ def masked(device: torch.device, sizes: Sizes) -> tuple[torch.Tensor, ...]:
 
 @dataclass(frozen=True)
 class Case:
-    """A function, its arguments by named sizes, and how its calls are filled up."""
+    """A function, its arguments by named sizes, and how its calls are padded."""
 
     fn: Callable[[torch.device], Callable[..., Any]]
     arguments: Arguments
@@ -461,12 +461,12 @@ def padding_is_not_written_to_buffers(device: torch.device) -> None:
 
 def proofs_start_from_the_first_one_s_state(patch: pytest.MonkeyPatch) -> None:
     first: dict[int, Any] = {}
-    original = family.State
+    original = family.ModuleState
 
     def once(module: nn.Module, **options: Any) -> Any:
         return first.setdefault(id(module), original(module, **options))
 
-    patch.setattr(family, "State", once)
+    patch.setattr(family, "ModuleState", once)
 
 
 @hazard(16, proofs_start_from_the_first_one_s_state)

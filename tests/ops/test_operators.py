@@ -798,9 +798,9 @@ def test_pools_of_wide_rows_are_the_references_exactly(width: int, device: torch
 @pytest.mark.skipif(INTERPRETED, reason="the interpreter is slow")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU would make a benchmark of this")
 def test_the_benchmark_runs_and_writes_every_sample(tmp_path: Path) -> None:
-    import operators
+    from bench.operators.run import benchmark
 
-    operators.benchmark(tmp_path, quick=True)
+    benchmark(tmp_path, quick=True)
     result = json.loads((tmp_path / "operators.json").read_text("utf-8"))
     assert len(result["targets"]) == len(result["bandwidth"]) + len(result["models"])
     names = {row["case"].split()[0] for row in result["bandwidth"]}

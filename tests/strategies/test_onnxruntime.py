@@ -528,8 +528,8 @@ def test_nodes_of_another_provider_are_a_note(tmp_path: Path) -> None:
     built.save(tmp_path)
     with torch.no_grad():
         session = Session(tmp_path / "model.onnx", CPU, [x], {0: Result.of(model(x))})
-    assert session.fallen() == []
-    (note,) = session.fallen("CUDAExecutionProvider")
+    assert session.nodes_elsewhere() == []
+    (note,) = session.nodes_elsewhere("CUDAExecutionProvider")
     assert " nodes run on the CPU: " in note
     assert "Gemm" in note
 

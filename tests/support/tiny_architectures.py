@@ -1,6 +1,6 @@
 """Architectures of transformers, tiny and with random weights, and calls of them.
 
-Shared by the tests of captures and of buckets, and by bench/architectures.py.
+Shared by the tests of captures and of buckets, and by bench/architectures/run.py.
 """
 
 from __future__ import annotations

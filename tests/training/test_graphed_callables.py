@@ -561,7 +561,7 @@ def test_gradients_of_gradients_are_refused(device: torch.device) -> None:
 def test_kinds_that_were_not_used_for_long_give_way(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphwright.training.callables.graphed_forward._KINDS", 2)
+    monkeypatch.setattr("graphwright.training.callables.graphed_forward._MAX_PAIRS", 2)
     layer, eager = pair_of(lambda: nn.Linear(8, 4), device)
     gw.make_graphed_callables(layer, (rand(device, 1, 8),))
     waiting = layer(rand(device, 1, 8)).sum()

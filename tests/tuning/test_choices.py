@@ -1,4 +1,4 @@
-"""The memory of choices: what was remembered is found again, and no damage stops tuning."""
+"""The choice cache: what was stored is found again, and no damage stops tuning."""
 
 from __future__ import annotations
 

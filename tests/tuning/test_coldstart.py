@@ -25,7 +25,7 @@ from graphwright.report.markdown import to_markdown
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
 from graphwright.strategies.registry import default_candidates
-from graphwright.tuning.selection import near_best, ranked, sentence
+from graphwright.tuning.selection import near_best, ranked, reason_for
 from graphwright.tuning.tuner import Tuning
 from graphwright.tuning.workers.fork_server import CANDIDATE
 
@@ -199,7 +199,7 @@ def test_the_simplest_within_a_hundredth_of_the_least_comes_first() -> None:
     assert [row.strategy for row in ranked(report, report.rows)] == ["a", "b", "eager", "c"]
     assert [row.strategy for row in near_best(report)] == ["a", "b", "c"]
     chosen = ranked(report, report.rows)[0]
-    assert sentence(report, chosen, []) == (
+    assert reason_for(report, chosen, []) == (
         "a was chosen: the earliest first answer: 2.1 s from the start of a process, eager 4.6 s."
     )
     report.chosen = "a"

@@ -191,7 +191,7 @@ def test_what_is_aimed_at_the_watch_is_a_row_too(before: set[int]) -> None:
     assert _children() <= before
 
 
-def test_the_one_that_ends_the_nursery_is_told_from_the_others_of_its_group() -> None:
+def test_a_candidate_that_ends_the_fork_server_is_told_from_the_others_of_its_group() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
         report = tune([QUICK, Planted("kill", planted.kills_its_parent)])
@@ -201,7 +201,7 @@ def test_the_one_that_ends_the_nursery_is_told_from_the_others_of_its_group() ->
 
 def test_what_exceeds_its_share_alone_is_tried_with_all_of_it() -> None:
     limits = gw.tuning.workers.pool.Limits(5.0, 800 << 20, shared=True)
-    assert limits.among(4).host_bytes == 200 << 20
+    assert limits.split(4).host_bytes == 200 << 20
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
         patch.setattr("graphwright.tuning.workers.pool._free_host_bytes", lambda: 1 << 30)
@@ -400,7 +400,7 @@ def test_settings_are_the_caller_s(tmp_path: Path) -> None:
         model, x = Small().eval(), torch.randn(4, 16)
         with torch.no_grad(), torch.device("meta"):
             gw.tune(model, (x,), strategies=[Planted("settings", planted.Tells(str(file)))])
-            here = Settings.taken()
+            here = Settings.current()
     finally:
         torch.use_deterministic_algorithms(False)
         torch.set_num_threads(threads)
@@ -447,7 +447,7 @@ def test_when_the_caller_ends_nothing_is_left(tmp_path: Path, signum: int) -> No
     try:
         _until(lambda: file.exists() and len(file.read_text().split()) >= 2, 60)
         children = [pid for pid in _descendants(process.pid) if pid != process.pid]
-        assert len(children) >= 3  # The nursery, the candidate, and what that has started.
+        assert len(children) >= 3  # The fork server, the worker, and what that has started.
         os.kill(process.pid, signum)
         process.wait(20)
         _until(lambda: not any(map(_alive, children)), 10)

@@ -1,4 +1,4 @@
-"""tune() and the memory of choices: the second run answers from it, and verifies."""
+"""tune() and the choice cache: the second run answers from it, and verifies."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def test_a_report_of_shapes_is_shown_and_read_back() -> None:
 BUCKETS = gw.Buckets(batch=[2, 8])
 
 
-def test_calls_between_the_buckets_are_filled_up(device: torch.device) -> None:
+def test_calls_between_the_buckets_are_padded(device: torch.device) -> None:
     model = Roundabout().eval().to(device)
     x = torch.randn(4, 16, device=device)
     tuned = gw.tune(model, (x,), buckets=BUCKETS, strategies=[Planted("quick", directly)])
@@ -106,7 +106,7 @@ def test_calls_between_the_buckets_are_filled_up(device: torch.device) -> None:
     for n in (1, 2, 3, 3, 5, 8):
         x = torch.randn(n, 16, device=device)
         torch.testing.assert_close(tuned(x), model(x).detach())
-    assert tuned.calls == {"tuned": 2, "tuned, filled up to a bucket": 4}
+    assert tuned.calls == {"tuned": 2, "tuned, padded to a bucket": 4}
     x = torch.randn(9, 16, device=device)
     torch.testing.assert_close(tuned(x), model(x).detach())
     assert tuned.calls["eager: no bucket"] == 1
@@ -117,7 +117,7 @@ def test_calls_between_the_buckets_are_filled_up(device: torch.device) -> None:
     assert tuned.calls["eager: the module changed"] == 1
 
 
-def test_what_depends_on_the_padding_is_not_filled_up() -> None:
+def test_what_depends_on_the_padding_is_not_padded() -> None:
     class Mean(Roundabout):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) - x.mean(0)
@@ -187,12 +187,12 @@ CHANGES: dict[str, Callable[[Scaled], Any]] = {
 
 @pytest.mark.parametrize("change", CHANGES)
 @pytest.mark.parametrize("strategy", ["eager:no_grad", "torchscript"])
-def test_nothing_is_filled_up_of_a_module_that_changed(strategy: str, change: str) -> None:
+def test_no_call_is_padded_after_the_module_changed(strategy: str, change: str) -> None:
     tuned, model = between(strategy)
     x = torch.randn(3, 16)
     with torch.no_grad():
         torch.testing.assert_close(tuned(x), model(x))
-        assert tuned.calls == {"tuned, filled up to a bucket": 1}
+        assert tuned.calls == {"tuned, padded to a bucket": 1}
         CHANGES[change](model)
         means = model.norm.running_mean.clone()
         mine = tuned(x)
@@ -215,7 +215,7 @@ def test_what_was_learned_of_another_state_is_not_used_when_the_first_returns() 
         torch.testing.assert_close(tuned(x), model(x))
 
 
-def test_a_winner_that_fails_on_a_filled_up_call_makes_way_for_eager() -> None:
+def test_a_winner_that_fails_on_a_padded_call_makes_way_for_eager() -> None:
     class Wary(Roundabout):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x)
@@ -332,7 +332,7 @@ def test_the_call_that_repeats_a_strategy_has_the_same_buckets() -> None:
         None,
         buckets=gw.Buckets(n=[1, 2]),
         dynamic_shapes=({0: Dim("n", max=2)},),
-    ).repeated("eager")
+    ).repeat_call("eager")
     assert call == (
         "graphwright.tune(model, args, buckets=graphwright.Buckets(n=[1, 2]), "
         "dynamic_shapes=dynamic_shapes, strategies=['eager'], remember=False)"
@@ -356,7 +356,7 @@ def test_a_range_is_verified_between_its_ends(buckets: gw.Buckets, least: int) -
         (dict(enumerate(dims)),),
         None,
     )
-    found = [tuple(one.args[0].shape) for one in call.between()]
+    found = [tuple(one.args[0].shape) for one in call.calls_between()]
     assert len(found) == len({*found}) >= least
     assert not {*found} & {*buckets.points}
     assert len(dims) == 1 or {(1, 4), (16, 64)} <= {*found}  # No bucket holds the latter.

@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import compare
-import processes
 import pytest
-import run
-import training_table
-import tune_table
 
 import graphwright
+from bench import __main__ as run
+from bench import compare
+from bench.common import processes
+from bench.training import table as training_table
+from bench.tune import table as tune_table
 
 ROOT = Path(__file__).parents[2]
 Result = dict[str, Any]
@@ -255,9 +255,11 @@ def test_what_cannot_be_compared_is_said_in_a_sentence(
 # ------------------------------------------------------------ runs
 
 
-def test_a_process_that_hangs_or_fails_keeps_what_it_wrote(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text(
+def test_a_process_that_hangs_or_fails_keeps_what_it_wrote(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "script.py").write_text(
         "import json, sys, time\n"
         "json.dump({'figures': {'a': 1}, 'doing': 'a peer'}, open(sys.argv[2], 'w'))\n"
         "time.sleep(60) if sys.argv[1] == 'hangs' else sys.exit('no luck')\n",
@@ -265,7 +267,7 @@ def test_a_process_that_hangs_or_fails_keeps_what_it_wrote(tmp_path: Path) -> No
     )
     kept = {"figures": {"a": 1}}
     for what, why in (("hangs", "took over 2 s"), ("fails", "exit status 1: no luck")):
-        found = processes.figures_of(str(script), what, [], limit_s=2)
+        found = processes.figures_of("script", what, [], limit_s=2)
         assert found == kept | {"failed": f"{why}, at a peer"}
 
 
@@ -311,7 +313,7 @@ def test_tune_runs_and_writes_what_the_tables_are_made_from(
 def test_wrong_words_are_said_before_anything_runs(
     words: list[str], sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
-    monkeypatch.setattr(sys, "argv", ["run.py", "tune", *words])
+    monkeypatch.setattr(sys, "argv", ["bench", "tune", *words])
     with pytest.raises(SystemExit) as stopped:
         run.main()
     assert stopped.value.code == 2
@@ -323,8 +325,8 @@ def found(line: int, severity: str = "breaks") -> Result:
 
 
 def test_predictions_are_set_against_captures() -> None:
-    from check import confusion, counts
-    from check import to_markdown as checked_to_markdown
+    from bench.check.run import confusion, counts
+    from bench.check.run import to_markdown as checked_to_markdown
 
     stopped = {"ok": False, "error": "refused", "file": "net.py", "line": 7}
     rows = [
@@ -432,7 +434,7 @@ def test_a_loss_may_be_as_far_off_as_eager_is_off_itself() -> None:
 def test_a_way_that_ends_its_process_is_a_row_of_the_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def figures_of(file: str, what: str, options: list[str], limit_s: float) -> Result:
+    def figures_of(module: str, what: str, options: list[str], limit_s: float) -> Result:
         found = trained(9.0, 5.0, 3.0, 2.0)
         if "reduce-overhead" in options:
             found["ways"]["reduce-overhead"] = {"status": "unavailable", "reason": "asked"}
@@ -478,7 +480,7 @@ def test_training_runs_and_writes_what_the_tables_are_made_from(
 
 
 def test_targets_and_table_of_first_answers() -> None:
-    from answers import targets, to_markdown
+    from bench.cold_start.run import targets, to_markdown
 
     seconds = {
         "eager": [9.0, 8.0, 10.0],
@@ -503,7 +505,7 @@ def test_targets_and_table_of_first_answers() -> None:
 
 
 def test_an_answer_that_does_not_come_is_no_time(tmp_path: Path) -> None:
-    from answers import _answered
+    from bench.cold_start.run import _answered
 
     with pytest.raises(RuntimeError, match="mlp, saved: no right answer came"):
         _answered("mlp", tmp_path, "saved", str(tmp_path / "caches"))

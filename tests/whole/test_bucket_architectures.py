@@ -1,8 +1,8 @@
 """Which architectures of transformers take buckets, and that those that do answer as eager does.
 
 To spare time, those that are much like another one are left out, and lengths are tried with those
-that are refused and a few that stand for the others. bench/architectures.py tries all, with more
-calls and both at once.
+that are refused and a few that stand for the others. bench/architectures/run.py tries all, with
+more calls and both at once.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ ENGINES = ("onnxruntime", "aot_inductor", "xla")
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["mlp", "cnn", "rnn", "conv_relu_pool", "minilm"])
 def test_an_engine_is_measured_or_says_why_not(name: str) -> None:
-    import cases
+    from bench import cases
 
     model, inputs = cases.load(name, torch.device("cpu"))
     args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})

@@ -51,7 +51,7 @@ def test_a_network_is_tuned_over_buckets(capsys: pytest.CaptureFixture[str]) -> 
     printed = capsys.readouterr().out
     assert all(f"batch={batch}" in printed for batch in module.SHARES)
     # Where eager itself is the fastest, nothing is filled up.
-    assert ("tuned, filled up to a bucket" in calls) == ("eager was chosen" not in printed)
+    assert ("tuned, padded to a bucket" in calls) == ("eager was chosen" not in printed)
 
 
 def test_a_resnet_is_fused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def tree() -> list[type[errors.GraphwrightError]]:
 
 
 def test_every_error_is_exported_and_documented() -> None:
-    text = (ROOT / "docs" / "errors.md").read_text()
+    text = (ROOT / "docs" / "reference" / "errors.md").read_text()
     documented = re.findall(r"^### `(\w+)`", text, re.MULTILINE)
     assert documented == [e.__name__ for e in tree()]
     assert all(e.__name__ in gw.__all__ for e in tree())

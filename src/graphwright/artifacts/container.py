@@ -1,7 +1,7 @@
-"""The file that an artifact is: a ZIP archive, not compressed, with a manifest of its members.
+"""The file format of artifacts: an uncompressed ZIP archive with a manifest of its members.
 
-The manifest names each member with its size and SHA-256, and has a digest of itself. All of it is
-checked before anything is used: that finds damage; it is no protection against somebody who means
+The manifest lists each member with its size and SHA-256, and holds a digest of itself. All of this
+is checked before a member is used. That finds damage; it does not protect against files made to do
 harm, for which there is `trust`.
 """
 
@@ -33,20 +33,28 @@ SCHEMA = "graphwright.artifact"
 SCHEMA_VERSION = 1
 MANIFEST = "manifest.json"
 _REMEDY = "Copy the file again, or save it anew."
-# Relative, without steps upwards.
+_REMEDIES: dict[int | None, str] = {
+    errno.EISDIR: "Name a file in that folder.",
+    errno.EINVAL: "Name another file.",
+    errno.ENAMETOOLONG: "Choose a shorter name.",
+    errno.ENOSPC: "Choose a folder with room for it.",
+}
+# Names of members: relative paths without '..'.
 _NAME = re.compile(r"(?:[A-Za-z0-9_][A-Za-z0-9_.-]*/)*[A-Za-z0-9_][A-Za-z0-9_.-]*")
-# Large: after each read, hash and write a thread waits for its turn, while others import modules.
+# Large, since after each read, hash and write a thread waits for the GIL, which imports hold.
 _CHUNK = 1 << 26
-# Of a member's header in front of it: what it begins with, and where the lengths of the two fields
-# are that follow it, its name and more.
+# The header in front of a member: its first bytes, its size, and where it holds the lengths of the
+# two fields that follow it, the name and the extra field.
 _LOCAL, _LOCAL_BYTES, _LENGTHS = b"PK\x03\x04", 30, slice(26, 30)
+# What zipfile raises for a damaged archive.
+_BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error)
 
 
 def path_of(given: Any) -> Path:
-    """The path that a caller gave.
+    """A caller's argument as a path.
 
     Raises:
-        ArtifactError: it is none.
+        ArtifactError: it is no path.
     """
     text = os.fspath(given) if isinstance(given, str | os.PathLike) else None
     if not isinstance(text, str) or not text or "\0" in text:
@@ -59,8 +67,8 @@ def path_of(given: Any) -> Path:
 def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
     """Write all files of a folder, and facts in the manifest, as one file.
 
-    It is complete or not there at all, whenever the process ends. Another one gives way to it and
-    passes its permissions on; where there is a symbolic link, it is what that leads to.
+    The file appears complete or not at all, even if the process is killed. It replaces an existing
+    file and keeps that one's permissions. A symbolic link stays, and its target is replaced.
 
     Raises:
         ArtifactError: it cannot be written.
@@ -73,9 +81,9 @@ def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
     try:
         target = Path(os.path.realpath(path))
         mode = _mode_of(target)
-        # Not by its name, which may be as long as names can be.
+        # A name of its own: the target's name may leave no room for a suffix.
         unfinished = target.parent / f".graphwright-{secrets.token_hex(8)}.tmp"
-        # Of a new file's the umask takes its part; what was private is never open to others.
+        # The umask applies to a new file; one that replaces a private file is never open to others.
         descriptor = os.open(
             unfinished, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666 if mode is None else 0o600
         )
@@ -102,16 +110,8 @@ def write(path: Path, folder: Path, facts: dict[str, Any]) -> None:
                 os.unlink(temporary)
 
 
-_REMEDIES: dict[int | None, str] = {
-    errno.EISDIR: "Name a file in that folder.",
-    errno.EINVAL: "Name another file.",
-    errno.ENAMETOOLONG: "Choose a shorter name.",
-    errno.ENOSPC: "Choose a folder with room for it.",
-}
-
-
 def _mode_of(path: Path) -> int | None:
-    """The permissions of a file that is there; None where there is none."""
+    """The permissions of an existing file; None if there is none."""
     try:
         mode = path.stat().st_mode
     except FileNotFoundError:
@@ -125,11 +125,11 @@ def _mode_of(path: Path) -> int | None:
 
 @dataclass
 class Members:
-    """The members of an artifact on their way into a folder, each checked by a thread.
+    """The members of an artifact, which threads check and unpack into a folder.
 
     Attributes:
         facts: the manifest.
-        folder: where they come to lie; it goes at the end.
+        folder: where they are unpacked; it is removed at the end.
     """
 
     facts: dict[str, Any]
@@ -137,7 +137,7 @@ class Members:
     _jobs: dict[str, Future[None]]
 
     def ready(self, *names: str) -> Path:
-        """The folder, once some members lie there as they were saved; all, if none is named.
+        """Wait until the named members, or all, are checked and unpacked; returns the folder.
 
         Raises:
             ArtifactError: one of them is damaged.
@@ -150,14 +150,14 @@ class Members:
 
 @contextlib.contextmanager
 def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
-    """The members of an artifact.
+    """Open an artifact and begin to check and unpack its members.
 
     Args:
         path: of the file.
-        leave_out: a member that is checked and not put into the folder.
+        leave_out: a member that is checked and not unpacked.
 
     Raises:
-        ArtifactError: it is no artifact, is damaged, or is of another version's making.
+        ArtifactError: it is no artifact, is damaged, or has another schema version.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -166,9 +166,9 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
             raise _no_room(path, error) from error
         stack.callback(shutil.rmtree, folder, ignore_errors=True)
         try:
-            if not stat.S_ISREG(os.stat(path).st_mode):  # To open a pipe would wait.
+            if not stat.S_ISREG(os.stat(path).st_mode):  # Opening a pipe would block.
                 raise ArtifactError(f"{path} is no file.")
-            # Once: another one may take its place meanwhile.
+            # Opened only once: another file may replace it meanwhile.
             file = stack.enter_context(open(path, "rb"))
             with zipfile.ZipFile(file) as archive:
                 manifest = _manifest(path, archive)
@@ -184,7 +184,7 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
         except OSError as error:
             raise ArtifactError(f"{path} cannot be read: {error}.") from error
         pool = stack.enter_context(ThreadPoolExecutor(max_workers=4))
-        # Small ones first: they are waited for.
+        # Small ones first: they are needed first.
         names = sorted(manifest["members"], key=lambda name: manifest["members"][name][0])
         jobs = {
             name: pool.submit(
@@ -199,10 +199,6 @@ def opened(path: Path, *, leave_out: str = "") -> Iterator[Members]:
             for name in names
         }
         yield Members(manifest, folder, jobs)
-
-
-# What zipfile raises where bytes of an archive are other ones.
-_BROKEN = (zipfile.BadZipFile, NotImplementedError, RuntimeError, EOFError, zlib.error)
 
 
 def _manifest(path: Path, archive: zipfile.ZipFile) -> dict[str, Any]:
@@ -262,9 +258,10 @@ def _is_listed(entry: Any) -> bool:
 def _checked(
     path: Path, file: int, name: str, header: int, listed: tuple[int, str], target: Path | None
 ) -> None:
-    """Copy a member of an open file into another, if any; size and hash have to be as listed.
+    """Check a member's size and hash, and copy it to a file if `target` is given.
 
-    Its bytes lie in the archive as they are: the hash says more than the archive's checksum.
+    The member is uncompressed, so its bytes are read directly; the hash says more than the
+    archive's checksum.
     """
     size, expected = listed
     hashed, left = hashlib.sha256(), size

@@ -1,4 +1,4 @@
-"""What an artifact is verified by: sample inputs, and what eager and float64 made of them."""
+"""What an artifact is verified with: sample inputs, and their results in eager and float64."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from ..evaluation.accuracy import ErrorMeasure
 from ..evaluation.reference import Case, Reference, Sample
 
 FILES = _FILE, _TENSORS = "evidence.json", "evidence.safetensors"
-# Of each sample: its own values, and others, by which staleness shows.
+# Cases stored of each sample: its own values, and others, which show results that are stale.
 _CASES = 2
 
 
 def write(folder: Path, samples: Sequence[Sample], device: torch.device) -> None:
-    """Write what samples are judged by.
+    """Write samples with their references.
 
     Raises:
-        ArtifactError: they hold what cannot be written down.
+        ArtifactError: they hold something that cannot be written.
     """
     tensors: dict[str, torch.Tensor] = {}
     found = []
@@ -70,16 +70,16 @@ def write(folder: Path, samples: Sequence[Sample], device: torch.device) -> None
 def read(
     folder: Path, module: nn.Module, device: Callable[[], torch.device], *, imports: bool
 ) -> list[Sample]:
-    """The samples that `write` has written, on a device.
+    """Read the samples that `write` has written, with their tensors on a device.
 
     Args:
         folder: that was written to.
-        module: that is to be judged, or stands for it.
-        device: gives that of the tensors; asked when all is imported.
-        imports: whether modules may be imported that define the results' classes.
+        module: the module to verify, or a stand-in for it.
+        device: returns the device; called once everything is imported.
+        imports: whether modules that define the results' classes may be imported.
 
     Raises:
-        ArtifactError: they cannot be made of it.
+        ArtifactError: the files make no sense.
     """
     try:
         known = json.loads((folder / _FILE).read_bytes())
@@ -92,12 +92,12 @@ def read(
         return samples
     except ArtifactError:
         raise
-    except Exception as error:  # Whatever the text makes of it.
+    except Exception as error:  # A damaged file may raise anything.
         raise ArtifactError(f"The evidence makes no sense: {error!r:.200}.") from error
 
 
 def device_type(folder: Path) -> str:
-    """The kind of device that the samples were on."""
+    """The type of the device that the samples were on."""
     try:
         return str(json.loads((folder / _FILE).read_bytes())["device"])
     except Exception as error:

@@ -1,10 +1,8 @@
-"""load(): a tuned model from a file, verified before it answers anything.
+"""load(): read a tuned model from a file, and verify it before it answers any call.
 
-What the first answer of a process waits for, begun while a file is read and checked.
-
-CUDA's start is overlapped with the import of what defines a model's results: about half a second of
-a BERT's first answer on an H200, and nothing of a ResNet's, in three noisy rounds.
-To load cuBLAS and cuDNN here too showed no gain beyond it.
+CUDA starts in a thread while the file is read and while modules are imported that define a model's
+results. That saves about half a second of a BERT's first answer on an H200, and nothing of a
+ResNet's, in three noisy rounds. Loading cuBLAS and cuDNN in that thread too gained nothing more.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from ..calls.watch import check_audit
 from ..errors import ArtifactError, GraphwrightError, OptionError, first_line, in_words
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare, verify
-from ..graphs.conditions import collection_off
+from ..graphs.conditions import garbage_collection_off
 from ..graphs.cuda.driver import primary_context
 from ..report.environment import environment
 from ..report.report import Report
@@ -39,7 +37,9 @@ from ..strategies.registry import LOSSY, parse_candidates
 from . import container, evidence, padding_plans
 from .padded_calls import PaddedCalls, StoredPaddedCalls, Tuned
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
-from .tuned_module import Absent, Origin, TunedModule, assembled
+from .tuned_module import Absent, Origin, TunedModule, assemble
+
+_AS_SAVED = "as it was saved"
 
 
 def load(
@@ -49,28 +49,28 @@ def load(
     trust: bool = False,
     audit: int | None = None,
 ) -> TunedModule:
-    """Load what `save` has written, and verify it on the inputs and results stored in it.
+    """Load what `save` has written, and verify it on the inputs and results stored in the file.
 
-    On another GPU, or with another version of PyTorch or of a driver, it is built again from the
-    model where it belongs to the old one, and eager takes its place where that fails: `explain()`
-    of the result says what was done and why.
+    What was built may be bound to a GPU, or to a version of PyTorch or of a driver. Elsewhere it is
+    built again from the model, and eager takes its place if that fails; `explain()` of the result
+    says what was done and why.
 
     Args:
         path: of the file.
-        model: the same architecture, in eval mode, on the device that it is to run on; it gets the
-            saved weights. It answers calls that are unlike the sample's. None where what was saved
-            needs no model: other calls raise SignatureError then.
-        trust: whether code may be executed that the file can hold (TorchScript, the libraries of
-            AOTInductor, caches of torch.compile, compiled kernels, without which `fused` compiles
-            its own), and modules be imported that it names.
+        model: the same architecture, in eval mode, on the device to run on; it gets the saved
+            weights. It answers calls that differ from the samples. None if what was saved needs no
+            model; then other calls raise SignatureError.
+        trust: whether code in the file may be executed, and modules that it names be imported. Such
+            code is TorchScript, libraries of AOTInductor, caches of torch.compile, and compiled
+            kernels (without these, `fused` compiles its own).
         audit: as `tune()` takes it.
 
     Raises:
         ArtifactError: the file is damaged, belongs to another model, needs the model or trust, or
             cannot be run here.
-        OptionError: `trust` is neither True nor False, or `audit` no number of calls.
+        OptionError: `trust` is neither True nor False, or `audit` is no number of calls.
     """
-    if not isinstance(trust, bool):  # Any text would be taken for yes.
+    if not isinstance(trust, bool):  # Any text, even "no", would count as True.
         raise OptionError(
             f"trust is {trust!r:.40} in load(), and has to be True or False.",
             remedy="Pass trust=True if the file comes from someone whose code you would run.",
@@ -80,16 +80,13 @@ def load(
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
         loading = _Loading(file, members, model, trust, audit)
         try:
-            return loading.loaded()
+            return loading.load()
         finally:
-            loading.started()  # Nothing of it goes on afterwards, if it has failed.
-
-
-_AS_SAVED = "as it was saved"
+            loading.wait_for_device()  # If loading failed, leave no thread behind.
 
 
 class _Loading:
-    """One artifact on its way into this process."""
+    """One call of `load`, step by step."""
 
     def __init__(
         self,
@@ -112,12 +109,12 @@ class _Loading:
             shared = dict(facts["shared_weights"])
             self.shared = {str(name): str(other) for name, other in shared.items()}
             self.loader = self.candidate.loader if facts["loads"] else None
-            self.pure, self.quiet = bool(facts["pure"]), bool(facts["quiet"])
+            self.pure, self.same_under_no_grad = bool(facts["pure"]), bool(facts["quiet"])
             facts["model_there"] = bool(facts["model_there"])
             self._refuse_switches()
         except ArtifactError:
             raise
-        except Exception as error:  # Whatever the text makes of it.
+        except Exception as error:  # A damaged file may raise anything.
             raise ArtifactError(f"{file.name} makes no sense: {error!s:.300}.") from error
         stored = any(name.startswith(f"{STRATEGY}/") for name in facts["members"])
         code = stored and getattr(self.candidate.compiler, "holds_code", True)
@@ -135,19 +132,19 @@ class _Loading:
         self.module = _module_for(model)
         self.device = self._device()
         self.notes: list[str] = []
-        # Files that are code beside what is none.
+        # Names of stored files that are code and can be left out.
         self.code: tuple[str, ...] = getattr(self.candidate.compiler, "code", ())
         kept = trust and any(Path(name).name in self.code for name in facts["members"])
         prepare = getattr(self.candidate.compiler, "prepare", None)
         if prepare is not None and self.device.type == "cuda" and not kept:
             prepare()
         self.ahead: dict[str, torch.Tensor] | None = None
-        # Where nothing but what was saved can be used, it is brought to the device meanwhile.
+        # If only what was saved can be used, constants go to the device in that thread too.
         alone = model is None and self.loader is not None
-        self.started = begun(self.device, *[self._read_ahead] * alone)
+        self.wait_for_device = start_device(self.device, *[self._read_ahead] * alone)
 
     def _refuse_doubtful(self, doubtful: Callable[[Path], str | None]) -> None:
-        """Refuse what is data, and may do harm nevertheless."""
+        """Refuse files that are data and yet may do harm."""
         self.members.ready()
         for place in sorted((self.folder / STRATEGY).iterdir()):
             try:
@@ -170,39 +167,39 @@ class _Loading:
         if tensors:
             return tensors[0].device
         if saved == "cuda":
-            # To ask for the current one would start CUDA, which others do meanwhile.
+            # Asking for the current device would start CUDA, which a thread does later.
             started = torch.cuda.is_initialized()
             return torch.device("cuda", torch.cuda.current_device() if started else 0)
         return torch.device("cpu")
 
-    def loaded(self) -> TunedModule:
-        """What was saved; else built again; else eager."""
+    def load(self) -> TunedModule:
+        """Use what was saved, else build it again, else use eager."""
         if self.model is None:
-            with collection_off():  # What is imported and read is no garbage.
-                return self._verified(self._samples())
+            with garbage_collection_off():  # Imports and reads make no garbage.
+                return self._first_verified(self._samples())
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             self._give_weights(before)
             samples = self._samples()
             eager, builts = self._eager(samples)
-            problem = _wrong(eager, builts, samples, thorough=False)
+            problem = _problem(eager, builts, samples, thorough=False)
             if problem is not None:
                 raise ArtifactError(
                     "With the weights that were saved the model that was passed computes something "
                     f"else than the one that was tuned: {problem}.",
                     remedy="Pass the model that was tuned, in eval mode.",
                 )
-            return self._verified(samples)
+            return self._first_verified(samples)
         except BaseException:
             with torch.no_grad():
-                for tensor, values in reversed(before):  # They may share memory.
+                for tensor, values in reversed(before):  # In reverse, since they may share memory.
                     _put(tensor, values)
             raise
 
     def _samples(self) -> list[Sample]:
-        return evidence.read(self.folder, self.module, self._there, imports=self.trust)
+        return evidence.read(self.folder, self.module, self._available_device, imports=self.trust)
 
-    def _there(self) -> torch.device:
+    def _available_device(self) -> torch.device:
         if self.device.type == "cuda" and not torch.cuda.is_available():
             raise ArtifactError(
                 f"{self.file.name} was saved on a GPU, and there is none here.",
@@ -210,10 +207,10 @@ class _Loading:
             )
         return self.device
 
-    def _verified(self, samples: list[Sample]) -> TunedModule:
-        """The first way that gives what was saved."""
+    def _first_verified(self, samples: list[Sample]) -> TunedModule:
+        """The first way of running it whose results are those that were saved."""
         self.members.ready()
-        self.started()
+        self.wait_for_device()
         self.changes = self._changes()
         tries: list[tuple[str, Callable[[Sequence[Sample]], tuple[Candidate, list[Built]]]]] = []
         if self.loader is not None and not self._belongs_elsewhere(self.loader):
@@ -236,7 +233,7 @@ class _Loading:
             try:
                 candidate, builts = attempt(samples)
                 known = how == _AS_SAVED and not self.changes
-                problem = _wrong(candidate, builts, samples, thorough=not known)
+                problem = _problem(candidate, builts, samples, thorough=not known)
             except GraphwrightError as error:
                 problem = ": ".join(filter(None, in_words(error)[:1]))
             if problem is None:
@@ -252,7 +249,7 @@ class _Loading:
         )
 
     def _changes(self) -> list[str]:
-        """What differs between the machine and versions of then and now, in words."""
+        """How machine and versions differ from those that saved it, in words."""
         now = environment(self.device)
         left_out = ("threads", "cores", "python")
         return [
@@ -262,7 +259,7 @@ class _Loading:
         ]
 
     def _refuse_switches(self) -> None:
-        """What was built computes as it was set then, and is taken for calls of that kind alone."""
+        """Refuse other settings of PyTorch than it was saved under: only these calls it answers."""
         saved = unpacked(self.facts["switches"], {})
         pairs = zip(SWITCHES, saved, switches(), strict=True)
         found = [f"{name} was {a} and is {b}" for name, a, b in pairs if a != b]
@@ -280,9 +277,9 @@ class _Loading:
         return f", since {', '.join(self.changes)}" if self.changes else ""
 
     def _give_weights(self, before: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Put the saved weights into the model, which has to be of the same architecture.
+        """Copy the saved weights into the model, which must have the same architecture.
 
-        `before` gets the tensors that had other values, with these.
+        `before` gets each tensor that is changed, with its old values.
         """
         if not self.facts["model_there"]:
             raise ArtifactError(
@@ -312,7 +309,7 @@ class _Loading:
                     _put(tensor, values)
 
     def _saved_weights(self) -> dict[str, torch.Tensor]:
-        """All of them: those that the strategy has too are in its files alone."""
+        """All weights; those that are also constants of the strategy are stored only there."""
         self.members.ready(WEIGHTS, CONSTANTS)
         constants = self._constants("cpu") if self.shared else {}
         lost = [name for name, other in self.shared.items() if other not in constants]
@@ -322,7 +319,7 @@ class _Loading:
         return weights | {name: constants[other] for name, other in self.shared.items()}
 
     def _constants(self, device: torch.device | str) -> dict[str, torch.Tensor]:
-        """Those of what was built, of all buckets; equal ones are one tensor."""
+        """The constants of what was built, for all buckets; equal ones are one tensor."""
         file = self.folder / CONSTANTS
         return read_tensors(file, device) if CONSTANTS in self.facts["members"] else {}
 
@@ -331,7 +328,7 @@ class _Loading:
         self.ahead = self._constants(self.device)
 
     def _as_saved(self, samples: Sequence[Sample]) -> tuple[Candidate, list[Built]]:
-        # What answers a range of sizes was built for the last, which is the largest.
+        # For a range of sizes it was built once, for the last sample, which is the largest.
         one = bool(self.ranges)
         builts: list[Built] = []
         constants = self._constants(self.device) if self.ahead is None else self.ahead
@@ -340,7 +337,7 @@ class _Loading:
             results = [*outcome.outputs.values()]
             place, prefix = self.folder / STRATEGY / str(index), prefix_of(index)
             if not self.trust:
-                self._leave_out_code(place)
+                self._remove_code(place)
             tensors = {
                 name.removeprefix(prefix): tensor
                 for name, tensor in constants.items()
@@ -349,8 +346,11 @@ class _Loading:
             builts.append(self.candidate.load(place, tensors, call.args, call.kwargs, results))
         return self.candidate, builts * len(samples) if one else builts
 
-    def _leave_out_code(self, place: Path) -> None:
-        """By the paths that would be opened, however the system of files spells them."""
+    def _remove_code(self, place: Path) -> None:
+        """Remove files that are code, by the paths that would be opened.
+
+        The names in the archive prove nothing: file systems may ignore case.
+        """
         for name in self.code:
             try:
                 (place / name).unlink(missing_ok=True)
@@ -365,9 +365,9 @@ class _Loading:
             warmed = warm is not None and place.exists() and not self.changes
             if warm is not None and warmed:
                 warm(place)
-            call, before = sample.call.clone(), _compiled()
+            call, before = sample.call.clone(), _cache_misses()
             builts.append(self.candidate.build(self.module, call.args, call.kwargs))
-            if warmed and _compiled() > before:
+            if warmed and _cache_misses() > before:
                 self.notes.append(
                     "torch.compile did not take the cache that was saved, and compiled again"
                 )
@@ -378,12 +378,12 @@ class _Loading:
         calls = [sample.call for sample in samples]
         return eager, [eager.build(self.module, call.args, call.kwargs) for call in calls]
 
-    def _filling(self, samples: Sequence[Sample]) -> Callable[[list[Tuned]], PaddedCalls] | None:
-        """Makes what answers calls between the buckets, where that was saved."""
+    def _pad_with(self, samples: Sequence[Sample]) -> Callable[[list[Tuned]], PaddedCalls] | None:
+        """Makes a PaddedCalls from what was built, if padding plans were saved."""
         if padding_plans.FILE not in self.facts["members"]:
             return None
         if self.changes:
-            self.notes.append("calls between the buckets are not filled up: that was proved there")
+            self.notes.append("calls between the buckets are not padded: that was proved there")
             return None
         plans = padding_plans.read(self.folder, samples)
         return functools.partial(StoredPaddedCalls, plans, module=self.module)
@@ -391,30 +391,30 @@ class _Loading:
     def _tuned(
         self, candidate: Candidate, builts: list[Built], samples: list[Sample]
     ) -> TunedModule:
-        filling = self._filling(samples)
+        pad_with = self._pad_with(samples)
         self.report.notes += [f"Loaded from {self.file.name}: {note}." for note in self.notes]
         calls = [sample.call for sample in samples]
         ranges = self.ranges if builts[0] is builts[-1] else ()
         signatures = [CallSignature.of(call.args, call.kwargs) for call in calls]
-        return assembled(
+        return assemble(
             self.module,
             self.report,
             signatures,
             Origin(candidate, builts, samples, self.device, ranges),
             pure=self.pure,
-            quiet=self.quiet,
-            filling=filling,
+            same_under_no_grad=self.same_under_no_grad,
+            pad_with=pad_with,
             loaded=self.notes or [_AS_SAVED],
             audit=self.audit,
         )
 
 
-def _wrong(
+def _problem(
     candidate: Candidate, builts: Sequence[Built], samples: Sequence[Sample], *, thorough: bool
 ) -> str | None:
-    """How what was loaded differs from what was saved, in words, or None.
+    """How results for the stored inputs differ from the stored ones, in words; None if they agree.
 
-    By the stored inputs and results; `thorough` repeats, holds and interleaves calls too.
+    `thorough` also repeats and interleaves calls, and holds on to their results.
     """
     ulp = candidate.lossy_ulp
     for sample, built in zip(samples, builts, strict=True):
@@ -442,7 +442,7 @@ def _range(leaf: Any, axis: Any, name: Any, low: Any, high: Any) -> Range:
 
 
 def _put(tensor: torch.Tensor, values: torch.Tensor) -> None:
-    """Copy values into a tensor; what is expanded gets each of them once."""
+    """Copy values into a tensor; expanded dimensions are written once."""
     for dim, step in enumerate(tensor.stride()):
         if not step:
             some = min(1, tensor.shape[dim])
@@ -450,8 +450,8 @@ def _put(tensor: torch.Tensor, values: torch.Tensor) -> None:
     tensor.copy_(values)
 
 
-def _compiled() -> int:
-    """How many graphs Inductor has compiled in this process, for want of a cache's entry."""
+def _cache_misses() -> int:
+    """How many graphs Inductor has compiled in this process since its cache had none."""
     known = getattr(sys.modules.get("torch._dynamo.utils"), "counters", {})
     return int(known["inductor"]["fxgraph_cache_miss"]) if known else 0
 
@@ -481,10 +481,10 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{'×'.join(map(str, tensor.shape)) or 'scalar'} {str(tensor.dtype)[6:]}"
 
 
-def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], None]:
-    """Start CUDA in a thread, and then whatever else is given; returns what waits for its end.
+def start_device(device: torch.device, *others: Callable[[], object]) -> Callable[[], None]:
+    """Start CUDA in a thread, then call the others there; returns a function that waits for it.
 
-    What the others issue to the device is done by then, whichever stream it is wanted on.
+    By its return, work that the others have issued to the device is done and safe on any stream.
     """
 
     def start() -> None:
@@ -496,7 +496,7 @@ def begun(device: torch.device, *others: Callable[[], object]) -> Callable[[], N
             ]
             works.append(lambda: torch.cuda.current_stream(device).synchronize())
         for each in works:
-            # What fails here fails where it is wanted, and says why there.
+            # A failure here shows again, with its reason, where the result is used.
             with contextlib.suppress(Exception):
                 each()
 

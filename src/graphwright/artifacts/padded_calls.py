@@ -1,4 +1,4 @@
-"""Calls between the sizes that something was built for: filled up, answered, and cut."""
+"""Calls between the sizes that were tuned for: inputs are padded and outputs are sliced."""
 
 from __future__ import annotations
 
@@ -15,17 +15,24 @@ from ..calls.watch import ModuleWatch
 from ..errors import GraphwrightError, first_line
 from ..shapes.padding import PaddingPlan, Sizes
 
-# What was built for a call, and for which.
+# What was built for a call, behind the signature of that call.
 Tuned = tuple[CallSignature, Callable[..., Any]]
 # Shape and strides of each of a call's tensors, None for its other leaves.
-Shapes = tuple[tuple[Sizes, Sizes] | None, ...]
+ShapeKey = tuple[tuple[Sizes, Sizes] | None, ...]
 OTHER_KIND = "it is of another kind than what was tuned for"
-_MAX_KNOWN = 1 << 14
+# How many planned calls are cached.
+_MAX_CACHED = 1 << 14
 
 
 @dataclass(frozen=True)
-class Known:
-    """A way to answer calls of some shapes, if their strides are these."""
+class PlannedCall:
+    """How to answer calls of some shapes.
+
+    Attributes:
+        plan: pads the inputs and slices the outputs.
+        tuned: what answers the padded call.
+        strides: those of the call's tensors; for others a new plan is needed.
+    """
 
     plan: PaddingPlan
     tuned: Tuned
@@ -33,44 +40,44 @@ class Known:
 
 
 class PaddedCalls:
-    """Answers calls that fit no bucket exactly by what was built for a larger one.
+    """Answers calls that have no bucket's size by what was built for a larger one.
 
     Args:
-        module: the model; what is known holds for it as it is now, its weights included.
+        module: the model; plans hold for it as it is now, with its present weights.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._watch = ModuleWatch(module, values=True)
-        self._known: dict[Any, Known] = {}
+        self._cache: dict[Any, PlannedCall] = {}
 
     def outdated(self) -> str | None:
-        """What has changed of the module, so that nothing is known any more; None if nothing."""
+        """What has changed in the module, so that no plan holds any more; None if nothing."""
         return self._watch.changed()
 
-    def fitting(self, args: Args, kwargs: Kwargs) -> Callable[..., Any] | str:
-        """What answers a call, to be called with its arguments; or why nothing does.
+    def callable_for(self, args: Args, kwargs: Kwargs) -> Callable[..., Any] | str:
+        """What answers a call when called with its arguments; or why nothing does.
 
-        To be asked of a module that is not `outdated`.
+        Ask `outdated` first.
         """
         key = quick_key(args, kwargs)
-        known = None if key is None else self._known.get(key)
+        planned = None if key is None else self._cache.get(key)
         leaves, _ = flatten(args, kwargs)
-        if known is None or not are_plain(leaves) or known.strides != strides_of(leaves):
+        if planned is None or not are_plain(leaves) or planned.strides != strides_of(leaves):
             try:
-                found = self._find(args, kwargs)
+                found = self._plan(args, kwargs)
             except GraphwrightError as error:
                 return error.what
             except Exception as error:
-                return f"what was chosen fails on a filled-up call: {first_line(error)}"
+                return f"what was chosen fails on a padded call: {first_line(error)}"
             if isinstance(found, str):
                 return found
-            known = found
+            planned = found
             if key is not None and are_plain(leaves):
-                if len(self._known) >= _MAX_KNOWN:
-                    self._known.clear()
-                self._known[key] = known
-        signature, call = known.tuned
-        plan = known.plan
+                if len(self._cache) >= _MAX_CACHED:
+                    self._cache.clear()
+                self._cache[key] = planned
+        signature, call = planned.tuned
+        plan = planned.plan
         with torch.no_grad():
             values = plan.pad(leaves)
         padded, named = unflatten(values, signature.spec)
@@ -84,26 +91,27 @@ class PaddedCalls:
 
         return answer
 
-    def plans(self) -> dict[Shapes, tuple[PaddingPlan, int]]:
-        """How calls are filled up and to which bucket, by the shapes of the calls: for `save`."""
+    def plans(self) -> dict[ShapeKey, tuple[PaddingPlan, int]]:
+        """For `save`: plans, each with the index of its bucket, by the shapes of calls."""
         raise NotImplementedError
 
-    def _find(self, args: Args, kwargs: Kwargs) -> Known | str:
+    def _plan(self, args: Args, kwargs: Kwargs) -> PlannedCall | str:
+        """How to answer a call; or why it cannot be padded."""
         raise NotImplementedError
 
 
 class StoredPaddedCalls(PaddedCalls):
-    """By plans that were proved where they come from.
+    """Pads calls by plans from a file, which were proved before they were saved.
 
     Args:
-        plans: as `plans()` gave them; no tensors of such a call share memory.
-        table: what was built for each bucket, and for which call.
+        plans: what `plans()` gave; no tensors of such a call share memory.
+        table: what was built for each bucket, with the signature it was built for.
         module: the model.
     """
 
     def __init__(
         self,
-        plans: Mapping[Shapes, tuple[PaddingPlan, int]],
+        plans: Mapping[ShapeKey, tuple[PaddingPlan, int]],
         table: Sequence[Tuned],
         module: nn.Module,
     ) -> None:
@@ -111,23 +119,23 @@ class StoredPaddedCalls(PaddedCalls):
         self._plans = dict(plans)
         self._table = list(table)
 
-    def plans(self) -> dict[Shapes, tuple[PaddingPlan, int]]:
+    def plans(self) -> dict[ShapeKey, tuple[PaddingPlan, int]]:
         return dict(self._plans)
 
-    def _find(self, args: Args, kwargs: Kwargs) -> Known | str:
+    def _plan(self, args: Args, kwargs: Kwargs) -> PlannedCall | str:
         leaves, spec = flatten(args, kwargs)
-        found = self._plans.get(shapes_of(leaves))
+        found = self._plans.get(shape_key(leaves))
         if found is None:
             return "nothing that was saved answers its sizes"
         plan, tuned = found[0], self._table[found[1]]
         signature = CallSignature.of(args, kwargs)
         if spec != tuned[0].spec or signature.aliases:
             return OTHER_KIND
-        return Known(plan, tuned, strides_of(leaves))
+        return PlannedCall(plan, tuned, strides_of(leaves))
 
 
-def shapes_of(leaves: Sequence[Any]) -> Shapes:
-    """The key by which plans are kept."""
+def shape_key(leaves: Sequence[Any]) -> ShapeKey:
+    """The key that plans are stored under."""
     return tuple(
         (tuple(leaf.shape), leaf.stride()) if isinstance(leaf, torch.Tensor) else None
         for leaf in leaves
@@ -135,5 +143,5 @@ def shapes_of(leaves: Sequence[Any]) -> Shapes:
 
 
 def strides_of(leaves: Sequence[Any]) -> tuple[tuple[int, ...], ...]:
-    """Of a call's tensors, nothing for its other leaves."""
+    """Strides of a call's tensors; `()` for its other leaves."""
     return tuple(leaf.stride() if isinstance(leaf, torch.Tensor) else () for leaf in leaves)

@@ -1,7 +1,7 @@
-"""How calls between the buckets are filled up and cut, as JSON; each plan is checked when read.
+"""Padding plans of calls between the buckets, as JSON; each plan is checked when it is read.
 
-A plan writes and reads memory by shapes and strides: one that leaves a bucket's own tensors is
-neither written nor taken.
+A plan reads and writes memory by shapes and strides. One that would reach beyond a bucket's own
+tensors is neither written nor accepted.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from ..calls.signature import flatten
 from ..errors import ArtifactError
 from ..evaluation.reference import Sample
 from ..shapes.padding import Cut, Factors, Geometry, PaddingPlan
-from .padded_calls import Shapes
+from .padded_calls import ShapeKey
 
 FILE = "between.json"
-# By the shapes of calls: how each is filled up, and to which bucket.
-Plans = Mapping[Shapes, tuple[PaddingPlan, int]]
+# Plans, each with the index of its bucket, by the shapes of calls.
+Plans = Mapping[ShapeKey, tuple[PaddingPlan, int]]
 
 
 def write(folder: Path, plans: Plans, samples: Sequence[Sample]) -> None:
-    """Write plans, but those that lead out of their bucket."""
+    """Write all plans that stay within their bucket's tensors."""
     found = [
         {
             "call": shapes,
-            "bucket": place,
+            "bucket": index,
             "sizes": [plan.sizes, plan.bucket],
             "widths": plan.widths,
             "fills": plan.fills,
-            "cuts": [_written(cut) for cut in plan.cuts],
+            "cuts": [_to_json(cut) for cut in plan.cuts],
         }
-        for shapes, (plan, place) in plans.items()
-        if _problem(plan, shapes, samples[place]) is None
+        for shapes, (plan, index) in plans.items()
+        if _problem(plan, shapes, samples[index]) is None
     ]
     if found:
         (folder / FILE).write_text(json.dumps(found), encoding="ascii")
 
 
 def read(folder: Path, samples: Sequence[Sample]) -> Plans:
-    """What `write` has written, for samples that are the buckets' calls.
+    """Read what `write` has written; the samples are the buckets' calls.
 
     Raises:
-        ArtifactError: it makes no sense.
+        ArtifactError: a plan makes no sense.
     """
     plans = {}
     try:
         for each in json.loads((folder / FILE).read_bytes()):
             call = tuple(None if leaf is None else _geometry(*leaf) for leaf in each["call"])
-            (place,) = _whole([each["bucket"]])
-            widths = tuple(None if added is None else _whole(added) for added in each["widths"])
+            (index,) = _sizes([each["bucket"]])
+            widths = tuple(None if added is None else _sizes(added) for added in each["widths"])
             fills = tuple(each["fills"])
             if any(type(value) not in (bool, int, float) for value in fills):
-                raise ValueError("it fills up with what is no number")
-            sizes, bucket = map(_whole, each["sizes"])
-            plan = PaddingPlan(sizes, bucket, widths, fills, tuple(map(_cut, each["cuts"])))
-            problem = _problem(plan, call, samples[place])
+                raise ValueError("it pads with what is no number")
+            sizes, bucket = map(_sizes, each["sizes"])
+            plan = PaddingPlan(sizes, bucket, widths, fills, tuple(map(_from_json, each["cuts"])))
+            problem = _problem(plan, call, samples[index])
             if problem is not None:
                 raise ValueError(problem)
-            plans[call] = plan, place
+            plans[call] = plan, index
     except Exception as error:
-        raise ArtifactError(f"How calls are filled up makes no sense: {error!r:.200}.") from error
+        raise ArtifactError(f"How calls are padded makes no sense: {error!r:.200}.") from error
     return plans
 
 
-def _problem(plan: PaddingPlan, call: Shapes, sample: Sample) -> str | None:
-    """How a plan does not go with the bucket's call and its results, in words; None if it does."""
+def _problem(plan: PaddingPlan, call: ShapeKey, sample: Sample) -> str | None:
+    """Why a plan does not match the bucket's call and its results, in words; None if it does."""
     leaves, _ = flatten(sample.call.args, sample.call.kwargs)
     outputs = [*sample.reference.cases[0].eager.outputs.values()]
     if not len(leaves) == len(call) == len(plan.widths) == len(plan.fills):
@@ -80,7 +80,7 @@ def _problem(plan: PaddingPlan, call: Shapes, sample: Sample) -> str | None:
             return "it has other tensors"
         if given is None or not isinstance(leaf, torch.Tensor):
             if widths is not None:
-                return "it fills up what is no tensor"
+                return "it pads what is no tensor"
             continue
         shape, stride = given
         added = (0,) * 2 * len(shape) if widths is None else widths
@@ -88,15 +88,15 @@ def _problem(plan: PaddingPlan, call: Shapes, sample: Sample) -> str | None:
         if not len(added) == 2 * len(shape) == 2 * len(stride) or any(added[::2]):
             return "its widths are not those of its tensors"
         if full != tuple(leaf.shape):
-            return f"it fills a tensor up to {full}"
+            return f"it pads a tensor to {full}"
     if len(plan.cuts) != len(outputs):
         return "it has other results"
-    told = (_outside(cut, output) for cut, output in zip(plan.cuts, outputs, strict=True))
-    return next(filter(None, told), None)
+    problems = (_problem_of_cut(c, output) for c, output in zip(plan.cuts, outputs, strict=True))
+    return next(filter(None, problems), None)
 
 
-def _outside(cut: Cut, output: Any) -> str | None:
-    """Why a result is no part of what the bucket returns, or None."""
+def _problem_of_cut(cut: Cut, output: Any) -> str | None:
+    """Why a result cannot be sliced out of what the bucket returns, in words; None if it can."""
     if cut.owner is not None:
         return "it makes views of views"
     if cut.number is not None:
@@ -118,7 +118,7 @@ def _outside(cut: Cut, output: Any) -> str | None:
 
 
 def _overlaps(cut: Cut) -> bool:
-    """Whether two elements of a result might lie in one place."""
+    """Whether two elements of a result may share memory."""
     reach = 0
     for step, n in sorted(zip(cut.stride, cut.shape, strict=True)):
         if n > 1:
@@ -129,10 +129,10 @@ def _overlaps(cut: Cut) -> bool:
 
 
 def _geometry(shape: Any, stride: Any) -> Geometry:
-    return _whole(shape), _whole(stride)
+    return _sizes(shape), _sizes(stride)
 
 
-def _written(cut: Cut) -> Any:
+def _to_json(cut: Cut) -> Any:
     if cut.whole or cut.number is not None:
         return {"whole": cut.whole, "number": cut.number}
     factors = cut.factors
@@ -140,7 +140,7 @@ def _written(cut: Cut) -> Any:
     return {"shape": cut.shape, "stride": cut.stride, "factors": parts}
 
 
-def _cut(given: Any) -> Cut:
+def _from_json(given: Any) -> Cut:
     if "whole" in given:
         whole, number = given["whole"], given["number"]
         if type(whole) is not bool or (number is not None and type(number) is not int):
@@ -150,12 +150,12 @@ def _cut(given: Any) -> Cut:
         return Cut(whole=whole, number=number)
     factors = given["factors"]
     if factors is not None:
-        (axis,), full, true = _whole([factors[0]]), _whole(factors[1]), _whole(factors[2])
+        (axis,), full, true = _sizes([factors[0]]), _sizes(factors[1]), _sizes(factors[2])
         factors = Factors(axis, full, true)
-    return Cut(_whole(given["shape"]), _whole(given["stride"]), factors=factors)
+    return Cut(_sizes(given["shape"]), _sizes(given["stride"]), factors=factors)
 
 
-def _whole(given: Any) -> tuple[int, ...]:
+def _sizes(given: Any) -> tuple[int, ...]:
     """Whole numbers that are not negative."""
     if not isinstance(given, list) or any(type(n) is not int or n < 0 for n in given):
         raise ValueError(f"{given!r:.40} are no sizes")

@@ -1,4 +1,4 @@
-"""save(): a tuned model as one file, with the evidence for it."""
+"""save(): write a tuned model to one file, with the evidence that it is right."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from ..strategies.registry import is_ours
 from . import container, evidence, padding_plans
 from .tuned_module import Absent, TunedModule
 
+# Members of the file.
 REPORT, STRATEGY = "report.json", "strategy"
 CONSTANTS, WEIGHTS = "constants.safetensors", "weights.safetensors"
 
@@ -28,16 +29,16 @@ CONSTANTS, WEIGHTS = "constants.safetensors", "weights.safetensors"
 def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
     """Save what `tune` has found: the choice, its evidence, the weights, and what was built.
 
-    What was built by `fused`, TorchScript, ONNX Runtime and AOTInductor is loaded without the model
-    and without being built again; of torch.compile the cache is kept. Everything else is built
-    again from the model by `load`. The file is written as a whole or not at all.
+    `load` needs neither the model nor a new build for what `fused`, TorchScript, ONNX Runtime and
+    AOTInductor have built. Everything else is built again from the model; for torch.compile its
+    cache is saved. The file is written as a whole or not at all.
 
     Args:
         tuned: what `tune` returned, not a copy of it.
-        path: of the file; one that is there gives way, and passes its permissions on.
+        path: of the file; an existing file is replaced, and its permissions are kept.
 
     Raises:
-        ArtifactError: it cannot be saved: the text says why.
+        ArtifactError: it cannot be saved; the text says why.
     """
     if not isinstance(tuned, TunedModule):
         raise ArtifactError(
@@ -75,7 +76,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             f"{candidate.name} cannot be saved: {unsavable}.",
             remedy="Tune without it: strategies=[…] names those to try.",
         )
-    if not os.path.isdir(target.parent):  # Of no path at all it says no; Path.is_dir raises.
+    if not os.path.isdir(target.parent):  # Path.is_dir raises for impossible paths.
         raise ArtifactError(f"There is no folder {target.parent}.", remedy="Make it first.")
     with tempfile.TemporaryDirectory(prefix="graphwright-") as made, torch.no_grad():
         folder = Path(made)
@@ -97,9 +98,9 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             ) from error
         device = origin.device
         evidence.write(folder, origin.samples, device)
-        filled = tuned._choice.filled
-        if filled is not None:
-            padding_plans.write(folder, filled.plans(), origin.samples)
+        padded = tuned._choice.padded
+        if padded is not None:
+            padding_plans.write(folder, padded.plans(), origin.samples)
         if constants:
             write_tensors(folder / CONSTANTS, constants, once=True, seen=seen)
         weights = weights_of(tuned._choice.module)
@@ -113,7 +114,7 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             "model": tuned.report.model,
             "model_there": not isinstance(tuned._choice.module, Absent),
             "pure": tuned._choice.pure,
-            "quiet": tuned._choice.quiet,
+            "quiet": tuned._choice.same_under_no_grad,
             "environment": environment(device),
             "switches": packed(switches(), {}, ""),
             "shared_weights": shared,
@@ -123,36 +124,36 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
 
 
 def needs_model(tuned: TunedModule) -> bool:
-    """Whether what is saved of it is built again from the model by `load`."""
+    """Whether `load` has to build it again from the model."""
     origin = tuned._choice.origin
-    assert origin is not None  # It was tuned.
-    # What the calls write to would be another tensor than the model's.
+    assert origin is not None  # `save` has checked.
+    # Without the model, calls would write to other tensors than the model's.
     stateful = any(sample.reference.written for sample in origin.samples)
     return stateful or origin.candidate.loader is None
 
 
 def prefix_of(index: int) -> str:
-    """What the names of a bucket's constants begin with among those of all."""
+    """The prefix of the names of a bucket's constants."""
     return f"{index}."
 
 
 def _shared(
     weights: Mapping[str, torch.Tensor], constants: Mapping[str, torch.Tensor]
 ) -> dict[str, str]:
-    """The weights that are constants too, with the names that they have there."""
+    """The weights that are constants too: the names of both."""
     known = {digest_of(tensor): name for name, tensor in constants.items()}
     digests = {name: digest_of(tensor) for name, tensor in weights.items()} if known else {}
     return {name: known[digest] for name, digest in digests.items() if digest in known}
 
 
 def weights_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, each once."""
+    """Dense parameters and buffers by name, each once."""
     found = [*module.named_parameters(), *module.named_buffers()]
     return {name: tensor.detach() for name, tensor in found if tensor.layout is torch.strided}
 
 
 def _other_layout(module: nn.Module) -> tuple[str, str] | None:
-    """A weight that is no dense tensor: its name and layout; None where there is none."""
+    """Name and layout of a weight that is no dense tensor; None if there is none."""
     for name, tensor in (*module.named_parameters(), *module.named_buffers()):
         if tensor.layout is not torch.strided:
             return name, str(tensor.layout).removeprefix("torch.")

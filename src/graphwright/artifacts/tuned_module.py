@@ -1,4 +1,4 @@
-"""What `tune` returns: the module as it was, with a faster way to call it."""
+"""TunedModule: what `tune` and `load` return, a module with a faster way to call it."""
 
 from __future__ import annotations
 
@@ -38,31 +38,17 @@ from ..strategies.base import Built, Candidate
 if TYPE_CHECKING:
     from .padded_calls import PaddedCalls
 
-
-def quiet_eager(module: nn.Module, same_without_grad: bool) -> Callable[..., Any]:
-    """The module's own answer, not requiring grad.
-
-    Where a module computes other numbers under no_grad, gradients are cut off afterwards.
-    """
-
-    def call(*args: Any, **kwargs: Any) -> Any:
-        if same_without_grad:
-            with torch.no_grad():
-                return module(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, module(*args, **kwargs))
-
-    return call
-
-
-# Why a call goes to the module itself, as it is counted.
+# Reasons why a call falls back to the module, as `TunedModule.calls` counts them.
 GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
 TRANSFORMED = "it is traced or transformed"
 CAPTURED = "it is captured"
 CHANGED, OTHER, NO_BUCKET = "the module changed", "another signature", "no bucket"
+# The signature of calls that something was built for, and what was built.
+Entry = tuple[CallSignature | RangedSignature, Callable[..., Any]]
 
 
 class Absent(nn.Module):
-    """Stands for a model that `load` was not given: it answers no call."""
+    """Stands in for a model that `load` was not given: every call raises SignatureError."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,11 +59,11 @@ class Absent(nn.Module):
         raise self.refusal("it goes to the model", None)
 
     def refusal(self, kind: str, why: str | None) -> SignatureError:
-        """What a call is told that the model would answer.
+        """The error of a call that needs the model.
 
         Args:
-            kind: of reason why the call goes to the model, as `calls` counts it.
-            why: in words, where it is known.
+            kind: one of the reasons above.
+            why: the reason in words, where it is known.
         """
         what = f"This call is not like the one that was saved: {(why or kind).rstrip('.')}."
         remedy = "Pass the model to load(), which answers other calls."
@@ -99,20 +85,16 @@ class Absent(nn.Module):
         return SignatureError(what, remedy=remedy)
 
 
-# The calls that something was built for, and that.
-Entry = tuple[CallSignature | RangedSignature, Callable[..., Any]]
-
-
 @dataclass(frozen=True)
 class Origin:
-    """What a TunedModule was made of, for `save`.
+    """What a TunedModule was made of; `save` needs it.
 
     Attributes:
-        candidate: that was chosen.
+        candidate: the candidate that was chosen.
         builts: what was built for each sample.
-        samples: the calls, with what they are judged by.
+        samples: the calls, with their references.
         device: where they run.
-        ranges: of sizes, all of which what was built answers.
+        ranges: the ranges of sizes that what was built answers; empty if it has single sizes.
     """
 
     candidate: Candidate
@@ -123,7 +105,7 @@ class Origin:
 
 
 class _Choice:
-    """What a TunedModule knows beside the module: the winner and when it may be called."""
+    """What a TunedModule holds in addition to the module: the winner, and when it may be called."""
 
     def __init__(
         self,
@@ -132,8 +114,8 @@ class _Choice:
         table: Sequence[Entry],
         watch: ModuleWatch | None,
         pure: bool,
-        quiet: bool,
-        filled: PaddedCalls | None,
+        same_under_no_grad: bool,
+        padded: PaddedCalls | None,
         shortcuts: Sequence[Shortcut],
         origin: Origin | None,
         loaded: Sequence[str],
@@ -144,8 +126,8 @@ class _Choice:
         self.watch = watch
         self.copies = watch is not None and watch.values
         self.pure = pure
-        self.quiet = quiet
-        self.filled = filled
+        self.same_under_no_grad = same_under_no_grad
+        self.padded = padded
         self.shortcuts = tuple(shortcuts)
         self.origin = origin
         self.loaded = tuple(loaded)
@@ -153,35 +135,35 @@ class _Choice:
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
-    def fitting(self, args: Args, kwargs: Kwargs) -> Entry | None:
-        """What answers a call, and the signature it was built for; None where nothing does."""
+    def entry_for(self, args: Args, kwargs: Kwargs) -> Entry | None:
+        """The entry that answers a call; None if there is none."""
         for entry in self.table:
             if entry[0].fits(args, kwargs):
                 return entry
         return None
 
-    def filling(
-        self, filled: PaddedCalls, args: Args, kwargs: Kwargs
+    def padded_callable_for(
+        self, padded: PaddedCalls, args: Args, kwargs: Kwargs
     ) -> tuple[str, Callable[..., Any] | None]:
-        """What answers a call between the buckets; else the kind of reason why nothing does."""
-        change = filled.outdated()
+        """What answers a call between the buckets, behind the reason if nothing does."""
+        change = padded.outdated()
         if change is not None:
             self.last_difference = change
             return CHANGED, None
-        answer = "it is traced or transformed"
+        why = TRANSFORMED
         if not inside_transform():
-            found = filled.fitting(args, kwargs)
+            found = padded.callable_for(args, kwargs)
             if not isinstance(found, str):
                 return "", found
-            answer = found
-        self.last_difference = answer
+            why = found
+        self.last_difference = why
         return NO_BUCKET, None
 
     def attempt(self, tuned: Callable[..., Any], args: Args, kwargs: Kwargs) -> tuple[bool, Any]:
-        """Call the winner and then look whether the module had changed; True if the result counts.
+        """Call the winner: True and its result, or False if the module has changed.
 
-        A call that changes nothing may begin first: the GPU works while the module is looked
-        over, and a result that came too late is dropped.
+        If calls change nothing, the module is checked after the call, while the GPU works, and the
+        result is dropped if it has changed.
         """
         watch = self.watch
         if watch is None:
@@ -199,7 +181,7 @@ class _Choice:
         return (False, None) if self.outdated(watch) else (True, result)
 
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
-        """How a call differs from what was tuned for: from a range of sizes, or the nearest."""
+        """How a call differs from what was tuned for: a range of sizes, or the nearest call."""
         signatures = [signature for signature, _ in self.table]
         found = [each for each in signatures if isinstance(each, RangedSignature)] or signatures
         if len(found) > 1 and not inside_transform():
@@ -208,14 +190,14 @@ class _Choice:
         return found[0].differences(args, kwargs) if found else None
 
     def eager(self, kind: str, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """The module's own answer, if there is a module, counted by the kind of reason."""
+        """Call the module itself, if there is one, and count the call by its reason."""
         if not isinstance(self.module, Absent):
             self.calls[f"eager: {kind}"] += 1
             with self.turns.calling():
                 return call(*args, **kwargs)
         self.calls[f"refused: {kind}"] += 1
         if kind == NO_BUCKET:
-            # What the nearest bucket is says more than that there are no plans.
+            # The difference to the nearest bucket says more than that there is no plan.
             self.last_difference = self.differences(args, kwargs) or self.last_difference
         raise self.module.refusal(kind, self.last_difference)
 
@@ -230,12 +212,12 @@ class _Choice:
 class TunedModule(ModuleProxy):
     """The module that was tuned, called by the strategy that was chosen.
 
-    It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all
-    else read and change the one module. A call that differs from the tuned one in shapes, dtypes,
-    devices, plain values, autocast or backend switches, or that comes after the module changed,
-    goes to the module itself, and `calls` counts it by its reason. Outputs never require grad,
-    unless the module is in training mode or an input requires grad while gradients are on: then
-    the module is called as it is and gradients flow.
+    It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and so on
+    read and change the same module. A call falls back to the module itself, and `calls` counts it
+    by its reason, if it differs from the tuned one in shapes, dtypes, devices, plain values,
+    autocast or backend switches, or if the module has changed. Outputs do not require grad, unless
+    the module is in training mode or an input requires grad while gradients are on: then the
+    module is called as it is and gradients flow.
 
     Attributes:
         report: what was measured, verified and chosen.
@@ -243,6 +225,7 @@ class TunedModule(ModuleProxy):
     """
 
     __slots__ = ("_choice",)
+    _choice: _Choice
 
     def __init__(
         self,
@@ -251,19 +234,26 @@ class TunedModule(ModuleProxy):
         table: Sequence[Entry] = (),
         watch: ModuleWatch | None = None,
         pure: bool = False,
-        quiet: bool = True,
-        filled: PaddedCalls | None = None,
+        same_under_no_grad: bool = True,
+        padded: PaddedCalls | None = None,
         shortcuts: Sequence[Shortcut] = (),
         origin: Origin | None = None,
         loaded: Sequence[str] = (),
     ) -> None:
         super().__init__(module)
         choice = _Choice(
-            module, report, table, watch, pure, quiet, filled, shortcuts, origin, loaded
+            module,
+            report,
+            table,
+            watch,
+            pure,
+            same_under_no_grad,
+            padded,
+            shortcuts,
+            origin,
+            loaded,
         )
         object.__setattr__(self, "_choice", choice)
-
-    _choice: _Choice
 
     @property
     def report(self) -> Report:
@@ -272,20 +262,20 @@ class TunedModule(ModuleProxy):
 
     @property
     def calls(self) -> Counter[str]:
-        """Calls by where they went: "tuned", filled up or not, or "eager: " and the reason.
+        """How many calls were "tuned", padded, or "eager: " with the reason.
 
-        Of what was loaded without the model "refused: " and the reason.
+        Without the model, calls that would be eager are "refused: " with the reason.
         """
         return self._choice.calls
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the winner, or the module itself where the winner does not fit."""
+        """Call the winner, or fall back to the module itself."""
         choice = self._choice
         if (capturing_now() or (choice.copies and captured_by_others())) and not isinstance(
             choice.module, Absent
         ):
-            # A graph would keep the winner's copies, and its owner would not know of them.
+            # A graph would keep the winner's copies of the weights without its owner's knowledge.
             choice.last_difference = CAPTURED
             return choice.eager(CAPTURED, choice.module, args, kwargs)
         if not choice.module.training:
@@ -294,23 +284,23 @@ class TunedModule(ModuleProxy):
                 if result is not MISS:
                     choice.calls["tuned"] += 1
                     return result
-        found = choice.fitting(args, kwargs)
+        found = choice.entry_for(args, kwargs)
         if found is None and inside_transform():
-            choice.last_difference = "it is traced or transformed"
+            choice.last_difference = TRANSFORMED
             return choice.eager(TRANSFORMED, choice.module, args, kwargs)
         if torch.is_grad_enabled() and (
             choice.module.training
             or (choice.watch is None and any(map(in_training, choice.module.modules())))
-            # What fits requires grad exactly where the sample did.
+            # A call that fits requires grad exactly where the sample did.
             or (found[0].wants_grad if found is not None else _wants_grad(args, kwargs))
         ):
             choice.last_difference = "training mode, or an input that requires grad"
             return choice.eager(GRADIENTS, choice.module, args, kwargs)
-        tuned, way = (None, "tuned") if found is None else (found[1], "tuned")
+        tuned, way = (None if found is None else found[1]), "tuned"
         kind = OTHER if choice.table else NOTHING_TUNED
-        if found is None and choice.filled is not None:
-            kind, tuned = choice.filling(choice.filled, args, kwargs)
-            way = "tuned, filled up to a bucket"
+        if found is None and choice.padded is not None:
+            kind, tuned = choice.padded_callable_for(choice.padded, args, kwargs)
+            way = "tuned, padded to a bucket"
         elif found is None and choice.report.chosen != EAGER:
             choice.last_difference = choice.differences(args, kwargs)
         if tuned is not None:
@@ -322,10 +312,12 @@ class TunedModule(ModuleProxy):
         if torch.is_grad_enabled() and any(map(in_training, choice.module.modules())):
             choice.last_difference = "a part of the module is in training mode"
             return choice.eager(GRADIENTS, choice.module, args, kwargs)
-        return choice.eager(kind, quiet_eager(choice.module, choice.quiet), args, kwargs)
+        return choice.eager(
+            kind, eager_without_grad(choice.module, choice.same_under_no_grad), args, kwargs
+        )
 
     def explain(self) -> str:
-        """What runs now and why, what it costs, and how the calls went so far."""
+        """What runs and why, when it falls back, and how calls went so far, in words."""
         choice = self._choice
         lines = [f"strategy: {choice.report.chosen}", choice.report.reason]
         lines += [f"loaded from a file: {what}" for what in choice.loaded]
@@ -361,39 +353,42 @@ class TunedModule(ModuleProxy):
         return f"strategy={self._choice.report.chosen!r}"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
-        # What was built belongs to the original's weights; a copy starts untuned, and says so.
+        # What was built holds for the original's weights: a copy is not tuned, and says so.
         module = copy.deepcopy(self._choice.module, memo)
-        return TunedModule(module, self._choice.report, quiet=self._choice.quiet)
+        return TunedModule(
+            module, self._choice.report, same_under_no_grad=self._choice.same_under_no_grad
+        )
 
     def __reduce__(self) -> tuple[Any, ...]:
         choice = self._choice
-        return TunedModule, (choice.module, choice.report, (), None, False, choice.quiet)
+        arguments = (choice.module, choice.report, (), None, False, choice.same_under_no_grad)
+        return TunedModule, arguments
 
 
-def assembled(
+def assemble(
     module: nn.Module,
     report: Report,
     signatures: Sequence[CallSignature],
     origin: Origin,
     *,
     pure: bool,
-    quiet: bool,
-    filling: Callable[[list[tuple[CallSignature, Callable[..., Any]]]], PaddedCalls] | None = None,
+    same_under_no_grad: bool,
+    pad_with: Callable[[list[tuple[CallSignature, Callable[..., Any]]]], PaddedCalls] | None = None,
     loaded: Sequence[str] = (),
     audit: int | None = None,
 ) -> TunedModule:
-    """The module with one of the candidates to answer its calls.
+    """Make a TunedModule that answers calls by one candidate.
 
     Args:
-        module: that was tuned.
-        report: of it.
+        module: the module that was tuned.
+        report: the report of tuning it.
         signatures: of the calls that something was built for.
-        origin: the candidate, and what was built for each of them.
+        origin: the candidate, and what was built for each of these calls.
         pure: whether a call changes nothing.
-        quiet: whether eager computes the same under no_grad.
-        filling: makes of what was built what answers calls between the buckets.
-        loaded: what was done to load it from a file, in words.
-        audit: every so many calls, compare the values of weights that it holds a copy of.
+        same_under_no_grad: whether eager computes the same under no_grad.
+        pad_with: makes a PaddedCalls from what was built, for calls between the buckets.
+        loaded: how it was loaded from a file, in words.
+        audit: if a copy of the weights is held, compare their values every so many calls.
     """
     builts, eager = origin.builts, origin.candidate.name == EAGER
     watch = None
@@ -402,13 +397,13 @@ def assembled(
         watch = ModuleWatch(module, values=copies, audit=audit)
     calls: list[Callable[..., Any]] = [built.call for built in builts]
     if eager:  # What tune() gives never requires grad, eager included.
-        calls = [quiet_eager(module, quiet)] * len(builts)
+        calls = [eager_without_grad(module, same_under_no_grad)] * len(builts)
     table: list[Entry] = list(zip(signatures, calls, strict=True))
-    filled = None
+    padded = None
     if origin.ranges:
         table.append((RangedSignature(signatures[-1], origin.ranges), calls[-1]))
-    elif filling is not None and pure and not eager:
-        filled = filling(list(zip(signatures, calls, strict=True)))
+    elif pad_with is not None and pure and not eager:
+        padded = pad_with(list(zip(signatures, calls, strict=True)))
     found: list[Shortcut | None] = []
     if watch is not None and pure:
         unchanged, training = watch.unchanged, in_training(module)
@@ -417,11 +412,28 @@ def assembled(
             for signature, built in zip(signatures, builts, strict=True)
         ]
     short = [each for each in found if each is not None]
-    return TunedModule(module, report, table, watch, pure, quiet, filled, short, origin, loaded)
+    return TunedModule(
+        module, report, table, watch, pure, same_under_no_grad, padded, short, origin, loaded
+    )
+
+
+def eager_without_grad(module: nn.Module, same_under_no_grad: bool) -> Callable[..., Any]:
+    """A callable that runs the module itself and returns outputs that do not require grad.
+
+    If the module computes other numbers under no_grad, its outputs are detached instead.
+    """
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if same_under_no_grad:
+            with torch.no_grad():
+                return module(*args, **kwargs)
+        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, module(*args, **kwargs))
+
+    return call
 
 
 def _distance(call: CallSignature, other: CallSignature | RangedSignature) -> tuple[float, int]:
-    """How far a call is from another: by the leaves that differ, and by their sizes."""
+    """How far a call is from another: how many leaves differ, and by how many elements."""
     base = other.base if isinstance(other, RangedSignature) else other
     if call.spec != base.spec:
         return math.inf, 0

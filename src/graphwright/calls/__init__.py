@@ -1,5 +1,5 @@
-"""What a call is and depends on: signature, module, state, and the operations it runs.
+"""Calls: their signature, what they depend on, and the operations that they run.
 
-Also how all that is watched, kept, put back, and written down. Nothing here knows of graphs,
-strategies or recorders. Begin with signature, then dependencies and watch.
+Also how a module's state is watched, kept, put back, described and serialized. Nothing here knows
+of graphs, strategies or recorders. Begin with signature, then dependencies and watch.
 """

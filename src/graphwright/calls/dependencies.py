@@ -1,9 +1,9 @@
-"""What a call depends on beside its arguments: one description for every part of the package.
+"""Dependencies: what a call depends on beside its arguments.
 
 `Dependencies` walks from a module or function to everything that its call can reach: modules,
 tensors, plain values, and the lists, dictionaries, objects, closures and globals that hold them.
-`watch.ModuleWatch` notices that one of them has changed; `graphs.undo` and `snapshots` put back
-what a run has changed.
+`watch.ModuleWatch` notices that one of them has changed; `graphs.python_state` and `snapshots` put
+back what a run has changed.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _HOLDERS = ("_parameters", "_buffers", "_modules")
 _GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
-# Every module has the first ones, and no inference depends on them. The others are what PyTorch and
-# transformers attach to a module for themselves, by compiling, tracing or loading it.
-_OF_NO_CONSEQUENCE = {
+# Attributes that are not watched. Every module has the first ones, and no inference depends on
+# them. PyTorch and transformers attach the others when they compile, trace or load a module.
+_IGNORED = {
     *vars(nn.Module()),
     "_is_hf_initialized",
     "_compiled_call_impl",
@@ -50,14 +50,14 @@ _OF_NO_CONSEQUENCE = {
 } - {"training"}
 _OF_MODULES = tuple(name for name in vars(nn.Module()) if name not in _HOLDERS)
 _MAX_DEPTH = 50
-# So many objects and containers are looked into, those that are near to the root first.
+# How many objects and containers are looked into, those near the root first.
 _MAX_SOURCES = 3_000
-# What holds more is watched by its length alone.
+# A container with more items is watched by its length alone.
 _MAX_ITEMS = 1_000
 _MISSING: Any = object()
-# Tensors whose memory is what their class says; of others that of the tensors inside is watched.
+# Classes of tensors that are watched themselves; of others the tensors inside are watched.
 PLAIN = (torch.Tensor, nn.Parameter, nn.Buffer)
-# What has no state that a call could depend on, or hides it from everybody.
+# Types without state that a call could depend on, or whose state cannot be seen.
 _WITHOUT_STATE = (
     *SCALARS,
     type,
@@ -76,7 +76,7 @@ _WITHOUT_STATE = (
     type(NotImplemented),
 )
 _COMPARABLE = (range, slice, re.Pattern, frozenset, types.CodeType)
-# Objects of these packages keep for themselves what they hold: it is no state of the call.
+# Packages whose objects hold only their own machinery, which is no state of the call.
 _MACHINERY = frozenset(
     (
         *("torch", "graphwright", "triton", "logging", "threading", "_thread", "concurrent"),
@@ -87,17 +87,19 @@ _MACHINERY = frozenset(
         *("subprocess", "tqdm"),
     )
 )
-# Where code names one of these, it may read attributes whose names do not stand in it.
+# Code that names one of these may read attributes that it does not name.
 _DYNAMIC = frozenset(
     ("getattr", "setattr", "vars", "__dict__", "attrgetter", "asdict", "fields", "__getattribute__")
 )
-# Methods that run without being named by the code of the call.
+# Attributes of modules that count even if no code names them.
+_ALWAYS = (*SCALARS, torch.Tensor, nn.Module, types.FunctionType, types.MethodType)
+# Methods that run without being named by the call's code.
 _ENTRIES = ("forward", "__call__", "__getattr__")
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
 class StandIn:
-    """Stands for a module or function, whose numbers it computes another way."""
+    """Stands for a module or function, and computes the same results in another way."""
 
     __slots__ = ()
 
@@ -107,18 +109,18 @@ class StandIn:
 
 
 class Name(NamedTuple):
-    """Where something is: an attribute, variable or item, and of what."""
+    """A readable name of a place: an attribute, variable or item, and what it belongs to."""
 
     before: str
     text: str
     after: str = ""
 
     def attribute(self, key: str) -> Name:
-        """Of what is here."""
+        """The name of an attribute of what is in this place."""
         return self._replace(text=f"{self.text}.{key}")
 
     def item(self, key: Any) -> Name:
-        """Of the container that is here."""
+        """The name of an item of the container in this place."""
         shown = repr(key) if isinstance(key, SCALARS) else type(key).__name__
         return self._replace(text=f"{self.text}[{shown:.40}]")
 
@@ -130,7 +132,7 @@ class Source:
     """One place that holds values: a container, an object's attributes, a closure.
 
     Attributes:
-        name: where it is.
+        name: of the place.
         owner: the container or object itself.
         held: what it held when it was found, by key.
     """
@@ -147,14 +149,16 @@ class Source:
         raise NotImplementedError
 
     def put_back(self) -> None:
-        """Give it back what it held."""
+        """Restore what it held."""
 
     def key_name(self, key: Any) -> Name:
         """The name of one of its values."""
         return self.name.item(key)
 
 
-class _Dictionary(Source):
+class DictionarySource(Source):
+    """The content of a dictionary."""
+
     __slots__ = ()
 
     def read(self) -> dict[Any, Any]:
@@ -166,7 +170,7 @@ class _Dictionary(Source):
             a is b and owner[b] is held[b] for a, b in zip(owner, held, strict=True)
         ):
             return
-        # By the methods of the base class: a user's own may count, refuse or write to disk.
+        # By methods of the base class: a user's override may count, refuse or write to disk.
         if isinstance(owner, OrderedDict):
             OrderedDict.clear(owner)
             for key, value in held.items():
@@ -176,8 +180,8 @@ class _Dictionary(Source):
             dict.update(owner, held)
 
 
-class _Sequence(Source):
-    """A list, deque or tuple."""
+class SequenceSource(Source):
+    """The items of a list, deque or tuple."""
 
     __slots__ = ()
 
@@ -197,7 +201,9 @@ class _Sequence(Source):
             list.__setitem__(owner, slice(None), held)
 
 
-class _Set(Source):
+class SetSource(Source):
+    """The items of a set."""
+
     __slots__ = ()
 
     def read(self) -> dict[Any, Any]:
@@ -209,8 +215,8 @@ class _Set(Source):
             set.update(self.owner, self.held)
 
 
-class _Length(Source):
-    """What holds so much that only its length is watched."""
+class LengthSource(Source):
+    """A container with so many items that only its length is watched."""
 
     __slots__ = ()
 
@@ -218,10 +224,10 @@ class _Length(Source):
         return {"its length": len(self.owner)}
 
 
-class _Attributes(Source):
-    """Attributes of a module or an object, without those that are of no consequence.
+class AttributesSource(Source):
+    """Attributes of a module or an object, without those that no call depends on.
 
-    Of those that no code of the call names, just modules, tensors and plain values.
+    Of attributes that the call's code does not name, only modules, tensors and plain values count.
     """
 
     __slots__ = ("_names",)
@@ -234,7 +240,7 @@ class _Attributes(Source):
         names, now = self._names, {}
         is_module = isinstance(self.owner, nn.Module)
         for key, value in dict(_attributes_of(self.owner) or ()).items():
-            if is_module and key in _OF_NO_CONSEQUENCE:
+            if is_module and key in _IGNORED:
                 continue
             named = names is None or key in names
             if not named and not (is_module and isinstance(value, _ALWAYS)):
@@ -263,7 +269,9 @@ class _Attributes(Source):
         return self.name._replace(text=str(key))
 
 
-class _Slots(_Attributes):
+class SlotsSource(AttributesSource):
+    """Attributes of an object that are in slots."""
+
     __slots__ = ()
 
     def read(self) -> dict[Any, Any]:
@@ -282,7 +290,7 @@ class _Slots(_Attributes):
                 object.__setattr__(self.owner, key, value)
 
 
-class _Cells(Source):
+class ClosureSource(Source):
     """The variables that a function closes over."""
 
     __slots__ = ()
@@ -310,14 +318,14 @@ class _Cells(Source):
         return Name("the variable ", str(key))
 
 
-class _Globals(Source):
+class GlobalsSource(Source):
     """The globals that code names."""
 
     __slots__ = ("names", "stored")
 
     def __init__(self, owner: dict[str, Any], names: Sequence[str], stored: frozenset[str]) -> None:
         self.names = tuple(names)
-        self.stored = stored  # Others can be written to by other code alone.
+        self.stored = stored  # Only these can be changed by the code itself.
         super().__init__(Name("", ""), owner)
 
     def read(self) -> dict[Any, Any]:
@@ -334,8 +342,8 @@ class _Globals(Source):
         return Name("the variable ", str(key))
 
 
-class _Parts(Source):
-    """Some attributes of something, which nobody has to put back."""
+class PartsSource(Source):
+    """Some attributes of a function, class or file, which need not be put back."""
 
     __slots__ = ("keys",)
 
@@ -351,14 +359,14 @@ class _Parts(Source):
 
 
 class Called(nn.Module):
-    """A plain function as a module; made by `watch.FunctionModule`."""
+    """A plain function as a module; `modules.FunctionModule` is its subclass."""
 
     def function_of(self) -> Callable[..., Any]:
         """The function."""
         raise NotImplementedError
 
     def ignores(self, value: Any) -> bool:
-        """Whether something that the function names may be replaced by another one."""
+        """Whether something that the function names may be replaced without a consequence."""
         return False
 
 
@@ -367,27 +375,27 @@ class Dependencies:
 
     Attributes:
         sources: the places that hold values, in the order in which they were found.
-        visits: by identity, the how-manieth thing that was looked into each one is.
+        visits: for each object that was looked into, by identity, its place in the order of visits.
         tensors: the tensors, each once, with their names.
         empty: dictionaries of modules that hold nothing: hooks, parameters, buffers.
-        typed: modules and objects, whose class matters.
+        typed: modules and objects whose class matters.
         unread: names of objects that cannot be looked into.
-        optimizers: those among the objects.
+        optimizers: optimizers among the objects.
         outermost: the modules and tensors that no other module holds.
-        ignores: whether a tensor in the place of another one is of no consequence.
+        ignores: whether a tensor may take the place of another one without a consequence.
     """
 
     def __init__(
         self, root: Any, *, training: bool = False, whole: bool = False, hooks: bool = True
     ) -> None:
-        """Walk.
+        """Walk from a root to everything that its call can reach.
 
         Args:
             root: a module, or any callable.
-            training: look at hooks for the backward too, and at no hook of the root itself.
-            whole: also at what a watch need not see, for putting back: hooks of all kinds, what no
-                code names, long lists.
-            hooks: also at what hooks reach. Where they run at every call it is no concern.
+            training: also look at hooks for the backward, but not at the root's own hooks.
+            whole: also look at what a watch need not see but a run may change: hooks of all kinds,
+                attributes that no code names, long lists.
+            hooks: also look at what hooks reach; not needed where they run at every call.
         """
         while isinstance(root, StandIn):
             root = root._graphwright_stands_for
@@ -404,22 +412,23 @@ class Dependencies:
         self._training = training
         self._whole = whole
         self._hooks = hooks
-        self._alive: list[Any] = []  # So that no identity comes back.
+        self._alive: list[Any] = []  # So that no identity is reused.
         self._modules: deque[tuple[str, nn.Module]] = deque()
         self._values: deque[tuple[Name, Any, int, bool]] = deque()
         self._seen_globals: set[tuple[int, str]] = set()
-        # What code of the call names, where it can be told; the object that a method belongs to.
+        # Names in the call's code, if they tell which attributes it reads; else None.
         self._names: frozenset[str] | None = None
+        # The object that a method belongs to.
         self._owner: Any = None
         self._classes: set[int] = set()
-        self._of_modules = 0  # Sources that there is no end to, but that of the model.
+        self._of_modules = 0  # Sources of modules, which do not count towards the limit.
         self._reachable: frozenset[str] = frozenset(_ENTRIES)
         if isinstance(root, nn.Module) and not isinstance(root, Called):
             self._modules.append(("", root))
         else:
             called = root.function_of() if isinstance(root, Called) else root
             self._owner = _owner_of(called)
-            self._values.append((Name("", _called(called)), called, 0, False))
+            self._values.append((Name("", _called_name(called)), called, 0, False))
             if isinstance(root, Called):
                 self._modules.extend((k, m) for k, m in root._modules.items() if m is not None)
         self._read_code()
@@ -431,15 +440,15 @@ class Dependencies:
         self._walk()
 
     def put_back(self) -> None:
-        """Give every place back what it held."""
+        """Restore what every source held."""
         for source in self.sources:
-            with contextlib.suppress(Exception):  # One that refuses must not keep others from it.
+            with contextlib.suppress(Exception):  # If one refuses, the others are still restored.
                 source.put_back()
         for holder in self.empty:
             if holder and isinstance(holder, dict):
                 holder.clear()
 
-    # The walk: modules first, then what they hold, what is near before what is far.
+    # The walk: modules first, then what they hold, near things before far ones.
 
     def _walk(self) -> None:
         while self._modules or self._values:
@@ -449,7 +458,7 @@ class Dependencies:
                 self._value(*self._values.popleft())
 
     def _read_code(self) -> None:
-        """Which attributes the code of the call names."""
+        """Find out which attributes the call's code names."""
         functions: list[Any] = []
         classes: dict[int, type] = {}
         for _, root in self._modules:
@@ -475,7 +484,7 @@ class Dependencies:
             return
         if isinstance(module, Called):
             function = module.function_of()
-            self._values.append((Name("", _called(function)), function, 0, True))
+            self._values.append((Name("", _called_name(function)), function, 0, True))
             return
         self.typed.append(module)
         before_it = len(self.sources)
@@ -483,13 +492,13 @@ class Dependencies:
         kinds: tuple[str, ...] = ()
         if not self._training or module is not self.root:
             kinds = (*FORWARD_HOOKS, *BACKWARD_HOOKS) if self._training else FORWARD_HOOKS
-        if self._whole:  # Some libraries add hooks of any kind in their first run.
+        if self._whole:  # In its first run a library may add hooks of any kind.
             kinds = tuple(k for k in _OF_MODULES if isinstance(vars(module).get(k), dict))
         for kind in (*_HOLDERS, *kinds):
             before = "" if kind in _HOLDERS else "hook "
             self._held(Name(before, "", after), getattr(module, kind))
         names = self._names if id(type(module)) in self._classes else None
-        source = _Attributes(Name("attribute ", "", after), module, names)
+        source = AttributesSource(Name("attribute ", "", after), module, names)
         self._add(source, 1, inside=True)
         self._class(type(module), "forward")
         self._of_modules += len(self.sources) - before_it
@@ -498,11 +507,13 @@ class Dependencies:
                 self._modules.append((f"{path}.{key}" if path else str(key), child))
 
     def _held(self, name: Name, holder: Any) -> None:
-        """A dictionary of a module's own: of parameters, buffers, submodules or hooks."""
+        """Look into a module's dictionary of parameters, buffers, submodules or hooks."""
         if not holder:
             self.empty.append(holder)
             return
-        source = _Holder(name, holder) if isinstance(holder, dict) else _View(name, holder)
+        source = (
+            HolderSource(name, holder) if isinstance(holder, dict) else ViewSource(name, holder)
+        )
         self.sources.append(source)
         if name.before and not self._hooks:
             return
@@ -511,7 +522,7 @@ class Dependencies:
                 self._values.append((source.key_name(key), value, 1, True))
 
     def _visited(self, value: Any) -> bool:
-        """Whether something is looked into now; not for the second time."""
+        """Whether something is visited for the first time; notes the visit."""
         if id(value) in self.visits:
             return False
         self.visits[id(value)] = len(self.visits)
@@ -519,14 +530,14 @@ class Dependencies:
         return True
 
     def _add(self, source: Source, depth: int, *, inside: bool) -> None:
-        """Look into what a place holds."""
+        """Add a source, and look into what it holds."""
         self.sources.append(source)
         for key, value in source.held.items():
             if not isinstance(value, SCALARS):
                 self._values.append((source.key_name(key), value, depth + 1, inside))
 
     def _value(self, name: Name, value: Any, depth: int, inside: bool) -> None:
-        """Whatever a place holds."""
+        """Look into a value, whatever it is."""
         while isinstance(value, StandIn) and not isinstance(value, nn.Module):
             value = value._graphwright_stands_for
         if isinstance(value, nn.Module | torch.Tensor) and not inside:
@@ -543,11 +554,11 @@ class Dependencies:
         elif isinstance(value, types.FunctionType):
             self._function(name, value, depth, inside)
         elif isinstance(value, types.MethodType):
-            of = name._replace(text=_called(value))
+            of = name._replace(text=_called_name(value))
             self._values.append((of, value.__self__, depth, inside))
             self._values.append((name, value.__func__, depth, inside))
         elif isinstance(value, types.BuiltinFunctionType | types.MethodWrapperType):
-            owner = value.__self__  # of a method of a container, say
+            owner = value.__self__  # the container of a bound method, say
             if owner is not None:
                 self._values.append((name, owner, depth, inside))
         elif isinstance(value, functools.partial):
@@ -555,22 +566,22 @@ class Dependencies:
             self._values.append((name, value.args, depth, inside))
             self._values.append((name, value.keywords, depth, inside))
         elif isinstance(value, tuple):
-            # What it holds cannot be replaced; what that holds can.
+            # Its items cannot be replaced, but what these hold can.
             for key, each in enumerate(value[: 10 * _MAX_ITEMS]):
                 if not isinstance(each, SCALARS):
                     self._values.append((name.item(key), each, depth + 1, inside))
         elif isinstance(value, list | deque | set):
             if len(value) > _MAX_ITEMS and not self._whole:
                 self.unread.append(f"{name} ({len(value):,} items)")
-                self.sources.append(_Length(name, value))
-                del self.visits[id(value)]  # Another one in its place is another one.
+                self.sources.append(LengthSource(name, value))
+                del self.visits[id(value)]  # Another container in its place is a change.
             else:
-                kind = _Set if isinstance(value, set) else _Sequence
+                kind = SetSource if isinstance(value, set) else SequenceSource
                 self._add(kind(name, value), depth, inside=inside)
-            self._beside(name, value, depth, inside)
+            self._container_attributes(name, value, depth, inside)
         elif isinstance(value, dict):
-            self._add(_Dictionary(name, value), depth, inside=inside)
-            self._beside(name, value, depth, inside)
+            self._add(DictionarySource(name, value), depth, inside=inside)
+            self._container_attributes(name, value, depth, inside)
         else:
             self._object(name, value, depth, inside)
 
@@ -582,10 +593,10 @@ class Dependencies:
             for inner in flatten()[0]:
                 self._values.append((name.attribute(inner), getattr(value, inner), 1, inside))
 
-    def _beside(self, name: Name, value: Any, depth: int, inside: bool) -> None:
-        """Attributes of a container of a class of its own."""
+    def _container_attributes(self, name: Name, value: Any, depth: int, inside: bool) -> None:
+        """Look into the attributes of a container whose class is a user's."""
         if type(value).__module__ not in ("builtins", "collections") and _attributes_of(value):
-            self._add(_Attributes(name, value), depth, inside=inside)
+            self._add(AttributesSource(name, value), depth, inside=inside)
 
     def _object(self, name: Name, value: Any, depth: int, inside: bool) -> None:
         kind: Any = type(value)
@@ -602,10 +613,10 @@ class Dependencies:
         if _attributes_of(value) is not None:
             seen = True
             self.typed.append(value)
-            self._add(_Attributes(name, value, names), depth, inside=inside)
+            self._add(AttributesSource(name, value, names), depth, inside=inside)
         if _slots_of(kind):
             seen = True
-            self._add(_Slots(name, value), depth, inside=inside)
+            self._add(SlotsSource(name, value), depth, inside=inside)
         if not seen and not _is_immutable(value):
             self.unread.append(f"{name} (a {kind.__module__}.{kind.__qualname__})")
 
@@ -615,17 +626,17 @@ class Dependencies:
             self._values.append((name, inner, depth, inside))
             return
         if _package_of(function) in _MACHINERY:
-            # A decorator such as torch.no_grad(): what it wraps is the user's.
+            # A decorator such as torch.no_grad(), which wraps a function of the user.
             for cell in function.__closure__ or ():
                 with contextlib.suppress(ValueError):
                     wrapped = cell.cell_contents
                     if callable(wrapped) and not isinstance(wrapped, type):
                         self._values.append((name, wrapped, depth, inside))
             return
-        parts = _Parts(name, function, ("__code__", "__defaults__", "__kwdefaults__"))
+        parts = PartsSource(name, function, ("__code__", "__defaults__", "__kwdefaults__"))
         self._add(parts, depth, inside=inside)
         if function.__closure__:
-            cells = _Cells(name, function)
+            cells = ClosureSource(name, function)
             self._add(cells, depth, inside=inside)
             for key, value in cells.held.items():
                 if isinstance(value, type | types.ModuleType):
@@ -635,7 +646,10 @@ class Dependencies:
     def _globals(
         self, function: types.FunctionType, depth: int, inside: bool, *, own: bool
     ) -> None:
-        """The globals that a function names; of a library's only plain values, tensors, modules."""
+        """Look into the globals that a function names.
+
+        Of those in a library's code only plain values, tensors and modules count.
+        """
         plain = (*SCALARS, torch.Tensor, nn.Module)
         found = function.__globals__
         names = []
@@ -650,20 +664,20 @@ class Dependencies:
                 names.append(name)
         if names:
             stored = stored_names(function.__code__)
-            self._add(_Globals(found, names, stored), depth, inside=inside)
+            self._add(GlobalsSource(found, names, stored), depth, inside=inside)
 
     def _namespace(self, name: str, value: Any, function: types.FunctionType) -> None:
-        """What a function names of a file or class of the user's own: `settings.SCALE`."""
+        """Look into what a function names of a user's file or class: `settings.SCALE`."""
         if value.__name__.partition(".")[0] in _MACHINERY or _is_library(value):
             return
         keys = [key for key in _names_of(function.__code__) if key in vars(value)]
         keys = [key for key in keys if _is_watched_part(getattr(value, key, None))]
         if keys and (id(value), name) not in self._seen_globals:
             self._seen_globals.add((id(value), name))
-            self._add(_Parts(Name("", name), value, keys), 1, inside=True)
+            self._add(PartsSource(Name("", name), value, keys), 1, inside=True)
 
     def _class(self, cls: type, entry: str | None) -> None:
-        """What its instances' calls use of a class and those that it derives from.
+        """Look into what calls of its instances use of a class and its bases.
 
         Args:
             cls: the class.
@@ -684,12 +698,12 @@ class Dependencies:
             self._part_of_class(base, keys)
             if base is not cls:
                 inherited |= dict.fromkeys(keys)
-        # What a class inherits may come to stand in itself.
+        # The class may come to override what it inherits.
         stable = [key for key in inherited if _is_stable(cls, key)]
         keys = [key for key in stable if key not in vars(cls)]
         if keys and (id(cls), "inherited") not in self._seen_globals:
             self._seen_globals.add((id(cls), "inherited"))
-            self.sources.append(_Parts(Name("", cls.__qualname__), cls, keys))
+            self.sources.append(PartsSource(Name("", cls.__qualname__), cls, keys))
 
     def _part_of_class(self, base: type, keys: Sequence[str]) -> None:
         own, watched = not _is_library(base), []
@@ -711,15 +725,15 @@ class Dependencies:
             elif function is not None:
                 self._globals(function, 1, True, own=False)
         if watched:
-            source = _ClassParts(Name("", base.__qualname__), base, watched)
+            source = ClassPartsSource(Name("", base.__qualname__), base, watched)
             self.sources.append(source)
             for key, value in source.held.items():
                 if own and function_of(value) is None and not isinstance(value, SCALARS):
                     self._values.append((source.key_name(key), value, 1, True))
 
 
-class _ClassParts(_Parts):
-    """Methods and attributes that stand in a class itself."""
+class ClassPartsSource(PartsSource):
+    """Methods and attributes that a class itself defines."""
 
     __slots__ = ()
 
@@ -728,7 +742,7 @@ class _ClassParts(_Parts):
         return {key: held.get(key, _MISSING) for key in self.keys}
 
 
-class _Holder(_Dictionary):
+class HolderSource(DictionarySource):
     """Parameters, buffers, submodules or hooks of a module."""
 
     __slots__ = ()
@@ -737,8 +751,8 @@ class _Holder(_Dictionary):
         return self.name._replace(text=str(key))
 
 
-class _View(_Holder):
-    """The same of a ScriptModule."""
+class ViewSource(HolderSource):
+    """Parameters, buffers, submodules or hooks of a ScriptModule."""
 
     __slots__ = ()
 
@@ -750,7 +764,7 @@ class _View(_Holder):
 
 
 def same(new: Any, old: Any) -> bool | None:
-    """Whether a value in the place of another one is the same; None where a walk has to tell."""
+    """Whether a value equals the one that it replaced; None if only another walk can tell."""
     if new is old:
         return True
     if type(new) is not type(old):
@@ -766,9 +780,9 @@ def same(new: Any, old: Any) -> bool | None:
     if isinstance(new, tuple):
         if len(new) != len(old):
             return False
-        return _worst(same(a, b) for a, b in zip(new, old, strict=True))
+        return _combined(same(a, b) for a, b in zip(new, old, strict=True))
     if isinstance(new, functools.partial):
-        return _worst((same(new.func, old.func), same(new.args, old.args), None))
+        return _combined((same(new.func, old.func), same(new.args, old.args), None))
     if isinstance(new, list | dict | set | deque):
         return None
     if _is_machinery(new):
@@ -781,11 +795,11 @@ def same(new: Any, old: Any) -> bool | None:
 def _equal(a: Any, b: Any) -> bool:
     try:
         return bool(a == b)
-    except Exception:  # What cannot be compared counts as another one.
+    except Exception:  # What cannot be compared counts as different.
         return False
 
 
-def _worst(verdicts: Iterable[bool | None]) -> bool | None:
+def _combined(verdicts: Iterable[bool | None]) -> bool | None:
     found = list(verdicts)
     return False if False in found else None if None in found else True
 
@@ -793,9 +807,9 @@ def _worst(verdicts: Iterable[bool | None]) -> bool | None:
 def difference(
     source: Source, now: Mapping[Any, Any], ignores: Callable[[Any], bool] | None = None
 ) -> tuple[str | None, list[tuple[Name, Any, Any]]]:
-    """How a place differs from what it held, in words; and what a walk has to compare.
+    """How a source differs from what it held, in words, and what another walk has to compare.
 
-    Plain values that are equal and other objects are held from now on.
+    Equal values in other objects are noted as held from now on.
     """
     held = source.held
     if len(now) != len(held) or any(
@@ -819,13 +833,15 @@ def difference(
     return None, unsure
 
 
-def apart(old: Dependencies, new: Dependencies, unsure: list[tuple[Name, Any, Any]]) -> str | None:
-    """How two walks from the same root differ, in words; None where they found the same.
+def compare_walks(
+    old: Dependencies, new: Dependencies, unsure: list[tuple[Name, Any, Any]]
+) -> str | None:
+    """How two walks from the same root differ, in words; None if they found the same.
 
     Args:
-        old: one walk.
-        new: a later one.
-        unsure: what has taken the place of something that the first one looked into, perhaps.
+        old: the first walk.
+        new: the later one.
+        unsure: values that may differ from those that they replaced, as `difference` returns them.
     """
     pairs = list(unsure)
     for before, now in zip(old.sources, new.sources, strict=False):
@@ -836,7 +852,7 @@ def apart(old: Dependencies, new: Dependencies, unsure: list[tuple[Name, Any, An
             return change
         pairs += more
     for name, value, before_it in pairs:
-        # What only one of them has looked into, or at another place, is something else.
+        # An object that only one walk visited, or visited at another point, is another object.
         places = new.visits.get(id(value)), old.visits.get(id(before_it))
         if places[0] is None or places[0] != places[1]:
             return f"{name} was replaced"
@@ -852,7 +868,7 @@ def apart(old: Dependencies, new: Dependencies, unsure: list[tuple[Name, Any, An
 def _added_or_removed(source: Source, now: Mapping[Any, Any]) -> str:
     added = [key for key in now if key not in source.held]
     gone = [key for key in source.held if key not in now]
-    if isinstance(source, _Holder) and source.name.before:
+    if isinstance(source, HolderSource) and source.name.before:
         return f"a forward hook was added or removed{source.name.after}"
     for keys, what in ((added, "was added"), (gone, "was removed")):
         if keys:
@@ -869,15 +885,15 @@ def _replaced(name: Name, new: Any, old: Any) -> str:
 def _closure(
     classes: Sequence[type], functions: Sequence[Any], *, entries: Sequence[str]
 ) -> tuple[frozenset[str], bool]:
-    """Names and strings in the code of calls, with that of methods and functions that it names.
+    """Names and strings in the code of a call, including methods and functions that it names.
 
     Args:
         classes: of modules, and of the object that is called.
-        functions: that are called too.
-        entries: the methods that are called.
+        functions: further functions that are called.
+        entries: names of the methods that are called.
 
     Returns:
-        the names, and whether that code looks attributes up in ways that names do not show.
+        the names, and whether the code may read attributes that it does not name.
     """
     bases = {id(base): base for cls in classes for base in cls.__mro__}
     own = [
@@ -902,7 +918,7 @@ def _closure(
             while isinstance(value, functools.partial):
                 waiting += [*value.args, *value.keywords.values()]
                 value = value.func
-            if _is_own_callable(value):
+            if _is_user_callable(value):
                 own += [base for base in type(value).__mro__ if base not in (object, *own)]
             for function in _functions_in(value):
                 code = function.__code__
@@ -921,26 +937,26 @@ def _closure(
 
 
 def _functions_in(value: Any) -> list[types.FunctionType]:
-    """The functions that something callable consists of."""
+    """The function behind something callable; none if it has no Python code."""
     if isinstance(value, StandIn) and not isinstance(value, nn.Module):
         value = value._graphwright_stands_for
     if isinstance(value, types.MethodType):
         value = value.__func__
     function = function_of(value)
-    if function is None and _is_own_callable(value):
+    if function is None and _is_user_callable(value):
         function = function_of(inspect.getattr_static(type(value), "__call__", None))
     return [] if function is None else [function]
 
 
-def _is_own_callable(value: Any) -> bool:
-    """Whether something is an object with `__call__` of the user's own."""
+def _is_user_callable(value: Any) -> bool:
+    """Whether something is an object with `__call__` whose class is a user's."""
     if isinstance(value, type | nn.Module) or not callable(value):
         return False
     return not _is_machinery(value) and type(value).__module__ != "builtins"
 
 
 def _is_operator(key: Any) -> bool:
-    """Whether a method runs without being named: `__getitem__`, `__add__`."""
+    """Whether a method can run without being named: `__getitem__`, `__add__`."""
     return (
         isinstance(key, str)
         and key.startswith("__")
@@ -965,7 +981,7 @@ def _names_of(code: types.CodeType) -> frozenset[str]:
 
 @functools.lru_cache(maxsize=4096)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
-    """The globals that code names, that of inner functions included."""
+    """The globals that code names, including inner functions."""
     found = {
         str(step.argval)
         for step in dis.get_instructions(code)
@@ -979,7 +995,7 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
 
 @functools.lru_cache(maxsize=4096)
 def stored_names(code: types.CodeType) -> frozenset[str]:
-    """The globals that code gives values to, that of inner functions included."""
+    """The globals that code assigns to, including inner functions."""
     found = {str(s.argval) for s in dis.get_instructions(code) if s.opname == "STORE_GLOBAL"}
     for value in code.co_consts:
         if isinstance(value, types.CodeType):
@@ -1034,7 +1050,7 @@ def _slots_of(cls: type) -> tuple[str, ...]:
 
 
 def _attributes_of(value: Any) -> dict[str, Any] | None:
-    """An object's own attributes, without asking its class; None where it has none."""
+    """An object's own attributes, without running code of its class; None if it has none."""
     try:
         found = object.__getattribute__(value, "__dict__")
     except Exception:
@@ -1052,7 +1068,7 @@ def _owner_of(called: Any) -> Any:
 
 
 def _is_stable(cls: type, key: Any) -> bool:
-    """Whether a class gives the same object whenever it is asked for an attribute."""
+    """Whether a class returns the same object each time that an attribute is read."""
     if not isinstance(key, str) or key.startswith("__"):
         return False
     value = inspect.getattr_static(cls, key, _MISSING)
@@ -1060,7 +1076,7 @@ def _is_stable(cls: type, key: Any) -> bool:
 
 
 def _is_watched_part(value: Any) -> bool:
-    """Whether an attribute of a class or file of the user's own is state, and no definition."""
+    """Whether an attribute of a user's class or file is state or a function, and watched."""
     if function_of(value) is not None:
         return True
     if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
@@ -1071,12 +1087,12 @@ def _is_watched_part(value: Any) -> bool:
 
 
 def _is_constant(value: Any) -> bool:
-    """Whether a global of a user's own is what code consists of: modules, classes, builtins."""
+    """Whether a global is a module, class or builtin, which is code and no state."""
     return isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType))
 
 
 def _is_machinery(value: Any) -> bool:
-    """Whether what an object keeps for itself is no state of the call."""
+    """Whether what an object holds is its own machinery, and no state of the call."""
     if isinstance(value, Optimizer | LRScheduler | GradScaler):  # Those of users too.
         return True
     return type(value).__module__.partition(".")[0] in _MACHINERY
@@ -1086,9 +1102,6 @@ def _is_immutable(value: Any) -> bool:
     return type(value).__module__ == "numpy" and not hasattr(value, "__setitem__")
 
 
-_ALWAYS = (*SCALARS, torch.Tensor, nn.Module, types.FunctionType, types.MethodType)
-
-
-def _called(value: Any) -> str:
+def _called_name(value: Any) -> str:
     name = getattr(value, "__name__", None)
     return name if isinstance(name, str) else type(value).__name__

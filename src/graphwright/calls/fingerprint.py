@@ -1,8 +1,8 @@
-"""What a choice belongs to: model, calls, machine and options, in words and as a digest.
+"""Fingerprints of tuning requests: model, calls, machine and options as text and as a digest.
 
-The words are the same in every process: no address, hash, path or line number gets into them. They
-tell what may change which candidate wins, which is less than what a model computes: a choice that
-is recalled is verified again before it is used.
+The text is the same in every process: no address, hash, path or line number gets into it. It covers
+what may change which candidate wins, which is less than what the model computes: a cached tuning
+result is verified again before it is used.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from torch.utils import _pytree as pytree
 from .modules import in_training
 from .signature import SCALARS, Args, CallSignature, Kwargs, argument_names, flatten
 
-# Levels of containers and objects that are looked into, and entries of one that are.
+# Levels of containers and objects that are described, and entries of one container.
 _DEPTH = 3
 _MAX_ITEMS = 1000
 _MAX_TEXT = 400
 # Levels of helpers that name helpers, and helpers in all.
 _HELPER_DEPTH = 8
 _MAX_HELPERS = 2000
-# What changes with its version alone, which is part of the environment.
+# Packages that only change with their version, which is part of the environment.
 _VERSIONED = {*sys.stdlib_module_names, "torch", "numpy"} - {"__main__"}
 _OF_EVERY_MODULE = {*vars(nn.Module())}
 # Where a model came from, and what transformers and torch.compile note in it: hashes and addresses.
-_OF_NO_CONSEQUENCE = re.compile(r"_?name_or_path|.*_hash|_is_hf_initialized|_torchdynamo_.*id")
-# In a script: how many classes were scripted before it, and the values of small tensors.
+_IGNORED = re.compile(r"_?name_or_path|.*_hash|_is_hf_initialized|_torchdynamo_.*id")
+# In a ScriptModule's graph: how many classes were scripted before, and values of small tensors.
 _ITS_OWN = re.compile(r"(?s)___torch_mangle_\d+\.|(?<=\) = prim::Constant)\[value=.*?\](?=\(\))")
 
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """What a choice belongs to. Keys are equal where all parts are; `parts` are plain JSON."""
+    """The key of a cached tuning result; equal if all parts are. `parts` are plain JSON."""
 
     digest: str
     parts: Mapping[str, Any] = field(compare=False, repr=False)
@@ -61,19 +61,19 @@ def key_of(
     environment: Mapping[str, str],
     options: Mapping[str, Any],
 ) -> Fingerprint:
-    """The key of a choice, the same in every process.
+    """The fingerprint of a tuning request, the same in every process.
 
-    It covers a module's structure and modes; the code of its classes, and of helper functions that
-    this names as globals or as `module.function`, those of torch, numpy and Python's own library
-    excepted; plain attributes; shapes, dtypes and strides of its tensors. It covers neither the
+    It covers a module's structure and modes; the code of its classes; helper functions that this
+    code names as globals or as `module.function`, except those of torch, numpy and the standard
+    library; plain attributes; shapes, dtypes and strides of its tensors. It covers neither the
     values of tensors nor classes that a method reaches as globals. The index of the tuned device is
-    left out, since equal GPUs share a choice.
+    left out, since equal GPUs share a result.
 
     Args:
         module: the model; a plain function as a `FunctionModule`.
         calls: positional and keyword arguments of each sample call.
         device: where the model is tuned.
-        environment: names and versions of hardware and software, as `report.environment` has them.
+        environment: names and versions of hardware and software, from `report.environment`.
         options: objective, tolerance, names of strategies and so on.
 
     Raises:
@@ -97,15 +97,15 @@ def digest_of(data: Any) -> str:
 
 
 def described(value: Any) -> str:
-    """A value in words: a function by its code, what it closes over and the helpers it names."""
+    """A value as text: a function by its code, its closure and the helpers that it names."""
     return _Words(nn.Module(), torch.device("cpu")).value(value)
 
 
 class _Words:
-    """Puts a model and its calls into words; what cannot be described gives its type alone."""
+    """Describes a model and its calls as text; what cannot be described gives only its type."""
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
-        # Objects and unregistered modules by digest, since many modules may hold the same one.
+        # Objects and unregistered modules by digest, since many modules may share one.
         self.objects: dict[str, dict[str, Any]] = {}
         self._device = device
         self._classes: dict[type, str] = {}
@@ -113,7 +113,7 @@ class _Words:
         self._helper_depth = 0
         self._helpers = 0
         self._paths = {child: path for path, child in module.named_modules()}
-        # Each tensor by its first name: tied weights are not two of one shape.
+        # Each tensor's first name: tied weights differ from two weights of one shape.
         self._tensors: dict[int, str] = {}
         for child, path in self._paths.items():
             for name, tensor in (*child._parameters.items(), *child._buffers.items()):
@@ -159,7 +159,7 @@ class _Words:
         return {
             name: self.value(member, depth)
             for name, member in list(vars(value).items())
-            if not (name in without or _OF_NO_CONSEQUENCE.fullmatch(name))
+            if not (name in without or _IGNORED.fullmatch(name))
             and (name == "__wrapped__" or not _is_dunder(name))
         }
 
@@ -261,7 +261,7 @@ class _Words:
         return device.type if mine else str(device)
 
     def _class(self, kind: type) -> str:
-        """Name of a class, and a digest of the code and constants of it and its bases."""
+        """Name of a class, and a digest of its code and constants and those of its bases."""
         if kind not in self._classes:
             self._classes[kind] = _name(kind)  # For a member that leads back here.
             members = [
@@ -276,7 +276,7 @@ class _Words:
         return self._classes[kind]
 
     def _function(self, function: types.FunctionType) -> str:
-        """Its code, defaults, what it closes over; plain globals and helpers that it names."""
+        """A function by its code, defaults, closure, and the plain globals and helpers it names."""
         if function not in self._functions:
             title = f"function {function.__module__}.{function.__qualname__}"
             self._functions[function] = title  # For one that calls itself.
@@ -330,7 +330,7 @@ def _helpers_of(function: types.FunctionType) -> list[tuple[str, types.FunctionT
         if not isinstance(value, types.ModuleType):
             found[name] = value
         elif _is_followed(value.__name__):
-            # Which of the names are attributes of which module is not told apart.
+            # Any of the names may be an attribute of the module.
             found |= {f"{name}.{n}": vars(value).get(n) for n in names}
     helpers = []
     for name, value in found.items():

@@ -1,6 +1,6 @@
-"""What a forked child finds as if nothing had been under way in its parent.
+"""Locks that are free in a forked child.
 
-A child has only the thread that forked: a lock that another one held would never be let go of.
+A child has only the thread that forked: a lock that another thread held would never be released.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _LOCKS: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def lock() -> Any:
-    """A new `threading.RLock`, which is free in a forked child."""
+    """Make a `threading.RLock` that is free in a forked child."""
     made = threading.RLock()
     _LOCKS.add(made)
     return made

@@ -1,4 +1,4 @@
-"""Seeing the operations that a block of code runs, one by one."""
+"""Dispatch modes, which see the operations of a block one by one, and process-wide switches."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from . import forking
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
-class Shared:
-    """A switch of the whole process that several threads may want thrown at once.
+class SharedSwitch:
+    """A process-wide switch that several threads may need at the same time.
 
     The first one throws it, the last one puts it back.
     """
@@ -32,33 +32,33 @@ class Shared:
         self._lock = forking.lock()
         self._users = 0
         self._back: Callable[[], object] = lambda: None
-        os.register_at_fork(after_in_child=self._forked)
+        os.register_at_fork(after_in_child=self._put_back_after_fork)
 
     def throw(self) -> None:
-        """Have the switch thrown until `put_back` is called."""
+        """Throw the switch, or keep it thrown, until `put_back` is called."""
         with self._lock:
             if self._users == 0:
                 self._back = self._throw()
             self._users += 1
 
     def put_back(self) -> None:
-        """End what one `throw` has begun."""
+        """Put the switch back, unless another `throw` is still in effect."""
         with self._lock:
-            if self._users == 0:  # It was put back by a fork.
+            if self._users == 0:  # A fork has put it back.
                 return
             self._users -= 1
             if self._users == 0:
                 self._back()
 
-    def _forked(self) -> None:
-        """The child has none of the threads that wanted it, but maybe the one that forked."""
+    def _put_back_after_fork(self) -> None:
+        """Put it back in a forked child, which has none of the other threads."""
         if self._users:
             self._users = 0
             self._back()
 
     @contextlib.contextmanager
     def thrown(self) -> Iterator[None]:
-        """Have the switch thrown inside the block."""
+        """Keep the switch thrown inside the block."""
         self.throw()
         try:
             yield
@@ -70,15 +70,15 @@ class Shared:
 def compilers_off() -> Iterator[None]:
     """Run torch.compile'd functions as plain Python inside the block, on all threads.
 
-    TorchDynamo does not compile under a dispatch mode, nor run what it has compiled. It also marks
-    the code that it meets there, and never compiles that again in this process.
+    Under a dispatch mode TorchDynamo neither compiles nor runs compiled code. It also marks the
+    code that it meets there, and never compiles that again in this process.
     """
-    with _EAGER.thrown():
+    with _COMPILERS_OFF.thrown():
         yield
 
 
-class _Eager:
-    """TorchDynamo told to leave everything alone; where it is not there yet, once it comes."""
+class _ForcedEager:
+    """Has TorchDynamo compile nothing, from its import on if that has not happened yet."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -86,9 +86,9 @@ class _Eager:
         self._stance: Any = None
         self._compile: Any = None
         if "torch._dynamo" in sys.modules:
-            self._tell()
+            self._force_eager()
             return
-        # Its import takes more than a second, and most programs never need it.
+        # Importing it takes more than a second, and most programs never need it.
         compile_ = self._compile = torch.compile
 
         @functools.wraps(compile_)
@@ -96,12 +96,12 @@ class _Eager:
             importlib.import_module("torch._dynamo")  # Not while the lock is held.
             with self._lock:
                 if self._stance is None and not self._over:
-                    self._tell()
+                    self._force_eager()
             return compile_(*args, **kwargs)
 
         torch.compile = compile_later
 
-    def _tell(self) -> None:
+    def _force_eager(self) -> None:
         self._stance = torch.compiler.set_stance("force_eager")
 
     def end(self) -> None:
@@ -114,37 +114,37 @@ class _Eager:
                 self._stance.__exit__(None, None, None)
 
 
-_EAGER = Shared(lambda: _Eager().end)
+_COMPILERS_OFF = SharedSwitch(lambda: _ForcedEager().end)
 
 
 class OperationMode(TorchDispatchMode):
-    """A dispatch mode: inside of its block it runs the operations in PyTorch's place.
+    """A dispatch mode: inside its block it runs the operations in PyTorch's place.
 
-    What torch.compile has made runs as plain Python there: see `compilers_off`.
+    Functions compiled by torch.compile run as plain Python there: see `compilers_off`.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's mode has no annotations
 
     def __enter__(self) -> Any:
-        _EAGER.throw()
+        _COMPILERS_OFF.throw()
         try:
             return super().__enter__()  # type: ignore[no-untyped-call]
         except BaseException:
-            _EAGER.put_back()
+            _COMPILERS_OFF.put_back()
             raise
 
     def __exit__(self, *exc: Any) -> None:
         try:
             super().__exit__(*exc)  # type: ignore[no-untyped-call]
         finally:
-            _EAGER.put_back()
+            _COMPILERS_OFF.put_back()
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Whether PyTorch is to have TorchDynamo leave this alone.
+        """Whether PyTorch has to keep TorchDynamo away from this mode.
 
-        It would import that for more than a second, though nobody may ever need it.
+        For that it would import TorchDynamo, which takes more than a second.
         """
         return not hasattr(eval_frame, "set_code_exec_strategy")
 
@@ -163,10 +163,10 @@ class OperationMode(TorchDispatchMode):
 
 
 def opaque(function: _Function) -> _Function:
-    """A function that TorchDynamo never traces: it breaks its graph there and calls it as it is.
+    """Mark a function that TorchDynamo must not trace: it breaks its graph there and calls it.
 
-    What `torch.compiler.disable` comes to, for all that the function calls too, but at no cost to
-    a call. What was compiled by itself still runs compiled inside.
+    This does what `torch.compiler.disable` does, also for all that the function calls, but at no
+    cost per call. Functions that were compiled on their own still run compiled inside.
     """
     function._torchdynamo_disable = True  # type: ignore[attr-defined]  # by this TorchDynamo knows
     function._torchdynamo_disable_msg = "graphwright's own: compile what is inside of it"  # type: ignore[attr-defined]  # likewise

@@ -1,4 +1,4 @@
-"""The modules behind a call: plain functions as modules, and modules that stand in for others."""
+"""Modules behind a call: functions as modules, proxies of modules, and what a function reaches."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from typing import Any
 import torch
 from torch import nn
 
-from .dependencies import (
-    Called,
-    Dependencies,
-    StandIn,
-)
+from .dependencies import Called, Dependencies, StandIn
 from .modes import opaque
 
-# What torch.compile keeps on the module that it returns concerns that one alone: with it, another
-# torch.compile would take what stands for that module for compiled, or refuse it.
-_OF_COMPILED = ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config")
+# What torch.compile keeps on the module that it returns. A proxy must not show it: another
+# torch.compile would take the proxy for compiled, or refuse it.
+_OF_TORCH_COMPILE = ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config")
 
 
-class _Hidden:
-    """An attribute that the module may have, and its stand-in has not."""
+class _HiddenAttribute:
+    """An attribute that the module may have and its proxy must not have."""
 
     def __get__(self, owner: object, of: type | None = None) -> Any:
         raise AttributeError
@@ -33,10 +29,10 @@ class _Hidden:
 
 
 class ModuleProxy(nn.Module, StandIn):
-    """Shares a module's attributes; subclasses say how it is called.
+    """Shares a module's attributes; subclasses define how it is called.
 
-    parameters(), state_dict(), to(), train(), hooks and all else read and change the one module.
-    What a subclass keeps for itself goes into slots, set by `object.__setattr__`.
+    parameters(), state_dict(), to(), train(), hooks and everything else read and change the module
+    itself. A subclass keeps its own state in slots, set by `object.__setattr__`.
     """
 
     __slots__ = ("_original",)
@@ -44,7 +40,7 @@ class ModuleProxy(nn.Module, StandIn):
     _original: nn.Module
 
     def __init__(self, module: nn.Module) -> None:
-        # One dictionary for both: whatever is set on the one is set on the other.
+        # Both share one dictionary: whatever is set on one is set on the other.
         object.__setattr__(self, "__dict__", module.__dict__)
         object.__setattr__(self, "_original", module)
 
@@ -54,15 +50,15 @@ class ModuleProxy(nn.Module, StandIn):
 
     @property
     def module(self) -> Any:
-        """What this stands in for: a module, or a plain function."""
+        """What this stands for: a module, or a plain function."""
         original = self._original
         return original._function if isinstance(original, FunctionModule) else original
 
     @opaque
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The same as calling."""
+        """Same as calling the proxy."""
         original = self._original
-        if "forward" in vars(original):  # It is what somebody has wrapped this in.
+        if "forward" in vars(original):  # Somebody has wrapped this proxy and set the wrapper.
             return type(original).forward(original, *args, **kwargs)
         return self(*args, **kwargs)
 
@@ -70,7 +66,7 @@ class ModuleProxy(nn.Module, StandIn):
         """Compile the module itself in place, as `torch.nn.Module.compile` does."""
         self._original.compile(*args, **kwargs)
 
-    # Subclasses of nn.Module may override any of these; their own version has to run.
+    # Subclasses of nn.Module may override any of these; then their version has to run.
 
     def train(self, mode: bool = True) -> ModuleProxy:
         """Set the module's mode, as `torch.nn.Module.train` does."""
@@ -90,20 +86,20 @@ class ModuleProxy(nn.Module, StandIn):
         return self._original.load_state_dict(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # The first is asked for before it is set, by copying or unpickling.
-        if name == "_original" or name in _OF_COMPILED:
+        # Copying and unpickling ask for `_original` before it is set.
+        if name == "_original" or name in _OF_TORCH_COMPILE:
             raise AttributeError(name)
         # Methods of the module's class; what they call is the module, not this object.
         return getattr(self._original, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        # Through the module's own class, which may have a property of that name.
+        # By the module's own class, which may have a property of that name.
         setattr(self._original, name, value)
 
     def __len__(self) -> int:
         return len(self._original)  # type: ignore[arg-type]  # a Sequential has a length
 
-    _torchdynamo_orig_callable = _torchdynamo_wrapper_id = get_compiler_config = _Hidden()
+    _torchdynamo_orig_callable = _torchdynamo_wrapper_id = get_compiler_config = _HiddenAttribute()
 
     def __bool__(self) -> bool:
         return True
@@ -113,12 +109,12 @@ class ModuleProxy(nn.Module, StandIn):
 
 
 def in_training(module: nn.Module) -> bool:
-    """Whether a module is in training mode; a frozen script has no mode."""
+    """Whether a module is in training mode; a frozen ScriptModule has no mode."""
     return bool(getattr(module, "training", False))
 
 
 class FunctionModule(Called):
-    """A plain function as a module, with the modules and tensors that it reaches as its own."""
+    """A plain function as a module; what it reaches becomes its submodules and buffers."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         super().__init__()
@@ -145,9 +141,9 @@ class FunctionModule(Called):
 
 
 def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Module | torch.Tensor]]:
-    """Modules and tensors that a plain function reaches, wherever it has them from.
+    """Modules and tensors that a plain function reaches in any way, by name.
 
-    Not the modules and tensors that these modules hold.
+    Modules and tensors inside these modules are left out.
     """
     found: dict[str, nn.Module | torch.Tensor] = {}
     for where, value in Dependencies(function).outermost.values():
@@ -157,9 +153,9 @@ def modules_behind(function: Callable[..., Any]) -> Iterator[tuple[str, nn.Modul
 
 
 def values_behind(function: Callable[..., Any]) -> Iterator[tuple[str, Any]]:
-    """Whatever a plain function reaches by closure, default, global or method, by name.
+    """Everything that a plain function reaches by closure, default, global or method, by name.
 
-    What a decorator or torch.compile has wrapped counts as the function too.
+    A function that a decorator or torch.compile has wrapped is looked into as well.
     """
     inner = getattr(function, "_torchdynamo_orig_callable", None)
     inner = getattr(function, "__wrapped__", None) if inner is None else inner

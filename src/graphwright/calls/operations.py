@@ -1,4 +1,4 @@
-"""What an operation of ATen reads, writes, makes and draws from."""
+"""Facts about ATen operations: what they write to, draw from, and tell the host."""
 
 from __future__ import annotations
 
@@ -9,7 +9,28 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from .modes import Shared as Shared
+# Batch norms update their running statistics in training, and most of their schemas hide it; so
+# does cuDNN's dropout between the layers of an RNN with its random state.
+_STATISTICS = ("running_mean", "running_var", "dropout_state")
+_WITHOUT_UPDATE = ("backward", "functional", "no_training", "no_update")
+# Arguments that say whether it is training.
+_MODE = ("training", "train")
+
+# Functions that give a tensor's values to Python without an operation that a dispatch mode sees.
+HOST_READS = {
+    "tolist": "Tensor.tolist()",
+    "numpy": "Tensor.numpy()",
+    "__array__": "conversion to a NumPy array",
+    "__dlpack__": "DLPack export",
+    "__repr__": "printing a tensor",
+}
+# Functions that make a tensor of Python's values.
+FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
+# Dtypes of indices that select elements by a mask.
+MASKS = (torch.bool, torch.uint8)
+
+# Position and name of an operation's argument.
+Argument = tuple[int, str]
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
@@ -33,30 +54,16 @@ def generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Gene
 
 
 def default_generators(device: torch.device) -> list[torch.Generator]:
-    """The generators that are drawn from where none is named: the host's and the device's."""
+    """The generators that are used where none is named: the host's and the device's."""
     if device.type != "cuda":
         return [torch.default_generator]
     index = torch.cuda.current_device() if device.index is None else device.index
     return [torch.default_generator, torch.cuda.default_generators[index]]
 
 
-# Batch norms update their running statistics in training, and most of their schemas hide it; so
-# does cuDNN's dropout between the layers of an RNN, its own random state.
-_STATISTICS = ("running_mean", "running_var", "dropout_state")
-
-
-_WITHOUT_UPDATE = ("backward", "functional", "no_training", "no_update")
-
-
-_MODE = ("training", "train")
-
-
-Argument = tuple[int, str]
-
-
 @functools.cache
 def _written_arguments(func: Any) -> tuple[list[Argument], list[Argument], list[Argument]]:
-    """Arguments that an operation writes to, that it writes to in training, and that say so."""
+    """Arguments that it always writes to, that it writes to in training, and that say which."""
     arguments = list(enumerate(func._schema.arguments))
     always = [(i, a.name) for i, a in arguments if a.alias_info and a.alias_info.is_write]
     hidden = [(i, a.name) for i, a in arguments if a.name in _STATISTICS and not a.alias_info]
@@ -79,37 +86,21 @@ def written(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list
 
 
 def announced(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
-    """Those of them that its schema says, so that autograd counts a new version."""
+    """The tensors that it writes to according to its schema; autograd counts a new version."""
     always, _, _ = _written_arguments(func)
     given = [args[i] if i < len(args) else kwargs.get(name) for i, name in always]
     found = [tensor for value in given for tensor in tensors(value)]
     return [t for t in found if t.layout is torch.strided and not t.is_nested]
 
 
-# How the values of a tensor reach Python without an operation that a dispatch mode would see.
-HOST_READS = {
-    "tolist": "Tensor.tolist()",
-    "numpy": "Tensor.numpy()",
-    "__array__": "conversion to a NumPy array",
-    "__dlpack__": "DLPack export",
-    "__repr__": "printing a tensor",
-}
-
-
-FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
-
-
-MASKS = (torch.bool, torch.uint8)
-
-
 def one_hot(index: torch.Tensor, classes: int) -> torch.Tensor:
-    """F.one_hot without its look at the values, which it takes on the CPU alone."""
+    """F.one_hot without the check of its values, which it makes on the CPU only."""
     result = torch.zeros(*index.shape, classes, dtype=torch.long, device=index.device)
     return result.scatter_(-1, index.unsqueeze(-1), 1)
 
 
 def has_fixed_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    """Whether the result's shape, of an operation where it may, does not depend on values here."""
+    """Whether the result's shape does not depend on values in this call of an operation."""
     if func._opname == "index":
         return not any(t is not None and t.dtype in MASKS for t in args[1])
     return func._opname == "repeat_interleave" and kwargs.get("output_size") is not None

@@ -1,8 +1,7 @@
-"""Trees of tensors and plain values as files: tensors by safetensors, all else as JSON.
+"""Trees of tensors and plain values in files: tensors as safetensors, everything else as JSON.
 
-Reading executes nothing and imports nothing, unless a tree's own class is asked for by name.
-
-A call as tensors in a row, which is all that tracers and exporters take, and the way back.
+Reading executes nothing, and imports nothing unless `imports=True` allows it for a tree's classes.
+`TreeTemplate` turns a tree into a list of tensors, which is all that exporters take, and back.
 """
 
 from __future__ import annotations
@@ -31,10 +30,17 @@ def write_tensors(
     once: bool = False,
     seen: Collection[str] = (),
 ) -> None:
-    """Write tensors with their strides; each by its own values, whatever memory they share.
+    """Write tensors with their strides; tensors that share memory are written separately.
 
-    With `once` those that hold the same bits are written once, and come back as one tensor; those
-    that are `seen`, by name, only if they are one already: somebody may write to them.
+    Args:
+        path: of the file.
+        tensors: by name.
+        once: write tensors with the same bits once; they are read back as one tensor.
+        seen: names of tensors that somebody may write to: of these only such are written once that
+            are the same tensor already.
+
+    Raises:
+        ArtifactError: safetensors cannot write them.
     """
     from safetensors.torch import save_file
 
@@ -47,9 +53,9 @@ def write_tensors(
     dense, tensors = {}, {name: t for name, t in tensors.items() if name not in same}
     for name, tensor in tensors.items():
         for dim, step in enumerate(tensor.stride()):
-            if not step:  # An expanded dimension is the same again and again.
+            if not step:  # An expanded dimension repeats one element.
                 tensor = tensor.narrow(dim, 0, min(1, tensor.shape[dim]))
-        tensor = _plain(tensor)
+        tensor = _resolved(tensor)
         whole = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         dense[name] = whole.detach().contiguous().cpu().clone()
     layouts = {
@@ -67,10 +73,10 @@ def write_tensors(
 
 
 def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """What `write_tensors` has written: same values, shapes, strides and dtypes, on a device.
+    """Read what `write_tensors` wrote: same values, shapes, strides and dtypes, on a device.
 
     Raises:
-        ArtifactError: the file is not of its making.
+        ArtifactError: `write_tensors` did not write the file.
     """
     from safetensors import safe_open
 
@@ -87,7 +93,7 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
                 tensor = torch.view_as_complex(dense) if dtype.is_complex else dense
                 if tensor.dtype is not dtype:
                     raise ValueError(f"{name} has dtype {tensor.dtype}")
-                found[name] = _laid_out(tensor, shape, strides).requires_grad_(wants_grad)
+                found[name] = _with_layout(tensor, shape, strides).requires_grad_(wants_grad)
             if not set(layouts).isdisjoint(same):
                 raise ValueError("one of them is there twice")
             found |= {name: found[other] for name, other in same.items()}
@@ -96,14 +102,14 @@ def read_tensors(path: Path, device: torch.device | str = "cpu") -> dict[str, to
     return found
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Without what is still to be done to its values when they are read."""
+def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with lazy conjugation and negation carried out."""
     return tensor.resolve_conj().resolve_neg()
 
 
 def digest_of(tensor: torch.Tensor) -> tuple[str, tuple[int, ...], bytes]:
-    """What two tensors have in common that hold the same bits in the same places."""
-    dense = _plain(tensor.detach()).contiguous().cpu()
+    """A digest of a tensor's dtype, shape and bits."""
+    dense = _resolved(tensor.detach()).contiguous().cpu()
     content = (ctypes.c_char * dense.nbytes).from_address(dense.data_ptr()) if dense.nbytes else b""
     return str(dense.dtype), tuple(dense.shape), hashlib.sha256(content).digest()
 
@@ -118,7 +124,9 @@ def _memory_of(tensor: torch.Tensor) -> tuple[Any, ...]:
     return (*where, id(tensor) if not begin else 0)
 
 
-def _laid_out(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]) -> torch.Tensor:
+def _with_layout(
+    tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]
+) -> torch.Tensor:
     given = [size if step else min(size, 1) for size, step in zip(shape, strides, strict=True)]
     if list(tensor.shape) != given:
         raise ValueError(f"a tensor has shape {list(tensor.shape)}, not {given}")
@@ -133,10 +141,13 @@ def _laid_out(tensor: torch.Tensor, shape: Sequence[int], strides: Sequence[int]
 def packed(
     tree: Any, tensors: dict[str, torch.Tensor], prefix: str, *, shared: bool = False
 ) -> Json:
-    """Tuples, lists, dictionaries by text, tensors and plain values as JSON.
+    """Turn tuples, lists, dictionaries with text keys, tensors and plain values into JSON.
 
-    Tensors are added to `tensors` under names that begin with the prefix; one that comes twice is
-    the same tensor again. Those that share memory come back apart, if `shared` allows it.
+    Args:
+        tree: what to pack.
+        tensors: gets the tensors, by name; a tensor that occurs twice is added once.
+        prefix: of their names.
+        shared: allow tensors that share memory; they are read back as separate tensors.
 
     Raises:
         ArtifactError: there is something else, or two tensors share memory.
@@ -179,7 +190,7 @@ def packed(
 
 
 def unpacked(given: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """What `packed` has made JSON of; raises KeyError, TypeError or ValueError where it has not."""
+    """Inverse of `packed`; raises KeyError, TypeError or ValueError for other JSON."""
     if not isinstance(given, dict):
         return given
     ((kind, inner),) = given.items()
@@ -201,7 +212,7 @@ def unpacked(given: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _dtype(name: str) -> torch.dtype:
-    found = vars(torch).get(name)  # An attribute might be imported for being asked for.
+    found = vars(torch).get(name)  # getattr might import something.
     if not isinstance(found, torch.dtype):
         raise ValueError(f"there is no dtype {name!r:.40}")
     return found
@@ -211,12 +222,12 @@ def tree_text(spec: pytree.TreeSpec) -> str:
     """The tree of a call's results as text.
 
     Raises:
-        ArtifactError: it has a node of a class that PyTorch does not know by name, or one that
-            could not be read without importing what the text names.
+        ArtifactError: PyTorch does not know a node's class by name, or the text could not be read
+            without importing what it names.
     """
     try:
         text = pytree.treespec_dumps(spec)
-        if _read(json.loads(text)) != spec:
+        if _parse_tree(json.loads(text)) != spec:
             raise ValueError("it comes back as another one")
         return text
     except Exception as error:
@@ -232,10 +243,10 @@ def tree_of(text: str, *, imports: bool = False) -> pytree.TreeSpec:
 
     Args:
         text: of the tree.
-        imports: whether a module may be imported that defines a class of the tree's.
+        imports: whether modules that define the tree's classes may be imported.
 
     Raises:
-        ArtifactError: it is none, or names a class that this process has not imported.
+        ArtifactError: the text is no tree, or names a class that this process has not imported.
     """
     try:
         known = json.loads(text)
@@ -243,7 +254,7 @@ def tree_of(text: str, *, imports: bool = False) -> pytree.TreeSpec:
         for name in sorted(unknown) if imports else ():
             importlib.import_module(name.rpartition(".")[0])
         if not unknown or imports:
-            return _read(known)
+            return _parse_tree(known)
     except Exception as error:
         raise ArtifactError(
             f"The structure of the results cannot be made: {error!s:.300}."
@@ -258,25 +269,25 @@ _NAMED_TUPLE = "collections.namedtuple"
 
 
 def _classes(schema: Json) -> set[str]:
-    """The names of all classes in a tree; of a named tuple its context is the name."""
+    """The names of all classes in a tree; a named tuple's is in its context."""
     inner = set().union(*map(_classes, schema["children_spec"]))
     name = schema["context" if schema["type"] == _NAMED_TUPLE else "type"]
     return inner | ({name} if name is not None else set())
 
 
-def _read(known: Json) -> pytree.TreeSpec:
-    """A tree of classes that are imported; raises where it is none, or reading might import."""
+def _parse_tree(known: Json) -> pytree.TreeSpec:
+    """Parse a tree of imported classes; raises if it is none, or if reading might import."""
     protocol, schema = known
-    _look_over(schema)
-    # What was looked over, whatever else the text might say.
+    _refuse_imports(schema)
+    # Only what was checked, whatever else the text may contain.
     return pytree.treespec_loads(json.dumps([protocol, schema]))
 
 
-def _look_over(schema: Json) -> None:
-    """Raise ValueError where PyTorch, to read a tree, would import what the tree names.
+def _refuse_imports(schema: Json) -> None:
+    """Raise ValueError if PyTorch would import what a tree names in order to read it.
 
-    It does so for the factory of a defaultdict, and wherever a context holds an object that says
-    that it is an enumeration's member. What other classes do to read a context nobody knows.
+    It does so for the factory of a defaultdict, and for each object in a context that claims to be
+    an enumeration's member. What other classes do to read a context is unknown.
     """
     name, context = schema["type"], schema["context"]
     if name == _NAMED_TUPLE:
@@ -287,15 +298,15 @@ def _look_over(schema: Json) -> None:
         reader = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
         if name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND or reader is not None:
             raise ValueError(f"reading a {name} may import whatever it names")
-        # Of a text that is no JSON PyTorch would still make its first objects.
+        # Even of a text that is no valid JSON PyTorch would make the first objects.
         if _holds_object(json.loads(context)):
             raise ValueError(f"the context of a {name} names what would be imported")
     for child in schema["children_spec"]:
-        _look_over(child)
+        _refuse_imports(child)
 
 
 def _holds_object(value: Json) -> bool:
-    """Whether there is a JSON object in a value, or in a text in it."""
+    """Whether a value contains a JSON object, also inside of texts."""
     if isinstance(value, str):
         try:
             value = json.loads(value)
@@ -307,7 +318,13 @@ def _holds_object(value: Json) -> bool:
 
 @dataclass(frozen=True)
 class TreeTemplate:
-    """A tree without its tensors: their slots among its leaves, where it has None, and the rest."""
+    """A tree without its tensors.
+
+    Attributes:
+        leaves: with None in place of tensors.
+        slots: positions of the tensors among the leaves.
+        spec: the tree.
+    """
 
     leaves: tuple[Any, ...]
     slots: tuple[int, ...]
@@ -321,14 +338,14 @@ class TreeTemplate:
         return cls(tuple(rest), slots, spec)
 
     def fill(self, tensors: Iterable[torch.Tensor]) -> Any:
-        """The tree with other tensors in their places."""
+        """The tree with these tensors in the slots."""
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, tensors, strict=True):
             leaves[slot] = tensor
         return pytree.tree_unflatten(leaves, self.spec)
 
     def written(self) -> dict[str, Json]:
-        """It as JSON.
+        """The template as JSON.
 
         Raises:
             ArtifactError: a leaf or a container cannot be written down.
@@ -338,11 +355,11 @@ class TreeTemplate:
 
     @classmethod
     def read(cls, known: Mapping[str, Json]) -> TreeTemplate:
-        """What `written` gave.
+        """Inverse of `written`.
 
         Raises:
             ArtifactError: a container's class is not known here.
-            KeyError, TypeError, ValueError: it is none.
+            KeyError, TypeError, ValueError: the JSON is no template.
         """
         leaves = tuple(unpacked(leaf, {}) for leaf in known["leaves"])
         slots = tuple(int(slot) for slot in known["slots"])

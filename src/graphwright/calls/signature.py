@@ -1,10 +1,8 @@
-"""Flatten a call; say when two calls differ.
+"""Call signatures: flatten a call, describe it, and say how two calls differ.
 
-What was built for one call must never answer another one silently. `CallSignature` describes
-the arguments and the global switches that change what a call computes; `watch.ModuleWatch` what a
-module holds.
-
-Calls that differ in sizes alone: what was built for a range of sizes answers all of them.
+What was built for one call must never answer another one silently. `CallSignature` describes the
+arguments and the global switches that change what a call computes; `watch.ModuleWatch` what a
+module holds. `RangedSignature` is for what was built for a range of sizes, and answers all of them.
 """
 
 from __future__ import annotations
@@ -15,7 +13,7 @@ import itertools
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,24 +22,83 @@ from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
-from ..errors import (
-    OptionError,
-    SignatureError,
-)
-
-if TYPE_CHECKING:
-    pass
-
+from ..errors import OptionError, SignatureError
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
+# A call as users write it down: positional arguments, keyword arguments, or a pair of both.
+Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
+
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+# For checks at each call: module-level names are found faster than attributes.
+_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
+_STRIDED = torch.strided
+_HOST = torch.device("cpu")
+_is_functional = torch._is_functional_tensor
+_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
+_NO_FUNCTION = torch._C._disabled_torch_function_impl
+_EVERY_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+# By name, so that none has to be imported.
+_SHARDING = ("FSDPModule", "FullyShardedDataParallel")
+# What `switches` returns, by name.
+SWITCHES = (
+    "autocast on the CPU",
+    "autocast on CUDA",
+    "the default dtype",
+    "torch.use_deterministic_algorithms",
+    "torch.backends.mkldnn.enabled",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cuda.matmul.fp32_precision",
+    "torch.backends.cudnn.conv.fp32_precision",
+    "torch.backends.mkldnn.matmul.fp32_precision",
+    "torch.backends.cuda.flash_sdp",
+    "torch.backends.cuda.mem_efficient_sdp",
+    "torch.backends.cuda.math_sdp",
+    "torch.backends.cuda.cudnn_sdp",
+)
+# What `lasting_switches` returns, by name. Settings that the CPU's operations read at each run are
+# left out, since a graph there runs the operations: precisions of oneDNN, threads, denormals.
+_LASTING_NAMES = (
+    "the default dtype",
+    "the default device",
+    "torch.use_deterministic_algorithms (warn_only, fill_uninitialized_memory)",
+    "torch.backends.mkldnn.enabled",
+    "torch.backends.cuda.flash_sdp",
+    "torch.backends.cuda.math_sdp",
+    "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
+    "torch.backends.mha.set_fastpath_enabled",
+    "torch.backends.opt_einsum",
+)
+_LASTING_NAMES_ON_CUDA = (
+    "fp32_precision (TF32) of torch.backends.cuda.matmul and torch.backends.cudnn",
+    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
+    "torch.backends.cuda.matmul.allow_fp16_accumulation",
+    "torch.backends.cudnn.enabled",
+    "torch.backends.cudnn.benchmark",
+    "torch.backends.cudnn.deterministic",
+    "torch.backends.cuda.mem_efficient_sdp",
+    "torch.backends.cuda.cudnn_sdp",
+    *["the order of kernels for attention (sdpa_kernel(set_priority=True))"]
+    * len(torch._C._get_sdp_priority_order()),
+)
+_CUDA = torch.version.cuda is not None or torch.version.hip is not None
+_MHA = torch.backends.mha
+# Its properties take longer to read than all other switches. Without the package they mean nothing.
+_EINSUM: dict[str, Any] | None = (
+    torch.backends.opt_einsum._get_enabled.__globals__
+    if torch.backends.opt_einsum.is_available()
+    else None
+)
+_SWITCH_NAMES = (*SWITCHES[:2], *_LASTING_NAMES, *(_LASTING_NAMES_ON_CUDA if _CUDA else ()))
 
 
 def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], pytree.TreeSpec]:
     """Flatten a call into its leaves and the tree that puts them back together.
 
-    Keyword arguments are put in the order of their names: f(a=1, b=2) and f(b=2, a=1) are one call.
+    Keyword arguments are sorted by name: f(a=1, b=2) and f(b=2, a=1) are the same call.
     """
     return pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
 
@@ -75,10 +132,10 @@ def tensors_of(tree: Any) -> list[torch.Tensor]:
 
 
 def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
-    """Hashable description of one leaf: everything that must match for a call to be the same.
+    """A hashable description of one leaf: everything that must match for a call to be the same.
 
-    Tensors by shape, dtype, stride, device and requires_grad; other values by type and bit
-    pattern, since 1, 1.0, True and -0.0 differ.
+    Tensors are described by shape, dtype, stride, device and requires_grad; other values by type
+    and bit pattern, since 1, 1.0, True and -0.0 differ.
 
     Raises:
         SignatureError: the leaf is neither a tensor nor a plain value.
@@ -86,7 +143,7 @@ def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
     if isinstance(leaf, torch.Tensor):
         if not _is_plain(leaf):
             raise SignatureError(
-                f"{name} is {_kind(leaf)}; only plain dense tensors are supported.",
+                f"{name} is {_unusual_kind(leaf)}; only plain dense tensors are supported.",
                 remedy="Pass it as its dense parts, or convert it inside the model.",
             )
         return (leaf.shape, leaf.dtype, leaf.stride(), leaf.device, leaf.requires_grad)
@@ -104,18 +161,8 @@ def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
     )
 
 
-_PLAIN_TYPES = (torch.Tensor, nn.Parameter)
-_STRIDED = torch.strided
-_HOST = torch.device("cpu")
-_is_functional = torch._is_functional_tensor
-_is_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
-_NO_DISPATCH = torch._C._disabled_torch_dispatch_impl
-_NO_FUNCTION = torch._C._disabled_torch_function_impl
-_EVERY_FUNCTION = torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
-
-
 def _is_plain(value: Any) -> bool:
-    """A dense tensor whose class has no behaviour of its own and whose bits are its values."""
+    """Whether a value is a dense tensor of PyTorch's own class whose bits are its values."""
     return (
         type(value) in _PLAIN_TYPES
         and value.layout is torch.strided
@@ -125,7 +172,8 @@ def _is_plain(value: Any) -> bool:
     )
 
 
-def _kind(tensor: torch.Tensor) -> str:
+def _unusual_kind(tensor: torch.Tensor) -> str:
+    """What kind of tensor it is that is not plain, in words."""
     nothing = without_memory(tensor)
     if nothing is not None:
         return nothing
@@ -139,15 +187,15 @@ def _kind(tensor: torch.Tensor) -> str:
 
 
 def dispatches(tensor: torch.Tensor) -> bool:
-    """Whether its class runs the operations of PyTorch itself (`__torch_dispatch__`)."""
-    kind = type(tensor)
-    return kind not in _PLAIN_TYPES and kind.__torch_dispatch__ is not _NO_DISPATCH
+    """Whether its class runs PyTorch's operations in its own way (`__torch_dispatch__`)."""
+    cls = type(tensor)
+    return cls not in _PLAIN_TYPES and cls.__torch_dispatch__ is not _NO_DISPATCH
 
 
 def without_memory(tensor: torch.Tensor) -> str | None:
-    """What a tensor is that has no values in memory of its own, in words; None for any other.
+    """What kind of tensor it is, in words, if it has no values in its own memory; else None.
 
-    Neither its address nor its bytes can be asked for: that raises whatever PyTorch raises.
+    Reading the address or bytes of such a tensor raises whatever PyTorch raises.
     """
     if nn.parameter.is_lazy(tensor):
         return f"an {type(tensor).__qualname__}, of a lazy module before its first call"
@@ -163,23 +211,19 @@ def without_memory(tensor: torch.Tensor) -> str | None:
 
 
 def unusual_weight(module: nn.Module) -> tuple[str, str] | None:
-    """The first weight that is no plain dense tensor: its name and what it is; None if all are."""
+    """Name and kind of the first weight that is no plain dense tensor; None if all are plain."""
     for name, tensor in _weights(module):
         lazy = nn.parameter.is_lazy(tensor)
         if lazy or tensor.is_meta or not (_is_plain(tensor) or _is_only_conjugated(tensor)):
             meta = tensor.is_meta and without_memory(tensor) is None
-            return name, "a meta tensor, without values" if meta else _kind(tensor)
+            return name, "a meta tensor, without values" if meta else _unusual_kind(tensor)
     return None
 
 
-# By name, so that none has to be imported.
-_SHARDING = ("FSDPModule", "FullyShardedDataParallel")
-
-
 def sharded_module(module: nn.Module) -> tuple[str, str] | None:
-    """A module whose weights come and go around its calls: its name and class; None if none is.
+    """Name and class of a module that shards its weights; None if there is none.
 
-    Between two calls their memory is given back, and a graph would read it.
+    The memory of such weights is freed between calls, and a graph would read it.
     """
     for path, child in module.named_modules():
         for kind in type(child).__mro__:
@@ -191,12 +235,15 @@ def sharded_module(module: nn.Module) -> tuple[str, str] | None:
 def refuse_weights(module: nn.Module, *, subclasses: bool = False) -> None:
     """Refuse a module with weights that no graph can hold.
 
-    A subclass that answers PyTorch's functions itself may leave the work to plain tensors, as
-    torchao's quantised weights do: it is let through, but for `subclasses=True`, where the values
-    of weights are copied and compared.
+    A tensor subclass that overrides PyTorch's functions may delegate the work to plain tensors, as
+    torchao's quantised weights do. It is accepted, unless `subclasses` is set.
+
+    Args:
+        module: the module.
+        subclasses: refuse such subclasses too: the values of weights are copied and compared.
 
     Raises:
-        SignatureError: a parameter, buffer or attribute is such a tensor, or FSDP divides weights.
+        SignatureError: a parameter, buffer or attribute is such a tensor, or FSDP shards weights.
     """
     sharded = sharded_module(module)
     if sharded is not None:
@@ -232,7 +279,7 @@ def _is_only_conjugated(tensor: torch.Tensor) -> bool:
 def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Parameters, buffers and attributes that are tensors, by name."""
     for path, child in module.named_modules():
-        # A script has no dictionaries of its own.
+        # A ScriptModule has no plain dictionaries.
         for held in ("_parameters", "_buffers"):
             for name, value in getattr(child, held).items():
                 if isinstance(value, torch.Tensor):
@@ -242,30 +289,11 @@ def _weights(module: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
                 yield f"{path}.{name}" if path else name, value
 
 
-# What `switches` gives, by name.
-SWITCHES = (
-    "autocast on the CPU",
-    "autocast on CUDA",
-    "the default dtype",
-    "torch.use_deterministic_algorithms",
-    "torch.backends.mkldnn.enabled",
-    "torch.backends.cudnn.enabled",
-    "torch.backends.cudnn.benchmark",
-    "torch.backends.cuda.matmul.fp32_precision",
-    "torch.backends.cudnn.conv.fp32_precision",
-    "torch.backends.mkldnn.matmul.fp32_precision",
-    "torch.backends.cuda.flash_sdp",
-    "torch.backends.cuda.mem_efficient_sdp",
-    "torch.backends.cuda.math_sdp",
-    "torch.backends.cuda.cudnn_sdp",
-)
-
-
 def switches() -> tuple[Any, ...]:
-    """The global switches that another process repeats, and that a saved model was built under.
+    """The global switches that another process has to repeat, and that a saved model depends on.
 
-    Read from torch._C: the public properties cost three times as much, and the older TF32 flags
-    raise once one of the newer fp32_precision settings was used.
+    They are read from torch._C: the public properties take three times as long, and the older TF32
+    flags raise once one of the newer fp32_precision settings was used.
     """
     c = torch._C
     return (
@@ -287,7 +315,7 @@ def switches() -> tuple[Any, ...]:
 
 def _autocast() -> tuple[Any, Any]:
     """Autocast's dtype on the CPU and on CUDA, or False."""
-    if not torch._C._is_any_autocast_enabled():  # Quicker than asking for each.
+    if not torch._C._is_any_autocast_enabled():  # Faster than asking for each.
         return False, False
     return (
         torch.is_autocast_enabled("cpu") and torch.get_autocast_dtype("cpu"),
@@ -295,39 +323,11 @@ def _autocast() -> tuple[Any, Any]:
     )
 
 
-# What `lasting_switches` gives, by name. What an operation of the CPU asks for itself is no part of
-# it, since a graph there runs the operations: precisions of oneDNN, threads, denormals.
-_LASTING = (
-    "the default dtype",
-    "the default device",
-    "torch.use_deterministic_algorithms (warn_only, fill_uninitialized_memory)",
-    "torch.backends.mkldnn.enabled",
-    "torch.backends.cuda.flash_sdp",
-    "torch.backends.cuda.math_sdp",
-    "torch.backends.cuda.allow_fp16_bf16_reduction_math_sdp",
-    "torch.backends.mha.set_fastpath_enabled",
-    "torch.backends.opt_einsum",
-)
-_LASTING_ON_CUDA = (
-    "fp32_precision (TF32) of torch.backends.cuda.matmul and torch.backends.cudnn",
-    "torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction",
-    "torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction",
-    "torch.backends.cuda.matmul.allow_fp16_accumulation",
-    "torch.backends.cudnn.enabled",
-    "torch.backends.cudnn.benchmark",
-    "torch.backends.cudnn.deterministic",
-    "torch.backends.cuda.mem_efficient_sdp",
-    "torch.backends.cuda.cudnn_sdp",
-    *["the order of kernels for attention (sdpa_kernel(set_priority=True))"]
-    * len(torch._C._get_sdp_priority_order()),
-)
-
-
 def lasting_switches() -> tuple[Any, ...]:
-    """The switches that change what a call computes, but for autocast.
+    """The switches that change what a call computes, autocast excepted.
 
-    Read at every call, hence by whatever is quickest, and written out twice. A guard of tensors
-    sees autocast come and go by itself.
+    They are read at every call, so by whatever is fastest, and written out twice. A guard of
+    tensors notices by itself when autocast is turned on or off.
     """
     c = torch._C
     modes = _function_modes() if c._len_torch_function_stack() else None
@@ -345,13 +345,19 @@ def lasting_switches() -> tuple[Any, ...]:
             c._get_flash_sdp_enabled(),
             c._get_math_sdp_enabled(),
             c._get_math_sdp_allow_fp16_bf16_reduction(),
-            _MHA._is_fastpath_enabled if FastPath.kept is None else FastPath.kept,
+            _MHA._is_fastpath_enabled
+            if AttentionFastPath.user_setting is None
+            else AttentionFastPath.user_setting,
             contraction,
         )
     try:
-        tf32 = (c._get_cublas_allow_tf32(), c._get_cudnn_allow_tf32()) if _Tf32.answers else _tf32()
+        tf32 = (
+            (c._get_cublas_allow_tf32(), c._get_cudnn_allow_tf32())
+            if _OlderTf32Flags.answers
+            else _tf32()
+        )
     except Exception:
-        _Tf32.answers = False
+        _OlderTf32Flags.answers = False
         tf32 = _tf32()
     return (
         torch.get_default_dtype(),
@@ -361,7 +367,9 @@ def lasting_switches() -> tuple[Any, ...]:
         c._get_flash_sdp_enabled(),
         c._get_math_sdp_enabled(),
         c._get_math_sdp_allow_fp16_bf16_reduction(),
-        _MHA._is_fastpath_enabled if FastPath.kept is None else FastPath.kept,
+        _MHA._is_fastpath_enabled
+        if AttentionFastPath.user_setting is None
+        else AttentionFastPath.user_setting,
         contraction,
         tf32,
         c._get_cublas_allow_fp16_reduced_precision_reduction(),
@@ -376,41 +384,30 @@ def lasting_switches() -> tuple[Any, ...]:
     )
 
 
-_CUDA = torch.version.cuda is not None or torch.version.hip is not None
-_MHA = torch.backends.mha
-# Its properties take longer to ask for than all of these. Without the package they mean nothing.
-_EINSUM: dict[str, Any] | None = (
-    torch.backends.opt_einsum._get_enabled.__globals__
-    if torch.backends.opt_einsum.is_available()
-    else None
-)
-_NAMES = (*SWITCHES[:2], *_LASTING, *(_LASTING_ON_CUDA if _CUDA else ()))
-
-
-class FastPath:
-    """What the user has set of attention's fast path, while a capture has it off.
+class AttentionFastPath:
+    """The user's setting of torch.backends.mha's fast path, which captures turn off.
 
     Attributes:
-        kept: that; None where no capture is under way.
+        user_setting: the setting; None while no capture is under way.
     """
 
-    kept: bool | None = None
+    user_setting: bool | None = None
 
 
-class _Attention:
-    """The order of attention's kernels, which PyTorch itself changes when it first picks one.
+class _AttentionKernels:
+    """The priority order of attention kernels, which PyTorch changes when it first picks one.
 
-    Only then does it see that the GPU prefers cuDNN's. That is no change of the user's.
+    Only then does it see that the GPU prefers cuDNN's. That is no change by the user.
 
     Attributes:
-        settled: whether it has picked one.
+        settled: whether PyTorch has picked one.
     """
 
     settled = False
 
     @classmethod
     def settle(cls) -> None:
-        """Have it pick one, where CUDA is in use."""
+        """Have PyTorch pick one now, where CUDA is in use."""
         if not torch.cuda.is_initialized() or torch.cuda.is_current_stream_capturing():
             return
         cls.settled = True
@@ -419,23 +416,23 @@ class _Attention:
             torch._fused_sdp_choice(few, few, few)
 
 
-class _Tf32:
-    """Whether the older flags of TF32 can be asked for, which is quicker than the newer settings.
+class _OlderTf32Flags:
+    """Whether the older TF32 flags can be read, which is faster than the newer settings.
 
-    They raise once these say what they cannot.
+    They raise once the newer settings have values that the flags cannot express.
     """
 
     answers = True
 
 
 def _tf32() -> tuple[Any, ...]:
-    """Precision of float32 in matrix products, and in cuDNN's convolutions and RNNs."""
+    """The float32 precision of matrix products, and of cuDNN's convolutions and RNNs."""
     get = torch._C._get_fp32_precision_getter
     return get("cuda", "matmul"), get("cuda", "conv"), get("cuda", "rnn")
 
 
 def _function_modes() -> tuple[Any, ...] | None:
-    """The default device, `with torch.device(...)` included, and modes of others."""
+    """The default device, including `with torch.device(...)`, and other function modes."""
     c = torch._C
     found = []
     for place in range(c._len_torch_function_stack()):
@@ -444,8 +441,8 @@ def _function_modes() -> tuple[Any, ...] | None:
     return tuple(each for each in found if each != _HOST) or None
 
 
-def _sees_functions() -> bool:
-    """Whether a mode of somebody's wants to see the functions of PyTorch that are called."""
+def _has_function_mode() -> bool:
+    """Whether a function mode is on, other than that of the default device."""
     c = torch._C
     return any(
         type(c._get_function_stack_at(place)) is not DeviceContext
@@ -454,15 +451,15 @@ def _sees_functions() -> bool:
 
 
 @dataclass(frozen=True)
-class Mixed:
+class MixedArguments:
     """Arguments that are tensors and plain values, without containers.
 
     Attributes:
-        count: of the positional ones.
-        names: of the others, in order.
-        plain: positions of the plain values, and they themselves.
+        count: how many are positional.
+        names: of the keyword arguments, sorted.
+        plain: the plain values, with their positions.
         places: positions of the tensors.
-        guard: PyTorch's own check of these.
+        guard: PyTorch's own check of the tensors.
     """
 
     count: int
@@ -472,8 +469,8 @@ class Mixed:
     guard: Callable[..., bool]
 
     @classmethod
-    def of(cls, args: Args, kwargs: Kwargs) -> Mixed | None:
-        """None where there are other arguments, or no tensors."""
+    def of(cls, args: Args, kwargs: Kwargs) -> MixedArguments | None:
+        """Describe a call; None if it has other arguments, or no tensors."""
         names = tuple(sorted(kwargs))
         values = (*args, *(kwargs[name] for name in names))
         places = tuple(i for i, v in enumerate(values) if isinstance(v, torch.Tensor))
@@ -484,7 +481,7 @@ class Mixed:
         return None if guard is None else cls(len(args), names, plain, places, guard)
 
     def values(self, args: Args, kwargs: Kwargs) -> Args | None:
-        """A call's arguments in a row, if the plain ones are the very same; else None."""
+        """A call's arguments as one tuple, if the plain ones are the same objects; else None."""
         if len(args) != self.count or len(kwargs) != len(self.names):
             return None
         if kwargs:
@@ -504,22 +501,22 @@ class Mixed:
 
 @dataclass(frozen=True)
 class CallSignature:
-    """What two calls must share for the one to stand for the other."""
+    """What two calls must share so that what was built for one can answer the other."""
 
     spec: pytree.TreeSpec
     leaves: tuple[tuple[Any, ...], ...]
     aliases: tuple[tuple[int, int, int], ...]
     switches: tuple[Any, ...]
-    # The common case, arguments that are plain tensors, is compared without flattening:
-    # one description a positional argument, and one a keyword, in the order of their names. None
-    # where there are others.
+    # For the common case, arguments that are all plain tensors, which are compared without
+    # flattening: descriptions of the positional arguments, and of the keyword arguments sorted by
+    # name. None for other calls.
     flat: tuple[tuple[tuple[Any, ...], ...], dict[str, tuple[Any, ...]]] | None = field(
         compare=False
     )
-    # PyTorch's own check of tensors against such a call's, in C++: true only for calls that fit.
+    # PyTorch's own check in C++ of tensors against this call's: True only for calls that fit.
     guard: Callable[..., bool] | None = field(compare=False, repr=False)
-    # The same for calls with plain values beside the tensors.
-    mixed: Mixed | None = field(compare=False, repr=False, default=None)
+    # The same for calls that have plain values beside the tensors.
+    mixed: MixedArguments | None = field(compare=False, repr=False, default=None)
 
     @classmethod
     def of(cls, args: Args, kwargs: Kwargs) -> CallSignature:
@@ -528,15 +525,15 @@ class CallSignature:
         Raises:
             SignatureError: an argument is neither a tensor nor a plain value.
         """
-        if _CUDA and not _Attention.settled:
-            _Attention.settle()
+        if _CUDA and not _AttentionKernels.settled:
+            _AttentionKernels.settle()
         leaves, spec = flatten(args, kwargs)
         described: list[tuple[Any, ...]] = []
         for index, leaf in enumerate(leaves):
             try:
                 described.append(describe(leaf))
             except SignatureError:
-                # Naming leaves is slow, so it is done only for the error.
+                # Naming leaves is slow, so only the error does it.
                 describe(leaf, argument_names(args, kwargs)[index])
                 raise
         flat = guard = None
@@ -554,7 +551,7 @@ class CallSignature:
                 {name: describe(value) for name, value in sorted(kwargs.items())},
             )
             guard = guard_of((*args, *(kwargs[name] for name in flat[1])))
-        mixed = None if flat is not None or aliases else Mixed.of(args, kwargs)
+        mixed = None if flat is not None or aliases else MixedArguments.of(args, kwargs)
         switched = (*_autocast(), *lasting_switches())
         return cls(spec, tuple(described), aliases, switched, flat, guard, mixed)
 
@@ -565,7 +562,7 @@ class CallSignature:
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call has this signature; takes a microsecond or two."""
-        if torch._C._len_torch_dispatch_stack():  # make_fx's mode does not show in the guard.
+        if torch._C._len_torch_dispatch_stack():  # The guard does not see make_fx's mode.
             return False
         if self.guard is not None and self.flat is not None:
             positional, named = self.flat
@@ -576,11 +573,11 @@ class CallSignature:
             except KeyError:
                 return False
             if fitting(self.guard, values):
-                return self._switched()
+                return self._same_switches()
         if self.mixed is not None:
             row = self.mixed.values(args, kwargs)
             if row is not None and fitting(self.mixed.guard, self.mixed.tensors(row)):
-                return self._switched()
+                return self._same_switches()
         if inside_transform():
             return False
         if self.flat is None:
@@ -589,16 +586,16 @@ class CallSignature:
         if len(args) != len(positional) or len(kwargs) != len(named):
             return False
         for value, expected in zip(args, positional, strict=True):
-            if not _is(value, expected):
+            if not _matches(value, expected):
                 return False
         for name, value in kwargs.items():
-            if name not in named or not _is(value, named[name]):
+            if name not in named or not _matches(value, named[name]):
                 return False
         if len(args) + len(kwargs) > 1 and _shared((*args, *kwargs.values())):
             return False
-        return self._switched()
+        return self._same_switches()
 
-    def _switched(self) -> bool:
+    def _same_switches(self) -> bool:
         """Whether the switches are what they were."""
         return (*_autocast(), *lasting_switches()) == self.switches
 
@@ -618,17 +615,19 @@ class CallSignature:
         names = argument_names(args, kwargs)
         for name, mine, theirs in zip(names, self.leaves, other.leaves, strict=True):
             if mine != theirs:
-                found.append(f"{name} is {_words(theirs)}, built for {_words(mine)}")
+                found.append(
+                    f"{name} is {_describe_in_words(theirs)}, built for {_describe_in_words(mine)}"
+                )
         if other.aliases != self.aliases:
             found.append("the arguments share memory in another way")
         if other.switches != self.switches:
-            pairs = zip(_NAMES, self.switches, other.switches, strict=True)
+            pairs = zip(_SWITCH_NAMES, self.switches, other.switches, strict=True)
             found += [f"the switch {name} is {b}, and was {a}" for name, a, b in pairs if a != b]
         return "; ".join(found)
 
 
-def _is(value: Any, expected: tuple[Any, ...]) -> bool:
-    """Whether a value has a description, without making a description of it."""
+def _matches(value: Any, expected: tuple[Any, ...]) -> bool:
+    """Whether `describe(value)` would equal a description; faster than describing it."""
     shape, dtype, stride, device, requires_grad = expected
     return (
         type(value) in _PLAIN_TYPES
@@ -647,10 +646,10 @@ def _is(value: Any, expected: tuple[Any, ...]) -> bool:
 
 
 def guard_of(tensors: Sequence[torch.Tensor]) -> Callable[..., bool] | None:
-    """A quick check whether tensors are of the same type, layout, device and so on as these.
+    """A fast check whether tensors have the same type, layout, device and so on as these.
 
-    It is what torch.compile guards its code with; it may say no to tensors that fit, under another
-    autocast or inference mode for example.
+    torch.compile guards its code with it. It may reject tensors that fit, for example under another
+    autocast or inference mode.
     """
     try:
         from torch._C._dynamo.guards import TensorGuards
@@ -674,39 +673,39 @@ def are_plain(values: Sequence[Any]) -> bool:
 
 
 def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
-    """Whether a guard passes some values, which are tensors that share no memory."""
-    # The guard ends the process on tensors without strides.
+    """Whether some values are plain tensors that pass a guard and share no memory."""
+    # The guard crashes the process on tensors without strides.
     if not are_plain(values):
         return False
-    return guard(*values) and (len(values) < 2 or _apart(values))
+    return guard(*values) and (len(values) < 2 or _own_storages(values))
 
 
-def _apart(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether each tensor has a storage of its own that holds something."""
+def _own_storages(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether each tensor has its own storage, which is not empty."""
     found = {tensor.untyped_storage().data_ptr() for tensor in tensors}
     return len(found) == len(tensors) and 0 not in found and not _overlapping(tensors)
 
 
 def _overlapping(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether storages that begin at different places overlap, as those of NumPy arrays may."""
+    """Whether different storages overlap in memory, as those of NumPy arrays may."""
     storages = [tensor.untyped_storage() for tensor in tensors]
     ranges = sorted({(s.data_ptr(), s.nbytes()) for s in storages if s.nbytes()})
     return any(a + n > b for (a, n), (b, _) in itertools.pairwise(ranges) if a != b)
 
 
 def inside_transform() -> bool:
-    """Whether vmap, tracing, a mode or the like wants to see the operations themselves."""
+    """Whether a transform such as vmap, a tracer or a mode has to see the operations itself."""
     return (
         torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()
-        or (torch._C._len_torch_function_stack() > 0 and _sees_functions())
+        or (torch._C._len_torch_function_stack() > 0 and _has_function_mode())
     )
 
 
 def _shared(leaves: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
-    """Pairs of leaves in one storage, and how many bytes they lie apart in it."""
+    """Pairs of leaves that share a storage, with the bytes between their first elements."""
     tensors = [(i, leaf) for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     if len(tensors) < 2:
         return ()
@@ -724,26 +723,26 @@ def _shared(leaves: Sequence[Any]) -> tuple[tuple[int, int, int], ...]:
     return tuple(pairs)
 
 
-def _words(described: tuple[Any, ...]) -> str:
+def _describe_in_words(described: tuple[Any, ...]) -> str:
     if len(described) == 5:
         shape, dtype, stride, device, requires_grad = described
         grad = ", requires_grad" if requires_grad else ""
         return (
             f"{tuple(shape)} {str(dtype).removeprefix('torch.')} strides {stride} on {device}{grad}"
         )
-    kind, value = described
-    if isinstance(kind, type) and issubclass(kind, float):
+    cls, value = described
+    if isinstance(cls, type) and issubclass(cls, float):
         return f"float {struct.unpack('<d', value)[0]!r}"
-    return f"{kind.__name__} {value!r}"
+    return f"{cls.__name__} {value!r}"
 
 
 @dataclass(frozen=True)
 class Range:
-    """The sizes that one dimension may have; dimensions of one name have the same one.
+    """The sizes that one dimension may have; dimensions with the same name have the same size.
 
     Attributes:
-        leaf: which of a call's leaves.
-        axis: which dimension of it.
+        leaf: index of the leaf among the call's leaves.
+        axis: which dimension of the leaf.
         name: of the dimension.
         low: smallest size.
         high: largest size.
@@ -758,9 +757,9 @@ class Range:
 
 @dataclass(frozen=True)
 class RangedSignature:
-    """What calls must share but for the sizes of some dimensions.
+    """What calls must share, except for the sizes of some dimensions.
 
-    Their tensors are contiguous, as the sample's were.
+    Tensors with such dimensions must be contiguous, as the sample's were.
     """
 
     base: CallSignature
@@ -772,7 +771,7 @@ class RangedSignature:
         return self.base.wants_grad
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether a call is answered by what was built for the range."""
+        """Whether what was built for the range can answer a call."""
         return self.differences(args, kwargs) is None
 
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
@@ -808,7 +807,7 @@ class RangedSignature:
             known = [mine[1], _contiguous(expected), *mine[3:]]
             if list(shape) != expected or kind[:1] + kind[2:] != known[:1] + known[2:]:
                 return plain
-            if _odd(expected, kind[1], known[1]):
+            if _strides_differ(expected, kind[1], known[1]):
                 return plain
         return None
 
@@ -821,17 +820,14 @@ def _contiguous(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def _odd(shape: Sequence[int], strides: Any, expected: Sequence[int]) -> bool:
-    """Whether strides differ where they matter."""
+def _strides_differ(shape: Sequence[int], strides: Any, expected: Sequence[int]) -> bool:
+    """Whether strides differ in a dimension of more than one element."""
     steps = zip(shape, strides, expected, strict=True)
     return any(size > 1 and mine != theirs for size, mine, theirs in steps)
 
 
-Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
-
-
 def quick_key(args: Args, kwargs: Kwargs) -> Any:
-    """What is looked up before a whole signature is made; None where not all are tensors."""
+    """A key that is quickly made, of the arguments' shapes; None if not all are tensors."""
     try:
         shapes = [arg.shape for arg in args]
         if kwargs:
@@ -842,7 +838,7 @@ def quick_key(args: Args, kwargs: Kwargs) -> Any:
 
 
 def arguments_of(call: Call) -> tuple[Args, Kwargs]:
-    """Positional and keyword arguments of a call that was written down in one of three ways.
+    """Positional and keyword arguments of a `Call`, which has one of three forms.
 
     Raises:
         OptionError: it is none of them.

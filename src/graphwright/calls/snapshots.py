@@ -1,7 +1,7 @@
-"""What one call is given, returns and changes, kept in memory of its own.
+"""Snapshots of a module's state and of a call's inputs, outputs and side effects.
 
-Calls are made on clones of the inputs and from the same buffers, so that a model that writes
-to either can be run again and again and compared with itself.
+Calls run on clones of the inputs and start from the same buffers, so that a model that writes to
+either can be run repeatedly and compared with itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Call:
     kwargs: Mapping[str, Any]
 
     def clone(self) -> Call:
-        """The same call with tensors of its own: same values, strides, overlaps, aliases."""
+        """The same call with new tensors: same values, strides, overlaps and aliases."""
         leaves, spec = flatten(self.args, self.kwargs)
         args, kwargs = unflatten(clone_leaves(leaves), spec)
         return replace(self, args=args, kwargs=kwargs)
@@ -47,7 +47,7 @@ class Call:
 
 
 def clone_leaves(leaves: Sequence[Any]) -> list[Any]:
-    """Clone tensors storage by storage, so that views of one storage stay views of one."""
+    """Clone tensors storage by storage, so that tensors that shared a storage still do."""
     storages: dict[int, torch.UntypedStorage] = {}
     tensors: dict[int, torch.Tensor] = {}
     result = []
@@ -69,7 +69,7 @@ def clone_leaves(leaves: Sequence[Any]) -> list[Any]:
 
 
 def can_hold_anything(tensor: torch.Tensor) -> bool:
-    """Whether every element has memory of its own; an expanded tensor's have not."""
+    """Whether every element has its own memory, unlike an expanded tensor's elements."""
     return not any(
         step == 0 and size > 1 for step, size in zip(tensor.stride(), tensor.shape, strict=True)
     )
@@ -86,7 +86,7 @@ def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def same_value(a: Any, b: Any) -> bool:
-    """Whether two values that are no tensors are of one type and equal; NaN equals NaN."""
+    """Whether two values, no tensors, have the same type and are equal; NaN equals NaN."""
     return type(a) is type(b) and bool(a == b or (a != a and b != b))
 
 
@@ -100,19 +100,19 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ModuleState:
-    """What a module holds, as it was: to put back and to compare.
+    """A snapshot of what a module holds, to put back and to compare.
 
-    Buffers and tensor attributes, which a call may change or replace, are kept as copies; whatever
-    else it reaches by identity, containers by what was in them; parameters, which inference must
-    not change, in host memory and by a checksum, unless `weights` is False.
+    Buffers and tensor attributes, which a call may change or replace, are kept as copies;
+    everything else that it reaches by identity, containers with their content; parameters, which
+    inference must not change, in host memory and by a checksum, unless `weights` is False.
     """
 
     def __init__(self, module: nn.Module, *, weights: bool = True) -> None:
         # Lists, dictionaries, objects and attributes, whatever holds them.
         self._held = Dependencies(module)
-        # Where each tensor is found, under which key, and which tensor it is.
+        # By name: the dictionary that holds each tensor, its key there, and the tensor.
         self._places: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
-        # A hook of weight_norm makes the weight anew before each call.
+        # Weights that a hook, of weight_norm say, makes anew before each call.
         remade = set()
         self._slots: dict[str, tuple[dict[str, Any], str, torch.Tensor]] = {}
         for path, child in module.named_modules():
@@ -142,7 +142,7 @@ class ModuleState:
         self._weights = {n: p.detach().to("cpu", copy=True) for n, p in self._parameters.items()}
 
     def restore(self) -> None:
-        """Put back what changed, the values of parameters excepted."""
+        """Put back what changed, except for the values of parameters."""
         self._held.put_back()
         for slots, key, parameter in self._slots.values():
             if slots.get(key) is not parameter:
@@ -156,7 +156,7 @@ class ModuleState:
                     tensor.copy_(self._kept[name])
 
     def vary(self, storages: Collection[int]) -> None:
-        """Start from other values in the buffers of some storages (by identity) from now on."""
+        """From now on, restore other values in the buffers of some storages, given by identity."""
         generator = torch.Generator().manual_seed(0)
         for name, (_, _, tensor) in self._places.items():
             if tensor.untyped_storage()._cdata in storages and tensor.is_floating_point():
@@ -173,9 +173,9 @@ class ModuleState:
         return found
 
     def marks(self) -> dict[str, tuple[int, int]]:
-        """By name what differs once a tensor was written to or replaced by other memory.
+        """Marks by name that change when a tensor is written to or replaced by other memory.
 
-        Where nothing does, values may have been written that were there before.
+        A mark changes even if the values that are written were there before.
         """
         places = {n: p for n, p in self._places.items() if n not in self._remade} | self._slots
         found = {
@@ -185,7 +185,7 @@ class ModuleState:
         return found | {n: (0, _version(self._places[n][2])) for n in self._remade}
 
     def corrupted(self) -> str | None:
-        """Name of a parameter whose bits changed, or None; what changed is put back."""
+        """Name of a parameter whose bits changed, or None; changed parameters are put back."""
         found = [name for name, value in self._sums().items() if value != self._checksums[name]]
         with torch.no_grad():
             for name in found:
@@ -193,7 +193,7 @@ class ModuleState:
         return found[0] if found else None
 
     def changed(self) -> str | None:
-        """The name of a tensor that holds other values than it did, or None; it is left so."""
+        """Name of a tensor whose values changed, or None; nothing is put back."""
         found = [n for n, value in self._sums().items() if value != self._checksums[n]]
         found += [
             name
@@ -212,7 +212,7 @@ class ModuleState:
 
 
 def _replaced(now: Any, before: torch.Tensor) -> int:
-    """The identity of what is there, if it is not the same memory."""
+    """The identity of a tensor in another one's place; 0 if it is the same memory."""
     if now is before or (
         isinstance(now, torch.Tensor)
         and now.layout is torch.strided
@@ -231,7 +231,7 @@ def _version(tensor: torch.Tensor) -> int:
 
 
 def checksum(tensor: torch.Tensor) -> int:
-    """A sum over the bits in which each place has a weight of its own, modulo 2**64."""
+    """A sum over the tensor's bits, modulo 2**64, in which each element has another weight."""
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
         return 0
@@ -245,8 +245,8 @@ def checksum(tensor: torch.Tensor) -> int:
 class Outcome:
     """What one call returned and changed.
 
-    `written` names what the module holds and the call wrote to, other values or the same;
-    `wrote_inputs` says so of its arguments.
+    `written` names the module's tensors that the call wrote to, even if the values are the same;
+    `wrote_inputs` tells whether it wrote to its arguments.
     """
 
     spec: pytree.TreeSpec
@@ -257,7 +257,7 @@ class Outcome:
     wrote_inputs: bool = False
 
     def leaves(self) -> dict[str, Any]:
-        """All that two outcomes must agree on, by name."""
+        """Everything that two outcomes must agree on, by name."""
         return {**self.outputs, **self.inputs, **self.buffers}
 
 
@@ -265,7 +265,7 @@ def outputs_by_name(result: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
     """The leaves of what a call returned, by name, and their tree.
 
     Raises:
-        SignatureError: a leaf is an object that may hold tensors out of sight.
+        SignatureError: a leaf is an object that may hide tensors.
     """
     leaves, spec = pytree.tree_flatten(result)
     named = dict(zip(leaf_names(result, "output"), leaves, strict=True))
@@ -277,13 +277,13 @@ def outputs_by_name(result: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
 def run(
     model: Model, call: Call, state: ModuleState, look: Callable[[Any, Call], None] | None = None
 ) -> Outcome:
-    """Call a model on clones of the inputs, from the kept state, and keep what it did.
+    """Call a model on clones of the inputs, from a given state, and keep what it did.
 
     Args:
         model: what is called.
         call: the inputs.
-        state: what it starts from.
-        look: shown what the model returned and the clones, before copies are made.
+        state: the state to start from.
+        look: called with what the model returned and the cloned call, before copies are made.
 
     Raises:
         SignatureError: the model returned something that cannot be compared.
@@ -302,7 +302,7 @@ def run(
 
 
 def keep(leaves: Mapping[str, Any]) -> dict[str, Any]:
-    """Copies of the tensors among some leaves; strides are kept as they are."""
+    """Copy the tensors among some leaves, with their strides."""
     return {
         name: leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
         for name, leaf in leaves.items()

@@ -1,7 +1,7 @@
-"""Notice whatever makes work that was built from a module out of date.
+"""ModuleWatch: notices changes that make work built from a module out of date.
 
-`ModuleWatch` compares what a call depends on (`dependencies`) with what it was; a plain function is
-watched as a module that holds what the function reaches.
+It compares what a call depends on (`dependencies`) with what it was. A plain function is watched as
+a module that holds what the function reaches.
 """
 
 from __future__ import annotations
@@ -18,45 +18,52 @@ from torch import nn
 
 from ..errors import OptionError
 from .dependencies import (
+    AttributesSource,
+    ClassPartsSource,
+    ClosureSource,
     Dependencies,
+    DictionarySource,
+    GlobalsSource,
+    LengthSource,
+    PartsSource,
+    SequenceSource,
+    SetSource,
+    SlotsSource,
     Source,
-    _Attributes,
-    _Cells,
-    _ClassParts,
-    _Dictionary,
-    _Globals,
-    _Length,
-    _Parts,
-    _Sequence,
-    _Set,
-    _Slots,
-    apart,
+    compare_walks,
     difference,
 )
 from .signature import guard_of, without_memory
 from .snapshots import checksum
 
+# How many objects that cannot be looked into are named.
+_SHOWN = 5
+# Read by functions in C, as these run at every call.
+_ADDRESS = torch.Tensor.data_ptr
+_FORWARD = operator.itemgetter("forward")
+_VERSION = operator.attrgetter("_version")
+_ATTRIBUTES = operator.attrgetter("__dict__")
+
 
 class ModuleWatch:
-    """Notices whatever makes work that was built from a module out of date.
+    """Notices changes that make work built from a module out of date.
 
-    Watched is what `Dependencies` finds: parameters, buffers, submodules and attributes by
-    identity, plain values by value, wherever modules hold them: in lists, dictionaries, sets and
-    objects too; tensors by address and shape; forward hooks, those for all modules among them; the
-    classes of modules and the methods that these run; for a function its code, what it closes over
-    and the globals that it names. With `values=True` also in-place changes of tensors, for work
-    that holds a copy of the weights or has folded them; with `audit=N` too by a checksum of all
-    their values at every Nth look, which finds writes that PyTorch does not report (through
-    `.data`, NumPy or a pointer).
+    It watches what `Dependencies` finds: parameters, buffers, submodules and attributes by
+    identity, plain values by value, also in lists, dictionaries, sets and objects; tensors by
+    address and shape; forward hooks, also those for all modules; the classes of modules and the
+    methods that run; for a function its code, its closure and the globals that it names. With
+    `values=True` it also watches in-place changes of tensors, for work that holds copies of the
+    weights. With `audit=N` every Nth check compares a checksum of all values too, which finds
+    writes that PyTorch does not report (through `.data`, NumPy or a pointer).
 
     The watch keeps the tensors' memory alive, so that what was built never reads memory that was
-    given to others, and no address comes back.
+    given to others, and no address is reused.
 
     Attributes:
-        memory: that of all tensors that it watches.
+        memory: storages of all watched tensors.
         unread: names of objects that it cannot look into.
-        unchanged: a quick look; it may say no where nothing has changed but to an equal value in
-            another object: ask `changed()` then.
+        unchanged: a fast check; it may return False if only equal values in other objects took the
+            place of values, so `changed()` has to decide.
     """
 
     unchanged: Callable[[], bool]
@@ -76,11 +83,11 @@ class ModuleWatch:
         Args:
             module: what is watched.
             values: also notice in-place changes of tensors.
-            training: watch hooks for the backward too, and no hook of the module itself: for work
-                that stands for its `forward`, around which they run.
-            audit: with `values`, compare a checksum of the tensors' values at every Nth look.
-            hooks: also watch what hooks reach. Where they run at every call it is no concern.
-            found: what the module depends on, where that is known.
+            training: also watch hooks for the backward, but not the module's own hooks: for work
+                that replaces its `forward`, around which these still run.
+            audit: with `values`, compare a checksum of the tensors' values at every Nth check.
+            hooks: also watch what hooks reach; not needed where they run at every call.
+            found: what the module depends on, if that is known.
         """
         self.values = values
         self._module = module
@@ -95,7 +102,7 @@ class ModuleWatch:
         self._sums = [] if self._audit is None else list(map(checksum, self._tensors))
 
     def _begin(self, found: Dependencies, versions: list[Any] | None = None) -> None:
-        """Compare with these dependencies from now on."""
+        """From now on, compare with these dependencies."""
         self._found = found
         self.unread = tuple(found.unread)
         ignores = found.ignores or (lambda tensor: False)
@@ -120,22 +127,26 @@ class ModuleWatch:
         self._settle(versions)
 
     def _settle(self, versions: list[Any] | None = None) -> None:
-        """Take what was compared for what is quickly compared with.
+        """Fill in what the fast check compares, from the current dependencies.
 
         Args:
-            versions: of the dictionaries, from before they were read.
+            versions: of the dictionaries, taken before they were read.
         """
         found, quick = self._found, self._quick
-        attributed = [s for s in found.sources if type(s) is _Attributes]
-        filled = [s for s in found.sources if isinstance(s, _Dictionary) and _has_version(s.owner)]
-        lists = [s for s in found.sources if isinstance(s, _Sequence | _Set)]
-        simple = [s for s in found.sources if type(s) is _ClassParts and [*s.held] == ["forward"]]
-        long = [s for s in found.sources if type(s) is _Length]
-        known = set(map(id, (*attributed, *filled, *lists, *simple, *long)))
+        attributed = [s for s in found.sources if type(s) is AttributesSource]
+        dictionaries = [
+            s for s in found.sources if isinstance(s, DictionarySource) and _has_version(s.owner)
+        ]
+        lists = [s for s in found.sources if isinstance(s, SequenceSource | SetSource)]
+        simple = [
+            s for s in found.sources if type(s) is ClassPartsSource and [*s.held] == ["forward"]
+        ]
+        long = [s for s in found.sources if type(s) is LengthSource]
+        known = set(map(id, (*attributed, *dictionaries, *lists, *simple, *long)))
         others = [s for s in found.sources if id(s) not in known]
-        self._ordered = [*attributed, *filled, *lists, *simple, *long, *others]
+        self._ordered = [*attributed, *dictionaries, *lists, *simple, *long, *others]
         quick.owners[:] = [s.owner for s in attributed]
-        quick.filled[:] = [s.owner for s in filled]
+        quick.dictionaries[:] = [s.owner for s in dictionaries]
         quick.empty[:] = found.empty
         quick.typed[:] = found.typed
         quick.types[:] = self._types
@@ -151,12 +162,12 @@ class ModuleWatch:
         quick.values[:] = itertools.chain.from_iterable([held for _, _, held in getters])
         quick.addressed[:] = self._tensors
         quick.addresses[:] = self._addresses
-        if versions is None or len(versions) != len(attributed) + len(filled):
+        if versions is None or len(versions) != len(attributed) + len(dictionaries):
             versions = quick.versions_now()
         quick.versions[:] = versions
 
     def same_tensors(self) -> bool:
-        """Whether geometry and, where they matter, values and training are what they were."""
+        """Whether geometry and, if they matter, values and requires_grad are what they were."""
         plain = self._guard is not None and self._guard(*self._tensors)
         if not plain and list(map(_geometry, self._tensors)) != self._geometries:
             return False
@@ -167,10 +178,11 @@ class ModuleWatch:
         return self._audit is None or self._audited()
 
     def _audited(self) -> bool:
-        """Whether the values are the same, as far as it is time to look."""
+        """Whether the values are the same, as far as an audit is due."""
         assert self._audit is not None
         self._looks += 1
-        if self._other_values or self._looks % self._audit == 0:  # Once found, until put back.
+        # Once a change is found, each check looks, until it is put back.
+        if self._other_values or self._looks % self._audit == 0:
             self._other_values = list(map(checksum, self._tensors)) != self._sums
         return not self._other_values
 
@@ -178,7 +190,7 @@ class ModuleWatch:
         """What has changed since the watch was made, in words, or None."""
         if self.unchanged():
             return None
-        # Before anything is compared: what another thread writes meanwhile must not pass for old.
+        # Taken before anything is compared: writes of other threads meanwhile must show.
         versions = self._quick.versions_now()
         change, unsure = self._difference(versions)
         if change is not None:
@@ -187,13 +199,13 @@ class ModuleWatch:
             self._settle(versions)
             return None
         fresh = self._walk()
-        change = apart(self._found, fresh, unsure)
+        change = compare_walks(self._found, fresh, unsure)
         if change is None:
             self._begin(fresh, versions)
         return change
 
     def _difference(self, versions: list[Any]) -> tuple[str | None, list[Any]]:
-        """What has changed; and what only another walk can tell."""
+        """What has changed, in words; and values that only another walk can compare."""
         if any(self._found.empty):
             return "a parameter, buffer, submodule or forward hook was added", []
         for value, before in zip(self._found.typed, self._types, strict=True):
@@ -207,7 +219,7 @@ class ModuleWatch:
                 continue  # It has not been written to.
             try:
                 now = source.read()
-            except Exception:  # What holds the values has changed its kind.
+            except Exception:  # The owner has become something else.
                 return f"{source.name} was replaced", []
             change, unknown = difference(source, now, self._found.ignores)
             if change is not None:
@@ -216,20 +228,20 @@ class ModuleWatch:
         return self._difference_of_tensors(), unsure
 
     def _difference_of_tensors(self) -> str | None:
-        """What has changed about tensors that are held as they were."""
+        """What has changed about the watched tensors themselves, in words."""
         addresses = list(map(_ADDRESS, self._tensors))
-        if (index := _first_apart(addresses, self._addresses)) is not None:
+        if (index := _first_difference(addresses, self._addresses)) is not None:
             return f"the memory of {self._names[index]} moved"
         geometries = list(map(_geometry, self._tensors))
-        if (index := _first_apart(geometries, self._geometries)) is not None:
+        if (index := _first_difference(geometries, self._geometries)) is not None:
             return f"the shape, strides or dtype of {self._names[index]} changed"
         versions = list(map(_VERSION, self._counted))
-        if (index := _first_apart(versions, self._versions)) is not None:
+        if (index := _first_difference(versions, self._versions)) is not None:
             name = self._versioned[index][0]
             return f"{name} changed in place, and what was built holds a copy"
         if self._other_values:
             sums = list(map(checksum, self._tensors))
-            if (index := _first_apart(sums, self._sums)) is not None:
+            if (index := _first_difference(sums, self._sums)) is not None:
                 return (
                     f"{self._names[index]} changed in place in a way that PyTorch does not report, "
                     "and what was built holds a copy"
@@ -244,7 +256,7 @@ class ModuleWatch:
         return [tensor.requires_grad for tensor in self._tensors] != self._trained
 
     def rebound(self) -> bool:
-        """Whether a tensor that was watched is held no longer, or has moved, for good."""
+        """Whether a watched tensor is gone from the module, or has moved or changed its shape."""
         held = {id(tensor) for _, tensor in Dependencies(self._module).tensors}
         return any(id(tensor) not in held for tensor in self._tensors) or (
             list(map(_ADDRESS, self._tensors)) != self._addresses
@@ -256,28 +268,28 @@ class _Quick:
     """What is compared at every call, laid out so that nearly all of it runs in C.
 
     Attributes:
-        owners: modules and objects, whose attributes count.
-        filled: dictionaries that hold something.
-        versions: of the attributes of the first and of the others.
+        owners: modules and objects whose attributes are watched.
+        dictionaries: dictionaries that hold something.
+        versions: of the owners' attributes, then of the dictionaries.
         empty: dictionaries that hold nothing.
-        typed: modules and objects, whose class counts.
-        types: the classes.
-        classes: classes of modules of which just `forward` counts.
-        forwards: of these.
-        lists: sequences.
-        lengths: of these.
-        items: what they hold, in a row.
-        long: what is watched by its length alone.
-        long_lengths: of these.
-        getters: other things that are read, as a function that gives several, and of what.
-        values: what these give, in a row.
+        typed: modules and objects whose class is watched.
+        types: their classes.
+        classes: attributes of classes of which only `forward` is watched.
+        forwards: these methods.
+        lists: lists, deques, tuples and sets.
+        lengths: their lengths.
+        items: everything in them, in a row.
+        long: containers that are watched by their length alone.
+        long_lengths: their lengths.
+        getters: a function that reads several other values, and what it reads them from.
+        values: everything that these give, in a row.
         addressed: tensors.
-        addresses: of these.
+        addresses: their addresses.
     """
 
     def __init__(self) -> None:
         self.owners: list[Any] = []
-        self.filled: list[dict[Any, Any]] = []
+        self.dictionaries: list[dict[Any, Any]] = []
         self.versions: list[Any] = []
         self.empty: list[Any] = []
         self.typed: list[Any] = []
@@ -295,15 +307,15 @@ class _Quick:
         self.addresses: list[int] = []
 
     def versions_now(self) -> list[Any]:
-        """Of all dictionaries."""
-        return [*map(_version, map(_ATTRIBUTES, self.owners)), *map(_version, self.filled)]
+        """Versions of all dictionaries, as they are now."""
+        return [*map(_version, map(_ATTRIBUTES, self.owners)), *map(_version, self.dictionaries)]
 
     def comparison(self, watch: ModuleWatch) -> Callable[[], bool]:
-        """A function that says whether all is the same, the tensors of a watch included."""
-        # Names of the function's own, which are found faster than attributes.
+        """Make the fast check, which includes the tensors of a watch."""
+        # Local names, which are found faster than attributes.
         row, same = itertools.chain.from_iterable, operator.is_
         attributes, version, address = _ATTRIBUTES, _version, _ADDRESS
-        owners, filled, versions = self.owners, self.filled, self.versions
+        owners, dictionaries, versions = self.owners, self.dictionaries, self.versions
         empty, typed, types_ = self.empty, self.typed, self.types
         classes, forwards = self.classes, self.forwards
         lists, lengths, items = self.lists, self.lengths, self.items
@@ -313,14 +325,14 @@ class _Quick:
         tensors = watch.same_tensors
 
         def unchanged() -> bool:
-            if [*map(version, map(attributes, owners)), *map(version, filled)] != versions:
+            if [*map(version, map(attributes, owners)), *map(version, dictionaries)] != versions:
                 return False
             if list(map(type, typed)) != types_ or any(empty):
                 return False
             try:
                 if list(map(_FORWARD, classes)) != forwards:
                     return False
-            except KeyError:  # It is the base class's now.
+            except KeyError:  # It was removed; now a base class's runs.
                 return False
             if long and list(map(len, long)) != long_lengths:
                 return False
@@ -339,11 +351,11 @@ class _Quick:
 
 
 def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any, ...]]]:
-    """How the values of a source are read quickly: functions, what of, and what they gave."""
+    """How to read a source fast: functions, what they read from, and what they gave."""
     held = source.held
-    if isinstance(source, _Cells):
+    if isinstance(source, ClosureSource):
         cells = source.owner.__closure__ or ()
-        # Twice the same: for one alone it gives no tuple.
+        # Given twice, since for one name it would return no tuple.
         get = operator.attrgetter("cell_contents", "cell_contents")
         names = zip(source.owner.__code__.co_freevars, cells, strict=True)
         return [(get, cell, (held[n], held[n])) for n, cell in names if n in held]
@@ -351,11 +363,11 @@ def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any,
     if not keys:
         return []
     twice = (held[keys[0]], *held.values())
-    if isinstance(source, _Globals):
+    if isinstance(source, GlobalsSource):
         return [(operator.itemgetter(keys[0], *keys), source.owner, twice)]
-    if isinstance(source, _ClassParts):
+    if isinstance(source, ClassPartsSource):
         return [(operator.itemgetter(keys[0], *keys), vars(source.owner), twice)]
-    if isinstance(source, _Parts | _Slots):
+    if isinstance(source, PartsSource | SlotsSource):
         return [(operator.attrgetter(keys[0], *keys), source.owner, twice)]
     return [(_both, source, (*keys, *held.values()))]
 
@@ -366,17 +378,13 @@ def _both(source: Source) -> list[Any]:
 
 
 def check_audit(audit: Any) -> None:
-    """Refuse what is no number of calls.
-
-    Raises:
-        OptionError: it is none.
-    """
+    """Raise OptionError unless `audit` is a number of calls or None."""
     if audit is not None and (not isinstance(audit, int) or isinstance(audit, bool) or audit < 1):
         raise OptionError(f"audit is a number of calls above 0, or None, not {audit!r}.")
 
 
 def unread_in_words(watch: ModuleWatch) -> list[str]:
-    """One line on the objects that a watch cannot look into; none where there are none."""
+    """A line on the objects that a watch cannot look into, if there are any."""
     if not watch.unread:
         return []
     shown = ", ".join(watch.unread[:_SHOWN])
@@ -384,18 +392,11 @@ def unread_in_words(watch: ModuleWatch) -> list[str]:
     return [f"not looked into: {shown}{f' and {more} more' if more > 0 else ''}"]
 
 
-def _first_apart(new: Sequence[Any], old: Sequence[Any]) -> int | None:
+def _first_difference(new: Sequence[Any], old: Sequence[Any]) -> int | None:
     for index, (a, b) in enumerate(zip(new, old, strict=True)):
         if a != b:
             return index
     return None
-
-
-_SHOWN = 5
-_ADDRESS = torch.Tensor.data_ptr
-_FORWARD = operator.itemgetter("forward")
-_VERSION = operator.attrgetter("_version")
-_ATTRIBUTES = operator.attrgetter("__dict__")
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
@@ -403,14 +404,14 @@ def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 
 def _content(dictionary: dict[Any, Any]) -> Any:
-    """What stands for the version of a dictionary, where nobody tells it."""
+    """A substitute for the version of a dictionary, where PyTorch does not give it."""
     return tuple(map(id, itertools.chain(dictionary, dictionary.values())))
 
 
 def _version_of_dictionaries() -> Callable[[dict[Any, Any]], Any]:
-    """What gives the version of a dictionary, which no other one and no later state of it has.
+    """Find a function that gives a version unique to a dictionary and its current content.
 
-    torch.compile guards modules with it. It is no public interface, hence tried out.
+    torch.compile guards modules with one. It is no public interface, so it is tried out first.
     """
     try:
         from torch._C._dynamo.guards import dict_version
@@ -441,5 +442,5 @@ _version = _version_of_dictionaries()
 
 
 def _has_version(holder: Any) -> bool:
-    # The order of an OrderedDict changes without one.
+    # The order of an OrderedDict changes without a new version.
     return isinstance(holder, dict) and not isinstance(holder, OrderedDict)

@@ -1,7 +1,7 @@
-"""Finding what keeps a call from being captured: check(), each obstacle with its line and its fix.
+"""check(): find what keeps a call from being captured, with the line and the fix of each obstacle.
 
 It runs the call and captures nothing; capturing belongs to graphs. Begin with checker; obstacles
-lists what can be found.
+lists everything that can be found.
 """
 
 from .checker import check as check

@@ -1,7 +1,7 @@
-"""check(): what keeps a call from being captured as a graph, where, and the mend.
+"""check(): what keeps a call from being captured as a graph, where it is, and how to fix it.
 
-The call is run while every operation of ATen and every function of torch passes by; nothing is
-captured, so that it needs no GPU.
+The call runs under modes that see every ATen operation and every function of torch. Nothing is
+captured, so no GPU is needed.
 """
 
 from __future__ import annotations
@@ -19,23 +19,21 @@ from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
 from ..calls.signature import argument_names, flatten, refuse_weights
 from ..errors import CaptureError, ModelFailed, OptionError, SignatureError, first_line, user_frame
-from ..graphs.conditions import capturing_seems_on, collection_off
+from ..graphs.conditions import garbage_collection_off, pretend_capturing
 from ..graphs.python_state import PythonState
-from ..graphs.warmup import same_when_told
+from ..graphs.warmup import check_same_result
 from . import obstacles
-from .finding import Finding as Finding
-from .finding import Place as Place
-from .finding import Severity as Severity
-from .finding import place_of_error
-from .functions import Calls
-from .obstacles import Found
-from .operations import Observer
+from .finding import Finding, Place, place_of_error
+from .functions import FunctionObserver
+from .obstacles import Findings
+from .operations import OperationObserver
 from .placement import Origin, Side, Sides
-from .side_effects import clear_what_grew, cuda_watched, hooks_of, python_watched, sizes_of_caches
+from .side_effects import clear_grown_caches, hooks_of, sizes_of_caches, watch_cuda, watch_python
 
+# A call with at most this many kernels is too small for a graph.
 _FEW_KERNELS = 2
-# What makes the results of two runs differ.
-_CHANCE = {
+# Kinds of obstacles that explain why the results of two runs differ.
+_CHANGES_RESULTS = {
     k.name
     for k in (obstacles.HOST_RANDOM, obstacles.CLOCK, obstacles.STATE, obstacles.CHANGING_COPY)
 }
@@ -51,22 +49,22 @@ def check(
     """Find what keeps a call from being captured as a graph, or would make its replays wrong.
 
     The call runs `runs` times under `torch.no_grad()`, while
-    `torch.cuda.is_current_stream_capturing()` answers True; what it changes is put back. A model on
-    the CPU is judged as if its parameters, buffers and arguments were on a GPU.
+    `torch.cuda.is_current_stream_capturing()` returns True. What it changes is put back. A model on
+    the CPU is checked as if its parameters, buffers and arguments were on a GPU.
 
     Args:
         fn: a module or function, for inference.
         args: positional arguments of the call.
         kwargs: keyword arguments.
-        runs: how often to run it: what differs between two runs of one call is no work that a graph
-            can repeat.
+        runs: how often to run it. What differs between two runs of the same call is nothing that a
+            graph could repeat.
 
     Returns:
-        the obstacles in the order in which they are met, each once; empty where there is none.
+        The obstacles in the order in which they are met, each once; empty if there are none.
 
     Raises:
         OptionError: an option makes no sense.
-        ModelFailed: the call raises by itself.
+        ModelFailed: the call raises even without a capture.
     """
     if not callable(fn):
         raise OptionError(f"check() takes a module or a function, not a {type(fn).__name__}.")
@@ -91,17 +89,17 @@ class _Checker:
         held = [*module.parameters(), *module.buffers()]
         given = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         self._pretend = not any(t.is_cuda for t in (*held, *given))
-        # Whether tensors say that they are on a GPU, where that is pretended.
-        self._lies = self._pretend
-        self._found = Found()
-        self._runs: list[Observer] = []
-        # One for all runs: what the first keeps, such as a table of positions, later ones find.
+        # Whether tensors that are pretended to be on a GPU also say so when asked.
+        self._claims_gpu = self._pretend
+        self._found = Findings()
+        self._runs: list[OperationObserver] = []
+        # Shared by all runs: later ones use what the first keeps, such as a table of positions.
         self._sides: Sides | None = None
         self._results: list[Any] = []
         self._expected: list[Any] = []
 
     def run(self, runs: int) -> list[Finding]:
-        """Run the call and compare."""
+        """Run the call, compare the runs, and return the findings."""
         try:
             refuse_weights(self._module)
         except SignatureError as error:
@@ -110,21 +108,21 @@ class _Checker:
         caches = sizes_of_caches() if self._pretend else {}
         seeded = torch.random.get_rng_state()
         try:
-            self._alone()
+            self._run_without_capture()
             for _ in range(runs):
-                if not self._once():
+                if not self._run_as_captured():
                     return self._found.all()
                 try:
                     undo.check()
                 except CaptureError as error:
                     self._found.add(obstacles.STATE, Place(), "", error.what)
-            self._randomness(undo)
+            self._find_host_randomness(undo)
             self._compare()
         finally:
             undo.restore(python=True)
             torch.random.set_rng_state(seeded)
-            # They may hold tensors that were said to be on a GPU.
-            clear_what_grew(caches)
+            # Caches may hold tensors that have said that they are on a GPU.
+            clear_grown_caches(caches)
         for hook in hooks_of(self._module):
             self._found.add(*hook)
         kernels = self._runs[0].kernels
@@ -133,39 +131,39 @@ class _Checker:
             self._found.add(obstacles.SMALL, Place(), "", f"{what} on the GPU")
         return self._found.all()
 
-    def _alone(self) -> None:
-        """Run the call without telling it of a capture; it may import and fill caches.
+    def _run_without_capture(self) -> None:
+        """Run the call without pretending a capture; it may import modules and fill caches.
 
         Raises:
-            ModelFailed: it raises.
+            ModelFailed: the call raises.
         """
         try:
             self._expected = [
                 leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-                for leaf in pytree.tree_leaves(self._seen(self._observer(), told=False))
+                for leaf in pytree.tree_leaves(self._observe(self._new_observer(), capturing=False))
             ]
         except Exception as error:
-            if self._lies:
-                # It asks where it is, and takes a way that only a GPU has.
-                self._lies = False
-                self._alone()
+            if self._claims_gpu:
+                # It may have asked for the device, and used what only a GPU can do.
+                self._claims_gpu = False
+                self._run_without_capture()
                 return
             raise ModelFailed(
                 f"The call raises by itself: {first_line(error)}", where=user_frame(error)
             ) from error
 
-    def _once(self) -> bool:
-        """Run the call as if it were captured; False where it fails for no other reason."""
-        observer = self._observer()
+    def _run_as_captured(self) -> bool:
+        """Run the call as if it were captured; False if it then fails."""
+        observer = self._new_observer()
         try:
-            self._results.append(self._seen(observer, told=True))
+            self._results.append(self._observe(observer, capturing=True))
         except Exception as error:
-            if self._lies:
-                self._lies = False
+            if self._claims_gpu:
+                self._claims_gpu = False
                 self._runs.clear()
                 self._results.clear()
-                self._alone()
-                return self._once()
+                self._run_without_capture()
+                return self._run_as_captured()
             self._found.merge(observer.found)
             self._found.add(obstacles.FAILS, place_of_error(error), "", first_line(error))
             return False
@@ -173,19 +171,19 @@ class _Checker:
         self._runs.append(observer)
         return True
 
-    def _seen(self, observer: Observer, *, told: bool) -> Any:
-        """What the call returns while an observer looks on; what it writes to is put back."""
+    def _observe(self, observer: OperationObserver, *, capturing: bool) -> Any:
+        """Run the call under an observer; what it writes to is put back."""
         try:
             with (
                 torch.inference_mode(False),
                 torch.no_grad(),
                 warnings.catch_warnings(),
                 compilers_off(),
-                collection_off(),  # What it calls back is no part of the call.
-                capturing_seems_on() if told else contextlib.nullcontext(),
-                cuda_watched(observer.found, pretend=self._pretend),
-                python_watched(observer.found),
-                Calls(observer),
+                garbage_collection_off(),  # Finalizers are no part of the call.
+                pretend_capturing() if capturing else contextlib.nullcontext(),
+                watch_cuda(observer.found, pretend=self._pretend),
+                watch_python(observer.found),
+                FunctionObserver(observer),
                 observer,
             ):
                 warnings.simplefilter("ignore")
@@ -193,9 +191,9 @@ class _Checker:
         finally:
             observer.undo()
 
-    def _observer(self) -> Observer:
-        if self._sides is None or self._sides.lies is not self._lies:
-            self._sides = Sides(self._pretend, lies=self._lies)
+    def _new_observer(self) -> OperationObserver:
+        if self._sides is None or self._sides.claims_gpu is not self._claims_gpu:
+            self._sides = Sides(self._pretend, claims_gpu=self._claims_gpu)
         sides = self._sides
         names: dict[int, str] = {}
         of_module = [
@@ -210,10 +208,10 @@ class _Checker:
                 sides.put(tensor, Side.DEVICE)
         for _, tensor in of_call:
             sides.put(tensor, None, Origin.INPUT)
-        return Observer(sides, names)
+        return OperationObserver(sides, names)
 
     def _compare(self) -> None:
-        """What differs between runs of one call, and from one that is not told of a capture."""
+        """Note what differs between runs, and from the run without a capture."""
         first = self._runs[0]
         self._compare_results()
         for other in self._runs[1:]:
@@ -244,23 +242,23 @@ class _Checker:
                     )
 
     def _compare_results(self) -> None:
-        """Whether runs return the same, and the same as one that is not told of a capture."""
-        if any(f.kind in _CHANCE for f in self._found.all()):
+        """Note if runs return different results, or others than the run without a capture."""
+        if any(f.kind in _CHANGES_RESULTS for f in self._found.all()):
             return
         first, *others = self._results
         try:
             for other in others:
-                same_when_told(other, pytree.tree_leaves(first))
+                check_same_result(other, pytree.tree_leaves(first))
         except CaptureError:
             self._found.add(obstacles.VARIES, Place(), "")
             return
         try:
-            same_when_told(first, self._expected)
+            check_same_result(first, self._expected)
         except CaptureError as error:
             self._found.add(obstacles.OTHERWISE, Place(), "", error.what)
 
-    def _randomness(self, undo: PythonState) -> None:
-        """Python's and NumPy's random numbers whose draw was not seen."""
+    def _find_host_randomness(self, undo: PythonState) -> None:
+        """Note draws from Python's and NumPy's random generators that no observer has seen."""
         if any(f.kind == obstacles.HOST_RANDOM.name for f in self._found.all()):
             return
         try:

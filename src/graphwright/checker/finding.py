@@ -1,4 +1,4 @@
-"""What the checker finds: one obstacle, where it is, how bad it is, and the mend."""
+"""Finding: one obstacle, its severity, its place in the user's source, and the suggested fix."""
 
 from __future__ import annotations
 
@@ -21,9 +21,11 @@ SCHEMA, SCHEMA_VERSION = "graphwright.check", 1
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 _STATEMENTS = ("if ", "elif ", "while ", "assert ")
+# The file whose frames call the user's code.
 _RUN_BY = str(Path(__file__).with_name("checker.py"))
+# Characters of source that a finding shows.
 _LONGEST = 160
-# What these ask the clock for is their own affair.
+# Modules of the standard library that may use clocks without any effect on results.
 _INDIFFERENT = ("logging", "threading", "concurrent", "queue", "asyncio")
 
 
@@ -32,10 +34,10 @@ class Severity(StrEnum):
 
     Attributes:
         BLOCKS: it cannot be captured.
-        BREAKS: the graph has to end here: the host has to see a value first.
-        HOISTED: a plain capture fails; the value is a constant, or the object known, so that it can
-            be prepared beforehand.
-        FROZEN: it can be captured, and each replay silently repeats what was so at the capture.
+        BREAKS: the graph must end here, since the host needs a value first.
+        HOISTED: a plain capture fails, but the value is constant, or the object known, and can be
+            prepared before the capture.
+        FROZEN: it can be captured, and each replay silently repeats what was true at the capture.
         SLOW: it can be captured, and costs time.
     """
 
@@ -67,13 +69,13 @@ class Finding:
     """One obstacle to capturing a call as a graph.
 
     Attributes:
-        kind: of obstacle, such as "read" or "dynamic shape"; docs/check.md lists them.
+        kind: of obstacle, such as "read" or "dynamic shape"; docs/reference/findings.md lists them.
         severity: what it does to a capture.
-        operation: what was called, as the user wrote it where that is known.
-        what: it does, as one sentence.
-        mend: as one sentence.
-        replacement: code in place of the expression, where there is one; else empty.
-        place: in the user's own source.
+        operation: what was called, as the user wrote it if that is known.
+        what: what is wrong, as one sentence.
+        mend: how to fix it, as one sentence.
+        replacement: code to write in place of the expression; empty if there is none.
+        place: where it is in the user's own source.
         count: how often it happens in one call.
     """
 
@@ -98,10 +100,10 @@ class Finding:
 
 
 def place_of(frame: FrameType | None) -> Place:
-    """The innermost frame of the user's own code: not PyTorch's, graphwright's or Python's."""
+    """The innermost frame of the user's own code, not PyTorch's, graphwright's or Python's."""
     while frame is not None and not _is_own(frame.f_code.co_filename):
         if frame.f_code.co_filename == _RUN_BY:
-            return Place()  # Of the user's own there is none: a script of TorchScript, say.
+            return Place()  # None is the user's own, as for a TorchScript module.
         frame = frame.f_back
     if frame is not None:
         linecache.lazycache(frame.f_code.co_filename, frame.f_globals)
@@ -128,9 +130,9 @@ def _place(code: CodeType, instruction: int, line: int) -> Place:
 
 
 def _condition(line: str) -> tuple[str, int] | None:
-    """The condition of a line that is an if, a while or an assert, and where it begins in bytes.
+    """The condition in a line with an if, a while or an assert, and the byte where it begins.
 
-    A branch's instruction is at the whole statement.
+    It is needed since the position of a branch instruction is that of the whole statement.
     """
     text = line.strip()
     lead = len(line) - len(line.lstrip())
@@ -148,9 +150,9 @@ def _condition(line: str) -> tuple[str, int] | None:
 
 
 def is_direct(frame: FrameType | None) -> bool:
-    """Whether a frame is the user's own code, or Python's own that it has called.
+    """Whether a frame runs the user's own code, or code of the standard library called by it.
 
-    What a module does when it is imported is no part of the call.
+    Imports do not count: what a module does when it is imported is no part of the call.
     """
     while frame is not None and not _is_own(frame.f_code.co_filename):
         file = frame.f_code.co_filename

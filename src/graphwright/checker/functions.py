@@ -1,4 +1,7 @@
-"""Seeing each function of torch that Python calls, and keeping up the pretence of devices."""
+"""FunctionObserver sees each function of torch that Python calls.
+
+It also keeps up the pretence that tensors of a model on the CPU are on a GPU.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch.utils import _device
 
 from ..calls.operations import one_hot
 from . import obstacles
-from .operations import Call, Observer
+from .operations import FunctionCall, OperationObserver
 from .placement import Side, side_of_device, tensors_in
 
 # How values reach Python without an operation that a dispatch mode would see.
@@ -30,12 +33,12 @@ _INDEXING = ("__getitem__", "__setitem__")
 _MOVES = ("to", "cuda", "cpu", "type_as")
 
 
-class Calls(TorchFunctionMode):
-    """Sees each function of torch that Python calls, and keeps up the pretence of devices."""
+class FunctionObserver(TorchFunctionMode):
+    """Reports obstacles in functions of torch, and pretends devices, for an `OperationObserver`."""
 
-    def __init__(self, observer: Observer) -> None:
+    def __init__(self, observer: OperationObserver) -> None:
         super().__init__()
-        self._seen = observer
+        self._operations = observer
         self._sides = observer.sides
 
     def __torch_function__(
@@ -48,50 +51,50 @@ class Calls(TorchFunctionMode):
         if name == "device":
             return func(*args, **named)
         if func is F.one_hot and int(named.get("num_classes", args[1] if args[1:] else -1)) >= 0:
-            # On the CPU alone it reads its input to check it.
+            # On the CPU it reads its input to check it; on a GPU it does not.
             func, args, named = one_hot, (args[0], int(named.get("num_classes", args[-1]))), {}
         around = _device.CURRENT_DEVICE
         if around is not None and func in _device._device_constructors():
-            # A `with torch.device(...)` of the user's own would say so only after us.
+            # The mode of the user's `with torch.device(...)` would act only after this one.
             named["device"] = named.get("device") or around
-        wanted = self._wanted(name, args, named)
+        wanted = self._requested_side(name, args, named)
         given = list(tensors_in(args, named))
         on_device = any(self._sides.of(tensor) is Side.DEVICE for tensor in given)
         side = wanted or (Side.DEVICE if on_device else Side.HOST)
         silent = name in _SILENT_READS and on_device
         if silent:
-            self._seen.report(obstacles.READ, _SILENT_READS[name])
+            self._operations.report(obstacles.READ, _SILENT_READS[name])
         elif name in _FROM_DATA or name == "tensor_split":
             data = args[1:2] if name == "tensor_split" else _data(name, args, named)
             read = isinstance(data, list | tuple)
             if read and any(self._sides.of(t) is Side.DEVICE for t in tensors_in(data)):
-                self._seen.report(obstacles.READ, f"{name}()")
+                self._operations.report(obstacles.READ, f"{name}()")
                 silent = True
-        if self._sides.lies and name in ("is_pinned", "get_device") and given:
+        if self._sides.claims_gpu and name in ("is_pinned", "get_device") and given:
             return False if name == "is_pinned" else (0 if on_device else -1)
         number = name == "__setitem__" and not isinstance(args[2], torch.Tensor)
-        self._seen.calls.append(Call(name, side, number))
+        self._operations.calls.append(FunctionCall(name, side, number))
         try:
-            with self._seen.silent() if silent else contextlib.nullcontext():
+            with self._operations.silent() if silent else contextlib.nullcontext():
                 return self._call(func, name, args, named, wanted)
         finally:
-            self._seen.calls.pop()
+            self._operations.calls.pop()
 
     def _call(
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: Side | None
     ) -> Any:
         if not self._sides.pretend:
             if name in _INDEXING:
-                self._indexed(args)
+                self._note_copied_indices(args)
             result = func(*args, **kwargs)
             if name in _FROM_DATA and not isinstance(_data(name, args, kwargs), torch.Tensor):
-                self._from_data(name, result)
+                self._note_made_of_data(name, result)
             return result
         args, kwargs = _on_the_cpu(args), _on_the_cpu(kwargs)
         if name in _MOVES and args and isinstance(args[0], torch.Tensor):
             return self._move(func, name, args, kwargs, wanted)
         if name == "pin_memory":
-            with self._seen.silent():
+            with self._operations.silent():
                 result = args[0].clone()
             self._sides.pin(result)
             return result
@@ -99,36 +102,36 @@ class Calls(TorchFunctionMode):
             if wanted is None:
                 itself = name == "new_tensor" and self._sides.of(args[0]) is Side.DEVICE
                 wanted = Side.DEVICE if itself else Side.HOST
-            with self._seen.silent():
+            with self._operations.silent():
                 result = func(*args, **kwargs)
             self._sides.put(result, wanted)
-            self._from_data(name, result)
+            self._note_made_of_data(name, result)
             return result
         return func(*args, **kwargs)
 
-    def _from_data(self, name: str, result: torch.Tensor) -> None:
-        """A tensor was made of Python's values: on the host, and copied from there."""
+    def _note_made_of_data(self, name: str, result: torch.Tensor) -> None:
+        """Note that a tensor was made of Python's values on the host and copied to the GPU."""
         if self._sides.of(result) is Side.HOST:
             return
-        with self._seen.silent():
+        with self._operations.silent():
             held = result.detach().cpu().clone()
             self._sides.put(held, Side.HOST)
-        self._seen.copied(f"{name}()", held)
+        self._operations.note_host_copy(f"{name}()", held)
 
-    def _indexed(self, args: Any) -> None:
-        """Lists as indices become tensors on the GPU, out of the sight of a dispatch mode."""
+    def _note_copied_indices(self, args: Any) -> None:
+        """Note lists as indices: they are copied to the GPU where a dispatch mode cannot see it."""
         if self._sides.of(args[0]) is Side.HOST:
             return
         for index in args[1] if isinstance(args[1], tuple) else (args[1],):
             if isinstance(index, list) or type(index).__name__ == "ndarray":
-                with self._seen.silent():
+                with self._operations.silent():
                     held = torch.as_tensor(index)
-                self._seen.copied("tensor[…]", held)
+                self._operations.note_host_copy("tensor[…]", held)
 
     def _move(
         self, func: Any, name: str, args: Any, kwargs: dict[str, Any], wanted: Side | None
     ) -> Any:
-        """to(), cuda(), cpu(): a copy if it is to the other side."""
+        """Run to(), cuda() or cpu(), and note a copy to the other side."""
         source = args[0]
         before = self._sides.of(source)
         after = wanted or before
@@ -137,10 +140,10 @@ class Calls(TorchFunctionMode):
         if before is not after:
             operation = f"Tensor.{name}()"
             if after is Side.HOST:
-                self._seen.report(obstacles.TRANSFER, operation)
+                self._operations.report(obstacles.TRANSFER, operation)
             else:
-                self._seen.copied(operation, source)
-        with self._seen.silent() if before is not after else contextlib.nullcontext():
+                self._operations.note_host_copy(operation, source)
+        with self._operations.silent() if before is not after else contextlib.nullcontext():
             result = source if name in ("cuda", "cpu") else func(*args, **kwargs)
             if before is not after and result.data_ptr() == source.data_ptr():
                 result = result.clone()
@@ -150,7 +153,7 @@ class Calls(TorchFunctionMode):
 
     def _attribute(self, func: Any, args: Any) -> Any:
         name = getattr(func.__self__, "__name__", "")
-        if self._sides.lies and isinstance(args[0], torch.Tensor):
+        if self._sides.claims_gpu and isinstance(args[0], torch.Tensor):
             if name == "device":
                 return self._sides.device(args[0])
             if name == "is_cuda":
@@ -159,8 +162,8 @@ class Calls(TorchFunctionMode):
                 return self._sides.of(args[0]) is Side.HOST
         return func(*args)
 
-    def _wanted(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Side | None:
-        """The side that a function is asked for, if it is asked for one."""
+    def _requested_side(self, name: str, args: Any, kwargs: Mapping[str, Any]) -> Side | None:
+        """The side that the arguments name for the result; None if they name none."""
         if name == "cuda":
             return Side.DEVICE
         if name == "type_as":
@@ -171,26 +174,26 @@ class Calls(TorchFunctionMode):
         if device is None:
             device = next((a for a in args if isinstance(a, torch.device)), None)
         if device is None and name == "to":
-            told = next((a for a in args[1:] if isinstance(a, str | int | torch.Tensor)), None)
-            told = kwargs.get("other", told)
-            if isinstance(told, torch.Tensor):
-                return self._sides.of(told)
-            device = told if not isinstance(told, bool) else None
+            target = next((a for a in args[1:] if isinstance(a, str | int | torch.Tensor)), None)
+            target = kwargs.get("other", target)
+            if isinstance(target, torch.Tensor):
+                return self._sides.of(target)
+            device = target if not isinstance(target, bool) else None
         if device is None:
             return None
-        if self._sides.pretend and not self._sides.lies and isinstance(device, torch.device):
-            return Side.DEVICE  # Most come from a tensor, which has said that it is on the CPU.
+        if self._sides.pretend and not self._sides.claims_gpu and isinstance(device, torch.device):
+            return Side.DEVICE  # It is most likely that of a tensor, which has said "cpu".
         return side_of_device(device)
 
 
 def _data(name: str, args: Any, kwargs: Mapping[str, Any]) -> Any:
-    """What a tensor is made of."""
+    """The data argument of a function that makes a tensor of data."""
     place = 1 if name == "new_tensor" else 0
     return args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
 
 
 def _on_the_cpu(tree: Any) -> Any:
-    """Arguments with the CPU in the place of a GPU."""
+    """Arguments with GPUs replaced by the CPU."""
     if isinstance(tree, dict):
         return {key: _host(value, key) for key, value in tree.items()}
     return tuple(_host(value) for value in tree)

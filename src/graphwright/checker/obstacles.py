@@ -1,8 +1,6 @@
-"""The kinds of obstacles: how each is put in words, and the mend.
+"""All kinds of obstacles, with their messages and fixes, and the findings that are made of them.
 
-What stands in braces is filled in: the operation's name, and more about it.
-
-What a run of a call has found, each thing once.
+In messages, {operation} and {detail} are replaced.
 """
 
 from __future__ import annotations
@@ -20,12 +18,12 @@ class Obstacle:
     """A kind of obstacle.
 
     Attributes:
-        name: of the kind.
+        name: the name of the kind; several obstacles may share one.
         severity: what it does to a capture.
-        what: a sentence with {operation}, and {detail} where there is more to say.
-        mend: a sentence.
-        replacement: code that shows the mend; empty where `propose` makes it, or none fits all.
-        propose: code for an expression and the line that it is in.
+        what: the message, with {operation} and {detail}.
+        mend: the suggested fix, as a sentence.
+        replacement: code that shows the fix; empty if `propose` makes it or none fits all cases.
+        propose: makes such code from the expression and the line that it is in.
     """
 
     name: str
@@ -36,251 +34,243 @@ class Obstacle:
     propose: Callable[[str, str], str] | None = None
 
 
-B, K, H, F, S = (
-    Severity.BLOCKS,
-    Severity.BREAKS,
-    Severity.HOISTED,
-    Severity.FROZEN,
-    Severity.SLOW,
-)
-
 READ = Obstacle(
     "read",
-    K,
+    Severity.BREAKS,
     "{operation} reads a value of a tensor on the GPU: the host waits for it.",
     "Compute with tensors instead, or read it outside the captured call.",
 )
 CONDITION = Obstacle(
     "read",
-    K,
+    Severity.BREAKS,
     "{operation} decides by a value of a tensor on the GPU: the host waits for it.",
     "Compute both ways and choose on the GPU, or decide outside the captured call.",
     propose=chosen_on_the_gpu,
 )
 TRANSFER = Obstacle(
     "copy to the host",
-    K,
+    Severity.BREAKS,
     "{operation} copies a tensor from the GPU to the host.",
     "Copy outside the captured call.",
 )
 SHAPE = Obstacle(
     "dynamic shape",
-    K,
+    Severity.BREAKS,
     "{operation} gives a tensor whose shape depends on values: the host waits for its size.",
     "Use an operation of fixed shape: torch.where, masked_fill, a sum over a mask.",
 )
 NONZERO = Obstacle(
     "dynamic shape",
-    K,
+    Severity.BREAKS,
     SHAPE.what,
     "Give an upper bound of how many there are.",
     "torch.nonzero_static(mask, size=N)",
 )
 REPEAT = Obstacle(
     "dynamic shape",
-    K,
+    Severity.BREAKS,
     SHAPE.what,
     "Say how long the result is.",
     "torch.repeat_interleave(x, repeats, output_size=N)",
 )
 MASKED_WRITE = Obstacle(
     "dynamic shape",
-    K,
+    Severity.BREAKS,
     "{operation} writes to the places of a mask: the host waits for how many there are.",
     "Choose on the GPU.",
     "x = torch.where(mask, values, x)",
 )
 CONSTANT_COPY = Obstacle(
     "copy of a constant",
-    H,
+    Severity.HOISTED,
     "{operation} copies a constant from ordinary host memory to the GPU in every call.",
     "Make it on the GPU, once.",
     propose=lambda expression, source: made_once(expression),
 )
 CHANGING_COPY = Obstacle(
     "copy of a host value",
-    K,
+    Severity.BREAKS,
     "{operation} copies what the host has computed anew to the GPU; a graph would keep the first.",
     "Pass it to the call as an argument that is on the GPU, or compute it there.",
 )
 INPUT_COPY = Obstacle(
     "copy of an input",
-    B,
+    Severity.BLOCKS,
     "{operation} copies an argument from the host to the GPU inside the call.",
     "Copy it before the call.",
     "x = x.to(device, non_blocking=True)  # before the call; x pinned",
 )
 PINNED_COPY = Obstacle(
     "copy from pinned memory",
-    F,
+    Severity.FROZEN,
     "{operation} copies from pinned memory: each replay reads it again, whatever is there by then.",
     "Copy before the call, or keep that memory and fill it.",
 )
 MIXED = Obstacle(
     "mixed devices",
-    B,
+    Severity.BLOCKS,
     "{operation} is given tensors on the GPU and on the host; on a GPU it raises.",
     "Move them to one device: x.to(y.device) before the call, or a buffer.",
 )
 WAIT = Obstacle(
     "synchronisation",
-    B,
+    Severity.BLOCKS,
     "{operation} waits for the GPU, which cannot be captured.",
     "Leave it out: whoever calls can wait.",
 )
 STREAM = Obstacle(
     "streams and events",
-    S,
+    Severity.SLOW,
     "{operation} uses streams or events; they are captured if they fork from the stream of the "
     "capture and join it again.",
     "Begin with side.wait_stream(current) and end with current.wait_stream(side).",
 )
 NESTED = Obstacle(
     "nested capture",
-    B,
+    Severity.BLOCKS,
     "{operation} captures or replays a graph inside the call.",
     "Capture the outer call alone.",
 )
 LAYOUT = Obstacle(
     "memory",
-    B,
+    Severity.BLOCKS,
     "{detail}",
     "Use dense tensors, and make new ones instead of giving them other memory.",
 )
 INPUT_WRITE = Obstacle(
     "in-place change",
-    S,
+    Severity.SLOW,
     "{operation} writes to {detail}: it is copied back after each replay.",
     "Return what is new instead, if nobody needs it in place.",
 )
 STATE_WRITE = Obstacle(
     "in-place change",
-    S,
+    Severity.SLOW,
     "{operation} writes to {detail}: each replay does so too, after all checks instead of beside "
     "them.",
     "Leave it out of inference, if it is not meant.",
 )
 CLOCK = Obstacle(
     "clock",
-    F,
+    Severity.FROZEN,
     "{operation} is asked once: replays keep the answer.",
     "Take the time where the graph is called.",
 )
 HOST_RANDOM = Obstacle(
     "host randomness",
-    F,
+    Severity.FROZEN,
     "{operation} draws random numbers on the host: replays keep the first ones.",
     "Draw on the GPU; such draws differ from replay to replay and follow the seed.",
     "torch.rand((), device=x.device)",
 )
 GENERATOR = Obstacle(
     "generator",
-    H,
+    Severity.HOISTED,
     "{operation} draws from a generator of its own, which a plain capture does not know.",
     "graphwright registers it; by hand: graph.register_generator_state(generator).",
 )
 STATE = Obstacle(
     "changing state",
-    F,
+    Severity.FROZEN,
     "{detail}",
     "Pass it in and return it as a tensor, or update it where the graph is called.",
 )
 SCALAR = Obstacle(
     "changing number",
-    F,
+    Severity.FROZEN,
     "{operation} is given other numbers by Python in each run ({detail}): replays keep the first.",
     "Pass them as tensors on the GPU.",
 )
 SEQUENCE = Obstacle(
     "other operations",
-    B,
+    Severity.BLOCKS,
     "The operations of two runs of the same call differ from {operation} on ({detail}).",
     "Let no state of Python decide what is computed.",
 )
 HOOK = Obstacle(
     "hook",
-    F,
+    Severity.FROZEN,
     "{operation} is Python that runs in each call; replays repeat only its work on the GPU.",
     "Remove it before the capture, or keep it to work on tensors.",
 )
 SMALL = Obstacle(
     "small",
-    S,
+    Severity.SLOW,
     "The call runs {detail}: a graph hardly pays for its launch and copies.",
     "Capture a larger part of the model.",
 )
 FAILS = Obstacle(
     "another way",
-    B,
+    Severity.BLOCKS,
     "The call works by itself and fails once it is told that it is on a GPU and being captured: "
     "{detail}.",
     "It asks for the device, or torch.cuda.is_current_stream_capturing(), and takes another way.",
 )
 OTHERWISE = Obstacle(
     "another way",
-    F,
+    Severity.FROZEN,
     "{detail}",
     "It asks torch.cuda.is_current_stream_capturing(), and so does transformers for attention "
     "masks: try attn_implementation='eager', or pass the mask explicitly.",
 )
 VARIES = Obstacle(
     "changing state",
-    F,
+    Severity.FROZEN,
     "The call returns something else in each run, for a reason that is not seen.",
     "Look for a state that it keeps outside of tensors: a global, an iterator, a generator.",
 )
 SEED = Obstacle(
     "seeding",
-    B,
+    Severity.BLOCKS,
     "{operation} sets the generators inside the call, which cannot be captured.",
     "Seed before the call: each replay then draws on from there.",
 )
 
 
-class Found:
-    """Findings, each counted once however often it happens."""
+class Findings:
+    """The findings of some runs; one that happens again only raises its count."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], Finding] = {}
 
-    def add(self, kind: Obstacle, place: Place, operation: str, detail: str = "") -> None:
+    def add(self, obstacle: Obstacle, place: Place, operation: str, detail: str = "") -> None:
         """Note an obstacle."""
-        key = kind.name, kind.severity, operation, place, detail
+        key = obstacle.name, obstacle.severity, operation, place, detail
         known = self._found.get(key)
         if known is not None:
             self._found[key] = replace(known, count=known.count + 1)
             return
-        code = kind.replacement
-        if kind.propose is not None and place.expression:
-            code = kind.propose(place.expression, place.source)
+        code = obstacle.replacement
+        if obstacle.propose is not None and place.expression:
+            code = obstacle.propose(place.expression, place.source)
         self._found[key] = Finding(
-            kind.name,
-            kind.severity,
+            obstacle.name,
+            obstacle.severity,
             operation,
-            kind.what.format(operation=operation, detail=detail),
-            kind.mend,
+            obstacle.what.format(operation=operation, detail=detail),
+            obstacle.mend,
             code,
             place,
         )
 
-    def change(self, place: Place, operation: str, kind: Obstacle, other: Obstacle) -> None:
-        """What was taken for one kind is another."""
-        key = kind.name, kind.severity, operation, place, ""
+    def change(self, place: Place, operation: str, old: Obstacle, new: Obstacle) -> None:
+        """Replace one obstacle at a place by another one."""
+        key = old.name, old.severity, operation, place, ""
         if key in self._found:
             number = list(self._found).index(key)
             count = self._found[key].count
-            self.add(other, place, operation)
+            self.add(new, place, operation)
             items = list(self._found.items())
             new_key, finding = items.pop()
             items[number] = new_key, replace(finding, count=count)
             self._found = dict(items)
 
     def all(self) -> list[Finding]:
-        """In the order in which they were met."""
+        """All findings, in the order in which they were met."""
         return list(self._found.values())
 
-    def merge(self, other: Found) -> None:
-        """Take what another run has found; what both have keeps the larger count."""
+    def merge(self, other: Findings) -> None:
+        """Add the findings of another run; those that both have keep the larger count."""
         for key, finding in other._found.items():
             known = self._found.get(key)
             if known is None or known.count < finding.count:

@@ -1,7 +1,7 @@
-"""On which side a tensor's memory is, the GPU's or the host's, and what its values come from.
+"""Whether a tensor's memory is on the GPU or on the host, and where its values come from.
 
-A model on the CPU is judged as if it, and the arguments of its call, were on a GPU: its tensors are
-all on the CPU, and what would be where is kept here.
+A model on the CPU is checked as if it, and the arguments of its call, were on a GPU. Its tensors
+are all on the CPU; `Sides` keeps where each would be.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Side(Enum):
 
 
 class Origin(Flag):
-    """What values come from; nothing of this for constants."""
+    """Where values come from; CONSTANT if from neither of the others."""
 
     CONSTANT = 0
     INPUT = auto()
@@ -40,37 +40,37 @@ def side_of_device(device: Any) -> Side:
 
 
 class Sides:
-    """What is known of the memory that a run meets, by its storage.
+    """Side and origin of the memory that a run uses, by storage.
 
     Args:
-        pretend: whether tensors on the CPU stand for others.
-        lies: whether tensors that are pretended to be on a GPU say so.
+        pretend: whether tensors on the CPU may stand for tensors on a GPU.
+        claims_gpu: whether those that do say that they are on a GPU when asked.
     """
 
-    def __init__(self, pretend: bool, *, lies: bool) -> None:
+    def __init__(self, pretend: bool, *, claims_gpu: bool) -> None:
         self.pretend = pretend
-        self.lies = lies
+        self.claims_gpu = claims_gpu
         self._side: dict[int, Side] = {}
         self._origin: dict[int, Origin] = {}
         self._held: dict[int, Any] = {}
         self._pinned: set[int] = set()
 
     def of(self, tensor: torch.Tensor) -> Side:
-        """Where a tensor's memory is; on the host, where nothing is known of it."""
+        """Where a tensor's memory is; if that is unknown, the host."""
         if not self.pretend:
             return side_of_device(tensor.device)
         return self._side.get(_memory(tensor), Side.HOST)
 
     def device(self, tensor: torch.Tensor) -> torch.device:
         """The device that a tensor says it is on."""
-        return GPU if self.lies and self.of(tensor) is Side.DEVICE else tensor.device
+        return GPU if self.claims_gpu and self.of(tensor) is Side.DEVICE else tensor.device
 
     def origin(self, tensor: torch.Tensor) -> Origin:
-        """What a tensor's values come from."""
+        """Where a tensor's values come from."""
         return self._origin.get(_memory(tensor), Origin.CONSTANT)
 
     def origins(self, among: Iterable[torch.Tensor]) -> Origin:
-        """What the values of several come from."""
+        """Where the values of several tensors come from."""
         found = Origin.CONSTANT
         for tensor in among:
             found |= self.origin(tensor)
@@ -80,7 +80,7 @@ class Sides:
         """Note the side and the origin of a tensor's memory."""
         memory = _memory(tensor)
         if memory not in self._held:
-            # While it is known here, its identity is given to no other.
+            # While it is listed here, no other memory may get its identity.
             tensor = _unwrapped(tensor)
             strided = tensor.layout is torch.strided and not tensor.is_nested
             self._held[memory] = StorageWeakRef(tensor.untyped_storage()) if strided else tensor
@@ -90,12 +90,12 @@ class Sides:
             self._origin[memory] = origin
 
     def pin(self, tensor: torch.Tensor) -> None:
-        """Memory is pinned."""
+        """Note that a tensor's memory is pinned."""
         self.put(tensor, Side.HOST)
         self._pinned.add(_memory(tensor))
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Whether memory is pinned, or said to be."""
+        """Whether a tensor's memory is pinned, or pretended to be."""
         return _memory(tensor) in self._pinned if self.pretend else tensor.is_pinned()
 
     def known(self, tensor: torch.Tensor) -> bool:
@@ -104,7 +104,7 @@ class Sides:
 
 
 def _unwrapped(tensor: torch.Tensor) -> torch.Tensor:
-    """What is inside the wrappers of vmap and grad."""
+    """The tensor inside wrappers of vmap and grad."""
     while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         tensor = torch._C._functorch.get_unwrapped(tensor)
     return tensor

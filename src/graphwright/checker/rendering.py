@@ -29,7 +29,7 @@ _MEANINGS = {
 
 
 def to_json(name: str, findings: Sequence[Finding]) -> str:
-    """Findings with a schema version."""
+    """Findings as JSON with a schema version."""
     result = {
         "schema": SCHEMA,
         "schema_version": SCHEMA_VERSION,
@@ -45,21 +45,23 @@ def to_lines(findings: Sequence[Finding]) -> str:
 
 
 def summary(name: str, findings: Sequence[Finding]) -> str:
-    """How many there are of each severity, and what a plain capture, and graph(), would do."""
+    """How many findings there are of each severity, and what a capture and graph() would do."""
     if not findings:
         return f"{name}: nothing found that keeps it from being captured."
     counts = Counter(finding.severity for finding in findings)
-    told = ", ".join(f"{counts[severity]} {severity}" for severity in Severity if counts[severity])
+    listed = ", ".join(
+        f"{counts[severity]} {severity}" for severity in Severity if counts[severity]
+    )
     stops = any(finding.severity.stops for finding in findings)
     outcome = "A plain capture fails" if stops else "A plain capture works"
     if stops and not counts[Severity.BLOCKS]:
         divided = counts[Severity.BREAKS]
         outcome += "; graph() divides the call" if divided else "; graph() keeps what is constant"
-    return f"{name}: {told}. {outcome}."
+    return f"{name}: {listed}. {outcome}."
 
 
 def render(name: str, findings: Sequence[Finding]) -> RenderableType:
-    """Findings with their source."""
+    """Findings with their source lines, for a terminal."""
     parts: list[RenderableType] = []
     for finding in findings:
         place = finding.place
@@ -87,7 +89,7 @@ def render(name: str, findings: Sequence[Finding]) -> RenderableType:
 
 
 def show(name: str, findings: Sequence[Finding]) -> None:
-    """Print to the terminal; to a file or a pipe in lines."""
+    """Print to a terminal; into a file or a pipe, one line a finding."""
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(render(name, findings))

@@ -1,4 +1,4 @@
-"""What a call does beside tensor work: clocks, Python's randomness, streams, captures, hooks."""
+"""What a call does beside computing: clocks, Python's randomness, streams, captures, hooks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ..dispatch.graphed_callable import GraphedCallable
 from ..graphs.captured_call import CapturedCall
 from . import obstacles
 from .finding import Place, is_direct, place_of, place_of_code
-from .obstacles import Found, Obstacle
+from .obstacles import Findings, Obstacle
 
 _CLOCKS = {
     time.time,
@@ -42,29 +42,29 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
-class _Stand:
-    """Stands for a stream or an event of a GPU that is not there."""
+class _StreamStandIn:
+    """Stands in for a stream or an event of a GPU that is not there."""
 
-    def __init__(self, name: str, told: Callable[[str], None]) -> None:
+    def __init__(self, name: str, report: Callable[[str], None]) -> None:
         self._name = name
-        self._told = told
+        self._report = report
 
     def __getattr__(self, name: str) -> Any:
         def method(*args: Any, **kwargs: Any) -> Any:
-            self._told(f"{self._name}.{name}")
+            self._report(f"{self._name}.{name}")
             return {"query": True, "elapsed_time": 0.0}.get(name)
 
         return method
 
-    def __enter__(self) -> _Stand:
+    def __enter__(self) -> _StreamStandIn:
         return self
 
     def __exit__(self, *args: object) -> None: ...
 
 
 @contextlib.contextmanager
-def python_watched(found: Found) -> Iterator[None]:
-    """Note what the user's code asks Python's clocks and random generators."""
+def watch_python(found: Findings) -> Iterator[None]:
+    """Note calls of Python's clocks and random generators by the user's code."""
 
     def look(frame: FrameType, event: str, called: Any) -> None:
         if event != "c_call":
@@ -72,15 +72,15 @@ def python_watched(found: Found) -> Iterator[None]:
         name = called.__name__
         owner = getattr(called, "__self__", None)
         if called in _CLOCKS or (name in _DATES and isinstance(owner, type)):
-            kind, operation = obstacles.CLOCK, f"{getattr(owner, '__name__', 'time')}.{name}()"
+            obstacle, operation = obstacles.CLOCK, f"{getattr(owner, '__name__', 'time')}.{name}()"
         elif isinstance(owner, random.Random):
-            kind, operation = obstacles.HOST_RANDOM, f"random.{name}()"
+            obstacle, operation = obstacles.HOST_RANDOM, f"random.{name}()"
         elif name == "urandom":
-            kind, operation = obstacles.HOST_RANDOM, "os.urandom()"
+            obstacle, operation = obstacles.HOST_RANDOM, "os.urandom()"
         else:
             return
         if is_direct(frame):
-            found.add(kind, place_of(frame), operation)
+            found.add(obstacle, place_of(frame), operation)
 
     before = sys.getprofile()
     sys.setprofile(look)
@@ -91,10 +91,10 @@ def python_watched(found: Found) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def cuda_watched(found: Found, *, pretend: bool) -> Iterator[None]:
-    """Note streams, events, waiting for the GPU, and captures inside the call."""
+def watch_cuda(found: Findings, *, pretend: bool) -> Iterator[None]:
+    """Note streams, events, waits for the GPU, and captures inside the call."""
 
-    def told(operation: str) -> None:
+    def report(operation: str) -> None:
         frame = sys._getframe(2)
         if is_direct(frame):
             waits = operation.rpartition(".")[2] in _WAITS
@@ -107,11 +107,11 @@ def cuda_watched(found: Found, *, pretend: bool) -> Iterator[None]:
         def put(owner: Any, name: str, value: Any) -> None:
             stack.enter_context(mock.patch.object(owner, name, value))
 
-        def watched(owner: Any, name: str, spoken: str) -> None:
+        def watch(owner: Any, name: str, name_as_written: str) -> None:
             original = getattr(owner, name)
 
             def call(*args: Any, **kwargs: Any) -> Any:
-                told(spoken)
+                report(name_as_written)
                 return original(*args, **kwargs)
 
             put(owner, name, call)
@@ -127,11 +127,11 @@ def cuda_watched(found: Found, *, pretend: bool) -> Iterator[None]:
         for owner, name in ((GraphedCallable, "call"), (CapturedCall, "__call__")):
             put(owner, name, _nested(getattr(owner, name), found))
         if not pretend:
-            watched(torch.cuda, "synchronize", "torch.cuda.synchronize")
+            watch(torch.cuda, "synchronize", "torch.cuda.synchronize")
             for kind in (torch.cuda.Stream, torch.cuda.Event):
                 for name in ("synchronize", "query", "wait", "record", "wait_event", "wait_stream"):
                     if hasattr(kind, name):
-                        watched(kind, name, f"{kind.__name__}.{name}")
+                        watch(kind, name, f"{kind.__name__}.{name}")
             put(torch.cuda.graph, "__enter__", _nested(torch.cuda.graph.__enter__, found))
             yield
             return
@@ -142,21 +142,23 @@ def cuda_watched(found: Found, *, pretend: bool) -> Iterator[None]:
             put(torch.cuda, "is_current_stream_capturing", lambda: False)
 
         def nothing(*args: Any, **kwargs: Any) -> None:
-            told("torch.cuda.synchronize")
+            report("torch.cuda.synchronize")
 
         put(torch.cuda, "synchronize", nothing)
         for name in ("Stream", "Event", "current_stream", "default_stream"):
-            spoken = name.rpartition("_")[2].capitalize()
+            class_name = name.rpartition("_")[2].capitalize()
 
-            def make(*args: Any, spoken: str = spoken, **kwargs: Any) -> _Stand:
-                return _Stand(spoken, told)
+            def make(*args: Any, class_name: str = class_name, **kwargs: Any) -> _StreamStandIn:
+                return _StreamStandIn(class_name, report)
 
             put(torch.cuda, name, make)
         put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         yield
 
 
-def _nested(original: Callable[..., Any], found: Found) -> Callable[..., Any]:
+def _nested(original: Callable[..., Any], found: Findings) -> Callable[..., Any]:
+    """A method that captures or replays, with a report of it."""
+
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         found.add(obstacles.NESTED, place_of(sys._getframe(1)), type(self).__name__)
         return original(self, *args, **kwargs)
@@ -165,13 +167,13 @@ def _nested(original: Callable[..., Any], found: Found) -> Callable[..., Any]:
 
 
 def sizes_of_caches() -> dict[int, tuple[Any, int]]:
-    """All functools.lru_cache of the process, and how much they hold."""
-    # By its type alone: to ask a module's stand-in for its class may import, or warn.
+    """All `functools.lru_cache`s of the process by id, with how many entries they hold."""
+    # By type(): asking an object for its __class__ may import a lazy module, or warn.
     caches = [c for c in gc.get_objects() if type(c) is functools._lru_cache_wrapper]
     return {id(cache): (cache, cache.cache_info().currsize) for cache in caches}
 
 
-def clear_what_grew(before: dict[int, tuple[Any, int]]) -> None:
+def clear_grown_caches(before: dict[int, tuple[Any, int]]) -> None:
     """Empty the caches of the user's own functions that hold more than before."""
     for key, (cache, size) in sizes_of_caches().items() if before else ():
         grown = size > before.get(key, (None, 0))[1]

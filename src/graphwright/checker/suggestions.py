@@ -1,11 +1,11 @@
-"""Code to write in the place of an expression, where one can be sure that it is code."""
+"""Code to suggest in place of an expression, where it is sure to be valid."""
 
 from __future__ import annotations
 
 import ast
 from typing import cast
 
-# Calls of Python's own that decide by values themselves.
+# Built-in functions of Python that read values themselves.
 _DECIDE = ("all", "any", "max", "min", "sorted", "sum")
 _MAKERS = (
     "tensor",
@@ -20,12 +20,12 @@ _MAKERS = (
     "full",
     "eye",
 )
-# What is known in __init__ as well.
+# Names that are defined in __init__ too.
 _KNOWN = ("torch", "np", "numpy", "math", "self", "float", "int", "range", "list", "True", "False")
 
 
 def chosen_on_the_gpu(expression: str, source: str) -> str:
-    """For a condition that is a tensor: both ways computed; for an assertion one on the GPU."""
+    """For a condition that is a tensor: torch.where; for an assertion: one on the GPU."""
     tree = _parsed(expression)
     if tree is None or isinstance(tree, ast.BoolOp):
         return ""
@@ -39,7 +39,7 @@ def chosen_on_the_gpu(expression: str, source: str) -> str:
 
 
 def made_once(expression: str) -> str:
-    """For a constant: a buffer, if all that it is made of is known when the module is made."""
+    """For a constant: a buffer, if everything in it is known when the module is made."""
     tree = _method(_parsed(expression))
     if tree is not None and tree.func.attr in ("to", "cuda", "type_as"):
         tree = _method(tree.func.value)
@@ -57,7 +57,7 @@ class _Method(ast.Call):
 
 
 def _method(tree: ast.expr | None) -> _Method | None:
-    """A call of something's attribute; None for all else."""
+    """A call of an attribute; None for any other expression."""
     called = isinstance(tree, ast.Call) and isinstance(tree.func, ast.Attribute)
     return cast("_Method", tree) if called else None
 

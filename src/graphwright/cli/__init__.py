@@ -1,5 +1,5 @@
-"""The command line: commands, TARGET, and the files it writes.
+"""The command line: commands, targets, and the files that commands write.
 
-It turns words into calls of the library and shows what they return. What a user of the library
-needs belongs below. Begin with main.
+It turns arguments into calls of the library and shows the results. What a user of the library needs
+belongs in other rooms. Begin with main.
 """

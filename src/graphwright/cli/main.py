@@ -1,8 +1,8 @@
-"""graphwright tune | run | check | strategies | report.
+"""The commands: graphwright tune | run | check | strategies | report.
 
-Exit codes: 0 done; 1 check has found what blocks or breaks a capture; 2 the command, the target or
-the model is wrong, or results cannot be written, said in one sentence; 130 interrupted, after what
-was known by then was written and printed.
+Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture; 2, with one
+sentence, if the command, the target or the model is wrong, or results cannot be written; 130 if
+interrupted, after what was known by then was written and printed.
 """
 
 from __future__ import annotations
@@ -32,6 +32,17 @@ from .outputs import (
 EXIT_FOUND = 1
 EXIT_INTERRUPTED = 130
 _TIMEOUT_S = 600.0
+_INPUTS = click.option(
+    "--input",
+    "inputs",
+    multiple=True,
+    metavar="SHAPE:DTYPE",
+    help="A random argument, such as 8x128:float32 or 8x128:int64:30522; once an argument.",
+)
+_DEVICE = click.option(
+    "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; by default a GPU if there is one."
+)
+_FILE = click.Path(dir_okay=False)
 
 
 class _Seconds(click.ParamType[float]):
@@ -79,19 +90,6 @@ class _Group(click.Group):
 @click.version_option(package_name="graphwright")
 def main() -> None:
     """Make PyTorch models fast on the machine they run on, and prove them still right."""
-
-
-_INPUTS = click.option(
-    "--input",
-    "inputs",
-    multiple=True,
-    metavar="SHAPE:DTYPE",
-    help="A random argument, such as 8x128:float32 or 8x128:int64:30522; once an argument.",
-)
-_DEVICE = click.option(
-    "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; by default a GPU if there is one."
-)
-_FILE = click.Path(dir_okay=False)
 
 
 @main.command()
@@ -197,7 +195,7 @@ def tune(
     )
     tuning.report.notes += loaded.notes
     tuned = None
-    with shown(True) as listener, _warnings_told(), contextlib.suppress(KeyboardInterrupt):
+    with shown(True) as listener, _warnings_on_stderr(), contextlib.suppress(KeyboardInterrupt):
         tuned = tuning.run(listener)
     result = tuning.report
     writers = report_writers(result)
@@ -239,14 +237,14 @@ def tune(
 def run(artifact: str, target: str | None, trust: bool, device: str | None, calls: int) -> None:
     """Load ARTIFACT, which `tune --save` wrote, and time its answers to its own sample inputs."""
     from ..report.terminal import printing
-    from .run import show, tried
+    from .run import run_artifact, show
     from .targets import load_target
 
     place, model = None if device is None else _device(device), None
     if target is not None:
         place = place or _device(None)
         model = load_target(target, (), place, inputs_needed=False).model
-    trial = tried(Path(artifact), model, trust=trust, device=place, calls=calls)
+    trial = run_artifact(Path(artifact), model, trust=trust, device=place, calls=calls)
     with printing():
         show(trial)
 
@@ -347,13 +345,13 @@ def strategies(device: str | None) -> None:
             for part in parts:
                 status.update(f"trying {part.name}")
                 found = probe(part, place)
-                told = [found.reason, found.remedy]
+                remarks = [found.reason, found.remedy]
                 if unsavable := getattr(part, "unsavable", ""):
-                    told.append(f"Not to be saved: {unsavable}")
+                    remarks.append(f"Not to be saved: {unsavable}")
                 only = "" if part in tried else "allowed" if part in allowed else "named"
                 needs = _needs(part) if kind == "compilers" else ""
                 cells = (part.name, "yes" if found.available else "no", needs, only)
-                listed[kind].append((cells, " ".join(f"{t.rstrip('.')}." for t in told if t)))
+                listed[kind].append((cells, " ".join(f"{t.rstrip('.')}." for t in remarks if t)))
     closing = (
         f"device: {place}; combine parts as rewrite+compiler+runner.",
         "loads with, once it is saved: nothing, as it was built; trust, as it is code; or the "
@@ -416,7 +414,7 @@ def _split(values: Sequence[str]) -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def _warnings_told() -> Iterator[None]:
+def _warnings_on_stderr() -> Iterator[None]:
     """Warnings of graphwright's name its caller's line, which is click's here: say them plainly."""
     usual = warnings.showwarning
 

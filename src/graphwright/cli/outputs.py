@@ -1,4 +1,4 @@
-"""The files that a command writes: checked before its work, written before anything is shown."""
+"""The files that commands write: checked before the work, written before anything is shown."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any
 import click
 
 EXIT_BAD_INPUT = 2
+# Writes a file, and returns what is to be said of it.
+_Writer = Callable[[str], str]
 
 
 def check_files(files: Mapping[str, str | None]) -> None:
@@ -89,10 +91,6 @@ def _unwritten(option: str, name: str, error: OSError) -> Exception:
     )
 
 
-# Writes a file, and returns what is to be said of it.
-_Writer = Callable[[str], str]
-
-
 def report_writers(result: Any) -> dict[str, _Writer]:
     """How a report is written, by option."""
     from ..report.markdown import to_markdown
@@ -128,13 +126,13 @@ def deliver(
     from ..errors import GraphwrightError
     from ..report.terminal import printing
 
-    told: list[str] = []
+    messages: list[str] = []
     failed: list[Exception] = []
     try:
         for option, name in files.items():
             if name is not None and option in writers:
                 try:
-                    told.append(writers[option](name))
+                    messages.append(writers[option](name))
                 except OSError as error:
                     failed.append(_unwritten(option, name, error))
                 except GraphwrightError as error:
@@ -143,7 +141,7 @@ def deliver(
         with printing():
             if not any(map(_is_stdout, files.values())):
                 show()
-                for line in filter(None, told):
+                for line in filter(None, messages):
                     click.echo(line)
     for each in failed:
         click.echo(f"graphwright: {each}", err=True)

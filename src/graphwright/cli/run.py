@@ -1,4 +1,4 @@
-"""`graphwright run`: what was saved, loaded, answering its own sample inputs, timed and shown."""
+"""`graphwright run`: load an artifact, run it on its own sample inputs, and show the times."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ _WARMUP = 5
 
 
 @dataclass
-class Trial:
-    """What came of loading an artifact and calling it.
+class ArtifactRun:
+    """How loading and calling an artifact went.
 
     Attributes:
-        file: that was loaded.
-        report: its evidence.
-        device: that it runs on.
-        how: it was loaded, in words, and why so.
+        file: the file that was loaded.
+        report: the report of tuning, from the file.
+        device: where it runs.
+        how: how it was loaded and why, in words.
         load_s: seconds to load and verify it.
-        first_s: seconds of the first answer after that.
-        latencies: synchronised calls of each sample, by name.
-        astray: calls that something else answered, in words.
+        first_s: seconds of the first call after that.
+        latencies: times of synchronized calls of each sample, by name.
+        fallbacks: calls that were not answered by what was tuned, in words.
     """
 
     file: Path
@@ -46,17 +46,17 @@ class Trial:
     load_s: float
     first_s: float
     latencies: dict[str, Samples]
-    astray: list[str]
+    fallbacks: list[str]
 
 
-def tried(
+def run_artifact(
     file: Path,
     model: Callable[..., Any] | None,
     *,
     trust: bool,
     device: torch.device | None,
     calls: int,
-) -> Trial:
+) -> ArtifactRun:
     """Load an artifact, and time its answers to its own samples.
 
     Args:
@@ -93,9 +93,13 @@ def tried(
                 if turn >= 0:
                     taken[name].append(seconds)
     latencies = {name: Samples(tuple(seconds)) for name, seconds in taken.items()}
-    astray = [f"{n} calls {way}" for way, n in tuned.calls.items() if not way.startswith("tuned")]
+    fallbacks = [
+        f"{n} calls {way}" for way, n in tuned.calls.items() if not way.startswith("tuned")
+    ]
     how = [*tuned._choice.loaded]
-    return Trial(file, tuned.report, origin.device, how, load_s, first_s, latencies, astray)
+    return ArtifactRun(
+        file, tuned.report, origin.device, how, load_s, first_s, latencies, fallbacks
+    )
 
 
 def _bound(function: Callable[..., Any], call: Any) -> Callable[[], object]:
@@ -103,7 +107,7 @@ def _bound(function: Callable[..., Any], call: Any) -> Callable[[], object]:
     return lambda: function(*args, **kwargs)
 
 
-def show(trial: Trial, console: Console | None = None) -> None:
+def show(trial: ArtifactRun, console: Console | None = None) -> None:
     """Print it: a few lines, then a table with a row for each sample."""
     console = console or Console()
     report = trial.report
@@ -120,7 +124,7 @@ def show(trial: Trial, console: Console | None = None) -> None:
         "runs on": str(trial.device),
         "load": f"{duration(trial.load_s)}, verified on its own inputs",
         "first answer": duration(trial.first_s),
-        "astray": "; ".join(trial.astray),
+        "fallbacks": "; ".join(trial.fallbacks),
     }
     for name, text in facts.items():
         if text:

@@ -1,4 +1,4 @@
-"""From a TARGET on the command line to a model and its inputs."""
+"""Loading a model and its inputs from a TARGET on the command line."""
 
 from __future__ import annotations
 

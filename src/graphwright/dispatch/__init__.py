@@ -1,7 +1,7 @@
-"""Answering calls: graph() finds a graph for each call by signature and bucket, else goes eager.
+"""graph(): answer each call by the graph for its signature or bucket, else run it eagerly.
 
-It keeps the graphs, decides when to capture, and counts how calls went. How a graph is recorded
-belongs to graphs, padding and its proof to shapes. Begin with graphed_callable.
+This room caches graphs, decides when to capture, and counts how calls went. How a graph is recorded
+belongs to graphs; padding and its proof belong to shapes. Begin with graphed_callable.
 """
 
 from .graphed_callable import GraphedCallable as GraphedCallable

@@ -1,7 +1,7 @@
-"""A callable whose calls go to the smallest bucket that holds them, filled up and cut.
+"""BucketedCallable: calls are padded to the smallest bucket that holds them, results are sliced.
 
-Calls of a bucket's own sizes are answered as if there were no buckets; others are filled up where
-that is proved to be harmless.
+Calls of a bucket's own sizes are answered as if there were no buckets; others are padded once
+padding is proved to change nothing.
 """
 
 from __future__ import annotations
@@ -34,16 +34,34 @@ from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
 from ..shapes.selection import BucketSelector
 from .graph_cache import CacheEntry
-from .graphed_callable import SHARED, UNCAPTURED, Asked, GraphedCallable, Miss, compare, name_of
+from .graphed_callable import (
+    SHARED,
+    UNCAPTURED,
+    GraphedCallable,
+    Miss,
+    UncapturedCall,
+    compare,
+    name_of,
+)
 from .statistics import Tally
 
+# Shapes of calls whose padding is remembered.
 _MAX_QUICK = 1 << 16
+# Failed proofs after which a family of calls stays eager.
 _MAX_FAILURES = 3
 
 
 @dataclass(eq=False)
-class _Filled:
-    """Calls of one form that a bucket's graph answers, filled up."""
+class _PaddedCall:
+    """How calls of some shapes are padded, and the graph that answers them.
+
+    Attributes:
+        entry: of the bucket's graph.
+        plan: how to pad and slice.
+        strides: of the call's leaves.
+        names: of the keyword arguments, sorted.
+        positional: how many arguments are positional.
+    """
 
     entry: CacheEntry
     plan: PaddingPlan
@@ -72,7 +90,7 @@ class BucketedCallable(GraphedCallable):
                 "keeps those of one.",
                 remedy="Leave one of the two out.",
             )
-        self._bucketing = BucketSelector(
+        self._selector = BucketSelector(
             fn, buckets, dynamic_shapes=dynamic_shapes, pad=pad, split=split, pool=self.pool
         )
         if len(buckets.points) > self._max_graphs:
@@ -84,81 +102,81 @@ class BucketedCallable(GraphedCallable):
         self._recent_bucket: CacheEntry | None = None
         self._failures = 0
 
-    def _unknown(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
-        if isinstance(found, _Filled):
-            return self._filled_up(found, args, kwargs)
+    def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
+        if isinstance(found, _PaddedCall):
+            return self._answer_padded(found, args, kwargs)
         return self._find(args, kwargs)
 
-    def _uncaptured(self, asked: Asked) -> Any:
+    def _answer_uncaptured(self, call: UncapturedCall) -> Any:
         try:
-            return self._in_buckets(asked)
+            return self._answer_from_buckets(call)
         except Busy as error:
-            return self._missed("other threads were at work", error.what, asked.args, asked.kwargs)
+            return self._missed("other threads were at work", error.what, call.args, call.kwargs)
 
-    def _in_buckets(self, asked: Asked) -> Any:
-        bucketing, state = self._bucketing, asked.state
-        args, kwargs = asked.args, asked.kwargs
+    def _answer_from_buckets(self, call: UncapturedCall) -> Any:
+        selector, state = self._selector, call.state
+        args, kwargs = call.args, call.kwargs
         try:
-            kind, sizes = bucketing.kind(state.kinds, asked.signature, args, kwargs, asked.grad)
+            family, sizes = selector.family(state.families, call.signature, args, kwargs, call.grad)
         except SignatureError as error:
             return self._missed("no dynamic sizes", error.what, args, kwargs)
-        if kind is None:
-            if sizes in bucketing.buckets.points:
-                return self._exactly(asked, sizes)
+        if family is None:
+            if sizes in selector.buckets.points:
+                return self._capture_and_answer(call, sizes)
             why = "an argument's dimensions lie in memory in another order than a bucket's"
             return self._missed("another order in memory", why, args, kwargs, sizes)
-        if self.on_miss != "capture" and not kind.prepared:
+        if self.on_miss != "capture" and not family.prepared:
             return self._missed(
                 "no graph fits", "prepare() was not called for this kind", args, kwargs, sizes
             )
         try:
-            answer = bucketing.answer(kind, sizes)
+            answer = selector.answer(family, sizes)
         except CaptureError as error:
-            # The sample may be to blame, so that others get their turn, but not for ever.
+            # The sample may be to blame: the next call becomes the sample, a few times.
             self._failures += 1
             if self._failures < _MAX_FAILURES:
-                state.kinds = [other for other in state.kinds if other is not kind]
+                state.families = [other for other in state.families if other is not family]
             else:
-                kind.reason = error.what
+                family.reason = error.what
             return self._missed(UNCAPTURED, error.what, args, kwargs, sizes)
-        if answer.above is not None and bucketing.split:
-            chunks = bucketing.chunks(kind, sizes, answer.above)
+        if answer.above is not None and selector.split:
+            chunks = selector.chunks(family, sizes, answer.above)
             if not isinstance(chunks, str):
-                return self._in_chunks(asked, kind, answer.above, *chunks, sizes)
+                return self._answer_in_chunks(call, family, answer.above, *chunks, sizes)
             return self._missed("it cannot be split", chunks, args, kwargs, sizes)
         if answer.reason is not None:
-            return self._missed(answer.kind, answer.reason, args, kwargs, sizes)
-        if kind.sets_up is not None:
-            # By this call, and not by one that is filled up.
-            return self._exactly(asked, sizes)
+            return self._missed(answer.category, answer.reason, args, kwargs, sizes)
+        if family.sets_up is not None:
+            # This call itself has to set it up, not a padded one.
+            return self._capture_and_answer(call, sizes)
         leaves, _ = flatten(args, kwargs)
-        plan = kind.laid_out(leaves, sizes) if answer.plan is None else answer.plan
+        plan = family.layout_plan(leaves, sizes) if answer.plan is None else answer.plan
         if plan is None:
-            return self._exactly(asked, sizes)
-        return self._fill_up(asked, kind, plan, leaves)
+            return self._capture_and_answer(call, sizes)
+        return self._pad_and_answer(call, family, plan, leaves)
 
-    def _fill_up(
-        self, asked: Asked, kind: ShapeFamily, plan: PaddingPlan, leaves: Sequence[Any]
+    def _pad_and_answer(
+        self, call: UncapturedCall, family: ShapeFamily, plan: PaddingPlan, leaves: Sequence[Any]
     ) -> Any:
-        """Fill a call up for the first time, and remember how for calls of its shapes."""
-        args, kwargs = asked.args, asked.kwargs
+        """Pad a call of new shapes and answer it, and remember how for the next ones."""
+        args, kwargs = call.args, call.kwargs
         values = plan.pad(leaves)
-        padded, named = unflatten(values, kind.subject.spec)
+        padded, named = unflatten(values, family.sampler.spec)
         full = CallSignature.of(padded, named)
-        entry = self._entry(replace(asked, args=padded, kwargs=named, signature=full))
+        entry = self._entry_for(replace(call, args=padded, kwargs=named, signature=full))
         if isinstance(entry, Miss):
-            return self._missed(entry.kind, entry.why, args, kwargs, plan.sizes)
+            return self._missed(entry.category, entry.reason, args, kwargs, plan.sizes)
         graph = entry.graph
         assert graph is not None
         entry.sizes = plan.bucket
-        if kind.form.overlap and graph.written:
+        if family.signature.overlap and graph.written:
             why = "it writes to an argument that shares memory with another one"
             return self._missed(PADDING, why, args, kwargs, plan.sizes)
-        if plan.sizes != plan.bucket and not kind.is_checked(plan.bucket) and entry.pure:
-            off = kind.check(plan, graph.run, args, kwargs)
-            if off is not None:
-                return self._missed(PADDING, off, args, kwargs, plan.sizes)
-        filled = _Filled(
+        if plan.sizes != plan.bucket and not family.is_checked(plan.bucket) and entry.pure:
+            wrong = family.check(plan, graph.run, args, kwargs)
+            if wrong is not None:
+                return self._missed(PADDING, wrong, args, kwargs, plan.sizes)
+        padded_call = _PaddedCall(
             entry,
             plan,
             tuple(leaf.stride() if isinstance(leaf, torch.Tensor) else () for leaf in leaves),
@@ -166,16 +184,16 @@ class BucketedCallable(GraphedCallable):
             len(args),
         )
         key = quick_key(args, kwargs)
-        if key is not None and entry.pure and asked.signature.flat is not None:
+        if key is not None and entry.pure and call.signature.flat is not None:
             if len(self._quick) >= _MAX_QUICK:
                 self._quick.clear()
-            self._quick[key] = filled
-        return self._run_filled(filled, args, kwargs, leaves, values)
+            self._quick[key] = padded_call
+        return self._run_padded(padded_call, args, kwargs, leaves, values)
 
-    def _filled_up(self, filled: _Filled, args: Args, kwargs: Kwargs) -> Any:
-        """A call whose bucket is known by its shapes; all else about it is looked at."""
-        entry, plan, names = filled.entry, filled.plan, filled.names
-        if len(args) != filled.positional or len(kwargs) != len(names) or not entry.ready:
+    def _answer_padded(self, padded_call: _PaddedCall, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call whose padding is known by its shapes, once all else about it is checked."""
+        entry, plan, names = padded_call.entry, padded_call.plan, padded_call.names
+        if len(args) != padded_call.positional or len(kwargs) != len(names) or not entry.ready:
             return self._find(args, kwargs)
         try:
             leaves = (*args, *[kwargs[name] for name in names])
@@ -183,7 +201,7 @@ class BucketedCallable(GraphedCallable):
             return self._find(args, kwargs)
         if not are_plain(leaves) or inside_transform() or capturing_now():
             return self._find(args, kwargs)
-        for leaf, stride in zip(leaves, filled.strides, strict=True):
+        for leaf, stride in zip(leaves, padded_call.strides, strict=True):
             if leaf.stride() != stride:
                 return self._find(args, kwargs)
         if torch.is_grad_enabled() and (
@@ -193,22 +211,30 @@ class BucketedCallable(GraphedCallable):
         if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
             return self._find(args, kwargs)
         values = plan.pad(leaves)
-        padded = tuple(values[: filled.positional])
-        named = dict(zip(names, values[filled.positional :], strict=True))
+        padded = tuple(values[: padded_call.positional])
+        named = dict(zip(names, values[padded_call.positional :], strict=True))
         if not entry.signature.fits(padded, named):
             return self._find(args, kwargs)
-        return self._run_filled(filled, args, kwargs, leaves, values)
+        return self._run_padded(padded_call, args, kwargs, leaves, values)
 
-    def _run_filled(
+    def _run_padded(
         self,
-        filled: _Filled,
+        padded_call: _PaddedCall,
         args: Args,
         kwargs: Kwargs,
         leaves: Sequence[Any],
         values: Sequence[Any],
     ) -> Any:
-        """Run a bucket's graph on what was filled up, and cut what it returns."""
-        entry, plan, graph = filled.entry, filled.plan, filled.entry.graph
+        """Run a bucket's graph on padded arguments, and slice what it returns.
+
+        Args:
+            padded_call: how the call is padded.
+            args: of the call.
+            kwargs: likewise.
+            leaves: of its arguments.
+            values: the same, padded.
+        """
+        entry, plan, graph = padded_call.entry, padded_call.plan, padded_call.entry.graph
         assert graph is not None
         if not entry.pure and entry.state.watch.changed() is not None:
             return self._find(args, kwargs)
@@ -231,27 +257,27 @@ class BucketedCallable(GraphedCallable):
             self._entries.touch(entry)
         every = self._audit_every
         if every is not None and entry.pure and sum(tally.padded.values()) % every == 0:
-            compare(result, self._quietly(args, kwargs), graph.name, other_kernels=True)
+            compare(result, self._run_detached(args, kwargs), graph.name, other_kernels=True)
             tally.audits += 1
         return result
 
-    def _in_chunks(
+    def _answer_in_chunks(
         self,
-        asked: Asked,
-        kind: ShapeFamily,
+        call: UncapturedCall,
+        family: ShapeFamily,
         name: str,
         parts: Sequence[int],
         joints: Sequence[int | None],
         sizes: tuple[int, ...],
     ) -> Any:
         """Answer a call in chunks along one dimension, and join what they return."""
-        leaves, spec = flatten(asked.args, asked.kwargs)
+        leaves, spec = flatten(call.args, call.kwargs)
         results = []
-        place = self._bucketing.dimensions.names.index(name)
+        place = self._selector.dimensions.names.index(name)
         self._tally.split[sizes] += 1
         for n in parts:
             self._tally.chunks[*sizes[:place], n, *sizes[place + 1 :]] += 1
-        for chunk in kind.subject.chunks(leaves, name, parts):
+        for chunk in family.sampler.chunks(leaves, name, parts):
             results.append(pytree.tree_flatten(self.call(*unflatten(chunk, spec))))
         joined = [
             pieces[0] if joint is None else torch.cat(pieces, joint)
@@ -261,15 +287,15 @@ class BucketedCallable(GraphedCallable):
 
     def _missed(
         self,
-        kind: str,
-        why: str,
+        category: str,
+        reason: str,
         args: Args,
         kwargs: Kwargs,
         sizes: tuple[int, ...] | None = None,
     ) -> Any:
-        if kind == PADDING and self.on_miss == "error":
-            raise self._padding_error(why)
-        return super()._missed(kind, why, args, kwargs, sizes)
+        if category == PADDING and self.on_miss == "error":
+            raise self._padding_error(reason)
+        return super()._missed(category, reason, args, kwargs, sizes)
 
     def _forget(self, entry: CacheEntry) -> None:
         super()._forget(entry)
@@ -278,13 +304,13 @@ class BucketedCallable(GraphedCallable):
         self._quick = {
             key: found
             for key, found in self._quick.items()
-            if not (isinstance(found, _Filled) and found.entry is entry)
+            if not (isinstance(found, _PaddedCall) and found.entry is entry)
         }
 
     def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:
-        """Prove and capture every bucket for some kinds of calls."""
-        bucketing = self._bucketing
-        bar.start(3 * len(bucketing.buckets.points) * len(wanted))
+        """Prove and capture every bucket for the families of some calls."""
+        selector = self._selector
+        bar.start(3 * len(selector.buckets.points) * len(wanted))
         state = self._entries.state()
         grad = self._entries.grad_mode()
         calls: list[tuple[Args, Kwargs]] = []
@@ -293,58 +319,58 @@ class BucketedCallable(GraphedCallable):
         for args, kwargs in wanted:
             try:
                 signature = CallSignature.of(args, kwargs)
-                kind, _ = bucketing.kind(state.kinds, signature, args, kwargs, grad)
+                family, _ = selector.family(state.families, signature, args, kwargs, grad)
             except SignatureError as error:
                 raise CaptureError(error.what, remedy=error.remedy) from error
-            if kind is None:
+            if family is None:
                 raise CaptureError(
                     "An argument's dimensions lie in memory in another order than a bucket's.",
                     remedy="Call contiguous() on it.",
                 )
-            if kind in owners:
+            if family in owners:
                 continue
-            kind.prepared = True
-            for bucket in bucketing.buckets.points:
-                bar.step(f"proving that padding to {bucketing.words(bucket)} is harmless")
-                why = kind.prove(bucket, list(bucketing.served(bucket)))
+            family.prepared = True
+            for bucket in selector.buckets.points:
+                bar.step(f"proving that padding to {selector.words(bucket)} is harmless")
+                why = family.prove(bucket, list(selector.served(bucket)))
                 if why is not None:
                     raise self._padding_error(why)
-                calls.append(kind.subject.arguments(bucket))
-                owners.append(kind)
+                calls.append(family.sampler.arguments(bucket))
+                owners.append(family)
                 sizes.append(bucket)
         self._entries.capture_all(calls, bar.step)
         state = self._entries.state()
-        for kind, bucket, (args, kwargs) in zip(owners, sizes, calls, strict=True):
+        for family, bucket, (args, kwargs) in zip(owners, sizes, calls, strict=True):
             entry = state.entries.get((CallSignature.of(args, kwargs), grad))
             if entry is not None and entry.ready:
                 entry.sizes = bucket
-                self._check(kind, bucket, entry)
+                self._check(family, bucket, entry)
 
-    def _check(self, kind: ShapeFamily, bucket: tuple[int, ...], entry: CacheEntry) -> None:
-        """Compare the graph of a bucket, filled up, with eager, before it is first used."""
-        served = list(self._bucketing.served(bucket))
-        if not served or not entry.pure or kind.is_checked(bucket):
+    def _check(self, family: ShapeFamily, bucket: tuple[int, ...], entry: CacheEntry) -> None:
+        """Compare a bucket's graph with eager for a padded call, before it is first used."""
+        served = list(self._selector.served(bucket))
+        if not served or not entry.pure or family.is_checked(bucket):
             return
         sizes = served[len(served) // 2]
-        plan = kind.plan(sizes, bucket)
+        plan = family.plan(sizes, bucket)
         graph = entry.graph
         assert isinstance(plan, PaddingPlan)
         assert graph is not None
-        why = kind.check(plan, graph.run, *kind.subject.arguments(sizes))
+        why = family.check(plan, graph.run, *family.sampler.arguments(sizes))
         if why is not None:
             raise self._padding_error(why)
 
     def _padding_error(self, why: str) -> PaddingError:
         return PaddingError(
-            f"{name_of(self.fn)} may not be filled up to a bucket: {why}.",
+            f"{name_of(self.fn)} may not be padded to a bucket: {why}.",
             remedy="If a mask could tell padding from data, pass one and declare its value there: "
             "pad={'attention_mask': 0}; else leave the dimension out of the buckets."
             if " padded from " in why
-            else "Leave the buckets out; or change the function in that point.",
+            else "Leave the buckets out, or change this in the function.",
         )
 
     def _options(self) -> dict[str, Any]:
-        mine = self._bucketing
+        mine = self._selector
         return {
             **super()._options(),
             "buckets": mine.buckets,

@@ -1,7 +1,7 @@
-"""The short way into a graph: one function in which every name and attribute counts.
+"""The fast path to a graph: one function that does as little as possible for each call.
 
-It answers the common case, a call whose arguments are tensors and maybe plain values, of a graph
-that mutates nothing: check the arguments, launch, and look over the module while the device works.
+It answers the common case: a graph that changes nothing, called with tensors and maybe plain
+values. It checks the arguments, launches, and checks the module while the device works.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any
 
 import torch
 
-from ..calls.signature import Args, CallSignature, Kwargs, Mixed, fitting, lasting_switches
+from ..calls.signature import Args, CallSignature, Kwargs, MixedArguments, fitting, lasting_switches
 from ..graphs.graph import GraphClosed
 
-# What a shortcut says to whatever needs a closer look.
+# What a shortcut returns for a call that it cannot answer.
 MISS = object()
 
 Shortcut = Callable[[Args, Kwargs], Any]
 Launch = Callable[[Sequence[torch.Tensor]], Any]
-_NONE: Kwargs = {}
+_NO_KWARGS: Kwargs = {}
 
 
 def shortcut(
@@ -29,10 +29,10 @@ def shortcut(
     *,
     training: bool,
 ) -> Shortcut | None:
-    """A function of a call's arguments that answers it or returns `MISS`; None where none can be.
+    """Make a function that answers calls of a signature or returns `MISS`; None if impossible.
 
     Args:
-        signature: of the calls that it answers.
+        signature: of the calls.
         launch: replays the graph for positional tensors; it raises GraphClosed where it cannot.
         unchanged: whether the module is as it was, its mode included.
         training: whether the module is in training mode then.
@@ -43,12 +43,12 @@ def shortcut(
     expected = signature.switches[2:]
     mixed = signature.mixed
     if mixed is not None:
-        between = _between(mixed, launch)
-        inner = _fast(mixed.guard, len(mixed.places), (), between, unchanged, quiet, expected)
+        with_values = _with_plain_values(mixed, launch)
+        inner = _fast(mixed.guard, len(mixed.places), (), with_values, unchanged, quiet, expected)
 
         def fast(args: Args, kwargs: Kwargs) -> Any:
-            row = mixed.values(args, kwargs)
-            return MISS if row is None else inner(mixed.tensors(row), _NONE)
+            values = mixed.values(args, kwargs)
+            return MISS if values is None else inner(mixed.tensors(values), _NO_KWARGS)
 
         return fast
     if signature.guard is None or signature.flat is None:
@@ -57,19 +57,19 @@ def shortcut(
     return _fast(signature.guard, count, names, launch, unchanged, quiet, expected)
 
 
-def _between(mixed: Mixed, launch: Launch) -> Launch:
-    """Launch for the tensors alone: with the plain values put between them."""
+def _with_plain_values(mixed: MixedArguments, launch: Launch) -> Launch:
+    """A launch that takes the tensors alone, and puts the plain values between them."""
     template: list[Any] = [None] * (len(mixed.plain) + len(mixed.places))
     for index, value in mixed.plain:
         template[index] = value
 
-    def between(tensors: Sequence[torch.Tensor]) -> Any:
-        row = template.copy()
+    def launch_all(tensors: Sequence[torch.Tensor]) -> Any:
+        values = template.copy()
         for index, tensor in zip(mixed.places, tensors, strict=True):
-            row[index] = tensor
-        return launch(row)
+            values[index] = tensor
+        return launch(values)
 
-    return between
+    return launch_all
 
 
 def _fast(
@@ -84,16 +84,17 @@ def _fast(
     """The function for calls whose arguments are all tensors.
 
     Args:
-        guard: checks them.
-        count: how many are positional.
-        names: of the others, in order.
+        guard: checks the tensors.
+        count: how many arguments are positional.
+        names: of the keyword arguments, in order.
         launch: as for `shortcut`.
-        unchanged: likewise.
-        quiet: whether no gradients can be wanted.
-        expected: the switches that last.
+        unchanged: as for `shortcut`.
+        quiet: whether nobody can want gradients.
+        expected: what `lasting_switches` has to return.
     """
+    # Local names are found faster than globals and attributes.
     grad_is_on = torch.is_grad_enabled
-    modes = torch._C._len_torch_dispatch_stack  # make_fx's does not show in the guard.
+    modes = torch._C._len_torch_dispatch_stack  # The guard does not see make_fx's mode.
 
     def fast(args: Args, kwargs: Kwargs) -> Any:
         if len(args) != count or len(kwargs) != len(names):

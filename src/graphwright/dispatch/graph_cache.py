@@ -1,4 +1,4 @@
-"""The graphs of one callable: by the state of its module, and by the kind of call."""
+"""GraphCache: the graphs of one callable, by the state of its module and the call's signature."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from ..shapes.verdicts import Verdicts
 
 _MAX_STATES = 4
-# These take another path, with other numbers in padded places, when gradients are off.
+# These use other kernels, with other numbers in padded places, when gradients are off.
 _DEPEND_ON_GRAD_MODE = (
     nn.MultiheadAttention,
     nn.TransformerEncoder,
@@ -33,33 +33,33 @@ _DEPEND_ON_GRAD_MODE = (
 
 @dataclass(eq=False)
 class StateGraphs:
-    """One state of the module, the graphs that were captured in it, and its kinds of calls."""
+    """One state of the module, the graphs that were captured in it, and its families of calls."""
 
     watch: ModuleWatch
     training: bool
-    # Whether the gradient mode has a say in what the module computes.
+    # Whether what the module computes depends on the gradient mode.
     by_grad_mode: bool
-    # By the call's signature and, where numbers depend on it, the gradient mode.
+    # By the call's signature and, if `by_grad_mode`, the gradient mode.
     entries: dict[tuple[CallSignature, bool | None], CacheEntry] = field(default_factory=dict)
-    kinds: list[ShapeFamily] = field(default_factory=list)
+    families: list[ShapeFamily] = field(default_factory=list)
 
 
 @dataclass(eq=False)
 class CacheEntry:
-    """One kind of call in one state: its graph, or why there is none."""
+    """The graph for one signature in one state, or why there is none."""
 
     signature: CallSignature
     state: StateGraphs
     graph: CapturedCall | None
-    # Whether a result may be dropped without a trace.
+    # Whether a replay has no effect but its result, which may thus be dropped.
     pure: bool
     grad: bool | None
     error: GraphwrightError | None = None
-    # That of the pool when it was refused; None where room in the pool is not what it lacks.
+    # The pool's version when the capture was refused; None if more room would not help.
     pool_version: int | None = 0
-    # Calls that the graph answered as they were.
+    # Calls that the graph answered without padding.
     hits: int = 0
-    # Its named sizes, where there are buckets.
+    # The named sizes, if there are buckets.
     sizes: tuple[int, ...] | None = None
 
     @property
@@ -73,12 +73,16 @@ class GraphCache:
 
     Args:
         fn: the function or module.
-        pool: the memory that the graphs live in; its lock guards all of this.
+        pool: the memory that the graphs live in; its lock guards the cache.
         outputs: as for `graph()`.
         max_graphs: graphs to keep; the least recently used one is closed for a new one.
-        forget: called with each entry that is given up.
-        forget_proofs: called with what was known in a state that is given up.
+        forget: called with each entry that is discarded.
+        forget_proofs: called with the verdicts of a state that is discarded.
         breaks: as for `graph()`.
+
+    Attributes:
+        captures: how many graphs were captured.
+        turns: keeps eager calls and captures of the function apart.
     """
 
     def __init__(
@@ -109,14 +113,14 @@ class GraphCache:
         """What holds the function's parameters."""
         if isinstance(self.fn, nn.Module):
             return self.fn
-        # To look for what a function reaches takes a while; nothing else may have changed.
+        # Finding what a function reaches takes a while, so it is done again only after a change.
         if self._function is None or not self._function[1].unchanged():
             made = FunctionModule(self.fn)
             self._function = made, ModuleWatch(made, values=False)
         return self._function[0]
 
     def grad_mode(self) -> bool | None:
-        """The gradient mode, where the module's numbers depend on it."""
+        """The gradient mode, if what the module computes depends on it; else None."""
         state = self._current
         by_it = _by_grad_mode(self.module()) if state is None else state.by_grad_mode
         return torch.is_grad_enabled() if by_it else None
@@ -126,7 +130,7 @@ class GraphCache:
         return any(map(in_training, self.module().modules()))
 
     def state(self) -> StateGraphs:
-        """The module's state as it is now; graphs of weights that are gone are closed."""
+        """The module's current state; graphs whose weights were replaced are closed."""
         with self.pool.lock:
             for state in self._states:
                 if state.watch.changed() is None:
@@ -144,7 +148,7 @@ class GraphCache:
             return self._current
 
     def unread(self) -> list[str]:
-        """A line on the objects of the module that nobody can look into, if there are any."""
+        """A line on objects of the module that cannot be watched, if there are any."""
         return [] if self._current is None else unread_in_words(self._current.watch)
 
     def ready(self) -> list[CacheEntry]:
@@ -152,12 +156,12 @@ class GraphCache:
         return [entry for entry in list(self._order.values()) if entry.ready]
 
     def verdicts(self) -> list[Verdicts]:
-        """What is known about filling up buckets, for all kinds of calls."""
-        kinds = [kind for state in list(self._states) for kind in state.kinds]
-        return [verdicts for kind in kinds for verdicts in kind.proofs()]
+        """What is known about padding to buckets, for all families of calls."""
+        families = [family for state in list(self._states) for family in state.families]
+        return [verdicts for family in families for verdicts in family.proofs()]
 
     def touch(self, entry: CacheEntry) -> None:
-        """An entry was used."""
+        """Make an entry the most recently used one."""
         graph = entry.graph
         if graph is not None:
             with self.pool.lock:
@@ -174,11 +178,11 @@ class GraphCache:
         *,
         for_good: bool = False,
     ) -> None:
-        """Remember why calls of a signature have no graph, until the pool has more room."""
+        """Remember why a signature has no graph, until the pool has more room or `for_good`."""
         version = None if for_good else self.pool.version
         # Not the error itself: the frames of its traceback hold tensors.
-        kind = MemoryBudgetExceeded if isinstance(error, MemoryBudgetExceeded) else CaptureError
-        error = kind(error.what, where=error.where, remedy=error.remedy)
+        cls = MemoryBudgetExceeded if isinstance(error, MemoryBudgetExceeded) else CaptureError
+        error = cls(error.what, where=error.where, remedy=error.remedy)
         state.entries[signature, grad] = CacheEntry(
             signature, state, None, False, grad, error, version
         )
@@ -186,8 +190,8 @@ class GraphCache:
     def capture(
         self, signature: CallSignature, state: StateGraphs, args: Args, kwargs: Kwargs
     ) -> CacheEntry:
-        """Capture a call."""
-        # Before the lock: an eager call of another thread, which is waited for, may want it too.
+        """Capture a graph for a call."""
+        # Before the lock: an eager call that this waits for may need the lock.
         with self.turns.alone(), self.pool.lock:
             entry = state.entries.get((signature, self.grad_mode()))
             if entry is not None and entry.ready:
@@ -199,14 +203,14 @@ class GraphCache:
     def capture_all(
         self, calls: Iterable[tuple[Args, Kwargs]], step: Callable[[str], None]
     ) -> list[CacheEntry]:
-        """Capture graphs for calls that have none: all are warmed up, then the largest first.
+        """Capture graphs for calls that have none: all are warmed up, then captured largest first.
 
         Args:
             calls: their arguments.
-            step: told what is done next.
+            step: called with a description of each next step.
 
         Raises:
-            CaptureError: one cannot be captured; none of them is then.
+            CaptureError: one cannot be captured; then none is.
             MemoryBudgetExceeded: they do not fit under the pool's limit.
         """
         made: list[CacheEntry] = []
@@ -250,9 +254,9 @@ class GraphCache:
         for old in list(self._order)[: max(0, len(self._order) + 1 - self._max_graphs)]:
             self.discard(self._order[old])
         graph.record(share_inputs=self._outputs == "fresh")
-        # A first run may have set something up for good; the graph belongs to what is now.
+        # The first run may have set something up for good; the graph belongs to the state now.
         state = self.state()
-        pure = not (graph.mutates or graph.random or graph.branches is not None)
+        pure = not (graph.mutates or graph.random or graph.tree is not None)
         entry = CacheEntry(signature, state, graph, pure=pure, grad=self.grad_mode())
         state.entries[signature, entry.grad] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is GraphState.READY}
@@ -261,7 +265,7 @@ class GraphCache:
         return entry
 
     def give_up(self, entry: CacheEntry, error: GraphwrightError) -> None:
-        """Close a graph whose calls are better run eagerly."""
+        """Close a graph whose calls are to run eagerly from now on."""
         with self.pool.lock:
             signature, state, grad = entry.signature, entry.state, entry.grad
             self.discard(entry)
@@ -269,7 +273,7 @@ class GraphCache:
             self.pool.trim()
 
     def discard(self, entry: CacheEntry) -> None:
-        """Close an entry's graph and give the entry up."""
+        """Close an entry's graph and drop the entry."""
         if entry.graph is not None:
             self._order.pop(entry.graph, None)
             entry.graph.close()
@@ -279,7 +283,7 @@ class GraphCache:
     def _drop(self, state: StateGraphs) -> None:
         self._states.remove(state)
         self._current = None if self._current is state else self._current
-        self._forget_proofs([proof for kind in state.kinds for proof in kind.proofs()])
+        self._forget_proofs([proof for family in state.families for proof in family.proofs()])
         for entry in list(state.entries.values()):
             self.discard(entry)
 

@@ -1,10 +1,8 @@
-"""A callable that captures a graph for each kind of call and replays it for the next ones.
+"""GraphedCallable: captures one graph per input signature and replays it for later calls.
 
-A call is known by its signature and by the state of the module. The common case, the same kind of
-call as last time, has a path of its own: check the arguments, launch, and look over the module
-while the device works.
-
-Is a graph's result still eager's? The comparison behind `graph(audit=N)`.
+A graph is found by the call's signature and the state of the module. The common case, the same
+signature as last time, takes a fast path: check the arguments, launch, and check the module while
+the device works. `compare` is the comparison behind `graph(audit=N)`.
 """
 
 from __future__ import annotations
@@ -23,16 +21,28 @@ from torch.utils import _pytree as pytree
 
 from ..calls.dependencies import StandIn
 from ..calls.modes import opaque
-from ..calls.signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
+from ..calls.signature import (
+    Args,
+    Call,
+    CallSignature,
+    Kwargs,
+    arguments_of,
+    inside_transform,
+    leaf_names,
+    quick_key,
+    tensors_of,
+)
 from ..errors import (
     CaptureError,
     GraphwrightError,
     MemoryBudgetExceeded,
     OptionError,
     SignatureError,
+    VerificationError,
     in_words,
     levels_above,
 )
+from ..evaluation.accuracy import difference
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
@@ -48,24 +58,19 @@ from .statistics import CallStatistics, Tally, explained
 if TYPE_CHECKING:
     from ..shapes.verdicts import Verdicts
 
-
-from ..calls.signature import Call, arguments_of, leaf_names, quick_key
-from ..errors import VerificationError
-from ..evaluation.accuracy import difference
-
 OnMiss = Literal["capture", "eager", "error"]
 
-# Reasons for eager calls that a caller should hear of once.
+# Why calls are eager, by category; a caller is warned of some of them, once for each reason.
 UNCAPTURED = "it cannot be captured"
 _LIMIT = "the pool's limit"
 SHARED = "an argument shares memory with a tensor of the call's own"
-_TOLD = (UNCAPTURED, _LIMIT, PADDING)
+_WARNED_CATEGORIES = (UNCAPTURED, _LIMIT, PADDING)
 
 
 class GraphedCallable(StandIn):
     """A function or module whose calls are answered by graphs; made by `graph()`.
 
-    Graphs are captured at the first call of each kind, or at once by `prepare()`.
+    A graph is captured at the first call of each signature, or ahead of time by `prepare()`.
     """
 
     def __init__(
@@ -107,11 +112,11 @@ class GraphedCallable(StandIn):
         )
         self._recent: CacheEntry | None = None
         self._short: tuple[CacheEntry, Shortcut] | None = None
-        # What answers calls of some shapes, if nothing else about them differs.
+        # By `quick_key`: what answers calls of these shapes, if nothing else about them differs.
         self._quick: dict[Any, Any] = {}
         self._last_miss: str | None = None
         self._warned: set[str] = set()
-        self._waits: dict[CallSignature, Wait] = {}
+        self._backoffs: dict[CallSignature, Backoff] = {}
         self._closed = False
 
     @property
@@ -120,19 +125,19 @@ class GraphedCallable(StandIn):
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call by a graph, or eagerly where none fits or may be captured.
+        """Answer a call by a graph, or eagerly if none fits and none may be captured.
 
-        Outputs never require grad, unless gradients are wanted: the module is in training mode, or
-        an input requires grad, while gradients are on. Then the call is eager.
+        Outputs require no grad, unless the call is for training: gradients are on, and the module
+        is in training mode or an input requires grad. Such a call is eager.
 
         Raises:
-            SignatureError: with on_miss="error", when no graph fits.
+            SignatureError: with on_miss="error", no graph fits.
             VerificationError: an audit found that a graph's result is not eager's.
         """
         return self.call(args, kwargs)
 
     def call(self, args: Args, kwargs: Kwargs) -> Any:
-        """The same, with the arguments as they are."""
+        """As `__call__`, with the arguments as a tuple and a dictionary."""
         short = self._short
         if short is not None:
             latest, fast = short
@@ -143,7 +148,7 @@ class GraphedCallable(StandIn):
         key = quick_key(args, kwargs)
         entry = self._recent if key is None else self._quick.get(key)
         if not isinstance(entry, CacheEntry):
-            return self._unknown(entry, args, kwargs)
+            return self._answer_unusual(entry, args, kwargs)
         if not entry.signature.fits(args, kwargs):
             return self._find(args, kwargs)
         if entry.grad is not None and torch.is_grad_enabled() is not entry.grad:
@@ -151,7 +156,7 @@ class GraphedCallable(StandIn):
         return self._answer(entry, args, kwargs)
 
     def _shortcut(self, entry: CacheEntry) -> Shortcut | None:
-        """The short way to an entry, where it has one."""
+        """The fast path to an entry's graph; None if it has none."""
         if entry.graph is None or not entry.pure or entry.grad is not None:
             return None
         if self._audit_every is not None:
@@ -162,7 +167,7 @@ class GraphedCallable(StandIn):
         )
 
     def _answer(self, entry: CacheEntry, args: Args, kwargs: Kwargs) -> Any:
-        """A graph that fits. Nothing is lost where it turns out not to."""
+        """Answer a call by the graph of an entry whose signature fits, or find another answer."""
         graph = entry.graph
         if graph is None or capturing_now() or (entry.state.training and torch.is_grad_enabled()):
             return self._find(args, kwargs)
@@ -175,7 +180,7 @@ class GraphedCallable(StandIn):
         watch = entry.state.watch
         try:
             if entry.pure:
-                # The device works while the module is looked over.
+                # The device works while the module is checked.
                 result = graph.run(args, kwargs)
                 if watch.changed() is not None:
                     return self._find(args, kwargs)
@@ -193,7 +198,7 @@ class GraphedCallable(StandIn):
         return result
 
     def _count(self, entry: CacheEntry, graph: CapturedCall) -> None:
-        """A call was answered: by the graph, or eagerly if that has given up."""
+        """Count a call that was answered by the graph, or eagerly if its segments were given up."""
         if graph.was_eager:
             self._tally.eager[UNCAPTURED] += 1
         else:
@@ -202,7 +207,7 @@ class GraphedCallable(StandIn):
             self._entries.give_up(entry, graph.given_up)
 
     def _used(self, entry: CacheEntry, args: Args, kwargs: Kwargs) -> None:
-        """Remember what was used last, for the quick path and for eviction."""
+        """Remember the entry that was used last, for the fast path and for eviction."""
         self._recent = entry
         fast = self._shortcut(entry)
         self._short = None if fast is None else (entry, fast)
@@ -212,16 +217,16 @@ class GraphedCallable(StandIn):
         self._entries.touch(entry)
 
     def _find(self, args: Args, kwargs: Kwargs) -> Any:
-        """Everything but the common case."""
-        captured = capturing_now()  # Which has a mode of its own see the operations.
+        """Answer a call outside of the fast path."""
+        captured = capturing_now()  # Then the capture's own mode is on, which is no transform.
         if not captured and inside_transform():
-            return self._as_it_is("traced or transformed", args, kwargs)
+            return self._run_as_is("traced or transformed", args, kwargs)
         # A training step that is captured wants gradients too.
         if torch.is_grad_enabled() and (
             any(t.requires_grad for t in tensors_of((args, dict(kwargs))))
             or self._entries.in_training()
         ):
-            return self._as_it_is("gradients are wanted", args, kwargs)
+            return self._run_as_is("gradients are wanted", args, kwargs)
         if self._closed:
             return self._run_eagerly("closed", args, kwargs)
         if captured:
@@ -230,97 +235,108 @@ class GraphedCallable(StandIn):
             signature = CallSignature.of(args, kwargs)
         except SignatureError as error:
             return self._missed("an argument that cannot be captured", error.what, args, kwargs)
-        if self._waits:
-            wait = self._waits.get(signature)
-            if wait is not None and wait.goes_on():
-                return self._missed(UNCAPTURED, wait.why, args, kwargs)
+        if self._backoffs:
+            backoff = self._backoffs.get(signature)
+            if backoff is not None and backoff.still_waiting():
+                return self._missed(UNCAPTURED, backoff.reason, args, kwargs)
         state = self._entries.state()
         grad = self._entries.grad_mode()
         entry = state.entries.get((signature, grad))
         if entry is not None and entry.ready:
             return self._answer(entry, args, kwargs)
-        return self._uncaptured(Asked(args, kwargs, signature, state, grad))
+        return self._answer_uncaptured(UncapturedCall(args, kwargs, signature, state, grad))
 
-    def _unknown(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
-        """A call of shapes that no graph is known for, or that something else is known for."""
+    def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call for whose shapes no entry is known; `found` is what is known instead."""
         return self._find(args, kwargs)
 
-    def _uncaptured(self, asked: Asked) -> Any:
-        """A call that no graph fits."""
-        return self._exactly(asked)
+    def _answer_uncaptured(self, call: UncapturedCall) -> Any:
+        """Answer a call that no graph fits."""
+        return self._capture_and_answer(call)
 
-    def _exactly(self, asked: Asked, sizes: tuple[int, ...] | None = None) -> Any:
-        """Capture a graph for a call as it is, where that is allowed, and answer by it."""
-        entry = self._entry(asked)
+    def _capture_and_answer(
+        self, call: UncapturedCall, sizes: tuple[int, ...] | None = None
+    ) -> Any:
+        """Capture a graph for a call without padding, if that is allowed, and answer by it."""
+        entry = self._entry_for(call)
         if isinstance(entry, Miss):
-            return self._missed(entry.kind, entry.why, asked.args, asked.kwargs)
+            return self._missed(entry.category, entry.reason, call.args, call.kwargs)
         entry.sizes = sizes
-        return self._answer(entry, asked.args, asked.kwargs)
+        return self._answer(entry, call.args, call.kwargs)
 
-    def _entry(self, asked: Asked) -> CacheEntry | Miss:
-        """The entry of a call whose graph is ready, captured now if need be; or why not."""
-        signature, state = asked.signature, asked.state
-        entry = state.entries.get((signature, asked.grad))
+    def _entry_for(self, call: UncapturedCall) -> CacheEntry | Miss:
+        """The entry for a call, captured now if need be and allowed; else why there is none."""
+        signature, state = call.signature, call.state
+        entry = state.entries.get((signature, call.grad))
         if entry is not None:
             if entry.ready:
                 return entry
             if entry.error is not None and entry.pool_version in (None, self.pool.version):
-                return Miss(_kind(entry.error), in_words(entry.error)[0])
+                return Miss(_category_of(entry.error), in_words(entry.error)[0])
         if self.on_miss != "capture":
-            return Miss("no graph fits", self._why(asked))
+            return Miss("no graph fits", self._why(call))
         try:
-            return self._entries.capture(signature, state, asked.args, asked.kwargs)
+            return self._entries.capture(signature, state, call.args, call.kwargs)
         except (StateChanges, Busy) as error:
-            # The state of now will not come back, so that the refusal is of no use to it.
-            why = in_words(error)[0]
-            self._waits.setdefault(signature, Wait()).begin(why)
-            missed = Miss(UNCAPTURED, why)
+            # A refusal would be kept with the module's state, which will not come back.
+            reason = in_words(error)[0]
+            self._backoffs.setdefault(signature, Backoff()).begin(reason)
+            missed = Miss(UNCAPTURED, reason)
         except (CaptureError, MemoryBudgetExceeded) as error:
-            self._entries.refuse(signature, state, asked.grad, error)
-            missed = Miss(_kind(error), in_words(error)[0])
-        # What the error held, such as nodes of autograd, which remember the stream they ran on.
+            self._entries.refuse(signature, state, call.grad, error)
+            missed = Miss(_category_of(error), in_words(error)[0])
+        # Free what the error held, such as autograd nodes, which remember the stream they ran on.
         gc.collect(1)
         return missed
 
     def _missed(
         self,
-        kind: str,
-        why: str,
+        category: str,
+        reason: str,
         args: Args,
         kwargs: Kwargs,
         sizes: tuple[int, ...] | None = None,
     ) -> Any:
-        """No graph answers this call: raise, or go eager, as the policy says."""
-        self._last_miss = why
+        """Answer a call that no graph answers: raise or run eagerly, as `on_miss` says.
+
+        Args:
+            category: why, as statistics count it.
+            reason: why, in detail.
+            args: of the call.
+            kwargs: likewise.
+            sizes: its named sizes, if there are buckets.
+        """
+        self._last_miss = reason
         if sizes is not None:
             self._tally.elsewhere[sizes] += 1
         if self.on_miss == "error":
             raise SignatureError(
-                f"No graph of {name_of(self.fn)} fits this call: {why}",
+                f"No graph of {name_of(self.fn)} fits this call: {reason}",
                 remedy="Prepare one with prepare(), or allow on_miss='capture' or 'eager'.",
             )
-        result = self._run_eagerly(kind, args, kwargs)  # It may raise what the function raises.
-        if kind in _TOLD and why not in self._warned:
-            self._warned.add(why)
+        result = self._run_eagerly(category, args, kwargs)  # May raise what the function raises.
+        if category in _WARNED_CATEGORIES and reason not in self._warned:
+            self._warned.add(reason)
             warnings.warn(
-                f"{name_of(self.fn)} runs eagerly for this kind of call, since {kind}: {why}",
+                f"{name_of(self.fn)} runs eagerly for this kind of call, since {category}: "
+                f"{reason}",
                 RuntimeWarning,
                 stacklevel=levels_above(),
             )
         return result
 
-    def _as_it_is(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
-        """Eager's answer, gradients and all."""
-        self._tally.eager[kind] += 1
+    def _run_as_is(self, category: str, args: Args, kwargs: Kwargs) -> Any:
+        """Run the function as it is, with gradients."""
+        self._tally.eager[category] += 1
         with self._entries.turns.calling():
             return self.fn(*args, **kwargs)
 
-    def _run_eagerly(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
-        self._tally.eager[kind] += 1
-        return self._quietly(args, kwargs)
+    def _run_eagerly(self, category: str, args: Args, kwargs: Kwargs) -> Any:
+        self._tally.eager[category] += 1
+        return self._run_detached(args, kwargs)
 
-    def _quietly(self, args: Args, kwargs: Kwargs) -> Any:
-        """Eager's answer, not requiring grad."""
+    def _run_detached(self, args: Args, kwargs: Kwargs) -> Any:
+        """Run the function; its results require no grad."""
         detached = self._entries.grad_mode()
         with (
             self._entries.turns.calling(),
@@ -332,7 +348,7 @@ class GraphedCallable(StandIn):
         return result
 
     def _forget(self, entry: CacheEntry) -> None:
-        """An entry was given up."""
+        """Called when an entry is discarded: keep its counts, and drop what refers to it."""
         self._tally.forget(entry)
         if self._recent is entry:
             self._recent = self._short = None
@@ -350,7 +366,7 @@ class GraphedCallable(StandIn):
             progress: show progress on stderr; None shows it where stderr is a terminal.
 
         Raises:
-            CaptureError: one cannot be captured; none of them is then.
+            CaptureError: one cannot be captured; then none is.
             MemoryBudgetExceeded: they do not fit under the pool's limit.
         """
         wanted = [arguments_of(call) for call in calls]
@@ -371,9 +387,9 @@ class GraphedCallable(StandIn):
             return self._find(args, kwargs)
         self._count(entry, graph)
         if graph.mutates or graph.random or graph.was_eager:
-            return result  # It went a way that is new.
+            return result  # It took a new path, which was eager.
         # A pure call has changed nothing, its arguments included.
-        expected = self._quietly(args, kwargs)
+        expected = self._run_detached(args, kwargs)
         compare(result, expected, graph.name)
         self._tally.audits += 1
         return result
@@ -395,19 +411,19 @@ class GraphedCallable(StandIn):
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
-        self._waits.clear()
+        self._backoffs.clear()
         self._entries.release()
 
     def close(self) -> None:
-        """Close all graphs for good; calls go to the function itself."""
+        """Close all graphs for good; calls then run the function itself."""
         self._closed = True
         self.release()
 
-    def _why(self, asked: Asked) -> str:
+    def _why(self, call: UncapturedCall) -> str:
         recent = self._recent
         if recent is None:
             return "nothing has been captured for the module as it is"
-        difference = recent.signature.differences(asked.args, asked.kwargs)
+        difference = recent.signature.differences(call.args, call.kwargs)
         change = recent.state.watch.changed()
         return difference or change or "the graph that fitted was closed"
 
@@ -431,8 +447,8 @@ class GraphedCallable(StandIn):
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A call that no graph is known for, its signature, and the state that the module is in."""
+class UncapturedCall:
+    """A call that has no graph, with its signature and the module's state."""
 
     args: Args
     kwargs: Kwargs
@@ -443,62 +459,62 @@ class Asked:
 
 @dataclass(frozen=True)
 class Miss:
-    """No graph answers a call: what kind of reason, and which."""
+    """Why no graph answers a call: the category that statistics count, and the reason."""
 
-    kind: str
-    why: str
+    category: str
+    reason: str
 
 
-class Wait:
-    """How long calls of a kind are eager before a capture is tried again: ever longer.
+class Backoff:
+    """Counts the eager calls until a capture is tried again, more after each failure.
 
     Attributes:
-        why: it is waited.
+        reason: why the last capture failed.
     """
 
     def __init__(self) -> None:
-        self.why = ""
+        self.reason = ""
         self._left = 0
         self._next = 16
 
-    def begin(self, why: str) -> None:
-        """A capture was refused."""
-        self.why, self._left = why, self._next
+    def begin(self, reason: str) -> None:
+        """Start to wait after a capture that failed."""
+        self.reason, self._left = reason, self._next
         self._next *= 4
 
-    def goes_on(self) -> bool:
-        """Whether this call is eager too."""
+    def still_waiting(self) -> bool:
+        """Whether this call has to be eager too."""
         self._left -= 1
         return self._left >= 0
 
 
 def _rebuild(
-    kind: type[GraphedCallable],
+    cls: type[GraphedCallable],
     fn: Callable[..., Any],
     options: Mapping[str, Any],
     limit: int | None,
     evict: bool,
 ) -> GraphedCallable:
-    return kind(fn, pool=MemoryPool(limit, evict=evict), **options)
+    return cls(fn, pool=MemoryPool(limit, evict=evict), **options)
 
 
-def _kind(error: GraphwrightError) -> str:
+def _category_of(error: GraphwrightError) -> str:
     return _LIMIT if isinstance(error, MemoryBudgetExceeded) else UNCAPTURED
 
 
 def name_of(fn: Callable[..., Any]) -> str:
-    """What errors and statistics call a function."""
+    """The name of a function in errors and statistics."""
     return type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
 
 
 def compare(result: Any, expected: Any, name: str, *, other_kernels: bool = False) -> None:
-    """Raise VerificationError where a graph's result is not eager's.
+    """Raise VerificationError if a graph's result is not eager's.
 
     Args:
-        result: the graph's.
-        expected: eager's.
+        result: the graph's result.
+        expected: eager's result.
         name: of the graph.
-        other_kernels: whether the graph may run others than eager did, for other shapes.
+        other_kernels: whether the graph may run other kernels than eager, since shapes differ.
     """
     mine, theirs = pytree.tree_leaves(result), pytree.tree_leaves(expected)
     names = leaf_names(expected, "output")

@@ -1,4 +1,4 @@
-"""graph(): a module or function whose calls are answered by graphs."""
+"""graph(), and GraphedModule, which it returns for modules."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from .statistics import CallStatistics
 class GraphedModule(ModuleProxy):
     """A module whose calls are answered by graphs; made by `graph()`.
 
-    It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all else
-    read and change the one module.
+    It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and
+    everything else read and change the module itself.
     """
 
     __slots__ = ("_graphs",)
@@ -37,7 +37,7 @@ class GraphedModule(ModuleProxy):
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """As `GraphedCallable.__call__`."""
+        """Answer a call; as `GraphedCallable.__call__`."""
         return self._graphs.call(args, kwargs)
 
     @property
@@ -51,7 +51,7 @@ class GraphedModule(ModuleProxy):
         return self._graphs.statistics
 
     def prepare(self, calls: Iterable[Call], *, progress: bool | None = None) -> GraphedModule:
-        """As `GraphedCallable.prepare`; returns itself."""
+        """Capture graphs for calls now, as `GraphedCallable.prepare`; returns itself."""
         self._graphs.prepare(calls, progress=progress)
         return self
 
@@ -64,7 +64,7 @@ class GraphedModule(ModuleProxy):
         self._graphs.release()
 
     def close(self) -> None:
-        """Close all graphs for good; calls go to the module itself."""
+        """Close all graphs for good; calls then run the module itself."""
         self._graphs.close()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedModule:
@@ -109,46 +109,48 @@ def graph(
     pad: Any = None,
     split: bool = False,
 ) -> GraphedModule | GraphedCallable:
-    """Answer calls by graphs: one is captured for each kind of call, and replayed for the next.
+    """Answer calls by graphs: one graph is captured per input signature, and replayed from then on.
 
-    A kind of call is its signature (shapes, dtypes, strides, devices, plain values, autocast and
-    backend switches) in one state of the module (train or eval, attributes, weights where they
-    are). A call that fits no graph is captured, or runs eagerly, or raises: never is a graph
-    replayed for a call that it was not captured for.
+    A graph belongs to one signature (shapes, dtypes, strides, devices, plain values, autocast and
+    backend switches) and one state of the module (train or eval, attributes, addresses of weights).
+    A call that fits no graph is captured, runs eagerly, or raises; a graph is never replayed for a
+    call that it was not captured for.
 
     Args:
         fn: a module or function, for inference.
-        pool: memory to share with other graphs; by default a pool of its own.
-        outputs: "fresh" gives the caller tensors of its own; "static" the graphs' own, which the
-            next call overwrites.
-        on_miss: what a call without a graph does: "capture", "eager" (count it and call `fn`) or
-            "error". With the last two, graphs are captured by `prepare()` only.
+        pool: memory to share with other graphs; by default a new pool.
+        outputs: "fresh" returns new tensors; "static" returns the graphs' own, which the next call
+            overwrites.
+        on_miss: what to do with a call that has no graph: "capture", "eager" (count it and call
+            `fn`) or "error". With the last two, only `prepare()` captures graphs.
         max_graphs: graphs to keep; the least recently used one is closed for a new one.
-        audit: every so many calls, run `fn` beside the graph and compare, where the call changes
+        audit: every `audit` calls, run `fn` beside the graph and compare, if the call changes
             nothing and draws no random numbers.
-        breaks: what to do about a call that cannot be captured as one graph, since it copies from
-            the host, or lets the host read values of the device: "auto" keeps such constants on
-            the device, and divides the call into graphs at such reads, what was read deciding which
-            graph follows; "never" runs it eagerly.
-        dynamic_shapes: which dimensions of the arguments vary, as `torch.export` takes it: a
-            dictionary by argument, or a tuple of the positional ones, that has for each tensor a
-            dictionary from axis to `Dim` (or its name), or a tuple with one a dimension, or None.
-        buckets: sizes of these dimensions to capture graphs for. A call goes to the smallest bucket
-            that holds it, is filled up, and what it returns is cut, once it is proved that this
-            changes nothing; where it would, the call is eager. Without `dynamic_shapes`
-            `Buckets(batch=[1, 4, 16])` means dimension 0 of every tensor that has the size that
-            most of them have.
-        pad: what tensors are filled up with, mirroring the arguments: `{"attention_mask": 0}`. By
-            default zeros, and among integers the smallest one of the first call.
-        split: answer calls above the largest bucket in chunks, where it is proved that rows are
-            independent of each other; else they are eager.
+        breaks: what to do with a call that copies from the host, or lets the host read values from
+            the device, so that one graph cannot hold it: "auto" keeps such constants on the device
+            and divides the call into several graphs at such reads, where the value that was read
+            decides which graph follows; "never" runs the call eagerly.
+        dynamic_shapes: which dimensions of the arguments vary, as for `torch.export`: a dictionary
+            by argument, or a tuple for the positional ones, that has for each tensor a dictionary
+            from axis to `Dim` (or its name), or a tuple with one entry per dimension, or None.
+        buckets: sizes of these dimensions to capture graphs for. Inputs are padded to the smallest
+            bucket that holds them and outputs are sliced, once it is proved that this changes
+            nothing; otherwise the call is eager. Without `dynamic_shapes`,
+            `Buckets(batch=[1, 4, 16])` refers to dimension 0 of every tensor whose dimension 0 has
+            the most common size.
+        pad: the values that tensors are padded with, mirroring the arguments:
+            `{"attention_mask": 0}`. By default zeros; for integers the smallest one of the first
+            call.
+        split: answer calls above the largest bucket in chunks, if it is proved that rows do not
+            depend on each other; otherwise they are eager.
 
     Returns:
-        a GraphedModule, which is the module in all but how it is called; for a plain function a
-        GraphedCallable. Both have `prepare`, `statistics`, `explain`, `release` and `close`.
+        a GraphedModule, which differs from the module only in how it is called; for a plain
+        function a GraphedCallable. Both have `prepare`, `statistics`, `explain`, `release` and
+        `close`.
 
     Raises:
-        OptionError: an option makes no sense.
+        OptionError: an option is invalid.
     """
     options: dict[str, Any] = {
         "pool": pool,
@@ -167,7 +169,7 @@ def graph(
         graphs = BucketedCallable(fn, buckets=buckets, **shapes, **options)
     elif given := [name for name, value in shapes.items() if value not in (None, False)]:
         raise OptionError(
-            f"{' and '.join(given)} say how calls are filled up to buckets, and there are none.",
+            f"{' and '.join(given)} say how calls are padded to buckets, and there are none.",
             remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
         )
     else:

@@ -1,4 +1,4 @@
-"""How the calls of a graphed callable went: counted, and told."""
+"""Statistics of a graphed callable's calls: counting them, and explaining them in words."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ..graphs.memory import MemoryPool, in_units
+from ..graphs.memory import MemoryPool, format_bytes
 from ..shapes.buckets import SizesSeen
 from .graph_cache import CacheEntry
 
@@ -24,8 +24,8 @@ class BucketStatistics:
 
     Attributes:
         exact: calls of its own sizes.
-        padded: calls that were filled up to it.
-        waste: share of the elements computed for them that were padding, from 0 to 1.
+        padded: calls that were padded to it.
+        waste: share of the elements computed for all of these that were padding, from 0 to 1.
     """
 
     exact: int
@@ -38,19 +38,19 @@ class CallStatistics:
     """How the calls of a graphed callable went so far.
 
     Attributes:
-        hits: calls that a graph answered, the first one after its capture included.
-        captures: graphs that were captured, those captured again included.
+        hits: calls that a graph answered, including the first one after its capture.
+        captures: graphs that were captured, including repeated captures.
         eager: eager calls, by reason.
         audits: calls that were run eagerly beside the graph, and agreed.
         graphs: graphs that are ready now.
-        nbytes: bytes by which they grew their pool.
-        padded: calls among the hits that were filled up to a bucket.
-        split: calls that were answered in chunks, each of which is a hit or eager too.
-        sizes: sizes of the calls, where there are buckets: for `Buckets.from_sizes`.
+        nbytes: bytes that these added to their pool.
+        padded: calls among the hits that were padded to a bucket.
+        split: calls that were answered in chunks; each chunk also counts as a hit or eager.
+        sizes: sizes of the calls, if there are buckets: for `Buckets.from_sizes`.
         buckets: what each bucket answered, by its sizes.
         waste: share of all computed elements that were padding, from 0 to 1.
-        proof_runs: runs of the function that were spent on proving padding harmless.
-        proof_s: seconds that these took.
+        proof_runs: runs of the function to prove that padding is harmless.
+        proof_s: seconds that these runs took.
     """
 
     hits: int
@@ -79,8 +79,8 @@ class Tally:
         self.eager: Counter[str] = Counter()
         self.audits = 0
         self.split: Counter[Sizes] = Counter()
-        self.chunks: Counter[Sizes] = Counter()  # calls that were made for split ones, by sizes
-        self.proof_runs = 0  # of proofs that hold no longer
+        self.chunks: Counter[Sizes] = Counter()  # chunks of split calls, by sizes
+        self.proof_runs = 0  # of proofs for discarded states
         self.proof_s = 0.0
         self.padded: Counter[tuple[Sizes, Sizes]] = Counter()  # by bucket and sizes
         self.elsewhere: Counter[Sizes] = Counter()  # calls that no bucket answered, by sizes
@@ -89,14 +89,14 @@ class Tally:
         self._exact: Counter[Sizes] = Counter()
 
     def forget(self, entry: CacheEntry) -> None:
-        """An entry is given up: keep its counts."""
+        """Keep the counts of an entry that is discarded."""
         self._past += entry.hits
         if entry.sizes is not None:
             self._exact[entry.sizes] += entry.hits
         entry.hits = 0
 
     def forget_proofs(self, verdicts: Iterable[Verdicts]) -> None:
-        """A state of the module is given up: keep what its proofs cost."""
+        """Keep what the proofs for a discarded state of the module cost."""
         for proof in verdicts:
             self.proof_runs += proof.runs
             self.proof_s += proof.seconds
@@ -104,14 +104,14 @@ class Tally:
     def statistics(
         self, ready: Iterable[CacheEntry], captures: int, verdicts: Iterable[Verdicts]
     ) -> CallStatistics:
-        """All that was counted."""
+        """Everything that was counted."""
         entries = list(ready)
         exact = self._exact.copy()
         for entry in entries:
             if entry.sizes is not None:
                 exact[entry.sizes] += entry.hits
-        filled = sum(self.padded.values())
-        # Calls of a bucket's own sizes were only brought into its layout.
+        answered = sum(self.padded.values())
+        # Calls of a bucket's own sizes were only copied into its memory layout.
         padded = sum(n for (bucket, sizes), n in self.padded.items() if bucket != sizes)
         seen: Counter[Sizes] = exact + self.elsewhere
         held: dict[Sizes, Counter[Sizes]] = {
@@ -124,7 +124,7 @@ class Tally:
         seen.subtract(self.chunks)
         proofs = list(verdicts)
         return CallStatistics(
-            hits=self._past + sum(entry.hits for entry in entries) + filled,
+            hits=self._past + sum(entry.hits for entry in entries) + answered,
             captures=captures,
             eager=dict(self.eager),
             audits=self.audits,
@@ -156,16 +156,16 @@ def explained(
 ) -> list[str]:
     """Statistics in words, one line each."""
     lines = [
-        f"{name}: {_count(now.graphs, 'graph')}, {in_units(now.nbytes)} of "
-        f"{in_units(pool.reserved)} in their pool",
+        f"{name}: {_count(now.graphs, 'graph')}, {format_bytes(now.nbytes)} of "
+        f"{format_bytes(pool.reserved)} in their pool",
         f"{_count(now.hits, 'call')} answered by graphs, {_count(now.captures, 'capture')}",
     ]
     if now.sizes is not None:
         lines.append(
-            f"{now.padded} of these calls filled up to a bucket; padding is {now.waste:.1%} of "
-            f"what was computed"
+            f"{now.padded} of these calls padded to a bucket; padding is {now.waste:.1%} of what "
+            "was computed"
         )
-        lines.append(f"padding tried in {_count(now.proof_runs, 'run')}, {now.proof_s:.2f} s")
+        lines.append(f"padding proved in {_count(now.proof_runs, 'run')}, {now.proof_s:.2f} s")
     if now.split:
         lines.append(f"{_count(now.split, 'call')} answered in chunks")
     lines += [
@@ -177,8 +177,8 @@ def explained(
         if entry.graph is not None:
             kind = "pure" if not entry.graph.mutates else "writes to tensors from outside"
             kind += ", draws random numbers" if entry.graph.random else ""
-            lines.append(f"  {entry.graph.name}: {in_units(entry.graph.nbytes)}, {kind}")
-            lines += [f"    {line}" for line in entry.graph.in_segments()]
+            lines.append(f"  {entry.graph.name}: {format_bytes(entry.graph.nbytes)}, {kind}")
+            lines += [f"    {line}" for line in entry.graph.describe_segments()]
     return lines
 
 
@@ -190,9 +190,9 @@ def _table(now: CallStatistics) -> list[str]:
     assert now.sizes is not None
     title = " × ".join(now.sizes.names)
     rows = [(title, "exact", "padded", "waste")]
-    for bucket, told in now.buckets.items():
-        of = " × ".join(map(str, bucket))
-        rows.append((of, str(told.exact), str(told.padded), f"{told.waste:.1%}"))
+    for bucket, counts in now.buckets.items():
+        sizes = " × ".join(map(str, bucket))
+        rows.append((sizes, str(counts.exact), str(counts.padded), f"{counts.waste:.1%}"))
     widths = [max(len(row[column]) for row in rows) for column in range(4)]
     return [
         "  " + "  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True))

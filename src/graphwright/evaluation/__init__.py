@@ -1,6 +1,5 @@
-"""Is it right, and how fast: answers against eager's and float64's, and time, in turns.
+"""Is a candidate right, and how fast is it: comparison with eager and float64, and timing.
 
-The reference, variations of a sample, the rules of accuracy, the verdict, and measurement.
 Candidates belong to strategies, the processes that try them to tuning. Begin with reference, then
 verification and measurement.
 """

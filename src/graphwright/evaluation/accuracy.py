@@ -1,21 +1,15 @@
-"""How far apart two sets of values are, in units that do not depend on their scale."""
+"""Errors: how far apart two sets of values are, in units that do not depend on their scale."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from ..calls.snapshots import Outcome
-
-if TYPE_CHECKING:
-    pass
-
-
-from ..calls.snapshots import same_value
+from ..calls.snapshots import Outcome, same_value
 
 # The largest share of the results' root mean square that other kernels may differ by.
 ROUNDING = {
@@ -25,6 +19,10 @@ ROUNDING = {
     torch.bfloat16: 1e-1,
 }
 OTHER_ROUNDING = 1e-1
+# A graph runs eager's own kernels: a result that is off by more than this, in units in the last
+# place, was computed in another way.
+_AUDIT_RMS_ULPS = 32
+_AUDIT_MAX_ULPS = 256
 
 
 @dataclass(frozen=True)
@@ -104,13 +102,6 @@ def worse(a: ErrorMeasure | None, b: ErrorMeasure) -> ErrorMeasure:
 def tensors_in(outcome: Outcome) -> dict[str, torch.Tensor]:
     """All tensors of an outcome, by name."""
     return {n: v for n, v in outcome.leaves().items() if isinstance(v, torch.Tensor)}
-
-
-# A graph runs eager's own kernels: what is off by more than rounding is another computation.
-_AUDIT_RMS_ULPS = 32
-
-
-_AUDIT_MAX_ULPS = 256
 
 
 def difference(a: Any, b: Any, *, other_kernels: bool = False) -> str | None:

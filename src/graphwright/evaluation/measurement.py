@@ -1,8 +1,8 @@
 """Timing: interleaved rounds, raw samples, spread, and notes on noise.
 
-The method is hyperfine's and Google Benchmark's in short: every sample is kept, the median and
-its rank-based 95 % interval are what is shown, callables are timed in turns so that a drifting
-clock hits all alike, and the ratio within a round is what is compared.
+The method follows hyperfine and Google Benchmark. Every sample is kept. Shown are the median and
+its rank-based 95 % interval. Callables are timed in turns, so that a drifting clock affects all
+alike, and ratios are taken within a round.
 """
 
 from __future__ import annotations

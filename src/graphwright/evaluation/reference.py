@@ -1,4 +1,4 @@
-"""What a candidate is judged by: eager on several inputs, and its own distance from float64."""
+"""References for candidates: eager on several inputs, and eager's own error against float64."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .variations import variations
 
 RMS_FACTOR = 3.0
 MAX_FACTOR = 8.0
-# On a leaf of few elements eager may be exact by luck: some units in the last place are free.
+# Eager may be exact by luck on a leaf of few elements: some units in the last place are allowed.
 _FREE_RMS_ULPS = 2.0
 _FREE_MAX_ULPS = 8.0
 # A precision that the caller allowed may cost this many of its units in the last place.
@@ -39,18 +39,21 @@ _ASSUMED_ERROR = {
     torch.float16: 2e-3,
     torch.bfloat16: 1.6e-2,
 }
-# Beyond this relative error the float64 run took another path than eager did.
+# Beyond this relative error the float64 run has taken another branch than eager.
 _ANOTHER_PATH = 0.2
 _FEW_ELEMENTS = 64
 TF32_ULP = 2.0**-10
-# Where the caller's switches permit TF32, a candidate may use it though eager happens not to.
+# If the caller's switches permit TF32, a candidate may use it even if eager does not happen to.
 _TF32_RMS_ULPS = 2.0
 _MATMULS = {"aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm"}
+# Tensors with themselves in float64, by identity.
+Widened = dict[int, tuple[torch.Tensor, torch.Tensor]]
+_MAX_WIDENED = 1 << 29
 
 
 @dataclass
 class Case:
-    """One set of inputs, what eager made of it, and the float64 values where there are any."""
+    """One set of inputs, eager's outcome, and the float64 values if there are any."""
 
     call: Call
     eager: Outcome
@@ -74,7 +77,7 @@ class Reference:
     notes: list[str] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
-        # The state is of a module in this process; whoever loads a reference takes one of theirs.
+        # The state belongs to a module of this process; a loaded reference gets another one.
         return {**self.__dict__, "state": None}
 
     @property
@@ -96,7 +99,7 @@ class Reference:
 
     @property
     def written(self) -> frozenset[str]:
-        """The names of what the module holds and its calls write to."""
+        """The names of parameters and buffers that calls write to."""
         return frozenset().union(*(case.eager.written for case in self.cases))
 
     @property
@@ -120,13 +123,23 @@ class Reference:
             rms = max(rms, _TF32_RMS_ULPS * TF32_ULP)
             largest = max(largest, MAX_FACTOR / RMS_FACTOR * rms * peak)
         if leaf.numel() < _FEW_ELEMENTS:
-            # A mean over a handful is as wild as its largest part, to which that bound belongs.
+            # The mean of few elements varies as much as the largest: allow the larger bound.
             rms = max(rms, largest)
         return ErrorMeasure(rms, largest)
 
 
+@dataclass
+class Sample:
+    """One call to tune for, its share of all calls, and its reference."""
+
+    name: str
+    weight: float
+    call: Call
+    reference: Reference
+
+
 class _Float64(OperationMode):
-    """Runs every operation in float64, whatever precision the model asks for on the way.
+    """Runs every operation in float64, whatever precision the model asks for.
 
     `operations` names what was run. `widened` keeps tensors in float64 from one run to the next.
     """
@@ -147,7 +160,7 @@ class _Float64(OperationMode):
                 for actual in (args[index] if index < len(args) else kwargs.get(argument.name),)
             ]
             if any(_is_narrow(leaf) for leaf in pytree.tree_leaves(written)):
-                # What is written to keeps its dtype; widening the rest could only mismatch.
+                # The written tensor keeps its dtype, so the others must not be widened.
                 self._widened.clear()
                 return func(*args, **kwargs)
         args, kwargs = pytree.tree_map(self._widen, (args, kwargs))
@@ -161,15 +174,10 @@ class _Float64(OperationMode):
         return _widen(leaf)
 
 
-# Tensors with themselves in float64, by identity.
-Widened = dict[int, tuple[torch.Tensor, torch.Tensor]]
-_MAX_WIDENED = 1 << 29
-
-
 def widened(module: nn.Module) -> Widened:
-    """A module's weights in float64, for `exact_outcome`; none where they would take much memory.
+    """A module's weights in float64, for `exact_outcome`; empty if they would take much memory.
 
-    They are right until the weights change.
+    They are valid until the weights change.
     """
     weights = [p for p in module.parameters() if p.is_floating_point() or p.is_complex()]
     if sum(weight.numel() * _wide(weight.dtype).itemsize for weight in weights) > _MAX_WIDENED:
@@ -201,17 +209,17 @@ def exact_outcome(
     weights: Widened | None = None,
     look: Callable[[Any, Call], None] | None = None,
 ) -> tuple[Outcome, set[str]]:
-    """What a call does when every operation runs in float64, and the operations' names.
+    """Run a call with every operation in float64: its outcome, and the operations' names.
+
+    It raises whatever the model raises.
 
     Args:
         model: what is called.
         module: what holds its parameters.
         call: the inputs.
-        state: of the module, to start from.
-        weights: what `widened` gave, for many calls in a row.
+        state: the state of the module to start from.
+        weights: the result of `widened`, to save time in many calls.
         look: as for `run`.
-
-    Raises whatever the model raises on the way.
     """
     mode = _Float64(weights)
     args, kwargs = pytree.tree_map(_widen, (call.args, dict(call.kwargs)))
@@ -255,7 +263,7 @@ def reference(
     seed: int = 0,
     state: ModuleState | None = None,
 ) -> Reference:
-    """Run eager and a float64 copy of the work on the sample inputs and variations of them.
+    """Run eager, and the same in float64, on the sample inputs and on variations of them.
 
     Eager runs in the gradient mode that the caller is in: some modules (nn.TransformerEncoder with
     a padding mask) compute other numbers without gradients.
@@ -264,9 +272,9 @@ def reference(
         model: what is called.
         module: what holds its parameters and buffers; the same object for a module.
         call: the sample inputs.
-        tolerance: relative error to accept in place of the rule stated above.
+        tolerance: relative error to accept; None for limits relative to eager's own error.
         seed: of the variations.
-        state: of the module, where there is one already.
+        state: the module's state, if it is known already.
 
     Raises:
         ModelFailed: the model raises on its sample inputs.
@@ -402,13 +410,3 @@ def aliases_of(model: Model, call: Call, state: ModuleState) -> frozenset[tuple[
             if owner != name:
                 found.add((name, owner))
     return frozenset(found)
-
-
-@dataclass
-class Sample:
-    """One call to tune for, its share of all calls, and what eager makes of it."""
-
-    name: str
-    weight: float
-    call: Call
-    reference: Reference

@@ -1,4 +1,4 @@
-"""Other inputs of the same kind as a sample: random, permuted, flipped."""
+"""Variations of a sample's inputs: random, permuted, flipped."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .accuracy import as_float64
 def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[Call]:
     """Other inputs of the same kind; `generator` lives on the CPU.
 
-    Integers are drawn from the sample's own values, so that an id stays a valid id (on a GPU, one
-    that is not kills the process); where all are equal they are lowered by one, in a variation of
-    their own, since a value that never differs tells nothing.
+    Integers are drawn from the sample's own values, so that ids stay valid (on a GPU, an invalid
+    one kills the process). If all are equal, they are lowered by one in a variation of their own,
+    since a value that never changes proves nothing.
     """
     changes: list[tuple[str, Callable[[torch.Tensor], torch.Tensor]]] = [
         (f"random inputs {index + 1}", lambda t: drawn_like(t, generator)) for index in range(draws)
@@ -26,8 +26,8 @@ def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[C
         changes.append(("booleans flipped", lambda t: ~t if t.dtype is torch.bool else t))
     flags = [n for n, t in call.leaves().items() if isinstance(t, torch.Tensor) and _is_flag(t)]
     if flags:
-        told = f"all of {' and '.join(flags)} lowered by one (give a sample in which it differs)"
-        changes.append((told, _flipped))
+        words = f"all of {' and '.join(flags)} lowered by one (give a sample in which it differs)"
+        changes.append((words, _flipped))
     if not any(t.numel() and can_hold_anything(t) for t in call.tensors()):
         return
     for name, change in changes:
@@ -40,7 +40,7 @@ def variations(call: Call, generator: torch.Generator, draws: int) -> Iterator[C
 
 
 def drawn_like(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Random values like the tensor's: a mask's, its mean and deviation, its own integers."""
+    """Random values like a tensor's: a mask for a mask, its mean and deviation, its integers."""
     shape = tensor.shape
     values = as_float64(tensor).reshape(-1).cpu()
     if tensor.is_complex():

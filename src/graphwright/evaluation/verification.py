@@ -1,9 +1,9 @@
-"""Is it still the same model? The judgement of a candidate, staleness and aliasing probes.
+"""Verifying a candidate: its error on several inputs, and probes for staleness and aliasing.
 
-A candidate is right when it is about as close to a float64 reference as eager itself is: root
-mean square error at most 3 times eager's, largest error at most 8 times, on every leaf of the
-output, for several inputs, in calls that are repeated, interleaved and held. One wrong element
-in a million does not move the mean; that is what the second bound is for.
+A candidate is right when it is about as close to a float64 reference as eager itself. Its root mean
+square error may be 3 times eager's and its largest error 8 times, on every leaf of the output, for
+several inputs, in calls that are repeated, interleaved, and whose results are held. The second
+bound is there since one wrong element in a million does not move the mean.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .reference import Case, Reference, aliases_of
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a candidate is right, else why not; its error on the worst leaf."""
+    """Whether a candidate is right, or why not, and its error on the worst leaf."""
 
     ok: bool
     reason: str = ""
@@ -39,7 +39,7 @@ class Verdict:
 
 
 def compare(outcome: Outcome, case: Case, ref: Reference, ulp: float | None = None) -> Verdict:
-    """Judge one outcome against what eager and float64 made of the same inputs.
+    """Compare one outcome with those of eager and float64 for the same inputs.
 
     `ulp` is the unit in the last place of a lossy precision that the caller allowed.
     """

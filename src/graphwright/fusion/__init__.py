@@ -1,7 +1,7 @@
-"""Fusing: fuse() runs passes over a model's graph that make its kernels fewer, each verified.
+"""fuse(): passes over a model's graph that leave fewer kernels, each verified.
 
-passes/ holds a subject a file; pass_manager runs and verifies them. Kernels belong to ops.
-Begin with fused_module, then pass_manager and passes/base.
+passes/ has one subject per file; pass_manager runs and verifies them. Kernels belong to ops. Begin
+with fused_module, then pass_manager and passes/base.
 """
 
 from .fused_module import FusedModule as FusedModule

@@ -1,4 +1,4 @@
-"""What passes ask of a graph's nodes, and do to them."""
+"""Helpers for passes: questions about a graph's nodes, and changes to them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,15 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 Op = torch._ops.OpOverload
+# Composites whose results are new memory.
+_NEW = {
+    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
+    *("linear", "matmul", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"),
+    *("max_pool1d", "max_pool2d", "max_pool3d", "softmax", "log_softmax", "relu6"),
+    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
+    *("scaled_dot_product_attention", "square", "silu", "hardswish"),
+}
+_ADDED = "constant_"
 
 
 def is_op(node: Any, *operations: Op) -> TypeGuard[fx.Node]:
@@ -71,16 +80,6 @@ def is_view(node: fx.Node) -> bool:
         target.name(), "CompositeImplicitAutograd"
     )
     return bool(composite) and target._opname not in _NEW
-
-
-# Composites whose results are new memory.
-_NEW = {
-    *("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d"),
-    *("linear", "matmul", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"),
-    *("max_pool1d", "max_pool2d", "max_pool3d", "softmax", "log_softmax", "relu6"),
-    *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
-    *("scaled_dot_product_attention", "square", "silu", "hardswish"),
-}
 
 
 def roots(node: fx.Node) -> set[fx.Node]:
@@ -143,9 +142,6 @@ def add_constant(graph: fx.GraphModule, tensor: torch.Tensor, before: fx.Node) -
         node = graph.graph.get_attr(f"{_ADDED}{number}")
     node.meta["val"] = tensor.detach()
     return node
-
-
-_ADDED = "constant_"
 
 
 def is_added(node: fx.Node) -> bool:

@@ -1,4 +1,4 @@
-"""fuse(): passes over the graphs of a model, each proved."""
+"""The list of passes, and running them over a model's graphs, with each pass verified."""
 
 from __future__ import annotations
 
@@ -65,12 +65,14 @@ PASSES: tuple[Pass, ...] = (
     RESIDUALS,
     NORMS,
 )
-# By name alone: it may change what becomes of NaN.
+# Passes that run only if they are named: this one may change which results are NaN.
 ON_REQUEST: tuple[Pass, ...] = (ATTENTION,)
+# Arguments of submodules, by their names.
+_Inputs = dict[str, tuple[Args, Kwargs]]
 # Tracing switches modes of the process.
 _LOCK = threading.RLock()
 if hasattr(os, "register_at_fork"):
-    # A child has none of the parent's other threads, which may hold it.
+    # Another thread of the parent may hold it, and a forked child has no such thread.
     os.register_at_fork(after_in_child=_LOCK._at_fork_reinit)  # type: ignore[attr-defined]
 
 
@@ -80,10 +82,10 @@ class Region:
 
     Attributes:
         path: the submodule's name, "" for the whole model.
-        done: what was changed, by the pass's name.
+        done: what was changed, each with the pass's name.
         left_out: passes whose result was not used, and why.
-        operations: how many that are no views, before and after.
-        nbytes: that these read and write, before and after.
+        operations: how many operations there are, without views, before and after.
+        nbytes: bytes that these read and write, before and after.
     """
 
     path: str
@@ -95,10 +97,10 @@ class Region:
 
 @dataclass
 class Fused:
-    """What came of a model and one kind of call.
+    """The result of fusing a model for one call signature.
 
     Attributes:
-        call: is called as the model is; None where nothing could be traced.
+        call: is called like the model; None if nothing could be traced.
         regions: the parts that are graphs.
         untraced: the names of the parts that are not, and why.
     """
@@ -126,14 +128,14 @@ def passes_named(names: Sequence[str | Pass] | None) -> tuple[Pass, ...]:
             remedy=f"Known passes: {', '.join(known)}.",
         )
     found = [known[name] if isinstance(name, str) else name for name in names]
-    # What others build on: writes in place that nobody sees are gone.
+    # Other passes rely on it: it removes in-place writes that no one sees.
     return tuple(found if CLEAN in found else (CLEAN, *found))
 
 
 def fused_call(
     module: nn.Module, args: Args, kwargs: Kwargs, passes: Sequence[Pass], *, check: bool
 ) -> Fused:
-    """Fuse a model for one kind of call.
+    """Fuse a model for one call signature.
 
     Raises:
         ModelFailed: the model fails on its arguments.
@@ -142,12 +144,12 @@ def fused_call(
     found = Fused(None, [], [])
     sharded = sharded_module(module)
     if sharded is not None:
-        # Between two calls the memory of its weights belongs to others.
+        # Between calls the memory of its weights is used for other things.
         found.untraced.append((sharded[0], f"it is an {sharded[1]}"))
         return found
     unusual = unusual_weight(module)
     if unusual is not None:
-        # It has no bits to compare with, or what a pass takes them for means something else.
+        # Its bits cannot be compared, or mean something else than passes assume.
         found.untraced.append(("", "the weight {} is {}".format(*unusual)))
         return found
     places = {t.device for t in tensors_of((args, kwargs)) if t.device.type == "cuda"}
@@ -160,7 +162,7 @@ def fused_call(
                 _fuse(module, args, kwargs, passes, check, found)
         finally:
             state.restore()
-            state.corrupted()  # Puts back what has changed.
+            state.corrupted()  # This also puts back what has changed.
             undo.restore(python=True)
     return found
 
@@ -173,7 +175,7 @@ def _fuse(
     check: bool,
     found: Fused,
 ) -> None:
-    """As a whole, else in parts."""
+    """Fuse the model as a whole, or else in parts."""
     found.call = _of_module(module, "", args, kwargs, passes, check, found)
     if found.call is not None:
         return
@@ -332,8 +334,6 @@ def _cost(graph: fx.GraphModule) -> tuple[int, int]:
 
 
 # Module by module.
-
-_Inputs = dict[str, tuple[Args, Kwargs]]
 
 
 def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:

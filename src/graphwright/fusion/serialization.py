@@ -1,8 +1,8 @@
 """A graph of operations as JSON and tensors, and back; reading executes and imports nothing.
 
-What can be named in it are PyTorch's operations of tensors and our own, with plain values. Some of
-PyTorch's trust their arguments: those that are known to check them are listed here, and `unlisted`
-names the others in a graph.
+Only PyTorch's tensor operations and our own can be named in it, with plain values. Some of
+PyTorch's operations trust their arguments. Those that are known to check them are listed here;
+`unlisted` names the others in a graph.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ _NAMED: dict[str, type] = {
     "memory_format": torch.memory_format,
     "layout": torch.layout,
 }
+# Made of other operations, and always memory of their own.
+_FRESH = frozenset(
+    f"aten::{name}"
+    for name in ("linear", "matmul", "conv1d", "conv2d", "conv3d", "layer_norm", "group_norm")
+)
 
 
 def stored(graph: fx.GraphModule) -> tuple[list[Json], dict[str, torch.Tensor]]:
@@ -127,13 +132,6 @@ def _may_alias(operation: Any) -> bool:
         return False
     key = "CompositeImplicitAutograd"
     return torch._C._dispatch_has_kernel_for_dispatch_key(operation.name(), key)
-
-
-# Made of other operations, and always memory of their own.
-_FRESH = frozenset(
-    f"aten::{name}"
-    for name in ("linear", "matmul", "conv1d", "conv2d", "conv3d", "layer_norm", "group_norm")
-)
 
 
 def read(

@@ -1,4 +1,4 @@
-"""What several graphs of a model hold alike is there once: weights folded for each kind of call."""
+"""Equal constants of several graphs of a model, such as folded weights, share memory."""
 
 from __future__ import annotations
 

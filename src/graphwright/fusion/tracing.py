@@ -1,8 +1,8 @@
-"""A call as a graph of ATen operations, with the model's tensors as its constants.
+"""Tracing a call to a graph of ATen operations, with the model's tensors as its constants.
 
 The operations are those that the model's Python calls (conv2d, batch_norm, linear, layer_norm),
-before PyTorch takes them apart, so that patterns are short. They are found by running the call
-once: nothing is compiled, and a graph of some hundred operations takes some tenths of a second.
+before PyTorch decomposes them, so that patterns are short. They are found by running the call
+once. Nothing is compiled: a graph of some hundred operations takes some tenths of a second.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, describe, flatten, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
 from ..errors import GraphwrightError, first_line
-from ..graphs.conditions import capturing_seems_on
+from ..graphs.conditions import pretend_capturing
 from ..graphs.python_state import PythonState
 from ..graphs.segments.observation import reads_of_arguments
 from ..ops.fused.launch_cache import Launch, answering
@@ -123,7 +123,7 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
     device = leaves[slots[0]].device
     generators = [device] if device.type == "cuda" else []
     try:
-        with torch.no_grad(), torch.random.fork_rng(generators), capturing_seems_on():
+        with torch.no_grad(), torch.random.fork_rng(generators), pretend_capturing():
             # The first call may fill caches, which are no part of the work.
             on_leaves(clone_leaves(leaves))
             undo.check()

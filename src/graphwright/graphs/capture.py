@@ -1,8 +1,8 @@
-"""capture(): a call recorded once, replayed for other values of the same kind.
+"""capture(), capturing() and predict_memory(): record a call or a block, or see what it would take.
 
-A capture is a transaction. The call is run until it is warm, rehearsed as if it were being
-recorded, admitted to its pool, then recorded; whatever these runs changed is put back, and when
-anything raises, KeyboardInterrupt included, nothing stays behind.
+A capture is a transaction: the call is warmed up, rehearsed, admitted to its pool, then recorded.
+Whatever these runs changed is put back, and when anything raises, KeyboardInterrupt included,
+nothing stays behind.
 """
 
 from __future__ import annotations
@@ -15,10 +15,7 @@ import torch
 
 from ..calls.modules import FunctionModule
 from ..errors import CaptureError
-from .captured_call import (
-    CapturedCall as CapturedCall,  # strategies and benchmarks take it from here
-)
-from .captured_call import Outputs, device_of
+from .captured_call import CapturedCall, Outputs, device_of
 from .conditions import autocast_cache_apart, capturing_now
 from .graph import Graph, GraphState
 from .memory import MemoryPool, MemoryPrediction
@@ -39,21 +36,21 @@ def capture(
     Args:
         fn: a function or module. It runs a few times here, under `torch.no_grad`; what these runs
             change (buffers, inputs, random numbers, gradients) is put back.
-        args: sample arguments: tensors, plain values, and containers of them. Later calls have to
-            agree in all but the tensors' values.
-        pool: memory to share with other graphs; by default a pool of its own.
-        warmup: ordinary runs before the capture, beside those that observe and rehearse it.
-        outputs: "fresh" gives the caller tensors of its own; "static" the graph's own, which the
-            next replay overwrites.
+        args: sample arguments: tensors, plain values, and containers of them. Later calls must
+            agree with them in everything but the tensors' values.
+        pool: memory to share with other graphs; by default a new pool.
+        warmup: ordinary runs before the capture, in addition to those that observe and rehearse it.
+        outputs: "fresh" returns new tensors; "static" returns the graph's own, which the next
+            replay overwrites.
         kwargs: sample keyword arguments.
 
     Returns:
-        a Graph, to be called as `fn` is, or replayed on its static inputs.
+        a Graph: call it like `fn`, or replay it on its static inputs.
 
     Raises:
         CaptureError: the call cannot be captured; names the operation, the line and the remedy.
-        MemoryBudgetExceeded: it does not fit under the pool's limit; nothing was captured.
-        OptionError: an option makes no sense.
+        MemoryBudgetExceeded: the graph does not fit under the pool's limit; nothing was captured.
+        OptionError: an option is invalid.
     """
     graph = CapturedCall(fn, args, kwargs, pool=pool, warmup=warmup, outputs=outputs)
     try:
@@ -68,19 +65,19 @@ def capture(
 def predict_memory(
     fn: Callable[..., Any], *args: Any, pool: MemoryPool | None = None, **kwargs: Any
 ) -> MemoryPrediction:
-    """What capturing `fn(*args, **kwargs)` would take, without capturing it.
+    """Predict the memory that capturing `fn(*args, **kwargs)` would take, without capturing it.
 
-    The call is run a few times outside the pool, as its warm-up would, and what it changed is put
-    back. Library workspaces (cuBLAS) are not counted: they are one a stream, not one a graph.
+    The call is warmed up outside the pool, and what it changed is put back. Library workspaces
+    (cuBLAS) are not counted: there is one per stream, not one per graph.
 
     Args:
         fn: a function or module.
         args: as for `capture`.
-        pool: that it would be captured in; by default an empty one.
+        pool: the pool for the graph; by default an empty one.
         kwargs: as for `capture`.
 
     Returns:
-        the bytes by which the pool would grow, and the largest tensors that make them up.
+        the bytes by which the pool would grow, and the largest tensors among them.
 
     Raises:
         CaptureError: the call cannot be captured.
@@ -98,16 +95,15 @@ def capturing(
 ) -> Iterator[Graph]:
     """Capture what a `with` block does; `replay()` repeats it.
 
-    The block has to be warm: run the same code before. On a GPU it does not compute anything yet,
-    so tensors made in it have no values before the first replay; on the CPU neither. Tensors from
-    outside are read, and written to, where they are.
+    The block must be warm: run the same code before. Tensors made in the block have no values
+    before the first replay. Tensors from outside are read and written where they are.
 
     Args:
-        pool: memory to share with other graphs; by default a pool of its own.
+        pool: memory to share with other graphs; by default a new pool.
         device: by default the pool's, else the current CUDA device, else the CPU.
 
     Raises:
-        CaptureError: on leaving the block or inside it, when something cannot be captured.
+        CaptureError: something cannot be captured; raised inside the block or when it ends.
     """
     pool = MemoryPool(device=device) if pool is None else pool
     if capturing_now():
@@ -123,7 +119,7 @@ def capturing(
             with transaction(pool, nothing, lambda: None):
                 with autocast_cache_apart(), recorder.open() as recorded:
                     yield graph
-                graph._started(recorded(), before, 0)
+                graph._set_recording(recorded(), before, 0)
             if pool.over_limit(before):
                 raise pool.exceeded(graph, MemoryPrediction(graph.nbytes, (graph.nbytes,), ()))
         except BaseException:
@@ -134,4 +130,4 @@ def capturing(
 
 
 def _nothing() -> None:
-    """Stands for the function of a block."""
+    """Placeholder for the function that a block does not have."""

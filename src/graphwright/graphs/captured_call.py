@@ -1,6 +1,6 @@
-"""The graph of one call: warmed up, recorded, and replayed for other values of the same kind.
+"""CapturedCall, the graph of one call: checked, warmed up, recorded, and replayed for other values.
 
-What the arguments of a call say about its capture, before anything runs.
+The functions at the end tell a call's name, signature and device before anything runs.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from .journal import Copies
 from .memory import MemoryPool, MemoryPrediction
 from .python_state import PythonState
 from .recorder import Recorder, Recording
-from .segments.explanation import drawn
-from .segments.tracer import Unfollowed
-from .segments.tree import Plan, SegmentTree
-from .static_tensors import Finish, Geometry, StaticInputs, StaticOutputs, copy, flat, is_dense
+from .segments.explanation import describe_tree
+from .segments.tracer import Untraceable
+from .segments.tree import CopyPlan, SegmentTree
+from .static_tensors import Finish, Geometry, StaticInputs, StaticOutputs, byte_view, copy, is_dense
 from .transaction import let_go, transaction
 from .warmup import Comparison, Warmed, warm
 
@@ -46,14 +46,14 @@ Breaks = Literal["auto", "never"]
 
 
 class CapturedCall(Graph):
-    """The graph of a function's call."""
+    """The graph of a function's call, or several where it is divided into segments."""
 
-    _branches: SegmentTree | None = None
-    # Whether a call was answered eagerly, since it was given up to divide it.
+    _tree: SegmentTree | None = None
+    # Whether a call ran eagerly because its segments were given up.
     was_eager = False
-    # Parameters whose gradients the call sets; None where it is for inference.
+    # Parameters whose gradients the call sets; None for inference.
     _trained: Sequence[torch.Tensor] | None = None
-    # How warm-up compares results, and where it keeps what the call changes.
+    # How warm-up compares results, and where it keeps copies of what the call changes.
     _comparison: Comparison | None = None
     _copies: Copies | None = None
 
@@ -72,8 +72,8 @@ class CapturedCall(Graph):
         """Check the arguments; nothing runs yet.
 
         Raises:
-            OptionError: an option makes no sense.
-            CaptureError: the call cannot be captured, by the look of its arguments.
+            OptionError: an option is invalid.
+            CaptureError: the call cannot be captured, as its arguments show.
         """
         if outputs not in ("fresh", "static"):
             raise OptionError(f"outputs is 'fresh' or 'static', not {outputs!r}.")
@@ -96,27 +96,30 @@ class CapturedCall(Graph):
         self._results: StaticOutputs | None = None
         self._watch: ModuleWatch | None = None
         self._breaks = breaks
-        # The leaves of a call without keyword arguments and containers are the arguments.
+        # Without keyword arguments and containers, the leaves are the arguments themselves.
         self._plain_args = (
             not kwargs
             and len(args) == len(self._sample)
             and all(a is b for a, b in zip(args, self._sample, strict=True))
         )
         self._names = sorted(kwargs)
+        # Addresses of memory that the call uses by itself.
         self._outside: set[int] = set()
-        self._known_outside = -1
-        self._simple = False
+        self._tree_outside = -1
+        # Positions of the arguments that are copied in, and of those that are copied back: as
+        # bytes, or element by element. A simple call has only the first kind.
         self._sources: list[int] = []
         self._by_element: list[int] = []
         self._back: list[int] = []
         self._back_by_element: list[int] = []
+        self._simple = False
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The static inputs, in the order of the arguments: what `replay()` reads.
 
-        In a pool that other graphs share, fill them, replay and read `outputs` without a replay of
-        another graph in between: it may use the same memory.
+        In a shared pool, no other graph may replay between filling them and reading `outputs`: it
+        may use the same memory.
         """
         self._ready()
         assert self._inputs is not None
@@ -124,29 +127,29 @@ class CapturedCall(Graph):
 
     @property
     def outputs(self) -> Any:
-        """What the function returned, in the graph's own memory: the next replay overwrites it."""
+        """What the function returned, in the graph's memory: the next replay overwrites it."""
         self._ready()
         if self._results is None:
             raise CaptureError(
-                f"{self.name} is in segments, whose results depend on the way that a call goes.",
+                f"{self.name} is in segments, whose results depend on the path that a call takes.",
                 remedy="Call the graph instead.",
             )
         return self._results.tree
 
     @property
-    def branches(self) -> SegmentTree | None:
-        """The call's segments, if the host has a say in it; else None."""
-        return self._branches if self._results is None else None
+    def tree(self) -> SegmentTree | None:
+        """The call's segments, if it is divided into several; else None."""
+        return self._tree if self._results is None else None
 
-    def in_segments(self) -> list[str]:
-        """The call's segments, breaks and hoisted constants in words; nothing for a plain graph."""
-        root = None if self._branches is None else self._branches.root
-        return [] if root is None else drawn(root)
+    def describe_segments(self) -> list[str]:
+        """Lines on the call's segments, breaks and hoisted constants; none for a plain graph."""
+        root = None if self._tree is None else self._tree.root
+        return [] if root is None else describe_tree(root)
 
     @property
     def given_up(self) -> CaptureError | None:
-        """Why calls are eager by now, if they are."""
-        return None if self._branches is None else self._branches.given_up
+        """Why calls now run eagerly, if they do."""
+        return None if self._tree is None else self._tree.given_up
 
     def replay(self) -> None:
         """As `Graph.replay`, for a graph that is not in segments."""
@@ -166,14 +169,14 @@ class CapturedCall(Graph):
         watch = self._watch
         assert watch is not None
         if self.mutates or self.random or self._results is None:
-            self._check(watch)
+            self._check_module(watch)
             return self.run(args, kwargs)
-        # The device works while the module is looked over; what came too late is dropped.
+        # The device works while the module is checked; if that has changed, the result is dropped.
         result = self.run(args, kwargs)
-        self._check(watch)
+        self._check_module(watch)
         return result
 
-    def _check(self, watch: ModuleWatch) -> None:
+    def _check_module(self, watch: ModuleWatch) -> None:
         if (change := watch.changed()) is not None:
             raise SignatureError(
                 f"Since {self.name} was captured, {change}.",
@@ -181,22 +184,22 @@ class CapturedCall(Graph):
             )
 
     def run(self, args: Args, kwargs: Kwargs, finish: Finish | None = None) -> Any:
-        """Replay for a call that was found to fit.
+        """Replay for a call that is known to fit.
 
         Args:
-            args: of the call.
-            kwargs: likewise.
-            finish: makes what the caller gets of the leaves of what the function returned.
+            args: positional arguments of the call.
+            kwargs: its keyword arguments.
+            finish: turns the leaves of the result into those that the caller gets.
         """
         leaves = args if self._plain_args else self._leaves(args, kwargs)
         return self.run_leaves(leaves, finish)
 
     def run_leaves(self, leaves: Sequence[Any], finish: Finish | None = None) -> Any:
-        """The same for the leaves of such a call."""
+        """As `run`, for the leaves of the call's arguments."""
         if self.mutates or self._results is None:
             self.check_overlap(leaves)
-            if self._branches is not None and self._results is None:
-                return self._run_branches(self._branches, leaves, finish)
+            if self._tree is not None and self._results is None:
+                return self._run_segments(self._tree, leaves, finish)
         with self.pool.lock:
             recording, results = self._recording, self._results
             if recording is None or results is None or THREAD.depth:
@@ -215,24 +218,22 @@ class CapturedCall(Graph):
             return targets[0]
         return results.build(leaves, targets, finish)
 
-    def _run_branches(
-        self, branches: SegmentTree, leaves: Sequence[Any], finish: Finish | None
-    ) -> Any:
-        """The call in segments; eager, where that was given up."""
+    def _run_segments(self, tree: SegmentTree, leaves: Sequence[Any], finish: Finish | None) -> Any:
+        """Run the call in segments, or eagerly where these were given up."""
         with self.pool.lock:
             self._ready().order()
-            branches.look()
-            if branches.given_up is None:
+            tree.check_frozen()
+            if tree.given_up is None:
                 pure = not (self.mutates or self.random)
                 try:
-                    made = branches.answer(
+                    made = tree.answer(
                         leaves, finish, self._work, functools.partial(self.pool.evict_one, self)
                     )
-                except Unfollowed:
+                except Untraceable:
                     if not pure:
                         raise
                 else:
-                    self._has_grown(branches)
+                    self._update_from_tree(tree)
                     return made
         self.was_eager = True
         args, kwargs = unflatten(leaves, self._spec)
@@ -243,18 +244,18 @@ class CapturedCall(Graph):
         made, spec = pytree.tree_flatten(results)
         return pytree.tree_unflatten(finish(made), spec)
 
-    def _has_grown(self, branches: SegmentTree) -> None:
-        """A call may have gone a way that is new: keep what it needs."""
-        self.mutates = self.mutates or branches.mutates
-        self.random = self.random or branches.random
-        if len(branches.external) != self._known_outside:
-            self._known_outside = len(branches.external)
-            self._outside |= {s.data_ptr() for s in branches.external.values() if s.nbytes()}
+    def _update_from_tree(self, tree: SegmentTree) -> None:
+        """Take over what a new path through the segments may need."""
+        self.mutates = self.mutates or tree.mutates
+        self.random = self.random or tree.random
+        if len(tree.external) != self._tree_outside:
+            self._tree_outside = len(tree.external)
+            self._outside |= {s.data_ptr() for s in tree.external.values() if s.nbytes()}
 
     def check_overlap(self, leaves: Sequence[Any]) -> None:
-        """Refuse an argument that lies in memory which the call reaches by another way too.
+        """Refuse an argument in memory that the call also uses by itself.
 
-        The graph works on a copy of the argument, and would not see its own writes to the other.
+        The graph works on a copy of the argument, so writes to one would not reach the other.
         """
         for leaf in leaves:
             if not isinstance(leaf, torch.Tensor) or not leaf.numel():
@@ -272,13 +273,13 @@ class CapturedCall(Graph):
         return () if self._warmed is None else self._warmed.mutated
 
     def launcher(self) -> Callable[[Sequence[torch.Tensor]], Any] | None:
-        """`run` for arguments that are all tensors, in one function; None where it is not simple.
+        """`run` as one fast function of positional arguments; None where the call is not simple.
 
-        It raises GraphClosed where the graph is not ready any more.
+        The function raises GraphClosed once the graph is no longer ready.
         """
         if not (self._simple and self._fresh) or self._results is None:
             return None
-        # Nothing of the graph's memory is held here: it may be closed at any time.
+        # The function holds none of the graph's memory: the graph may be closed at any time.
         lock, slots, single = self.pool.lock, tuple(self._sources), self._results.single
         everything = slots == tuple(range(len(self.signature.leaves)))
         empty_like, thread = torch.empty_like, THREAD
@@ -301,9 +302,8 @@ class CapturedCall(Graph):
         return launch
 
     def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
-        flat = self.signature.flat
-        if flat is not None:
-            # All are tensors; keyword arguments lie in the order of their names.
+        if self.signature.flat is not None:
+            # All are tensors; keyword arguments come in the order of their names.
             return (*args, *[kwargs[name] for name in self._names])
         return flatten(args, kwargs)[0]
 
@@ -319,7 +319,7 @@ class CapturedCall(Graph):
                 [*targets, *(leaves[slot] for slot in self._back)],
             )
             for slot in self._back:
-                # Written to behind autograd's back: what was saved of it for a backward is stale.
+                # Autograd has not seen this write: what it saved for a backward is stale.
                 torch.autograd.graph.increment_version(leaves[slot])
             for slot in self._back_by_element:
                 copy(self._inputs.tensor(slot), leaves[slot])
@@ -332,15 +332,15 @@ class CapturedCall(Graph):
         """
         with self.pool.lock:
             recorder = self.pool.recorder(self._device)
-            with self._transaction(GraphState.WARMING) as undo:
-                rescue = None if self._breaks == "never" else self._in_segments
+            with self._transaction(GraphState.WARMING) as state:
+                fallback = None if self._breaks == "never" else self._plan_segments
                 self._warmed = warm(
                     self._work,
                     self._sample,
                     recorder,
-                    undo,
+                    state,
                     self._runs,
-                    rescue,
+                    fallback,
                     self._comparison,
                     self._copies,
                 )
@@ -354,31 +354,31 @@ class CapturedCall(Graph):
                     raise CaptureError(error.what, remedy=error.remedy) from error
             return self.prediction
 
-    def _in_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
-        """Divide the call, which cannot be recorded as it is; returns what that takes."""
-        branches = SegmentTree(self._module, self.pool, self._device)
+    def _plan_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
+        """Divide the call into segments; returns the bytes of each memory segment these take."""
+        tree = SegmentTree(self._module, self.pool, self._device)
         recorder = self.pool.recorder(self._device)
-        taken = branches.plan(self._work, self._sample, recorder, generators)
-        self._branches = branches
+        taken = tree.plan(self._work, self._sample, recorder, generators)
+        self._tree = tree
         return taken
 
     @property
     def prediction(self) -> MemoryPrediction:
-        """What capturing the call, which is warm, will take as the pool is now."""
+        """The memory that capturing the warm call will take, with the pool as it is now."""
         assert self._warmed is not None
         segments = self._warmed.segments
         return MemoryPrediction(self.pool.predicted(segments), segments, self._warmed.contributors)
 
     def record(self, *, share_inputs: bool = False) -> None:
-        """Record the call, which is warm, in the pool.
+        """Record the warm call in the pool.
 
         Args:
-            share_inputs: let the static inputs lie where those of other graphs of the pool lie;
+            share_inputs: let the static inputs share memory with those of the pool's other graphs;
                 for callers that fill them before each replay.
 
         Raises:
-            MemoryBudgetExceeded: it does not fit under the pool's limit.
-            CaptureError: it cannot be captured.
+            MemoryBudgetExceeded: the graph does not fit under the pool's limit.
+            CaptureError: the call cannot be captured.
         """
         with self.pool.lock:
             prediction = self.prediction
@@ -387,7 +387,7 @@ class CapturedCall(Graph):
                 held = self.pool.reserved
                 self._record(prediction, share_inputs)
                 while self.pool.over_limit(held):
-                    # The prediction was short of the truth: fragments that nothing fits into.
+                    # The prediction was too low: it knows nothing of fragmentation.
                     self._forget()
                     self.pool.sweep()
                     if not self.pool.evict_one(self):
@@ -399,8 +399,8 @@ class CapturedCall(Graph):
                 self.pool.sweep()
                 raise
             self._sample = []
-            if self._branches is not None:
-                self._branches.settle()
+            if self._tree is not None:
+                self._tree.drop_script()
             self.state = GraphState.READY
             self.pool.add(self)
 
@@ -409,7 +409,7 @@ class CapturedCall(Graph):
         warmed = self._warmed
         assert warmed is not None
         before = recorder.reserved
-        recorder.order()  # A replay may be at work in the memory of the inputs.
+        recorder.order()  # A replay may still be working in the memory of the inputs.
         with self._transaction(GraphState.CAPTURING):
             allocate = self.pool.shared_bytes() if share_inputs else recorder.allocate
             inputs = StaticInputs(self._sample, allocate)
@@ -418,49 +418,48 @@ class CapturedCall(Graph):
             self._back_by_element = [s for s in warmed.mutated if s not in self._back]
             self._sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
             self._by_element = [slot for slot in inputs.slots if slot not in self._sources]
-
             self._simple = not (self._by_element or warmed.mutated)
             # No closures: an error's traceback would keep what they refer to alive.
-            if self._branches is None:
+            if self._tree is None:
                 recording = recorder.record(
                     functools.partial(self._work, inputs),
-                    [flat(inputs.tensor(slot)) for slot in self._sources],
+                    [byte_view(inputs.tensor(slot)) for slot in self._sources],
                     functools.partial(self._drains, inputs),
                     warmed.generators,
                 )
             else:
-                recording = self._record_branches(self._branches, inputs, recorder)
+                recording = self._record_segments(self._tree, inputs, recorder)
             self._inputs = inputs
             self._held = [self._fn, warmed.external]
-            self._started(recording, before, prediction.nbytes)
+            self._set_recording(recording, before, prediction.nbytes)
         self._watch = ModuleWatch(self._module, values=False)
         if self._results is None:
-            # A way that is new may use any of these.
+            # A new path may use any of these.
             self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
 
-    def _record_branches(
-        self, branches: SegmentTree, inputs: StaticInputs, recorder: Recorder
+    def _record_segments(
+        self, tree: SegmentTree, inputs: StaticInputs, recorder: Recorder
     ) -> Recording:
-        """Record the call in segments; a single one without a break is a graph like others."""
+        """Record the call in segments; a single one without a break is a plain graph."""
         assert self._warmed is not None
-        plan = Plan(self._sources, self._by_element, self._fresh)
-        root = branches.record(self._work, inputs, plan, self._warmed.mutated, recorder)
-        if root.stop is None and not root.sources and not branches.frozen:
+        plan = CopyPlan(self._sources, self._by_element, self._fresh)
+        root = tree.record(self._work, inputs, plan, self._warmed.mutated, recorder)
+        if root.break_ is None and not root.sources and not tree.frozen:
             self._results = root.results
-        self._has_grown(branches)
+        self._update_from_tree(tree)
         assert root.recording is not None
         return root.recording
 
     def _drains(self, inputs: StaticInputs, tree: Any) -> list[torch.Tensor]:
-        """What has to be copied out after each replay, as bytes."""
+        """The memory that is copied out after each replay, as bytes."""
         assert self._warmed is not None
         external = {storage._cdata for storage in self._warmed.external}
         self._results = StaticOutputs(tree, inputs, external)
         back = [inputs.tensor(slot) for slot in self._back]
-        return [flat(t) for t in (*self._results.bases, *back)] if self._fresh else []
+        return [byte_view(t) for t in (*self._results.bases, *back)] if self._fresh else []
 
     def _work(self, inputs: StaticInputs) -> Any:
-        """The call on static inputs, its lazily conjugated results written out."""
+        """Run the call on static inputs; lazily conjugated or negated results are materialized."""
         args, kwargs = unflatten(inputs.leaves, self._spec)
         with autocast_cache_apart():
             result = self._fn(*args, **kwargs)
@@ -469,7 +468,7 @@ class CapturedCall(Graph):
                 a is not b or (isinstance(b, torch.Tensor) and Geometry.of(b) != geometry)
                 for a, b, geometry in zip(after, inputs.leaves, inputs.geometries, strict=True)
             ):
-                raise Unfollowed(
+                raise Untraceable(
                     "The call changes the containers that it is given, or the shape of a tensor in "
                     "them; a graph would not.",
                     remedy="Return what is new instead.",
@@ -479,16 +478,16 @@ class CapturedCall(Graph):
     @contextlib.contextmanager
     def _transaction(self, state: GraphState) -> Iterator[PythonState]:
         self.state = state
-        with transaction(self.pool, self._module, self._forget, self._trained) as undo:
-            yield undo
+        with transaction(self.pool, self._module, self._forget, self._trained) as python_state:
+            yield python_state
 
     def _forget(self) -> None:
-        """Give up what was recorded; the call can be recorded again."""
+        """Drop what was recorded; the call can be recorded again."""
         recording, self._recording = self._recording, None
         if recording is not None:
             self.pool.retire(recording)
-        if self._branches is not None:
-            self._branches.forget()
+        if self._tree is not None:
+            self._tree.forget()
         self._inputs = self._results = self._watch = None
         self._held = []
 
@@ -496,19 +495,19 @@ class CapturedCall(Graph):
         super()._retire()
         self._forget()
         self._warmed = None
-        self._branches = None
+        self._tree = None
         self._sample = []
-        self._outside = set()  # Of memory that is free by now.
+        self._outside = set()  # These addresses may now belong to other memory.
 
 
 def _resolved(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor, unless it is a lazily conjugated or negated one."""
+    """The tensor, materialized if it is lazily conjugated or negated."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.resolve_conj().resolve_neg() if lazy else tensor
 
 
 def name_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> str:
-    """What a graph is called: its function, with the shapes of the arguments."""
+    """The name of a graph: its function, with the shapes of the arguments."""
     own = type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
     shapes = [
         "×".join(map(str, leaf.shape)) or "()" for leaf in leaves if isinstance(leaf, torch.Tensor)
@@ -517,7 +516,7 @@ def name_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> str:
 
 
 def signature_of(args: Args, kwargs: Kwargs, module: nn.Module) -> CallSignature:
-    """The call's signature; refuse weights that no graph can hold, and what is for training."""
+    """The call's signature; refuse weights that no graph can hold, and calls for training."""
     try:
         signature = CallSignature.of(args, kwargs)
         refuse_weights(module)
@@ -539,7 +538,7 @@ def signature_of(args: Args, kwargs: Kwargs, module: nn.Module) -> CallSignature
 
 
 def device_of(args: Args, kwargs: Kwargs, module: nn.Module, pool: MemoryPool) -> torch.device:
-    """The one device of a call: its tensors', else the module's, else the pool's."""
+    """The device of a call: its tensors', else the module's, else the pool's, else the default."""
     found = {tensor.device: None for tensor in tensors_of((args, dict(kwargs)))}
     if len(found) > 1:
         names = argument_names(args, kwargs)

@@ -1,4 +1,4 @@
-"""What code runs under while it is captured: who captures, which switches are thrown."""
+"""The conditions that captured code runs under: process-wide switches, and who is capturing now."""
 
 from __future__ import annotations
 
@@ -9,14 +9,30 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ..calls.modes import Shared
-from ..calls.modes import compilers_off as compilers_off
-from ..calls.signature import FastPath
+from ..calls.modes import SharedSwitch
+from ..calls.signature import AttentionFastPath
 from ..errors import CaptureError
+
+_CUDA = torch.version.cuda is not None or torch.version.hip is not None
+
+
+class _Thread(threading.local):
+    """What this thread is inside of.
+
+    Attributes:
+        depth: how many captures.
+        inference: how many blocks, captures included, in which nothing may be trained.
+    """
+
+    depth = 0
+    inference = 0
+
+
+THREAD = _Thread()
 
 
 class _Pretending(threading.local):
-    """How often this thread is inside of `capturing_seems_on`."""
+    """How many `pretend_capturing` blocks this thread is in."""
 
     depth = 0
 
@@ -24,23 +40,23 @@ class _Pretending(threading.local):
 _PRETENDING = _Pretending()
 
 
-def _answer_with_yes() -> Callable[[], object]:
+def _answer_yes() -> Callable[[], object]:
     asked = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: _PRETENDING.depth > 0 or asked()
     return lambda: setattr(torch.cuda, "is_current_stream_capturing", asked)
 
 
-_SEEMS = Shared(_answer_with_yes)
+_PRETENCE = SharedSwitch(_answer_yes)
 
 
 @contextlib.contextmanager
-def capturing_seems_on() -> Iterator[None]:
-    """Answer torch.cuda.is_current_stream_capturing() on this thread with True.
+def pretend_capturing() -> Iterator[None]:
+    """Have torch.cuda.is_current_stream_capturing() return True on this thread.
 
-    Libraries ask, and leave out reads of device values while a capture is under way; what is
-    warmed up and what is recorded have to be the same work.
+    Libraries call it, and skip reads of device values during a capture. Warm-up and recording have
+    to run the same work.
     """
-    with _SEEMS.thrown():
+    with _PRETENCE.thrown():
         _PRETENDING.depth += 1
         try:
             yield
@@ -49,8 +65,8 @@ def capturing_seems_on() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def collection_off() -> Iterator[None]:
-    """Keep Python's garbage collection from running inside the block."""
+def garbage_collection_off() -> Iterator[None]:
+    """Keep Python's garbage collector from running inside the block."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -62,10 +78,11 @@ def collection_off() -> Iterator[None]:
 
 @contextlib.contextmanager
 def autocast_cache_apart() -> Iterator[None]:
-    """Use no cast made before the block, and leave none that was made inside it.
+    """Use no cast that was made before the block, and keep none that is made inside it.
 
-    Autocast keeps casts of weights until it is left. A graph must make its own: one from outside
-    would be freed under it, and would not follow the weight; one from inside lies in its memory.
+    Autocast caches casts of weights until it is left. A graph must make its own casts: one from
+    outside would be freed under it and would not follow the weight; one from inside lies in the
+    graph's memory.
     """
     torch.clear_autocast_cache()
     try:
@@ -74,33 +91,19 @@ def autocast_cache_apart() -> Iterator[None]:
         torch.clear_autocast_cache()
 
 
-_CUDA = torch.version.cuda is not None or torch.version.hip is not None
-
-
-class _Thread(threading.local):
-    """How many captures this thread is in."""
-
-    depth = 0
-    # How many blocks, these or others, may train nothing.
-    inference = 0
-
-
-THREAD = _Thread()
-
-
 def capturing_now() -> bool:
     """Whether this thread is warming up or capturing a graph."""
     return THREAD.depth > 0
 
 
 def captured_by_others() -> bool:
-    """Whether the current CUDA stream is being captured, by whomsoever."""
+    """Whether the current CUDA stream is being captured, by graphwright or anyone else."""
     return _CUDA and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager
 def for_inference() -> Iterator[None]:
-    """Have training steps refuse to run inside the block: what is done there trains nothing."""
+    """Have graphed training steps refuse to run inside the block, which must train nothing."""
     THREAD.inference += 1
     try:
         yield
@@ -109,17 +112,17 @@ def for_inference() -> Iterator[None]:
 
 
 def only_for_inference() -> bool:
-    """Whether this thread captures, fuses or tunes something that may train nothing."""
+    """Whether this thread captures, fuses or tunes something that must train nothing."""
     return THREAD.inference > 0
 
 
 def under_hooks_for_saved_tensors() -> bool:
-    """Whether autograd hands what it saves to somebody's hooks."""
+    """Whether hooks for saved tensors are on: autograd passes what it saves to them."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
 
 
 def refuse_hooks_for_saved_tensors() -> None:
-    """Raise CaptureError where autograd hands what it saves to somebody's hooks."""
+    """Raise CaptureError where hooks for saved tensors are on."""
     if under_hooks_for_saved_tensors():
         raise CaptureError(
             "Hooks for saved tensors are on; a graph would have them at every replay.",
@@ -130,7 +133,7 @@ def refuse_hooks_for_saved_tensors() -> None:
 
 @contextlib.contextmanager
 def as_captured() -> Iterator[None]:
-    """Run Python as a capture does, whether or not one is under way."""
+    """Run the block as a capture would: gradients off, outside of inference mode, same kernels."""
     THREAD.depth += 1
     try:
         with _same_kernels(), torch.inference_mode(False), torch.no_grad():
@@ -141,28 +144,29 @@ def as_captured() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _same_kernels() -> Iterator[None]:
-    """Keep modules from computing other numbers for the sole reason that gradients are off.
+    """Keep modules from choosing other kernels just because a capture turns gradients off.
 
-    nn.TransformerEncoder and nn.MultiheadAttention have such a path. It is left to callers who had
-    gradients off themselves.
+    nn.TransformerEncoder and nn.MultiheadAttention have such a fast path. It stays on for callers
+    who turned gradients off themselves.
     """
     if not torch.is_grad_enabled():
         yield
         return
-    with _PLAIN_ATTENTION.thrown():
+    with _NO_FAST_PATH.thrown():
         yield
 
 
-def _plain_attention() -> Callable[[], object]:
-    fast = torch.backends.mha.get_fastpath_enabled()
-    FastPath.kept = fast  # Calls of other threads are none of it.
+def _fast_path_off() -> Callable[[], object]:
+    setting = torch.backends.mha.get_fastpath_enabled()
+    # Calls of other threads have to see the user's setting.
+    AttentionFastPath.user_setting = setting
     torch.backends.mha.set_fastpath_enabled(False)
 
-    def back() -> None:
-        torch.backends.mha.set_fastpath_enabled(fast)
-        FastPath.kept = None
+    def put_back() -> None:
+        torch.backends.mha.set_fastpath_enabled(setting)
+        AttentionFastPath.user_setting = None
 
-    return back
+    return put_back
 
 
-_PLAIN_ATTENTION = Shared(_plain_attention)
+_NO_FAST_PATH = SharedSwitch(_fast_path_off)

@@ -1,4 +1,4 @@
-"""What a graph is: its states, replay and end, however it was captured."""
+"""Graph: the states, replay and closing that all captured graphs share."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .recorder import Recording
 
 
 class GraphState(enum.StrEnum):
-    """Where a graph stands."""
+    """Steps in the life of a graph."""
 
     NEW = "new"
     WARMING = "warming"
@@ -25,14 +25,14 @@ class GraphState(enum.StrEnum):
 
 
 class GraphClosed(CaptureError):
-    """The graph is not ready; for callers that capture another one."""
+    """The graph is not ready; callers may catch this and capture another one."""
 
 
 class Graph:
     """Work that was captured once and can be replayed.
 
-    A graph made by `capture` is called as the function is. It keeps alive what it reads: the
-    function, its weights, and whatever else it used by address.
+    A graph made by `capture` is called like the function. It keeps alive what it reads: the
+    function, its weights, and everything else it uses by address.
 
     Attributes:
         state: "new", "warming", "capturing", "ready" or "closed".
@@ -40,11 +40,11 @@ class Graph:
         pool: the memory that it lives in.
         mutates: whether a replay writes to inputs, buffers or other tensors from outside.
         random: whether a replay draws random numbers.
-        memory: what it cost.
+        memory: the bytes that it added to the pool.
     """
 
     def __init__(self, pool: MemoryPool, name: str, *, evictable: bool = False) -> None:
-        """An empty graph; users call `capture`, `capturing` or `graph`."""
+        """Make an empty graph; users call `capture`, `capturing` or `graph`."""
         self.state = GraphState.NEW
         self.pool = pool
         self.name = name
@@ -85,15 +85,15 @@ class Graph:
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Replay for other values of the arguments that it was captured with.
+        """Replay with other values of the arguments that the graph was captured with.
 
         Returns:
-            what the function returns; tensors that the caller owns, or with outputs="static" the
+            what the function returns: tensors that the caller owns, or with outputs="static" the
             graph's own, which the next replay overwrites. They never require grad.
 
         Raises:
-            SignatureError: the call differs from the captured one, or the module has changed
-                since; all differences are named.
+            SignatureError: the call differs from the captured one, or the module has changed since
+                then; the message lists all differences.
             CaptureError: the graph is closed, or has no arguments.
         """
         raise CaptureError(
@@ -101,7 +101,7 @@ class Graph:
         )
 
     def close(self) -> None:
-        """Give the graph up; its memory returns to the pool. Closing twice is no error."""
+        """Close the graph; its memory returns to the pool. Closing twice is no error."""
         self._retire()
         if not capturing_now():
             with self.pool.lock:
@@ -111,7 +111,7 @@ class Graph:
         if getattr(self, "state", GraphState.CLOSED) is GraphState.CLOSED:
             return
         self._retire()
-        # A finalizer may come at any time and on any thread: it must not wait.
+        # A finalizer may run at any time and on any thread: it must not wait.
         if not capturing_now() and self.pool.lock.acquire(blocking=False):
             try:
                 self.pool.sweep()
@@ -134,6 +134,7 @@ class Graph:
         )
 
     def _ready(self) -> Recording:
+        """The recording; raise where it cannot be replayed now."""
         if self._recording is None or self.state is not GraphState.READY:
             raise GraphClosed(
                 f"The graph of {self.name} is {self.state}.",
@@ -148,9 +149,9 @@ class Graph:
         return self._recording
 
     def _retire(self) -> None:
-        """Close without touching the device: a capture on this thread may be under way.
+        """Close without touching the device, since this thread may be capturing.
 
-        Destroying a graph would break it (pytorch #91302).
+        Destroying a CUDA graph would break that capture (pytorch #91302).
         """
         self.state = GraphState.CLOSED
         self.pool.remove(self)
@@ -159,9 +160,16 @@ class Graph:
             self.pool.retire(recording)
         self._held = []
 
-    def _started(self, recording: Recording, before: int, predicted: int) -> None:
+    def _set_recording(self, recording: Recording, before: int, predicted: int) -> None:
+        """Take a recording over, and note what it cost.
+
+        Args:
+            recording: what was recorded.
+            before: bytes that the pool held before.
+            predicted: bytes that it was expected to add.
+        """
         self._recording = recording
         self._held += recording.external
         recorder = self.pool.recorder(self.pool.device or torch.device("cpu"))
-        self.pool.note()
+        self.pool.update_high_water()
         self.memory = GraphMemory(self.name, recorder.reserved - before, predicted)

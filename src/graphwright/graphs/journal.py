@@ -1,9 +1,9 @@
-"""Seeing a run operation by operation: what it reads from outside, what it writes there.
+"""Journal: sees a run operation by operation, and can undo what the run wrote.
 
-A warm-up runs real code. The journal keeps a copy of each storage before the run first writes to
-it, so that everything can be put back, and learns on the way what capture has to know: which
-tensors from outside the work depends on, which random generators it draws from, which operation
-was under way when something failed.
+Warm-up runs real code. The journal copies each storage from outside before the run first writes to
+it, so that everything can be put back. It also notes what capture has to know: which tensors from
+outside the work uses, which random generators it draws from, which operation was running when
+something failed.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..calls.modes import OperationMode
-from ..calls.modes import Shared as Shared
-from ..calls.modes import compilers_off as compilers_off
 from ..calls.operations import announced, generator_of, tensors, written
 from ..errors import CaptureError
 
+# How many of the largest tensors are kept for memory predictions.
 _LARGEST = 3
+# Bytes above which a copy is kept on the host, if memory is short.
 _LARGE_COPY = 1 << 20
 _MEMORY_CHANGES = ("set_", "resize_", "resize_as_")
 
 
 class Copies:
-    """What storages held before runs that all begin with the same, one copy for all of them.
+    """Copies of storages, shared by several runs that all start from the same values.
 
     Args:
-        relieve: called before each operation of a run that needs all of the device's memory for
-            itself. Large copies are kept on the host then.
+        relieve: called before each operation of a run that needs all of the device's memory. Large
+            copies are kept on the host then.
     """
 
     def __init__(self, relieve: Callable[[], None] | None = None) -> None:
@@ -44,23 +44,26 @@ class Copies:
         """The copy of a storage, made now if there is none."""
         known = self._kept.get(storage._cdata)
         if known is None:
-            aside = self.relieve is not None and storage.is_cuda and storage.nbytes() > _LARGE_COPY
-            known = storage, storage.cpu() if aside else storage.clone()
+            on_host = (
+                self.relieve is not None and storage.is_cuda and storage.nbytes() > _LARGE_COPY
+            )
+            known = storage, storage.cpu() if on_host else storage.clone()
             self._kept[storage._cdata] = known
         return known[1]
 
 
 class Journal(OperationMode):
-    """A dispatch mode that runs every operation as it is and keeps what is needed to undo it.
+    """A dispatch mode that runs every operation and keeps what is needed to undo it.
 
     Args:
-        copies: those of other runs that began with the same state.
+        copies: shared with other runs that started from the same state.
 
     Attributes:
-        external: storages that the run used and did not make, by their identity.
-        operation: the operation under way, or the last one.
+        external: storages that the run used and did not make, by identity.
+        operation: the current operation, or the last one.
         dtypes: of the tensors that operations made.
-        announced: storages that operations have said to write to, by identity: autograd notices.
+        announced: storages that operations write to according to their schema, by identity;
+            autograd counts a new version of their tensors.
     """
 
     def __init__(self, copies: Copies | None = None) -> None:
@@ -73,9 +76,9 @@ class Journal(OperationMode):
         self._made: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
         self._generators: dict[int, tuple[torch.Generator, torch.Tensor]] = {}
-        # Where random generators stand, those that were drawn from, and whether they may be moved
-        # by others.
-        self._stand: dict[int, torch.Tensor] = {}
+        # States of random generators, which of them were drawn from, and whether nothing but
+        # operations may move them.
+        self._positions: dict[int, torch.Tensor] = {}
         self._drawn_from: set[int] = set()
         self._strict = False
         self._largest: list[tuple[int, str]] = []
@@ -85,12 +88,12 @@ class Journal(OperationMode):
         """Random generators that operations drew from."""
         return [generator for generator, _ in self._generators.values()]
 
-    def forget_what_stood_still(self) -> None:
-        """Leave out generators that nothing was drawn from: attention without dropout, say."""
+    def drop_unused_generators(self) -> None:
+        """Forget generators that nothing was drawn from, as by attention without dropout."""
         self._generators = {k: v for k, v in self._generators.items() if k in self._drawn_from}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Note the operation, run it, note what it made."""
+        """Note the operation, run it, and note what it made."""
         self.before(func, args, kwargs)
         if self._copies is not None and self._copies.relieve is not None:
             self._copies.relieve()
@@ -101,39 +104,39 @@ class Journal(OperationMode):
         return result
 
     def expect(self, generators: Iterable[torch.Generator]) -> None:
-        """Refuse that anything but operations moves these random generators, from now on."""
+        """From now on, refuse that anything but operations moves these random generators."""
         self._strict = True
-        self._stand |= {id(g): g.get_state() for g in generators}
+        self._positions |= {id(g): g.get_state() for g in generators}
 
     def check_end(self) -> None:
-        """At the end: whether random generators stand where operations have left them."""
+        """At the end: refuse generators that are not where operations have left them."""
         with _disable_current_modes():
             for key, (generator, _) in self._generators.items():
-                if self._strict and not generator.get_state().equal(self._stand[key]):
-                    self.refuse(_seeded())
+                if self._strict and not generator.get_state().equal(self._positions[key]):
+                    self.refuse(_seeding_error())
 
     def check_moved(self, generator: torch.Generator, start: torch.Tensor) -> None:
-        """At the end of a CUDA capture: whether what was drawn has moved the generator.
+        """At the end of a CUDA capture: refuse a generator that was drawn from and has not moved.
 
-        PyTorch gives no seed to a graph that sets it back to where it was at the start.
+        PyTorch gives no seed to a graph that sets its generator back to the start.
         """
         if id(generator) in self._generators and generator.get_state().equal(start):
-            self.refuse(_seeded())
+            self.refuse(_seeding_error())
 
     def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-        """After an operation: where its random generator stands."""
+        """After an operation: note whether it drew from its random generator."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = generator_of(args, kwargs)
-            before, now = self._stand[id(generator)], generator.get_state()
+            before, now = self._positions[id(generator)], generator.get_state()
             if not now.equal(before):
                 self._drawn_from.add(id(generator))
-                self._stand[id(generator)] = now
+                self._positions[id(generator)] = now
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what an operation is about to read and write.
 
         Raises:
-            CaptureError: it works on memory that can be neither seen nor put back.
+            CaptureError: it works on memory that cannot be seen or put back.
         """
         self.operation = func
         for tensor in tensors((args, kwargs)):
@@ -150,17 +153,17 @@ class Journal(OperationMode):
             )
         if func._opname == "set_":
             for value in args:
-                # cuDNN's RNNs take the memory of their weights as a whole.
+                # cuDNN's RNNs take the memory of all their weights as one storage.
                 if isinstance(value, torch.UntypedStorage) and value._cdata not in self._made:
                     self.external.setdefault(value._cdata, value)
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = generator_of(args, kwargs)
             key, state = id(generator), generator.get_state()
-            expected = self._stand.get(key, state)
+            expected = self._positions.get(key, state)
             self._generators.setdefault(key, (generator, state))
-            self._stand[key] = state
+            self._positions[key] = state
             if self._strict and not state.equal(expected):
-                self.refuse(_seeded())
+                self.refuse(_seeding_error())
         self.announced |= {t.untyped_storage()._cdata for t in announced(func, args, kwargs)}
         for tensor in written(func, args, kwargs):
             if tensor.layout is not torch.strided or tensor.is_nested:
@@ -176,17 +179,17 @@ class Journal(OperationMode):
             self.writes(tensor)
 
     def refuse(self, error: CaptureError) -> None:
-        """What an operation does cannot be captured: raise."""
+        """Refuse what an operation does; subclasses may go on instead."""
         raise error
 
     def read(self, tensor: torch.Tensor) -> None:
-        """A tensor is used; keep its storage if the run did not make it."""
+        """Note that a tensor is used; keep its storage if the run did not make it."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._made:
             self.external.setdefault(storage._cdata, storage)
 
     def writes(self, tensor: torch.Tensor) -> None:
-        """A tensor is about to be written to; keep what an outside storage holds."""
+        """Note that a tensor is about to be written to; copy its storage if it is from outside."""
         storage = tensor.untyped_storage()
         if storage._cdata not in self._made and storage._cdata not in self._saved:
             copies = self._copies
@@ -194,11 +197,11 @@ class Journal(OperationMode):
             self._saved[storage._cdata] = (storage, kept)
 
     def is_made(self, tensor: torch.Tensor) -> bool:
-        """Whether the run itself made a tensor's memory."""
+        """Whether the run made a tensor's memory."""
         return tensor.untyped_storage()._cdata in self._made
 
     def made(self, tensor: torch.Tensor) -> None:
-        """An operation returned a tensor; unless it is a view of one from outside, it is new."""
+        """Note a tensor that an operation returned; it is new unless it is a view of another."""
         if tensor.layout is not torch.strided or tensor.is_nested:
             return
         storage = tensor.untyped_storage()
@@ -209,6 +212,7 @@ class Journal(OperationMode):
             self._rank(tensor, storage.nbytes())
 
     def _rank(self, tensor: torch.Tensor, nbytes: int) -> None:
+        """Note a tensor if it is one of the largest so far."""
         if len(self._largest) < _LARGEST or nbytes > self._largest[-1][0]:
             shape = "×".join(map(str, tensor.shape))
             entry = nbytes, f"{self.operation} {shape} {str(tensor.dtype).removeprefix('torch.')}"
@@ -233,14 +237,17 @@ class Journal(OperationMode):
         return [storage for storage, _ in self._saved.values()]
 
     @property
-    def made_by_it(self) -> dict[int, StorageWeakRef]:
-        """Memory that the run made, by identity."""
+    def made_storages(self) -> dict[int, StorageWeakRef]:
+        """Storages that the run made, by identity."""
         return self._made
 
-    def goes_on_from(self, made: Mapping[int, StorageWeakRef]) -> bool:
-        """Whether the run has left another content in memory that an earlier run had made.
+    def continues_from(self, made: Mapping[int, StorageWeakRef]) -> bool:
+        """Whether the run changed memory that an earlier run had made.
 
-        Both did the same, from the same state; so it is one that goes on from run to run.
+        Both runs started from the same state, so this memory carries state from run to run.
+
+        Args:
+            made: storages that the earlier run made.
         """
         for key, (storage, kept) in self._saved.items():
             if key in made and not made[key].expired() and not _same_bytes(storage, kept):
@@ -248,18 +255,18 @@ class Journal(OperationMode):
         return False
 
     def changed(self, storage: torch.UntypedStorage) -> bool:
-        """Whether memory that the run wrote to holds something else by now."""
+        """Whether memory that the run wrote to now holds something else than before."""
         return not _same_bytes(*self._saved[storage._cdata])
 
     def undo(self) -> None:
-        """Put back all that the run, and later ones of the same work, wrote to."""
+        """Put back everything that the run, and later runs of the same work, wrote to."""
         for storage, kept in self._saved.values():
             storage.copy_(kept)
         for generator, state in self._generators.values():
             generator.set_state(state)
 
     def exchange(self) -> None:
-        """Put it back, and keep what was there: another exchange brings that back."""
+        """Swap what the run left with what was there before; another exchange swaps back."""
         for key, (storage, kept) in list(self._saved.items()):
             now = storage.clone()
             storage.copy_(kept)
@@ -275,7 +282,8 @@ def _same_bytes(storage: torch.UntypedStorage, kept: torch.UntypedStorage) -> bo
     return torch.equal(now, before.to(now.device))
 
 
-def _seeded() -> CaptureError:
+def _seeding_error() -> CaptureError:
+    """The error for a call that sets the state of its random numbers."""
     if _in_checkpoint():
         return CaptureError(
             "torch.utils.checkpoint sets the random numbers back to compute a part with dropout "
@@ -292,8 +300,8 @@ def _seeded() -> CaptureError:
 
 
 def seeded_on_gpu(error: BaseException) -> str | None:
-    """The remedy for an error of PyTorch's that forbids moving a GPU's random state, or None."""
-    # `set_state`, `set_current_seed` and others say their own name when a capture is under way.
+    """The remedy if an error is PyTorch's refusal to move a GPU's random state, else None."""
+    # During a capture `set_state`, `set_current_seed` and others raise with their own name.
     if "CUDAGeneratorImpl::" not in str(error):
         return None
     return (
@@ -304,7 +312,7 @@ def seeded_on_gpu(error: BaseException) -> str | None:
 
 
 def _in_checkpoint() -> bool:
-    """Whether what runs now was called by torch.utils.checkpoint."""
+    """Whether torch.utils.checkpoint is among the callers."""
     frame: types.FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_globals.get("__name__") == "torch.utils.checkpoint":
@@ -314,6 +322,6 @@ def _in_checkpoint() -> bool:
 
 
 def users_of(tensor: torch.Tensor) -> int:
-    """How many tensors there are in its memory, with what the question itself adds."""
+    """How many references there are to a tensor's storage, with those that asking adds."""
     users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return users

@@ -1,4 +1,4 @@
-"""Memory pools: what the graphs of one pool hold, may hold and would need."""
+"""Memory pools: the memory that graphs share, its limit, and predictions of what a graph adds."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from ..calls import forking
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .recorder import Recorder, Recording
 
-# PyTorch's CUDA allocator puts blocks of up to 10 MiB together into segments of up to 20 MiB, and
-# gives larger ones a segment each, rounded up to 2 MiB.
+# PyTorch's CUDA allocator packs blocks of up to 10 MiB into shared segments of up to 20 MiB, and
+# gives each larger block its own segment, rounded up to 2 MiB.
 _SHARED_SEGMENT = 20 << 20
 _ROUNDING = 2 << 20
 _UNITS = {"": 1, "B": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
@@ -25,7 +25,7 @@ _DECIMAL = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 
 
 def parse_bytes(value: int | str) -> int:
-    """Bytes of a limit: a number, or "512MiB", "1.5 GiB", "2GB".
+    """Parse a memory limit: a number of bytes, or a text such as "512MiB", "1.5 GiB" or "2GB".
 
     Raises:
         OptionError: it is neither, or not above 0.
@@ -44,8 +44,8 @@ def parse_bytes(value: int | str) -> int:
     return value
 
 
-def in_units(nbytes: int) -> str:
-    """Bytes as a person reads them: "17.2 MiB"."""
+def format_bytes(nbytes: int) -> str:
+    """Bytes in readable units: "17.2 MiB"."""
     for unit, size in (("GiB", 1 << 30), ("MiB", 1 << 20), ("KiB", 1 << 10)):
         if abs(nbytes) >= size:
             return f"{nbytes / size:.4g} {unit}"
@@ -54,12 +54,12 @@ def in_units(nbytes: int) -> str:
 
 @dataclass(frozen=True)
 class GraphMemory:
-    """What one graph of a pool cost.
+    """The memory that one graph added to its pool.
 
     Attributes:
         name: what was captured, with the shapes of its inputs.
         nbytes: bytes by which the pool grew when it was captured.
-        predicted: bytes by which it was expected to grow.
+        predicted: bytes by which the pool was expected to grow.
     """
 
     name: str
@@ -69,12 +69,12 @@ class GraphMemory:
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """What capturing a call would take.
+    """The memory that capturing a call would take.
 
     Attributes:
         nbytes: bytes by which the pool would grow.
-        segments: sizes of the ranges that it would take in an empty pool, in bytes.
-        contributors: the largest tensors of the call, as (what, bytes), the largest first.
+        segments: bytes of each memory segment that the graph would take in an empty pool.
+        contributors: the largest tensors of the call, as (what, bytes), largest first.
     """
 
     nbytes: int
@@ -82,8 +82,9 @@ class MemoryPrediction:
     contributors: tuple[tuple[str, int], ...]
 
     def __str__(self) -> str:
-        largest = ", ".join(f"{what} {in_units(n)}" for what, n in self.contributors)
-        return f"{in_units(self.nbytes)} (largest: {largest})" if largest else in_units(self.nbytes)
+        largest = ", ".join(f"{what} {format_bytes(n)}" for what, n in self.contributors)
+        total = format_bytes(self.nbytes)
+        return f"{total} (largest: {largest})" if largest else total
 
 
 class PooledGraph(Protocol):
@@ -94,24 +95,24 @@ class PooledGraph(Protocol):
 
     @property
     def memory(self) -> GraphMemory:
-        """What it added to its pool."""
+        """The memory that it added to its pool."""
 
     def close(self) -> None:
-        """Give up what it holds."""
+        """Close the graph."""
 
 
 class MemoryPool:
     """Memory that graphs share, with an optional limit.
 
-    Graphs of one pool never run at once: the pool orders their replays across threads and streams.
-    What has to run concurrently takes pools of its own. All graphs of a pool are captured on one
-    stream.
+    Graphs of one pool never run at the same time: the pool orders their replays across threads and
+    streams. Use separate pools for graphs that should run concurrently. All graphs of a pool are
+    captured on one stream.
 
     Args:
         limit: bytes that the pool may hold, or a text such as "1GiB"; None for no limit.
-        device: where it is; by default that of the first call that is captured in it.
-        evict: when the limit is reached, close the graphs that `graph()` made and that were least
-            recently used. Without it, and for graphs that `capture()` made, MemoryBudgetExceeded
+        device: the pool's device; by default that of the first call captured in it.
+        evict: when the limit is reached, close the least recently used of the graphs that
+            `graph()` made. Without it, and for graphs that `capture()` made, MemoryBudgetExceeded
             is raised instead.
     """
 
@@ -130,19 +131,19 @@ class MemoryPool:
         self._recorder: Recorder | None = None
         self._graphs: dict[int, weakref.ref[PooledGraph]] = {}  # least recently used first
         self._retired: deque[Recording] = deque()
-        # Buffers of static inputs; they live as long as a graph uses them.
+        # Buffers of shared static inputs; each lives as long as a graph uses it.
         self._shared: dict[int, StorageWeakRef] = {}
         self._high_water = 0
-        # Counts what made room: graphs that were evicted, and all that were closed.
         self.evictions = 0
+        # Changes whenever a graph is closed: there may be room for another one.
         self.version = 0
         self._closed = False
 
     def recorder(self, device: torch.device) -> Recorder:
-        """The recorder behind the pool, made on first use.
+        """The pool's recorder, made on first use.
 
         Raises:
-            CaptureError: the pool is closed, or of another device.
+            CaptureError: the pool is closed, or on another device.
         """
         if self._closed:
             raise CaptureError("The pool is closed.", remedy="Make another MemoryPool.")
@@ -163,17 +164,17 @@ class MemoryPool:
 
     @property
     def closed(self) -> bool:
-        """Whether it was closed for good."""
+        """Whether the pool was closed for good."""
         return self._closed
 
     @property
     def in_use(self) -> int:
-        """Bytes in which static inputs, outputs or anything else lives now."""
+        """Bytes that static inputs, outputs and other live tensors use now."""
         return 0 if self._recorder is None else self._recorder.in_use
 
     @property
     def reserved(self) -> int:
-        """Bytes that the pool holds; what `limit` bounds."""
+        """Bytes that the pool holds; `limit` bounds them."""
         return 0 if self._recorder is None else self._recorder.reserved
 
     @property
@@ -183,11 +184,11 @@ class MemoryPool:
 
     @property
     def graphs(self) -> list[GraphMemory]:
-        """What each graph added, least recently used first."""
+        """The memory that each graph added, least recently used first."""
         return [graph.memory for graph in self._alive()]
 
     def release(self) -> None:
-        """Close all graphs and hand the memory back; `graph()` captures its own again."""
+        """Close all graphs and hand the memory back; `graph()` captures its graphs again."""
         with self.lock:
             for graph in self._alive():
                 graph.close()
@@ -209,18 +210,18 @@ class MemoryPool:
         self.close()
 
     def __repr__(self) -> str:
-        limit = "" if self.limit is None else f" of at most {in_units(self.limit)}"
-        held = f"{len(self._alive())} graphs in {in_units(self.reserved)}{limit}"
+        limit = "" if self.limit is None else f" of at most {format_bytes(self.limit)}"
+        held = f"{len(self._alive())} graphs in {format_bytes(self.reserved)}{limit}"
         return f"<MemoryPool on {self.device}: {held}>"
 
-    # What follows is for graphs.
+    # The methods below are for graphs.
 
     def predicted(self, segments: Sequence[int]) -> int:
-        """Bytes by which the pool would grow for work that takes such segments when it is alone.
+        """Bytes by which the pool would grow for work that takes these segments in an empty pool.
 
-        The work alone took segments; here it finds what is free in others. Blocks that have a
-        segment of their own need one range each, the rest shares what is left. That is the least
-        that it can take: `record` looks again at what it took.
+        Free memory of the pool's segments is used first. A block with its own segment needs one
+        free range; all other blocks share what is left. This is a lower bound, so `record` checks
+        the growth again afterwards.
         """
         if self._recorder is None:
             return sum(segments)
@@ -239,7 +240,7 @@ class MemoryPool:
         """Make room for a graph, or refuse it before anything is captured.
 
         Raises:
-            MemoryBudgetExceeded: it does not fit under the limit.
+            MemoryBudgetExceeded: the graph does not fit under the limit.
         """
         if self.limit is None:
             return
@@ -250,7 +251,7 @@ class MemoryPool:
                 raise self.exceeded(graph, prediction)
 
     def evict_one(self, newcomer: PooledGraph) -> bool:
-        """Close the least recently used graph that may be; False if there is none."""
+        """Close the least recently used graph that is evictable; False if there is none."""
         victim = next((g for g in self._alive() if g.evictable and g is not newcomer), None)
         if not self.evict or victim is None:
             return False
@@ -263,60 +264,61 @@ class MemoryPool:
         """The error for a graph that does not fit."""
         limit = 0 if self.limit is None else self.limit
         return MemoryBudgetExceeded(
-            f"Capturing {graph.name} takes {in_units(sum(prediction.segments))} alone and adds "
-            f"{prediction}; the pool holds {in_units(self.reserved)} and may hold "
-            f"{in_units(limit)}.",
+            f"Capturing {graph.name} takes {format_bytes(sum(prediction.segments))} alone and adds "
+            f"{prediction}; the pool holds {format_bytes(self.reserved)} and may hold "
+            f"{format_bytes(limit)}.",
             remedy="Raise the pool's limit, capture fewer or smaller shapes, close graphs, or "
             "allow eviction with MemoryPool(limit, evict=True).",
         )
 
     def over_limit(self, before: int) -> bool:
-        """Whether the pool has grown past its limit since it held so many bytes."""
+        """Whether the pool has grown past its limit since it held `before` bytes."""
         return self.limit is not None and self.reserved > max(self.limit, before)
 
-    def note(self) -> None:
-        """Something was recorded: keep the high-water mark."""
+    def update_high_water(self) -> None:
+        """Update the high-water mark, after something was recorded."""
         self._high_water = max(self._high_water, self.reserved)
 
     def order(self) -> None:
-        """Let what follows on the current stream come after the pool's last replay."""
+        """Have what follows on the current stream wait for the pool's last replay."""
         assert self._recorder is not None
         self._recorder.order()
 
     def retire(self, recording: Recording) -> None:
-        """Close a recording when it can be done safely: at the next sweep."""
+        """Have a recording closed at the next sweep, when that is safe."""
         self._retired.append(recording)
 
     def sweep(self) -> None:
-        """Close what was retired. The lock is held, and this thread captures nothing."""
+        """Close retired recordings; the lock is held, and this thread is not capturing."""
         while self._retired:
             self._retired.popleft().close()
 
     def trim(self) -> None:
-        """Hand back what no graph needs. While one lives, all free memory may be its workspace."""
+        """Hand back unused memory, once no graph is left that might use it as workspace."""
         if self._recorder is not None:
             self._recorder.trim()
 
     def add(self, graph: PooledGraph) -> None:
-        """A graph was captured."""
+        """Register a graph that was captured."""
         self._graphs[id(graph)] = weakref.ref(graph)
 
     def remove(self, graph: PooledGraph) -> None:
-        """A graph was closed."""
+        """Unregister a graph that is closed."""
         if self._graphs.pop(id(graph), None) is not None:
             self.version += 1
 
     def touch(self, graph: PooledGraph) -> None:
-        """A graph was used."""
+        """Make a graph the most recently used one."""
         key = id(graph)
         reference = self._graphs.pop(key, None)
         if reference is not None:
             self._graphs[key] = reference
 
     def shared_bytes(self) -> Callable[[int], torch.Tensor]:
-        """An allocator for static inputs that graphs of the pool share, being filled at each call.
+        """An allocator for static inputs whose memory the pool's graphs share.
 
-        The n-th request of each graph gets a prefix of the n-th buffer.
+        They can share it since they are copied in at each call. The n-th request of each graph gets
+        a prefix of the n-th buffer.
         """
         count = iter(range(1 << 30))
 

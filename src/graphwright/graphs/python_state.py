@@ -1,7 +1,7 @@
-"""What a warm-up may change beside tensors, and how it is put back: Python's side of the state.
+"""PythonState: what warm-up may change beside tensors' values, kept and put back.
 
-Python's random numbers, modules' attributes, gradients and containers are kept before the first
-run. What changes in every run is state that a graph cannot carry on, and is refused by name.
+Random numbers of the host, gradients, attributes and containers are kept before the first run. What
+changes in every run is state that a graph cannot update; it is refused by name.
 """
 
 from __future__ import annotations
@@ -22,13 +22,17 @@ from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
 
 
+class StateChanges(CaptureError):
+    """The captured call keeps state in Python that changes with every call."""
+
+
 class PythonState:
     """The Python side of a module's state as it was before the first run.
 
     Args:
         module: what is captured; a plain function as a FunctionModule.
         trained: parameters whose gradients the call may set; by default it may set none.
-        hooks: whether what hooks change counts, which is put back in any case.
+        hooks: whether changes made by hooks count as changes; they are put back in any case.
     """
 
     def __init__(
@@ -40,7 +44,7 @@ class PythonState:
     ) -> None:
         self._module = module
         self._hooks = hooks
-        # With other threads at work nobody can tell who drew from the host's generators.
+        # While other threads run, nobody can tell who drew from the host's generators.
         self._alone = threading.active_count() == 1
         self._python = random.getstate()
         self._torch = torch.default_generator.get_state()
@@ -49,35 +53,37 @@ class PythonState:
         self._trains = trained is not None
         trainable = module.parameters() if trained is None else trained
         self._grads = [(p, grad_of(p)) for p in trainable]
-        self._kept = _Look(module)
+        self._kept = _Snapshot(module)
         held = [t for _, t in self._kept.found.tensors]
         held += [*module.parameters(), *module.buffers()]  # Those of a ScriptModule too.
         held = list({id(t): t for t in held if t.layout is torch.strided}.values())
-        # Inside of a transform of torch.func the alias is a tensor of another kind.
+        # Inside a transform of torch.func the alias is a wrapped tensor.
         self._data = [(tensor, tensor.detach(), _place(tensor)) for tensor in held]
-        # A call that should not train at all may do so by mistake.
+        # A call that should train nothing may do so by mistake.
         optimizers = self._kept.found.optimizers if trained is None else []
         self._optimizers = [
             (o, {p: dict(state) for p, state in o.state.items()}, list(map(dict, o.param_groups)))
             for o in optimizers
         ]
-        self._settled: _Look | None = None
+        self._last: _Snapshot | None = None
 
     def check(self) -> None:
-        """Look after a run; what changes once may be a cache, what goes on changing is state.
+        """Compare with the state after the last run: what changes again and again is state.
+
+        What changes in the first run alone may be a cache.
 
         Raises:
-            CaptureError: naming the attribute or variable.
+            CaptureError: something changed; names the attribute or variable.
         """
         if not self._trains and any(grad_of(p) is not grad for p, grad in self._grads):
             raise CaptureError(
                 "The call sets gradients of parameters, which a captured call does not.",
                 remedy="Leave backward() out of the captured call.",
             )
-        before = self._settled
+        before = self._last
         if before is not None and before.still_holds():
             return
-        self._settled = now = _Look(self._module, hooks=self._hooks)
+        self._last = now = _Snapshot(self._module, hooks=self._hooks)
         name = None if before is None else _first_change(before, now)
         if name is not None:
             raise StateChanges(
@@ -87,7 +93,7 @@ class PythonState:
             )
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Whether memory is that of a tensor of the model's, and none that it trains."""
+        """Whether a storage belongs to one of the model's tensors, and the call does not train."""
         return not self._trains and any(
             alias.untyped_storage()._cdata == storage._cdata
             for _, alias, _ in self._data
@@ -95,17 +101,17 @@ class PythonState:
         )
 
     def changed(self) -> str | None:
-        """The name of something that differs from what it was at the beginning, if any does."""
-        return _first_change(self._kept, _Look(self._module))
+        """The name of something that has changed since the beginning; None if nothing has."""
+        return _first_change(self._kept, _Snapshot(self._module))
 
     def refuse_host_randomness(
         self, device: torch.device, generators: Sequence[torch.Generator]
     ) -> None:
-        """Raise CaptureError where random numbers came from a generator that no graph repeats.
+        """Raise CaptureError if the call drew from a generator that a graph cannot repeat.
 
         Args:
             device: where the graph runs.
-            generators: those of PyTorch that the call drew from.
+            generators: PyTorch's generators that the call drew from.
         """
         drawn = [
             f"a generator on the {g.device}" for g in generators if g.device.type != device.type
@@ -125,8 +131,8 @@ class PythonState:
     def restore(self, *, python: bool) -> None:
         """Put back random numbers and gradients; with `python`, attributes and containers too.
 
-        After a success what the first run has set up, such as a cache, stays, as it would after
-        an eager call; other memory that it has given to parameters with it.
+        After a successful capture what the first run set up stays, as after an eager call: a cache,
+        say, or new memory for parameters.
         """
         if self._alone:
             random.setstate(self._python)
@@ -149,18 +155,14 @@ class PythonState:
 
 
 def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """A parameter's gradient; None where another tensor stands in for it, which has none."""
+    """A parameter's gradient; None for a tensor that is no leaf and has none."""
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
 
 
-class StateChanges(CaptureError):
-    """What is captured keeps state in Python that changes with every call."""
+class _Snapshot:
+    """Everything that a call can reach, tensors' values aside, as it was at one moment.
 
-
-class _Look:
-    """Everything that a call can reach beside tensors' values, as it was at a moment.
-
-    It holds what it has seen, so that no identity comes back meanwhile.
+    It keeps what it has seen alive, so that no identity is reused meanwhile.
     """
 
     def __init__(self, module: nn.Module, *, hooks: bool = True) -> None:
@@ -175,21 +177,21 @@ class _Look:
         self._watch = ModuleWatch(module, values=False, training=True, found=self.found)
 
     def still_holds(self) -> bool:
-        """Whether all is as it was; it may say no where it is."""
+        """Whether nothing has changed; may be False though nothing has."""
         return self._watch.unchanged() and not self.drawn()
 
     def drawn(self) -> bool:
-        """Whether a random generator stands elsewhere."""
+        """Whether a random generator in it has moved."""
         return any(_random_state(value) != state for value, state in self._random)
 
 
-def _first_change(before: _Look, now: _Look) -> str | None:
-    """The name of something that differs between two runs."""
+def _first_change(before: _Snapshot, now: _Snapshot) -> str | None:
+    """The name of something that differs between two snapshots; None if nothing does."""
     known = {(type(s), str(s.name), id(s.owner)): s for s in now.found.sources}
     for old in before.found.sources:
         source = known.get((type(old), str(old.name), id(old.owner)))
         if source is None:
-            continue  # Another object is in its place, which shows where that is held.
+            continue  # Another object took its place, which shows in the source that holds it.
         if source.held.keys() != old.held.keys():
             key = next(iter(source.held.keys() ^ old.held.keys()))
             return str(source.name if source.name.text else source.key_name(key))
@@ -209,7 +211,7 @@ def _identity(value: Any) -> Any:
 
 
 def _random_state(value: Any) -> str | None:
-    """Where a random generator of Python's or NumPy's stands; None for other things."""
+    """The state of a random generator of Python's or NumPy's; None for anything else."""
     if isinstance(value, random.Random):
         with contextlib.suppress(NotImplementedError):  # Of the system's, which has no state.
             return str(value.getstate())

@@ -1,6 +1,6 @@
-"""What capture, pools and dispatch ask of a recorder; CUDA graphs and the CPU tape both meet it.
+"""The protocol of recorders, which CUDA graphs (cuda/) and the CPU tape (cpu/) both implement.
 
-A recorder is the memory and the order of one pool; a recording is one graph in it.
+A recorder owns the memory of one pool and orders its replays; a recording is one graph in it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import CaptureError
 
 
 class Interrupted(CaptureError):
-    """Another thread has broken a capture; it can be tried again."""
+    """Another thread broke a capture; it can be tried again."""
 
 
 Work = Callable[[], Any]
@@ -24,54 +24,55 @@ Prepared = TypeVar("Prepared")
 
 
 class Recording(Protocol):
-    """Work that was recorded once and can be repeated on the same memory."""
+    """Work that was recorded once and can be replayed on the same memory."""
 
     @property
     def nodes(self) -> int:
-        """How many operations it repeats: a CUDA graph's nodes."""
+        """How many operations it replays: a CUDA graph's nodes."""
 
     @property
     def external(self) -> list[torch.UntypedStorage]:
-        """Memory that it uses and does not own, as far as the recorder has seen it itself."""
+        """Memory that it uses and does not own, as far as the recorder itself has seen it."""
 
     def order(self) -> None:
-        """Let what follows on the current stream come after the recorder's last replay."""
+        """Have what follows on the current stream wait for the recorder's last replay."""
 
     def replay(self) -> None:
-        """Repeat the work on whatever its memory holds now."""
+        """Repeat the work on what its memory holds now."""
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Copy `sources` into the feeds, repeat the work, copy the drains into `targets`.
 
-        All are copied byte for byte: a source has to have its feed's strides, a target its drain's.
+        Bytes are copied as they are: each source must have its feed's strides, each target its
+        drain's.
         """
 
     def close(self) -> None:
-        """Give up the recording; its memory returns to the pool."""
+        """Close the recording; its memory returns to the pool."""
 
 
 class SegmentRecorder(Protocol):
-    """A part of a call's work while it is recorded."""
+    """Records one segment of a call."""
 
     @property
     def recording(self) -> Recording:
-        """What was recorded; had after its end."""
+        """What was recorded; available once the segment has ended."""
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Record an operation."""
 
     def watching(self) -> AbstractContextManager[None]:
-        """Record what is done inside a `with` block, which a recorder may not see by itself."""
+        """Record what runs inside a `with` block, which a recorder may not see by itself."""
 
     def drain(self, drains: Sequence[torch.Tensor]) -> None:
-        """At its end: what `Recording.run` is to copy out, as bytes."""
+        """At the segment's end: name what `Recording.run` is to copy out, as bytes."""
 
     def forget(self) -> None:
-        """Once the whole call is recorded: undo what recording has done."""
+        """Once the whole call is recorded: undo what recording changed."""
 
 
 class Recorder(Protocol):
-    """Records work in memory of its own, and keeps replays in order."""
+    """Records work in its own memory, and keeps replays in order."""
 
     device: torch.device
 
@@ -81,30 +82,30 @@ class Recorder(Protocol):
 
     @property
     def in_use(self) -> int:
-        """Bytes of it that something lives in."""
+        """Bytes of it that live tensors use."""
 
-    def warming(self, *, told: bool = True) -> AbstractContextManager[None]:
-        """Where warm-up runs: as recording does, but in ordinary memory.
+    def warming(self, *, pretend: bool = True) -> AbstractContextManager[None]:
+        """Run warm-up inside the block: as recording does, but in ordinary memory.
 
         Args:
-            told: whether code that asks is told that a capture is under way. The first run of a
-                call is not: it may be seen by dispatch modes, and prepares every thread.
+            pretend: whether torch.cuda.is_current_stream_capturing() returns True. It does not in
+                a call's first run, which may run under dispatch modes and prepares every thread.
         """
 
     def tidy(self) -> None:
-        """Hand back ordinary memory that runs have left over."""
+        """Hand back ordinary memory that finished runs left cached."""
 
     def relieve(self) -> None:
-        """In the midst of a run: the same, where it is much."""
+        """During a run: hand back cached memory, if there is much of it."""
 
     def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move tensors that have their memory to themselves away from what runs have left over."""
+        """Move tensors that own their storage out of memory segments that are otherwise free."""
 
     def free_ranges(self) -> list[int]:
-        """Bytes of the ranges that another recording could use; those of small blocks as a whole.
+        """Bytes of each range that another recording could use.
 
-        What a recording needs in small blocks (up to 1 MiB) nearly always finds room in segments
-        that hold some already; so these count as free.
+        Segments of small blocks (up to 1 MiB) count as free as a whole: what a recording needs in
+        small blocks nearly always finds room in them.
         """
 
     def rehearse(
@@ -113,11 +114,11 @@ class Recorder(Protocol):
         work: Callable[[Prepared], Any],
         generators: Sequence[torch.Generator] = (),
     ) -> tuple[int, ...]:
-        """Run work as if recording it, refusing what cannot be recorded, in throw-away memory.
+        """Record work in throw-away memory, refusing what cannot be recorded.
 
         Args:
             prepare: makes the static inputs with the allocator that it is given.
-            work: what is to be recorded, on what `prepare` returned.
+            work: what to record, on what `prepare` returned.
             generators: as for `record`.
 
         Returns:
@@ -138,42 +139,41 @@ class Recorder(Protocol):
 
         Args:
             work: what to record.
-            feeds: memory that `Recording.run` is to fill before the work.
-            drains: which memory it is to copy out after the work, by what the work returned.
+            feeds: memory that `Recording.run` copies into before the work.
+            drains: gives the memory that it copies out after the work, from what the work returned.
             generators: random generators that the work draws from.
         """
 
     def open(self) -> AbstractContextManager[Callable[[], Recording]]:
-        """Record what is done inside a `with` block; the recording is had after its end."""
+        """Record a `with` block; the function that it gives returns the recording afterwards."""
 
     def segment(
         self, feeds: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
     ) -> AbstractContextManager[SegmentRecorder]:
-        """Record what is done inside a `with` block as a part of a call.
+        """Record a `with` block as one segment of a call.
 
         Args:
-            feeds: memory that `Recording.run` is to fill before the work.
+            feeds: memory that `Recording.run` copies into before the work.
             generators: as for `record`.
         """
 
     def apart(self) -> AbstractContextManager[None]:
-        """Have what is allocated and recorded inside a `with` block in memory of its own.
+        """Give what is allocated and recorded inside a `with` block separate memory.
 
-        Nothing else uses that as long as something of it is used: neither what was recorded before
-        nor what comes after.
+        No other recording shares it, earlier or later, as long as any of it is in use.
         """
 
     def scratch(self) -> AbstractContextManager[Callable[[], tuple[int, ...]]]:
-        """Have what is recorded inside a `with` block in memory that is thrown away at its end.
+        """Record what is inside a `with` block in memory that is thrown away at its end.
 
-        The function that it gives tells the bytes of each memory segment.
+        The function that it gives returns the bytes of each memory segment.
         """
 
     def order(self) -> None:
-        """Let what follows on the current stream come after the last replay."""
+        """Have what follows on the current stream wait for the last replay."""
 
     def trim(self) -> None:
-        """Hand back the memory that nothing lives in, once no recording is left."""
+        """Hand back unused memory, once no recording is left."""
 
     def close(self) -> None:
-        """Give everything up. Recordings have to be closed before."""
+        """Give everything back. Close the recordings first."""

@@ -1,8 +1,7 @@
-"""How a call's tensors get into a graph's memory, and its results out of it, byte for byte.
+"""Static inputs and outputs: how a call's tensors get into a graph's memory and out of it.
 
-A graph works on static inputs with the strides, overlaps and aliases of the sample's. Results are
-handed out in memory of the caller's own; one that is a view of an input, of a weight or of another
-result is so again in what the caller gets.
+Static inputs have the strides, overlaps and aliases of the sample's tensors. Results are copied to
+memory that the caller owns; a view of an input, a weight or another result stays such a view.
 """
 
 from __future__ import annotations
@@ -17,10 +16,12 @@ from ..calls.signature import describe, leaf_names
 from ..errors import CaptureError, SignatureError
 from .recorder import Allocate
 
-# Tensors with larger gaps than this are copied element by element, not as a range of bytes.
+# Tensors that span more than this many times their own bytes are copied element by element.
 _GAP_FACTOR = 2
 _ALIGNMENT = 16
 
+# Turns the leaves of what the work returned into those that the caller gets.
+Finish = Callable[[Sequence[Any]], list[Any]]
 # Makes one result from the call's leaves and the copies of the bases.
 _Maker = Callable[[Sequence[Any], Sequence[torch.Tensor]], Any]
 
@@ -34,7 +35,7 @@ def span(tensor: torch.Tensor) -> int:
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether the elements fill the tensor's span, each with a place of its own."""
+    """Whether the tensor's elements fill its span without gaps or overlaps."""
     return span(tensor) == tensor.numel() * tensor.element_size() and not _overlaps(tensor)
 
 
@@ -54,7 +55,7 @@ class Geometry(NamedTuple):
         return cls(tensor.size(), tensor.stride(), tensor.dtype)
 
     def at(self, memory: torch.Tensor, start: int) -> torch.Tensor:
-        """Such a tensor in the memory of another, `start` bytes from that one's first element."""
+        """Such a tensor in the memory of another, `start` bytes after the other's first element."""
         offset = memory.storage_offset() * memory.element_size() + start
         result = torch.empty(0, dtype=self.dtype, device=memory.device)
         return result.set_(
@@ -62,14 +63,14 @@ class Geometry(NamedTuple):
         )
 
     def at_element(self, storage: torch.UntypedStorage, offset: int) -> torch.Tensor:
-        """Such a tensor in memory of the same size, so many elements from its begin."""
+        """Such a tensor in a storage, `offset` elements from its beginning."""
         with torch.inference_mode(False):
             made = torch.empty(0, dtype=self.dtype, device=storage.device)
             return made.set_(storage, offset, self.size, self.stride)
 
 
-def flat(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor's span as 1-D uint8."""
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor's span as a 1-D uint8 view."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(
         tensor.untyped_storage(),
         tensor.storage_offset() * tensor.element_size(),
@@ -79,37 +80,34 @@ def flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _by_storage(leaves: Sequence[Any]) -> list[list[int]]:
-    """Indices of the tensors among some leaves, those of one storage together."""
+    """Indices of the tensors among some leaves, grouped by storage."""
     groups: dict[int, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
-            # By address: two storages may be of one NumPy array.
+            # By address: two storages may share one NumPy array.
             storage = leaf.untyped_storage()
             groups.setdefault(storage.data_ptr() or -storage._cdata, []).append(index)
     return list(groups.values())
 
 
-def _place(tensors: Sequence[torch.Tensor]) -> tuple[int, list[int]]:
-    """Bytes that some tensors of one storage cover together, and where each begins."""
+def _places_of(tensors: Sequence[torch.Tensor]) -> tuple[int, list[int]]:
+    """Bytes that some tensors of one storage span together, and the offset of each in them."""
     starts = [t.data_ptr() for t in tensors if t.numel()]
     low = min(starts, default=0)
     if len(tensors) > 1:
-        low -= low % _ALIGNMENT  # so that each stays aligned to its own elements
+        low -= low % _ALIGNMENT  # so that each tensor stays aligned to its dtype
     places = [t.data_ptr() - low if t.numel() else 0 for t in tensors]
     end = max(place + span(t) for place, t in zip(places, tensors, strict=True))
     return end, places
 
 
-# Makes of the leaves of what the work returned as many that the caller gets.
-Finish = Callable[[Sequence[Any]], list[Any]]
-
-
 class StaticInputs:
-    """Static inputs: the sample's leaves with tensors in other memory.
+    """The static inputs of a graph: the sample's leaves with their tensors in other memory.
 
     Attributes:
         leaves: the sample's leaves, tensors replaced by the static ones.
         slots: positions of the tensors among the leaves, each tensor once.
+        geometries: of the leaves that are tensors, None for others.
     """
 
     def __init__(self, sample: Sequence[Any], allocate: Allocate) -> None:
@@ -118,7 +116,7 @@ class StaticInputs:
         made: dict[int, torch.Tensor] = {}
         self.slots: list[int] = []
         for group in _by_storage(sample):
-            nbytes, places = _place([sample[index] for index in group])
+            nbytes, places = _places_of([sample[index] for index in group])
             memory = allocate(nbytes)
             for index, place in zip(group, places, strict=True):
                 leaf = sample[index]
@@ -144,26 +142,27 @@ class StaticInputs:
             copy(leaves[slot], self.tensor(slot))
 
     def in_one_range(self, slot: int) -> bool:
-        """Whether a slot's tensor is best copied as a range of bytes."""
+        """Whether a slot's tensor is copied as one range of bytes: it has no large gaps."""
         tensor = self.tensor(slot)
         return span(tensor) <= _GAP_FACTOR * tensor.numel() * tensor.element_size()
 
 
 def copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Copy between tensors of the same shape and strides, overlapping elements once."""
+    """Copy between tensors of the same shape and strides; elements that overlap are copied once."""
     if _overlaps(target):
-        flat(target).copy_(flat(source))
+        byte_view(target).copy_(byte_view(source))
     else:
         target.copy_(source)
 
 
 class StaticOutputs:
-    """What the work returned and how to hand it out.
+    """What the work returned, and how to make the caller's results of it.
 
     Attributes:
-        tree: what the work returned, in the graph's own memory.
-        bases: memory that has to be copied out; one tensor a result, or the bytes that several
-            results share.
+        tree: what the work returned, in the graph's memory.
+        bases: what has to be copied out: one tensor for a result, or the bytes that several results
+            share.
+        single: whether the work returned one tensor, which is the only base.
     """
 
     def __init__(
@@ -172,15 +171,15 @@ class StaticOutputs:
         inputs: StaticInputs,
         external: Container[int],
     ) -> None:
-        """Plan how to hand out what the work returned.
+        """Plan how to make the caller's results.
 
         Args:
-            tree: what it returned.
+            tree: what the work returned.
             inputs: its static inputs.
-            external: storages from outside, by identity; results that lie there are not copied.
+            external: storages from outside, by identity; results in them are not copied.
 
         Raises:
-            CaptureError: a result is an object that may hold tensors out of sight.
+            CaptureError: a result is an object that may hide tensors.
         """
         self.tree = tree
         leaves, self._spec = pytree.tree_flatten(tree)
@@ -209,24 +208,25 @@ class StaticOutputs:
                     makers[index] = _view_of_input(tensor, inputs, slots)
             elif tensors[0].untyped_storage()._cdata in external:
                 for index, tensor in zip(group, tensors, strict=True):
-                    makers[index] = _same(tensor.detach())
+                    makers[index] = _unchanged(tensor.detach())
             elif all(tensor is tensors[0] for tensor in tensors) and is_dense(tensors[0]):
                 for index in group:
                     makers[index] = _base(len(self.bases))
                 self.bases.append(tensors[0])
             else:
-                nbytes, places = _place(tensors)
+                nbytes, places = _places_of(tensors)
                 for index, place, tensor in zip(group, places, tensors, strict=True):
                     makers[index] = _view_of_base(len(self.bases), place, tensor)
                 self.bases.append(_range(tensors, places, nbytes))
         self._makers = [
-            makers[index] if index in makers else _same(leaf) for index, leaf in enumerate(leaves)
+            makers[index] if index in makers else _unchanged(leaf)
+            for index, leaf in enumerate(leaves)
         ]
         self._leaves = leaves
         self.single = len(self.bases) == 1 and tree is self.bases[0]
 
     def again(self, finish: Finish | None = None) -> Any:
-        """What the work returned, in containers that the caller may change."""
+        """What the work returned, in new containers that the caller may change."""
         results = self._leaves if finish is None else finish(self._leaves)
         return pytree.tree_unflatten(results, self._spec)
 
@@ -236,12 +236,12 @@ class StaticOutputs:
         copies: Sequence[torch.Tensor],
         finish: Finish | None = None,
     ) -> Any:
-        """What the caller gets.
+        """Make the caller's results.
 
         Args:
-            leaves: the call's arguments.
-            copies: memory of the caller's own that holds what `bases` held.
-            finish: makes it of the leaves that the work returned.
+            leaves: leaves of the call's arguments.
+            copies: copies of the `bases` that the caller owns.
+            finish: turns the leaves of the results into those that the caller gets.
         """
         if self.single:
             return copies[0] if finish is None else finish(copies)[0]
@@ -257,7 +257,7 @@ class StaticOutputs:
 
 
 def _range(tensors: Sequence[torch.Tensor], places: Sequence[int], nbytes: int) -> torch.Tensor:
-    """The bytes that tensors of one storage cover together, as 1-D uint8."""
+    """The bytes that tensors of one storage span together, as 1-D uint8."""
     storage = tensors[0].untyped_storage()
     start = 0
     for tensor, place in zip(tensors, places, strict=True):
@@ -267,7 +267,7 @@ def _range(tensors: Sequence[torch.Tensor], places: Sequence[int], nbytes: int) 
     return memory.set_(storage, start, (nbytes,), (1,))
 
 
-def _same(value: Any) -> _Maker:
+def _unchanged(value: Any) -> _Maker:
     if isinstance(value, torch.Tensor):
         return lambda leaves, copies: value.detach()
     return lambda leaves, copies: value

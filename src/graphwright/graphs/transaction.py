@@ -1,4 +1,4 @@
-"""A capture changes nothing unless it succeeds: the frame around warm-up and recording."""
+"""The transaction around warm-up and recording: a capture that fails changes nothing."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def transaction(
     forget: Callable[[], None],
     trained: Sequence[torch.Tensor] | None = None,
 ) -> Iterator[PythonState]:
-    """Put back what was changed inside; on an error, leave nothing and name the cause.
+    """Put back what changes inside the block; on an error, drop the recording and name the cause.
 
     Args:
-        pool: where it is done.
+        pool: the pool that is captured into.
         module: what is captured.
-        forget: gives up what was recorded.
+        forget: drops what was recorded.
         trained: parameters whose gradients may be set; by default none.
     """
     if trained is not None:
@@ -37,41 +37,41 @@ def transaction(
     with (
         turns_of(module, getattr(module, "_function", None)).alone(),
         for_inference() if trained is None else contextlib.nullcontext(),
-        _put_back(pool, module, forget, trained) as undo,
+        _rolled_back(pool, module, forget, trained) as state,
     ):
-        yield undo
+        yield state
 
 
 @contextlib.contextmanager
-def _put_back(
+def _rolled_back(
     pool: MemoryPool,
     module: nn.Module,
     forget: Callable[[], None],
     trained: Sequence[torch.Tensor] | None,
 ) -> Iterator[PythonState]:
-    undo = PythonState(module, trained)
+    state = PythonState(module, trained)
     done = False
     try:
         with as_captured():
-            yield undo
+            yield state
         done = True
     except BaseException as error:
         forget()
         if not isinstance(error, Exception):
             let_go(error)
             raise
-        told = _translated(error)
-        if told is error:
+        translated = _translated(error)
+        if translated is error:
             raise
-        raise told from error
+        raise translated from error
     finally:
-        undo.restore(python=not done)
+        state.restore(python=not done)
         if not capturing_now():
             pool.sweep()
 
 
 def let_go(error: BaseException) -> None:
-    """Let go of the tensors that the frames of an error hold: nothing stays allocated."""
+    """Clear the frames of an error and its causes, so that they keep no tensor alive."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -79,14 +79,14 @@ def let_go(error: BaseException) -> None:
 
 
 def _translated(error: Exception) -> GraphwrightError:
-    """The error as graphwright's own, with its place in the user's code."""
+    """The same error as one of graphwright's classes, with its place in the user's code."""
     where = user_frame(error)
     let_go(error)
     if isinstance(error, CaptureError) and (error.where or not where):
         return error
     if isinstance(error, GraphwrightError):
-        kind = CaptureError if isinstance(error, SignatureError) else type(error)
-        return kind(error.what, where=error.where or where, remedy=error.remedy)
+        cls = CaptureError if isinstance(error, SignatureError) else type(error)
+        return cls(error.what, where=error.where or where, remedy=error.remedy)
     return CaptureError(
         f"The call failed while it was being captured: {first_line(error)}",
         where=where,

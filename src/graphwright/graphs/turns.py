@@ -1,8 +1,8 @@
-"""Who runs a model's Python: any number of eager calls at once, or one capture by itself.
+"""Keep eager calls and captures of one model apart, like a lock with readers and a writer.
 
-A capture runs a model a few times and puts back what that has changed. An eager call of another
-thread in between would lose what it has changed itself: a counter, a cache. So calls that our
-objects pass on to a model wait while that model is being captured, and a capture waits for them.
+A capture runs a model a few times and puts back what that changed. An eager call of another thread
+in between would lose its own changes: a counter, a cache. So eager calls that our objects make wait
+while that model is being captured, and a capture waits for them.
 """
 
 from __future__ import annotations
@@ -21,20 +21,20 @@ from torch import nn
 
 from ..errors import CaptureError
 
-# A capture gives up on eager calls that take longer: one may be waiting for this very thread.
+# How long a capture waits for eager calls: one of them may be waiting for this very thread.
 PATIENCE_S = 1.0
-# A capture may wait for a call in another thread; hardly any takes that long.
-_PATIENCE_OF_CALLS_S = 5.0
+# How long an eager call waits for captures: one of them may be waiting for this very call.
+_CALL_PATIENCE_S = 5.0
 
 
 class Busy(CaptureError):
-    """Eager calls of other threads did not end for so long that nothing was captured."""
+    """Eager calls of other threads took so long that nothing was captured."""
 
 
 class Turns:
-    """The turns of those who run one model, or models that share a part.
+    """Lets eager calls and captures of one model, or of models that share a part, take turns.
 
-    Captures do not wait for each other here: what they share is guarded by the lock of their pool.
+    Captures do not wait for each other here: the lock of their pool guards what they share.
     """
 
     def __init__(self) -> None:
@@ -43,13 +43,13 @@ class Turns:
         self._calls: dict[int, int] = {}
         self._captures: dict[int, int] = {}
         self._waiting = 0
-        # Whether calls go on beside captures, since one could not wait.
+        # Whether calls no longer wait for captures, since one waited too long.
         self._open = False
         _ALL.add(self)
 
     def calling(self) -> AbstractContextManager[None]:
-        """Run an eager call inside the block; it waits for captures of other threads."""
-        if torch.compiler.is_compiling():  # It is traced, and does not run.
+        """Run an eager call inside the block, after waiting for captures of other threads."""
+        if torch.compiler.is_compiling():  # The call is traced, and does not run.
             return contextlib.nullcontext()
         if torch._C._current_graph_task_id() != -1:
             # In a backward, which a capture may be waiting for in another thread.
@@ -60,7 +60,7 @@ class Turns:
     def _calling(self) -> Iterator[None]:
         me = threading.get_ident()
         with self._free:
-            # Inside of another call or its own capture it goes on, or both would wait for ever.
+            # A call inside another call or its own capture must not wait: both would deadlock.
             if me not in self._calls and me not in self._captures:
                 self._wait_for_captures()
             self._calls[me] = self._calls.get(me, 0) + 1
@@ -68,27 +68,27 @@ class Turns:
             yield
         finally:
             with self._free:
-                _less(self._calls, me)
+                _decrement(self._calls, me)
                 self._free.notify_all()
 
     def _wait_for_captures(self) -> None:
-        end = time.monotonic() + _PATIENCE_OF_CALLS_S
+        end = time.monotonic() + _CALL_PATIENCE_S
         while (self._captures or self._waiting) and not self._open:
             if not self._free.wait(max(0.0, end - time.monotonic())):
-                # The capture may be waiting for this call; from now on none waits for it.
+                # The capture may be waiting for this call; from now on no call waits.
                 self._open = True
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
-        """Have no eager call of another thread run inside the block.
+        """Let no eager call of another thread run inside the block.
 
         Raises:
-            Busy: others went on for longer than `PATIENCE_S`.
+            Busy: such calls took longer than `PATIENCE_S`.
         """
         me = threading.get_ident()
         with self._free:
             if me not in self._captures:
-                # A call that captures stands still meanwhile: others need not wait for its end.
+                # A call that captures does nothing else meanwhile: others need not wait for it.
                 mine = self._calls.pop(me, 0)
                 self._waiting += 1
                 self._free.notify_all()
@@ -104,12 +104,12 @@ class Turns:
             yield
         finally:
             with self._free:
-                _less(self._captures, me)
+                _decrement(self._captures, me)
                 self._free.notify_all()
 
     def _wait_for_calls(self) -> None:
         end = time.monotonic() + PATIENCE_S
-        # Calls of threads that capture by now stand still.
+        # Calls of threads that are now capturing do nothing else.
         while self._calls.keys() - self._captures.keys() and not self._open:
             if not self._free.wait(max(0.0, end - time.monotonic())):
                 raise Busy(
@@ -118,43 +118,44 @@ class Turns:
                 )
 
     def _forget(self) -> None:
-        """A forked child has none of the threads that hold or wait for anything."""
+        """Start over in a forked child, which has none of the other threads."""
         self._free = threading.Condition()
         self._calls, self._captures, self._waiting = {}, {}, 0
 
 
-def _less(counts: dict[int, int], me: int) -> None:
+def _decrement(counts: dict[int, int], me: int) -> None:
     counts[me] = counts.get(me, 1) - 1
     if not counts[me]:
         del counts[me]
 
 
 _ALL: weakref.WeakSet[Turns] = weakref.WeakSet()
-_OF: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
+_BY_PART: weakref.WeakKeyDictionary[Any, Turns] = weakref.WeakKeyDictionary()
 _LOCK = threading.Lock()
 
 
 def turns_of(module: nn.Module, function: Callable[..., Any] | None = None) -> Turns:
-    """The turns of a module: the same for all that share a part of it.
+    """The turns of a module: the same for all modules that share a part of it.
 
     Args:
-        module: that is called; a plain function as a FunctionModule.
-        function: the plain function, where it is one.
+        module: what is called; a plain function as a FunctionModule.
+        function: the plain function, if there is one.
     """
     parts: list[Any] = [part for part in module.modules() if part is not module or not function]
     if function is not None:
         # A method is a new object each time; its owner is not.
         parts.append(getattr(function, "__self__", function))
     with _LOCK:
-        known = next((_OF[part] for part in parts if _can_be_known(part) and part in _OF), None)
+        keys = [part for part in parts if _can_be_key(part)]
+        known = next((_BY_PART[part] for part in keys if part in _BY_PART), None)
         turns = Turns() if known is None else known
-        for part in parts:
-            if _can_be_known(part):
-                _OF.setdefault(part, turns)
+        for part in keys:
+            _BY_PART.setdefault(part, turns)
     return turns
 
 
-def _can_be_known(part: Any) -> bool:
+def _can_be_key(part: Any) -> bool:
+    """Whether an object can be a key of a dictionary of weak references."""
     try:
         weakref.ref(part)
         hash(part)

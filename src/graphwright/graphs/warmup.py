@@ -1,12 +1,9 @@
-"""Running a call until it is warm, and learning what it needs.
+"""Warm-up: run a call until it is warm, and find out what a graph of it needs.
 
-The first runs are seen operation by operation: one as eager, one told that a capture is under way.
-The last one runs under the conditions of a capture.
-
-What work does once it is told that a capture is under way: it may be something else.
-
-Libraries ask torch.cuda.is_current_stream_capturing(), and leave out what would read the device
-then. The numbers have to stay the same but for rounding.
+The first runs are seen operation by operation: one as plain eager code, one while
+torch.cuda.is_current_stream_capturing() returns True. Libraries call that and may skip what would
+read the device, so the results of both are compared: they may differ by rounding only. The last run
+is a rehearsal: it runs under the conditions of a capture.
 """
 
 from __future__ import annotations
@@ -33,8 +30,18 @@ from .static_tensors import StaticInputs
 from .transaction import let_go
 
 _OTHER_SEED = 8_675_309
+# Arguments that are the chance of a dropout, and the value that drops nothing, by operation; other
+# operations have `dropout_p`.
+_KEEP_ALL = {
+    "native_dropout": ("p", 0.0),
+    "bernoulli_": ("p", 1.0),
+    "bernoulli": ("p", 1.0),
+    "_cudnn_rnn": ("dropout", 0.0),
+    "_cudnn_rnn_backward": ("dropout", 0.0),
+}
 
-Rescue = Callable[[Sequence[torch.Generator]], tuple[int, ...]]
+# Plans another way to record a call; returns the bytes of each memory segment that this takes.
+Fallback = Callable[[Sequence[torch.Generator]], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -45,9 +52,9 @@ class Warmed:
         mutated: positions of the arguments' leaves that the call writes to.
         mutates: whether it writes to these or to anything else from outside.
         generators: random generators that it draws from.
-        external: memory from outside that it uses, weights above all.
-        announced: storages of these, by identity, whose tensors autograd counts a new version of.
-        segments: bytes of the memory ranges that it would take in an empty pool.
+        external: memory from outside that it uses, mostly weights.
+        announced: storages among these whose tensors get a new version from autograd, by identity.
+        segments: bytes of each memory segment that it would take in an empty pool.
         contributors: its largest tensors, as (what, bytes).
     """
 
@@ -64,56 +71,55 @@ def warm(
     work: Callable[[StaticInputs], Any],
     sample: Sequence[Any],
     recorder: Recorder,
-    undo: PythonState,
+    python_state: PythonState,
     runs: int,
-    rescue: Rescue | None = None,
+    fallback: Fallback | None = None,
     comparison: Comparison | None = None,
     copies: Copies | None = None,
 ) -> Warmed:
-    """Run a call on copies of a sample until it is warm; what it writes to is put back.
+    """Run a call on copies of a sample until it is warm; what it writes is put back.
 
     Args:
         work: runs the call on static inputs.
         sample: the leaves of its arguments.
-        recorder: what it is to be recorded by.
-        undo: the Python side of its state.
+        recorder: what will record it.
+        python_state: the Python side of its state.
         runs: how often to run it unobserved, between the observed runs and the rehearsal.
-        rescue: another way to record it, where it cannot be recorded as it is: what that takes, by
-            the random generators that it draws from.
+        fallback: tried where the call cannot be recorded as it is.
         comparison: how its results are compared with eager's.
-        copies: what memory from outside held before, of other runs, where each begins with that.
+        copies: copies of memory from outside, shared with other runs that start from it.
 
     Raises:
-        CaptureError: it keeps state that a graph cannot carry on.
+        CaptureError: the call keeps state that a graph cannot update.
         Exception: whatever the work raises.
     """
-    allocate = _ordinary(recorder.device)
+    allocate = _ordinary_allocator(recorder.device)
     comparison = Comparison() if comparison is None else comparison
-    trial = _Trial(work, sample, recorder, undo, comparison, copies)
+    trial = _ObservedRuns(work, sample, recorder, python_state, comparison, copies)
     eager, first, set_up = trial.eager()
-    # Not its inputs, which need not be there any longer.
+    # Not the inputs, whose memory may be gone.
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
-    made = first.made_by_it
+    made = first.made_storages
     del first
     inputs = StaticInputs(sample, allocate)
     journal = Journal(copies)
     put_back = False
     try:
         with recorder.warming(), compilers_off(), journal:
-            result = run_told(work, inputs)
-        _refuse_what_the_first_run_set_up(set_up, journal.written)
-        if journal.goes_on_from(made):
+            result = run_in_pretended_capture(work, inputs)
+        _refuse_first_run_setup(set_up, journal.written)
+        if journal.continues_from(made):
             raise CaptureError(
                 "The call makes a tensor in its first run that later runs change; a graph would "
                 "go on from what the runs here have left in it.",
                 remedy="Make it before the capture, and give it its first value there.",
             )
-        journal.forget_what_stood_still()
+        journal.drop_unused_generators()
         for tensor in tensors(result):
             journal.read(tensor)  # It may be a weight that no operation has touched.
-        undo.check()
-        undo.refuse_host_randomness(recorder.device, journal.generators)
-        if rescue is None and recorder.device.type != "cpu":
+        python_state.check()
+        python_state.refuse_host_randomness(recorder.device, journal.generators)
+        if fallback is None and recorder.device.type != "cpu":
             _refuse_writes_on_host(journal.written)
         try:
             comparison.check(result, eager, journal.dtypes)
@@ -126,29 +132,29 @@ def warm(
             del result, eager
         if journal.generators:
             trial.refuse_seeding(journal.generators)
-            undo.check()
+            python_state.check()
         if copies is not None:
-            recorder.tidy()  # Runs that were seen have needed blocks of other sizes.
+            recorder.tidy()  # Observed runs needed blocks of other sizes.
         for count in range(runs):
             if not count or copies is None:
-                # Each from the same state, so that each does the same; to put back what a training
-                # step changes takes a while.
+                # All start from the same state, so that all do the same. What a training step
+                # changes takes long to put back, so that is done once.
                 journal.undo()
             inputs.fill(sample)
-            # The tape holds the parts of what was compiled: each size would be compiled for nothing
-            # and count against TorchDynamo's limit of recompilations.
+            # The tape runs compiled code operation by operation anyway: compiling each size would
+            # be for nothing, and count against TorchDynamo's limit of recompilations.
             on_tape = recorder.device.type == "cpu"
             with recorder.warming(), compilers_off() if on_tape else contextlib.nullcontext():
                 work(inputs)
-            undo.check()
+            python_state.check()
         journal.undo()
         mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
         for slot in inputs.slots:
             journal.external.pop(inputs.tensor(slot).untyped_storage()._cdata, None)
         del inputs
 
-        segments = _taken(work, sample, recorder, journal, rescue, hosts)
-        undo.check()
+        segments = _segments_needed(work, sample, recorder, journal, fallback, hosts)
+        python_state.check()
         put_back = True
     finally:
         if not put_back:
@@ -164,51 +170,47 @@ def warm(
     )
 
 
-def _taken(
+def _segments_needed(
     work: Callable[[StaticInputs], Any],
     sample: Sequence[Any],
     recorder: Recorder,
     journal: Journal,
-    rescue: Rescue | None,
+    fallback: Fallback | None,
     outside: Container[int],
 ) -> tuple[int, ...]:
-    """Bytes of the memory ranges that a call takes in an empty pool.
+    """Rehearse the recording; returns the bytes of each memory segment that it takes.
 
     Args:
         work: runs the call on static inputs.
         sample: the leaves of its arguments.
-        recorder: what it is to be recorded by.
-        journal: of its run.
-        rescue: as for `warm`.
-        outside: memory elsewhere that it has used in another run too.
+        recorder: what will record it.
+        journal: of an observed run.
+        fallback: as for `warm`.
+        outside: storages on other devices that the eager run used too, by identity.
     """
     generators = journal.generators
-    if rescue is not None and recorder.device.type != "cpu":
+    if fallback is not None and recorder.device.type != "cpu":
         hosts = [s for s in journal.external.values() if s.device.type == "cpu" and s.nbytes()]
         if any(storage._cdata in outside for storage in hosts):
-            # One graph would keep for ever what the host's memory holds now.
+            # One graph would keep what the host's memory holds now for ever.
             with contextlib.suppress(CaptureError, RuntimeError):
-                return rescue(generators)
+                return fallback(generators)
     prepare = functools.partial(StaticInputs, sample)
     try:
         return recorder.rehearse(prepare, work, generators)
     except Exception as error:
         short_of_memory = isinstance(error, torch.OutOfMemoryError)
         capturing = isinstance(error, RuntimeError | CaptureError) and not short_of_memory
-        if rescue is not None and capturing:
+        if fallback is not None and capturing:
             let_go(error)
-            return rescue(generators)
+            return fallback(generators)
         if isinstance(error, CaptureError):
             raise
-        raise _named(error, prepare, work, recorder, generators) from error
+        raise _with_operation(error, prepare, work, recorder, generators) from error
 
 
 def _refuse_writes_on_host(written: Sequence[torch.UntypedStorage]) -> None:
-    """A graph of device work repeats none of what the host computes.
-
-    Raises:
-        CaptureError: memory of the host is written to.
-    """
+    """Raise CaptureError where a call for a GPU writes to memory of the host."""
     if any(storage.device.type == "cpu" for storage in written):
         raise CaptureError(
             "The call writes to a tensor on the host, which a graph would not.",
@@ -216,12 +218,12 @@ def _refuse_writes_on_host(written: Sequence[torch.UntypedStorage]) -> None:
         )
 
 
-def _refuse_what_the_first_run_set_up(
+def _refuse_first_run_setup(
     first: Sequence[torch.UntypedStorage], second: Sequence[torch.UntypedStorage]
 ) -> None:
-    """Raise where only the first of two runs has written to some memory of the model's.
+    """Raise StateChanges where only the first of two runs wrote to some of the model's memory.
 
-    What it wrote is put back; whatever tells later runs that it is done is not.
+    What it wrote is put back, but not the flag that tells later runs that this is done.
     """
     if {storage._cdata for storage in first} - {storage._cdata for storage in second}:
         raise StateChanges(
@@ -231,40 +233,45 @@ def _refuse_what_the_first_run_set_up(
         )
 
 
-class _Trial:
-    """Runs of a call that are only to find something out about it, each put back."""
+class _ObservedRuns:
+    """Observed runs of a call, each of which is undone."""
 
     def __init__(
         self,
         work: Callable[[StaticInputs], Any],
         sample: Sequence[Any],
         recorder: Recorder,
-        undo: PythonState,
+        python_state: PythonState,
         comparison: Comparison,
         copies: Copies | None,
     ) -> None:
         self._work = work
         self._sample = sample
         self._recorder = recorder
-        self._undo = undo
+        self._python_state = python_state
         self._comparison = comparison
         self._copies = copies
 
     def eager(
         self, under: AbstractContextManager[Any] | None = None
     ) -> tuple[Any, Journal, list[torch.UntypedStorage]]:
-        """What is kept of a call that is not told of a capture, and what was seen of it.
+        """Run the call as plain eager code.
 
-        The third is the memory that it changed of tensors that the model held before.
+        Args:
+            under: a context to run it in.
+
+        Returns:
+            what `Comparison.keep` kept of its results; its journal; the storages that it changed
+            among those of the model's tensors.
         """
-        inputs = StaticInputs(self._sample, _ordinary(self._recorder.device))
+        inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
         journal = Journal(self._copies)
         try:
-            with self._recorder.warming(told=False), compilers_off(), journal:
+            with self._recorder.warming(pretend=False), compilers_off(), journal:
                 with under or contextlib.nullcontext():
                     kept = self._comparison.keep(self._work(inputs))
-            self._undo.check()
-            written = [storage for storage in journal.written if self._undo.holds(storage)]
+            self._python_state.check()
+            written = [storage for storage in journal.written if self._python_state.holds(storage)]
             written = [storage for storage in written if journal.changed(storage)]
         finally:
             journal.undo()
@@ -273,26 +280,26 @@ class _Trial:
         return kept, journal, written
 
     def compare_without_dropout(self) -> None:
-        """Compare a run that is told of a capture with eager, both without dropout.
+        """Compare a run that pretends to be captured with a plain one, both without dropout.
 
         Raises:
-            CaptureError: it computes something else.
+            CaptureError: their results differ.
         """
         eager, *_ = self.eager(WithoutDropout())
-        inputs = StaticInputs(self._sample, _ordinary(self._recorder.device))
+        inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
         journal = Journal(self._copies)
         try:
             with self._recorder.warming(), compilers_off(), journal, WithoutDropout():
-                result = run_told(self._work, inputs)
+                result = run_in_pretended_capture(self._work, inputs)
             self._comparison.check(result, eager, journal.dtypes)
         finally:
             journal.undo()
 
     def refuse_seeding(self, generators: Sequence[torch.Generator]) -> None:
-        """Run it with its random generators elsewhere than before: does it go on from there?
+        """Run the call with other seeds, and refuse it unless it draws from those.
 
         Raises:
-            CaptureError: it seeds them itself, or makes one of its own.
+            CaptureError: it seeds its generators itself, or makes its own generator.
         """
         states = [(generator, generator.get_state()) for generator in generators]
         journal = Journal(self._copies)
@@ -300,15 +307,15 @@ class _Trial:
             for generator in generators:
                 generator.manual_seed(_OTHER_SEED)
             journal.expect(generators)
-            inputs = StaticInputs(self._sample, _ordinary(self._recorder.device))
+            inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
             with self._recorder.warming(), compilers_off(), journal:
-                run_told(self._work, inputs)
+                run_in_pretended_capture(self._work, inputs)
             journal.check_end()
         finally:
             journal.undo()
             for generator, state in states:
                 generator.set_state(state)
-        journal.forget_what_stood_still()
+        journal.drop_unused_generators()
         if any(all(g is not known for known in generators) for g in journal.generators):
             raise CaptureError(
                 "The call makes a random generator of its own every time; a graph would draw from "
@@ -317,14 +324,14 @@ class _Trial:
             )
 
 
-def _named(
+def _with_operation(
     error: Exception,
     prepare: Callable[[Allocate], StaticInputs],
     work: Callable[[StaticInputs], Any],
     recorder: Recorder,
     generators: Sequence[torch.Generator],
 ) -> CaptureError:
-    """The error of a rehearsal with the operation that it came from: found by another one."""
+    """The error of a rehearsal, with its operation: found by an observed rehearsal."""
     journal = Journal()
 
     def seen(inputs: StaticInputs) -> Any:
@@ -334,10 +341,10 @@ def _named(
     try:
         recorder.rehearse(prepare, seen, generators)
     except Exception as again:
-        error = again  # Nothing to put back: a rehearsal does that, and what was kept is no copy.
+        error = again  # The journal need not python_state anything: the rehearsal itself does.
     what = f"{first_line(error)} (in or after {journal.operation})"
     where = user_frame(error)
-    let_go(error)  # It refers to itself by way of this frame.
+    let_go(error)  # Its traceback holds this frame, which holds it.
     return CaptureError(
         what,
         where=where,
@@ -347,19 +354,19 @@ def _named(
     )
 
 
-def _ordinary(device: torch.device) -> Allocate:
+def _ordinary_allocator(device: torch.device) -> Allocate:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)
 
 
 class WithoutDropout(OperationMode):
-    """Runs operations without dropout; for comparisons only.
+    """Runs operations without dropout, for comparisons.
 
-    Two attention kernels drop other elements, with the same random numbers; what they compute can
-    be compared where they drop none.
+    Two attention kernels drop different elements with the same random numbers, so their results can
+    only be compared where they drop none.
     """
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation with a chance of 1 to keep an element."""
+        """Run an operation that keeps all elements."""
         for index, name, chance in _chances(func):
             if index < len(args):
                 args = (*args[:index], chance, *args[index + 1 :])
@@ -368,25 +375,16 @@ class WithoutDropout(OperationMode):
         return func(*args, **kwargs)
 
 
-# Names of arguments that are a chance, and which value drops nothing; by operation, else for all.
-_KEEP_ALL = {
-    "native_dropout": ("p", 0.0),
-    "bernoulli_": ("p", 1.0),
-    "bernoulli": ("p", 1.0),
-    "_cudnn_rnn": ("dropout", 0.0),
-    "_cudnn_rnn_backward": ("dropout", 0.0),
-}
-
-
 @functools.cache
 def _chances(func: Any) -> list[tuple[int, str, float]]:
+    """The dropout arguments of an operation: position, name, and the value that drops nothing."""
     name, chance = _KEEP_ALL.get(func._opname, ("dropout_p", 0.0))
     arguments = enumerate(func._schema.arguments)
     return [(i, name, chance) for i, a in arguments if a.name == name]
 
 
-def run_told(work: Callable[[StaticInputs], Any], inputs: StaticInputs) -> Any:
-    """Run work that is told that a capture is under way, and has run without being told."""
+def run_in_pretended_capture(work: Callable[[StaticInputs], Any], inputs: StaticInputs) -> Any:
+    """Run work that pretends to be captured; an error is its own doing, since it ran without."""
     try:
         return work(inputs)
     except Exception as error:
@@ -401,40 +399,40 @@ def run_told(work: Callable[[StaticInputs], Any], inputs: StaticInputs) -> Any:
 
 
 class Comparison:
-    """Compares what work returns when it is told of a capture with what eager has returned."""
+    """Compares the results of a run that pretends to be captured with those of a plain one."""
 
     def keep(self, result: Any) -> Any:
-        """What a later run is compared with."""
+        """Copy what a later run is compared with."""
         return [
             leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
             for leaf in pytree.tree_leaves(result)
         ]
 
-    def check(self, told: Any, kept: Any, dtypes: Iterable[torch.dtype]) -> None:
+    def check(self, result: Any, kept: Any, dtypes: Iterable[torch.dtype]) -> None:
         """Raise CaptureError if the two differ by more than rounding.
 
         Args:
-            told: what the work has returned.
-            kept: what `keep` has kept of eager's.
-            dtypes: those that it has computed in.
+            result: what the work returned.
+            kept: what `keep` kept of eager's result.
+            dtypes: those that the work computed in.
         """
-        same_when_told(told, kept, rounding_of(dtypes))
+        check_same_result(result, kept, rounding_of(dtypes))
 
 
 def rounding_of(dtypes: Iterable[torch.dtype]) -> float:
-    """The relative error that rounding in the coarsest of some dtypes may make."""
+    """The relative error that rounding in the coarsest of some dtypes may cause."""
     return max((ROUNDING.get(dtype, 0.0) for dtype in dtypes), default=0.0)
 
 
-def same_when_told(told: Any, eager: Sequence[Any], rounding: float = 0.0) -> None:
-    """Refuse work that computes something else when it is told that a capture is under way.
+def check_same_result(result: Any, eager: Sequence[Any], rounding: float = 0.0) -> None:
+    """Refuse work that computes something else while a capture seems to be under way.
 
     Args:
-        told: what it returns when it is told.
-        eager: the leaves of what it returns else.
-        rounding: relative error that is allowed in any case; more where their dtype is coarser.
+        result: what it returns then.
+        eager: the leaves of what it returns otherwise.
+        rounding: relative error that is always allowed; coarser dtypes are allowed more.
     """
-    mine = pytree.tree_leaves(told)
+    mine = pytree.tree_leaves(result)
     alike = len(mine) == len(eager)
     for a, b in zip(mine, eager, strict=False):
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
@@ -448,11 +446,11 @@ def same_when_told(told: Any, eager: Sequence[Any], rounding: float = 0.0) -> No
             alike = error.rms <= max(rounding, ROUNDING.get(real, OTHER_ROUNDING))
             alike = alike and torch.equal(special_values(a), special_values(b))
     if not alike:
-        raise another_result()
+        raise different_result()
 
 
-def another_result() -> CaptureError:
-    """The error for work that computes something else when it is told."""
+def different_result() -> CaptureError:
+    """The error for work that computes something else while a capture seems to be under way."""
     return CaptureError(
         "The call computes something else when it is told that a capture is under way.",
         remedy="It asks torch.cuda.is_current_stream_capturing(), and so does transformers for "

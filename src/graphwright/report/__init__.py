@@ -1,4 +1,4 @@
-"""Results: data, tables, Markdown and JSON, and progress on a terminal; nothing is decided here.
+"""Results as data, tables, Markdown and JSON, and progress on a terminal; nothing is decided here.
 
 Measuring belongs to evaluation, choosing to tuning. Begin with result, then report and terminal.
 """

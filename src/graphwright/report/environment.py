@@ -1,4 +1,4 @@
-"""What machine and which versions a result belongs to."""
+"""The environment of a result: the machine, and the versions of software."""
 
 from __future__ import annotations
 

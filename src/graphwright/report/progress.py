@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: the step under way, and each row as it comes."""
+"""Progress of a run on stderr: the present step, and each row when it is complete."""
 
 from __future__ import annotations
 
@@ -23,16 +23,16 @@ _MARKS = {
 
 
 class Progress(Protocol):
-    """Hears what a run is doing; every method is called from the thread that tunes."""
+    """A listener for the progress of a run; its methods are called from the thread that tunes."""
 
     def start(self, total: int) -> None:
-        """The run has so many steps."""
+        """The run has this many steps."""
 
     def step(self, what: str) -> None:
-        """The step now beginning."""
+        """A step begins."""
 
     def doing(self, what: str) -> None:
-        """What is under way within the step."""
+        """Something within the step begins."""
 
     def row(self, row: Row) -> None:
         """A row is complete."""
@@ -47,16 +47,16 @@ class _Shown:
         self._steps = -1
 
     def start(self, total: int) -> None:
-        """The run has so many steps."""
+        """The run has this many steps."""
         self._bar.update(self._task, total=total)
 
     def step(self, what: str) -> None:
-        """The step now beginning."""
+        """A step begins."""
         self._steps += 1
         self._bar.update(self._task, description=what, completed=self._steps)
 
     def doing(self, what: str) -> None:
-        """What is under way within the step."""
+        """Something within the step begins."""
         short = what if len(what) <= _SHOWN else what[: _SHOWN - 1] + "…"
         self._bar.update(self._task, description=short)
 
@@ -73,7 +73,7 @@ class _Shown:
 
 
 class Silent:
-    """Progress that nobody wants to see."""
+    """A listener that shows nothing."""
 
     def start(self, total: int) -> None: ...
     def step(self, what: str) -> None: ...

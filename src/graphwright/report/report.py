@@ -1,4 +1,4 @@
-"""Results that can show themselves."""
+"""Report: results that can show themselves as a table."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Report(Results):
     """The result of one run of `tune`; `str()` and `print()` show it as a table."""
 
     def check(self) -> None:
-        """Raise where it cannot be shown."""
+        """Raise if it cannot be shown."""
         str(self)
 
     def __str__(self) -> str:
-        from .terminal import to_text  # rich is imported by whoever shows something.
+        from .terminal import to_text  # Imported late: it needs rich.
 
         return to_text(self)

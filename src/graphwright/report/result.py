@@ -1,7 +1,7 @@
-"""What tuning found: one row a candidate, the choice, and the evidence for both.
+"""Results of tuning: one row per candidate, the choice, and the evidence for both.
 
-A report is plain data. `to_json` and `from_json` keep every raw sample; the schema's version is
-raised whenever a reader of the old one would misread the new one.
+All of it is plain data. `to_json` and `from_json` keep every raw sample. The schema's version is
+raised whenever an old reader would misread the new format.
 """
 
 from __future__ import annotations
@@ -41,14 +41,21 @@ class Status(enum.StrEnum):
 
 @dataclass
 class Row:
-    """One candidate: its status and reason, and what was measured of it.
+    """One candidate: its status, the reason for it, and what was measured.
 
-    `screening` was measured in turns with eager (`baseline`), as the strategy is; `final` in turns
-    with all other finalists and with the checks of a TunedModule; `bare`, of torch.compile's
-    default among them, is the same without those checks, as a peer to compare with. Where there are
-    several shapes, `by_shape` holds a row for each, and these figures are their means by the
-    shapes' weights. `first_answers` are from the start of a process, `cold_start_s` the least of
-    them. `repeat` tries this candidate alone again. Memory in bytes, times in seconds.
+    Memory is in bytes, times are in seconds. With several shapes, figures are means by the shapes'
+    weights.
+
+    Attributes:
+        strategy: the candidate's name.
+        screening: measured in turns with eager, without the checks of a TunedModule.
+        baseline: eager in the same rounds.
+        final: measured in turns with all other finalists, with these checks.
+        bare: of torch.compile's default as a finalist, the same without these checks.
+        repeat: the command that tries this candidate alone again.
+        by_shape: with several shapes, a row for each.
+        cold_start_s: the shortest of `first_answers`.
+        first_answers: from the start of a process to its first right answer.
     """
 
     strategy: str
@@ -75,12 +82,12 @@ class Row:
 
     @classmethod
     def from_json(cls, text: str) -> Row:
-        """Read what `to_json` wrote; raises ValueError, TypeError or KeyError where it is not."""
+        """Read what `to_json` wrote; raises ValueError, TypeError or KeyError for other text."""
         return _row(json.loads(text))
 
     @property
     def measurement(self) -> Measurement | None:
-        """The finalists' rounds where there are any, else the screening."""
+        """The measurement of the final rounds, or else of the screening."""
         return self.final or self.screening
 
 
@@ -97,8 +104,8 @@ class Shape:
 class Results:
     """The result of one run of `tune`, as data.
 
-    `shapes` is empty where there was one call to tune for; `inputs` are those of the first.
-    `recalled` says when the choice was made, where it was remembered from an earlier run.
+    `shapes` is empty if there was one call to tune for; `inputs` are those of the first call.
+    `recalled` says when the choice was made if it comes from the choice cache.
     """
 
     model: str
@@ -126,9 +133,9 @@ class Results:
         return None if self.chosen is None else self.row(self.chosen)
 
     def ratios(self, row: Row, other: str = EAGER, objective: str | None = None) -> list[float]:
-        """Time of a row over another's, one figure a round; empty where there is no figure.
+        """Time of a row relative to another's, one figure per round; empty without measurements.
 
-        Where both were finalists their common rounds are compared, else both through eager.
+        Finalists are compared in their common rounds, other rows by their ratios to eager.
         """
         what = objective or ("throughput" if self.objective == "throughput" else "latency")
         peer = self.row(other)
@@ -144,7 +151,7 @@ class Results:
         if peer.screening is None or peer.baseline is None:
             return []
         theirs = peer.screening.ratios(peer.baseline, what)
-        # Other rounds, other moments: only the medians can be set against each other.
+        # The rounds were at different times: only medians can be compared.
         return [statistics.median(mine) / statistics.median(theirs)]
 
     def speedup(self, row: Row, other: str = EAGER) -> tuple[float, float, float] | None:
@@ -157,13 +164,13 @@ class Results:
         return statistics.median(inverse), low, high
 
     def break_even(self, row: Row, other: str = EAGER) -> int | None:
-        """Calls after which a row has repaid its set-up against another; None if never."""
+        """Calls after which the set-up has paid off against another row's; None if never."""
         peer, ratios = self.row(other), self.ratios(row, other)
         if peer is None or peer is row or row.measurement is None or not ratios:
             return None
         objective = "throughput" if self.objective == "throughput" else "latency"
         mine = statistics.median(row.measurement.rounds(objective))
-        # The other's time is taken from the ratio, so that it belongs to the same rounds.
+        # The other's time follows from the ratio, so that both belong to the same rounds.
         theirs = mine / statistics.median(ratios)
         return break_even(row.setup_s or 0.0, mine, peer.setup_s or 0.0, theirs)
 
@@ -209,7 +216,7 @@ class Results:
             raise GraphwrightError(f"The report is damaged: {error!r}.") from error
 
     def check(self) -> None:
-        """Raise where what was read is damaged in a way that no field shows alone."""
+        """Raise if the data is damaged in a way that no single field shows."""
 
 
 def _row(data: Mapping[str, Any]) -> Row:

@@ -1,4 +1,4 @@
-"""The columns of a report's table, as text: what terminal and Markdown share."""
+"""The columns of a report's table as text, for both terminal and Markdown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a terminal shows: a report as a table, and strategies; and where nobody reads it."""
+"""A report and lists of strategies on a terminal, and in output that no terminal shows."""
 
 from __future__ import annotations
 

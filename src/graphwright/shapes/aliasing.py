@@ -1,4 +1,4 @@
-"""Which tensors of a call are one, or share memory."""
+"""Which arguments and outputs of a call are the same tensor, or share memory."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from .dimensions import Axes
 
 
 def twins_of(leaves: Sequence[Any]) -> tuple[int, ...]:
-    """For each leaf the first one that is the same tensor."""
+    """For each leaf, the index of the first leaf that is the same tensor."""
     first: dict[int, int] = {}
     return tuple(
         first.setdefault(id(leaf), index) if isinstance(leaf, torch.Tensor) else index
@@ -21,12 +21,12 @@ def twins_of(leaves: Sequence[Any]) -> tuple[int, ...]:
     )
 
 
-# For each output the argument that it is, and the first tensor in its memory; None for none.
+# For each output, the argument that it is, and the first tensor in its memory; or None.
 Pattern = tuple[tuple[int | None, int | None], ...]
 
 
 def shares_alike(a: Pattern, b: Pattern, arguments: int) -> bool:
-    """Whether the outputs of two runs share memory in the same way, those that are empty aside."""
+    """Whether the outputs of two runs share memory in the same way; empty outputs are ignored."""
     both = [index for index, pair in enumerate(zip(a, b, strict=True)) if None not in _memory(pair)]
     for place, index in enumerate(both):
         if a[index][0] != b[index][0]:
@@ -45,9 +45,9 @@ def _memory(pair: tuple[Any, Any]) -> tuple[Any, Any]:
 
 
 def pattern_of(result: Any, leaves: Sequence[Any]) -> Pattern:
-    """For each output the argument that it is, and the first argument or output in its memory.
+    """For each output, the argument that it is, and the first argument or output in its memory.
 
-    Arguments count from 0, outputs after them.
+    Arguments are numbered from 0, outputs after them.
     """
     by_identity = {id(v): slot for slot, v in reversed(list(enumerate(leaves))) if _holds(v)}
     first: dict[int, int] = {}
@@ -73,10 +73,10 @@ class Sharing:
     """What the outputs of a call share with its arguments and with each other.
 
     Attributes:
-        pattern: which arguments and memory they are.
-        arguments: those that are arguments that vary.
-        views: those that only lie in the memory of such an argument, each with that argument.
-        shared: others that lie in one memory without being one tensor.
+        pattern: as of `pattern_of`.
+        arguments: outputs that are arguments with dynamic dimensions.
+        views: outputs that are views of such an argument, each with that argument.
+        shared: other outputs that share memory without being the same tensor.
     """
 
     pattern: Pattern

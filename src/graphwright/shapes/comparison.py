@@ -1,4 +1,4 @@
-"""How what a padded call does differs from what eager does without padding, in words."""
+"""Compare a padded call with eager without padding, and describe differences in words."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from .outputs import cuts_of
 from .padding import Sizes, cut_to
 from .verdicts import Verdicts
 
-# Relative to each element, or to the small ones among an output's. In float64 only what a model
-# computes in a narrower type of its own is above 1e-12.
+# Tolerances. The first is relative to each element, or to the small elements of an output. In
+# float64 errors are below 1e-12, unless a model computes parts in a narrower type.
 _EXACT = 1e-6
 _SMALL = 0.1
 _MOST_SORTED = 1 << 20
@@ -34,105 +34,105 @@ def effect_of_padding(
 ) -> str | None:
     """How a padded call that returns the same tree differs from eager, in words, or None.
 
-    Ways to cut an output that turn out wrong are struck from `verdicts`.
+    Ways to slice an output that turn out wrong are removed from `verdicts`.
 
     Args:
         verdicts: what is known about the bucket.
         sizes: the true sizes.
         expected: what eager did.
         outcome: what the padded call did.
-        arguments: outputs that are arguments, which are compared as such.
-        shared: outputs that share memory with others, which cutting must not tear apart.
+        arguments: outputs that are arguments, which are compared as arguments.
+        shared: outputs that share memory with others, which slicing must keep.
         exactly: whether both ran in float64.
     """
-    ways = cuts_of(verdicts.shapes, sizes, verdicts.bucket)
+    options = cuts_of(verdicts.shapes, sizes, verdicts.bucket)
     rules = verdicts.shapes.of(sizes)
     full = verdicts.shapes.of(verdicts.bucket)
     wanted, given = list(expected.outputs.items()), list(outcome.outputs.values())
-    owners = {way[0].owner for way in ways}
+    owners = {choice[0].owner for choice in options}
     done: dict[int, torch.Tensor] = {}
-    # A view comes after what it is a view of.
-    for index in sorted(range(len(ways)), key=lambda place: ways[place][0].owner is not None):
+    # Views come after the outputs that they are views of.
+    for index in sorted(range(len(options)), key=lambda place: options[place][0].owner is not None):
         (name, want), have = wanted[index], given[index]
         if not isinstance(want, torch.Tensor) or not isinstance(have, torch.Tensor):
-            number = ways[index][0].number
+            number = options[index][0].number
             have = have if number is None else number
             if not same_value(want, have):
                 return f"{name} is {have!r}, without padding {want!r}"
             continue
         if index in arguments:
             continue
-        rule, filled = rules[index], full[index]
+        rule, padded = rules[index], full[index]
         if isinstance(rule, tuple) and tuple(want.shape) != rule[0]:
             return f"{name} has shape {tuple(want.shape)}, where {rule[0]} follows the rule"
-        if isinstance(filled, tuple) and tuple(have.shape) != filled[0]:
-            return f"{name} has shape {tuple(have.shape)}, where {filled[0]} follows the rule"
-        several = len(ways[index]) > 1
-        left = verdicts.cuts.get(index, list(range(len(ways[index])))) if several else [0]
+        if isinstance(padded, tuple) and tuple(have.shape) != padded[0]:
+            return f"{name} has shape {tuple(have.shape)}, where {padded[0]} follows the rule"
+        several = len(options[index]) > 1
+        left = verdicts.cuts.get(index, list(range(len(options[index])))) if several else [0]
         found: dict[int, str | None] = {}
-        for way in left:
-            cut = ways[index][way]
-            apart = cut.whole or cut.owner is not None or index in owners
-            if index in shared and not apart and isinstance(filled, tuple):
-                apart = cut.is_prefix(filled[1])
-                if not apart:
-                    found[way] = "shares memory with another output in a way that no cut keeps"
+        for choice in left:
+            cut = options[index][choice]
+            keeps_sharing = cut.whole or cut.owner is not None or index in owners
+            if index in shared and not keeps_sharing and isinstance(padded, tuple):
+                keeps_sharing = cut.is_prefix(padded[1])
+                if not keeps_sharing:
+                    found[choice] = "shares memory with another output in a way that no cut keeps"
                     continue
             try:
                 mine = cut(have) if cut.owner is None else cut.view_of(done[cut.owner])
             except (RuntimeError, IndexError) as error:
-                found[way] = f"cannot be cut: {first_line(error, 120)}"
+                found[choice] = f"cannot be cut: {first_line(error, 120)}"
                 continue
-            found[way] = _apart(mine, want, exactly=exactly)
-            if found[way] is None:
+            found[choice] = _tensor_difference(mine, want, exactly=exactly)
+            if found[choice] is None:
                 done.setdefault(index, mine)
         if several:
-            verdicts.cuts[index] = [way for way in left if found[way] is None]
+            verdicts.cuts[index] = [choice for choice in left if found[choice] is None]
         if index not in done:
             return f"{name} {found[left[-1]]}"
     return _side_effects(expected, outcome, exactly=exactly)
 
 
 def _side_effects(expected: Outcome, outcome: Outcome, *, exactly: bool) -> str | None:
-    """How what the calls wrote to differs."""
+    """How the calls' writes to arguments and buffers differ, in words, or None."""
     for name, want in expected.inputs.items():
         have = outcome.inputs[name]
         if isinstance(want, torch.Tensor):
-            why = _apart(cut_to(have, want.shape), want, exactly=exactly)
+            why = _tensor_difference(cut_to(have, want.shape), want, exactly=exactly)
             if why is not None:
                 return f"{name} {why}"
     for name in {**expected.buffers, **outcome.buffers}:
         if name not in expected.buffers or name not in outcome.buffers:
             return f"{name} is changed only with or only without padding"
-        why = _apart(outcome.buffers[name], expected.buffers[name], exactly=exactly)
+        why = _tensor_difference(outcome.buffers[name], expected.buffers[name], exactly=exactly)
         if why is not None:
             return f"{name} {why}"
     return None
 
 
 def joint(values: Sequence[Any], want: Any, *, exactly: bool) -> int | str | None:
-    """The axis along which parts make up the whole; None where each part is the whole."""
+    """The axis along which parts join to the whole; None if each part is the whole; or why not."""
     if not isinstance(want, torch.Tensor):
         return None if all(same_value(v, want) for v in values) else "another value"
     parts = [value for value in values if isinstance(value, torch.Tensor)]
     if len(parts) < len(values) or any(part.dim() != want.dim() for part in parts):
         return "another shape"
     if all(part.shape == want.shape for part in parts):
-        whys = [_apart(part, want, exactly=exactly) for part in parts]
+        whys = [_tensor_difference(part, want, exactly=exactly) for part in parts]
         return next((why for why in whys if why is not None), None)
-    told = "another shape"
+    reason = "another shape"
     for axis in range(want.dim()):
         rest = [[n for i, n in enumerate(part.shape) if i != axis] for part in (want, *parts)]
         total = sum(part.shape[axis] for part in parts)
         if all(shape == rest[0] for shape in rest) and total == want.shape[axis]:
             joined = torch.cat(parts, axis)
-            why = _apart(joined, want, exactly=exactly)
+            why = _tensor_difference(joined, want, exactly=exactly)
             if why is None and layout(joined) != layout(want):
                 why = "another order in memory"
             if why is None:
                 return axis
-            told = why
-    return told
+            reason = why
+    return reason
 
 
 def changed(before: Any, after: Any) -> bool:
@@ -143,15 +143,15 @@ def changed(before: Any, after: Any) -> bool:
 
 
 def only_nan(outcome: Outcome) -> bool:
-    """Whether an output has no number at all."""
+    """Whether an output is all NaN."""
     return any(
         isinstance(leaf, torch.Tensor) and leaf.numel() > 0 and bool(leaf.isnan().all())
         for leaf in outcome.outputs.values()
     )
 
 
-def _apart(have: torch.Tensor, want: torch.Tensor, *, exactly: bool) -> str | None:
-    """How two tensors differ, in words, beyond rounding."""
+def _tensor_difference(have: torch.Tensor, want: torch.Tensor, *, exactly: bool) -> str | None:
+    """How two tensors differ by more than rounding, in words, or None."""
     if have.shape != want.shape or have.dtype != want.dtype:
         return f"has shape {tuple(have.shape)}, without padding {tuple(want.shape)}"
     if not want.numel():
@@ -172,9 +172,9 @@ def _apart(have: torch.Tensor, want: torch.Tensor, *, exactly: bool) -> str | No
 
 
 def _elementwise(have: torch.Tensor, want: torch.Tensor) -> bool:
-    """Whether each element is as good as exact, by its own size or that of the small ones.
+    """Whether each element is nearly exact, relative to its own size or that of small elements.
 
-    Not by the mean or the largest: a mask's -1e9 beside them would hide all others.
+    Relative to the mean or the largest, a mask's -1e9 would hide errors of all other elements.
     """
     mine, theirs = as_float64(have).reshape(-1), as_float64(want).reshape(-1)
     finite = torch.isfinite(theirs)

@@ -1,4 +1,4 @@
-"""Which dimensions of a call are dynamic, in torch.export's vocabulary, and their sizes."""
+"""Dimensions: which dimensions of a call are dynamic, as torch.export declares them, and sizes."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class Size:
     offset: int = 0
 
     def of(self, n: int) -> int:
-        """The dimension's size where the named one is `n`."""
+        """The dimension's size if the named size is `n`."""
         return self.factor * n + self.offset
 
     def solve(self, size: int) -> int | None:
-        """The named size that gives this size, or None."""
+        """The named size that gives this size; None if there is none."""
         n, rest = divmod(size - self.offset, self.factor)
         return None if rest else n
 
@@ -50,7 +50,7 @@ class Bounds:
     high: int | None = None
 
     def hold(self, n: int) -> bool:
-        """Whether a size is a possible one."""
+        """Whether a size is within the bounds."""
         return self.low <= n and (self.high is None or n <= self.high)
 
 
@@ -58,16 +58,16 @@ class Dimensions:
     """The dynamic dimensions of a function's arguments.
 
     Args:
-        fn: whose arguments they are.
+        fn: the function or module.
         names: of the dimensions; others that `dynamic_shapes` names have fixed sizes.
-        dynamic_shapes: mirrors the arguments: a dictionary by argument, or a tuple of the
-            positional ones; at a tensor's place a dictionary from axis to `torch.export.Dim` (or
-            its name), or a tuple with one a dimension, or None. `2 * dim + 1` is possible. None
-            stands for: dimension 0 of every tensor that has the size that most of them have.
-        pad: mirrors the arguments likewise: the value that a tensor is padded with.
+        dynamic_shapes: mirrors the arguments: a dictionary by argument, or a tuple for the
+            positional ones; for a tensor a dictionary from axis to `torch.export.Dim` (or its
+            name), or a tuple with one entry per dimension, or None. `2 * dim + 1` is possible.
+            Without it, dimension 0 of every tensor with the most common size there is dynamic.
+        pad: mirrors the arguments in the same way: the value that a tensor is padded with.
 
     Raises:
-        OptionError: these make no sense.
+        OptionError: an option is invalid.
     """
 
     def __init__(
@@ -97,7 +97,7 @@ class Dimensions:
             self._refuse_unknown(tree, option)
 
     def _declare(self, tree: Any) -> None:
-        """Collect the bounds of the dimensions; refuse what says nothing."""
+        """Collect the bounds of the dimensions; refuse names that occur nowhere."""
         found: set[str] = set()
         for dim in _dims(tree):
             root = getattr(dim, "root", dim)
@@ -132,7 +132,7 @@ class Dimensions:
             )
 
     def arguments(self, args: Args, kwargs: Kwargs) -> list[str]:
-        """Names of a call's leaves: of the arguments, and where in these they are."""
+        """Names of a call's leaves: the argument, and the keys inside of it."""
         paths, _ = self._paths(args, kwargs)
         return [name + "".join(f"[{key!r}]" for key in keys) for name, (_, _, keys) in paths]
 
@@ -140,8 +140,8 @@ class Dimensions:
         """The dynamic dimensions of a call's leaves, in the order of `signature.flatten`.
 
         Raises:
-            SignatureError: the call has not the form that `dynamic_shapes` mirrors, or no tensor
-                with one of the dimensions.
+            SignatureError: the call does not match `dynamic_shapes`, or has no tensor with one of
+                the dimensions.
         """
         paths, leaves = self._paths(args, kwargs)
         if self.shapes is None:
@@ -176,7 +176,7 @@ class Dimensions:
         return found
 
     def _paths(self, args: Args, kwargs: Kwargs) -> tuple[list[tuple[str, Any]], list[Any]]:
-        """The way to each leaf: the argument's name or index, then keys; and the leaves."""
+        """The path to each leaf, as its argument's index and name, then keys; and the leaves."""
         names, _ = self._parameters
         tree = (tuple(args), dict(sorted(kwargs.items())))
         with_paths, _ = pytree.tree_flatten_with_path(tree)
@@ -210,10 +210,10 @@ class Dimensions:
         return axes
 
     def sizes(self, shapes: Sequence[Any], axes: Sequence[Axes]) -> tuple[int, ...] | None:
-        """The named sizes of a call, or None where two tensors disagree about one.
+        """The named sizes of a call; None if two tensors disagree about one.
 
         Args:
-            shapes: of its leaves; of no use where a leaf has no axes.
+            shapes: of its leaves; ignored where a leaf has no axes.
             axes: of its leaves.
         """
         found: dict[str, int] = {}
@@ -244,7 +244,7 @@ def _batched(leaves: Sequence[Any]) -> list[Axes]:
 
 
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], bool]:
-    """Names of a function's parameters, and whether it takes others too."""
+    """Names of a function's parameters, and whether it takes further ones (`*args`, `**kwargs`)."""
     try:
         signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
     except (TypeError, ValueError):
@@ -256,7 +256,7 @@ def _parameters(fn: Callable[..., Any]) -> tuple[list[str], bool]:
 
 
 def _key(entry: Any) -> Any:
-    """What a step of a path says: an index, a key or an attribute."""
+    """The index, key or attribute in one step of a path."""
     for attribute in ("idx", "key", "name"):
         if hasattr(entry, attribute):
             return getattr(entry, attribute)
@@ -264,7 +264,7 @@ def _key(entry: Any) -> Any:
 
 
 def _follow(tree: Any, path: Any, name: str) -> Any:
-    """What a tree that mirrors the arguments has at a leaf's place; None for nothing."""
+    """What a tree that mirrors the arguments has at a leaf's place; None if nothing."""
     index, argument, keys = path
     if tree is None:
         return None
@@ -300,7 +300,7 @@ def named(tree: Any) -> tuple[str, ...]:
 
 
 def portable(tree: Any) -> Any:
-    """The same tree of dimensions; those that follow from others in a form that can be pickled."""
+    """A copy of a tree of dimensions that can be pickled: dimensions like `2 * dim` cannot."""
     if isinstance(tree, Mapping):
         return {key: portable(value) for key, value in tree.items()}
     if isinstance(tree, tuple | list):
@@ -309,9 +309,9 @@ def portable(tree: Any) -> Any:
 
 
 def within(tree: Any, ends: Mapping[str, tuple[int, int]]) -> Any:
-    """The same tree, its dimensions bounded by these ends; one that has a single size is fixed.
+    """A copy of a tree, its dimensions bounded by these ends; one with a single size is fixed.
 
-    What is exported for fewer sizes may ask more of them: a table of 512 positions is long enough.
+    An export for fewer sizes may assume more about them: that a table of 512 positions suffices.
     """
     if isinstance(tree, Mapping):
         return {key: within(value, ends) for key, value in tree.items()}

@@ -1,4 +1,4 @@
-"""What calls of one kind have in common: all but the named sizes."""
+"""DynamicSignature: what the calls of a family have in common, which is all but the named sizes."""
 
 from __future__ import annotations
 
@@ -16,25 +16,25 @@ from .padding import Sizes, contiguous_stride, memory_format, widths_of
 
 
 class DynamicSignature:
-    """The form of a call, to tell other calls of its kind by.
+    """A call's signature without its named sizes, by which calls of its family are recognized.
 
     Attributes:
-        dimensions: which may vary.
-        axes: the dynamic dimensions of its leaves.
-        own: its named sizes.
-        names: of its leaves.
+        dimensions: which dimensions vary.
+        axes: the dynamic dimensions of the call's leaves.
+        own: the call's named sizes.
+        names: of the leaves.
         formats: memory formats of the leaves that vary, None for others.
-        gaps: which of these are laid out otherwise than new tensors.
-        twins: for each leaf the first one that is the same tensor.
+        gaps: which of these have other strides than new tensors.
+        twins: for each leaf, the first one that is the same tensor.
     """
 
     def __init__(
         self, dimensions: Dimensions, signature: CallSignature, args: Args, kwargs: Kwargs
     ) -> None:
-        """Look at a call.
+        """Describe a call.
 
         Raises:
-            SignatureError: it does not have the dimensions, or sizes that do not agree.
+            SignatureError: it does not have the dimensions, or its sizes do not agree.
         """
         self.dimensions = dimensions
         self.axes: list[Axes] = dimensions.axes(args, kwargs)
@@ -63,7 +63,7 @@ class DynamicSignature:
             )
         if min(found) < 1:
             raise SignatureError(
-                "A dimension is of size 0: there is nothing to fill up.",
+                "A dimension is of size 0: there is nothing to pad.",
                 remedy="Call the function itself for that.",
             )
         return found
@@ -72,7 +72,7 @@ class DynamicSignature:
         return self.dimensions.sizes([getattr(v, "shape", ()) for v in leaves], self.axes)
 
     def sizes(self, signature: CallSignature, leaves: Sequence[Any]) -> Sizes | None:
-        """The named sizes of a call of this form; None for one of another form."""
+        """The named sizes of a call of this family; None for other calls."""
         mine = self._signature
         if signature.spec != mine.spec or signature.switches != mine.switches:
             return None
@@ -87,8 +87,8 @@ class DynamicSignature:
             return None
         if _pairs(signature) != _pairs(mine):
             return None
-        for leaf, form in zip(leaves, self.formats, strict=True):
-            if form is not None and memory_format(leaf) is not form:
+        for leaf, format_ in zip(leaves, self.formats, strict=True):
+            if format_ is not None and memory_format(leaf) is not format_:
                 return None
         if _gaps(leaves, self.axes, self.formats) != self.gaps:
             return None
@@ -96,15 +96,15 @@ class DynamicSignature:
 
     @property
     def overlap(self) -> bool:
-        """Whether arguments share memory without being one."""
+        """Whether different arguments share memory."""
         twins = sum(first != index for index, first in enumerate(self.twins))
         return len(self._signature.aliases) > twins
 
     def in_order(self, leaves: Sequence[Any]) -> bool:
-        """Whether dimensions lie in memory in their order, as they do in a filled-up copy.
+        """Whether dimensions lie in memory in their order, as they do in a padded copy.
 
-        Gaps between rows and repeated ones make no difference to what a function returns; another
-        order may, if only to its strides.
+        Gaps between rows and repeated rows do not change what a function returns; another order
+        may, if only in its strides.
         """
         for leaf, axes in zip(leaves, self.axes, strict=True):
             # Only dense tensors are said to be channels last.
@@ -115,26 +115,26 @@ class DynamicSignature:
         return True
 
     def layout_widths(self, leaves: Sequence[Any]) -> tuple[Sizes | None, ...] | None:
-        """Widths that add nothing, for leaves that a bucket has laid out otherwise; None if none.
+        """Widths of 0 for leaves whose strides differ from a bucket's; None if there are none.
 
         Args:
-            leaves: of a call of this form.
+            leaves: of a call of this family.
         """
         widths = [
             widths_of(leaf.shape, leaf.shape)
-            if axes and leaf.stride() != contiguous_stride(leaf.shape, form)
+            if axes and leaf.stride() != contiguous_stride(leaf.shape, format_)
             else None
-            for leaf, axes, form in zip(leaves, self.axes, self.formats, strict=True)
+            for leaf, axes, format_ in zip(leaves, self.axes, self.formats, strict=True)
         ]
         return None if all(added is None for added in widths) else tuple(widths)
 
     def without_gaps(self, leaves: Sequence[Any]) -> list[Any]:
-        """The leaves, those with gaps as new tensors have them."""
+        """The leaves, with those that have gaps copied to new tensors without gaps."""
         return [
-            torch.empty_like(leaf, memory_format=form).copy_(leaf)
-            if gap and form is not None
+            torch.empty_like(leaf, memory_format=format_).copy_(leaf)
+            if gap and format_ is not None
             else leaf
-            for leaf, gap, form in zip(leaves, self.gaps, self.formats, strict=True)
+            for leaf, gap, format_ in zip(leaves, self.gaps, self.formats, strict=True)
         ]
 
 
@@ -152,10 +152,10 @@ def _pairs(signature: CallSignature) -> list[tuple[int, int]]:
 def _gaps(
     leaves: Sequence[Any], axes: Sequence[Axes], forms: Sequence[torch.memory_format | None]
 ) -> tuple[bool, ...]:
-    """Which of the tensors that vary are laid out otherwise than new ones."""
+    """Which of the tensors that vary have other strides than new tensors."""
     return tuple(
         bool(own)
-        and form is not None
-        and layout(leaf) != layout(torch.empty_like(leaf, device="meta", memory_format=form))
-        for leaf, own, form in zip(leaves, axes, forms, strict=True)
+        and format_ is not None
+        and layout(leaf) != layout(torch.empty_like(leaf, device="meta", memory_format=format_))
+        for leaf, own, format_ in zip(leaves, axes, forms, strict=True)
     )

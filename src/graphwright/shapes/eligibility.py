@@ -1,8 +1,7 @@
-"""What one run of a sample tells: whether its calls may be filled up at all, and what to heed.
+"""Eligibility: whether a family's calls may be padded at all, as a run of the sample shows.
 
-Whether what a call returns depends on the random numbers that it draws.
-
-Some models draw numbers that they use in training alone (layer drop), and can be filled up.
+`depends_on_chance` finds out whether the random numbers that a call draws matter. Some models draw
+numbers that they use only in training (layer drop); their calls can be padded.
 """
 
 from __future__ import annotations
@@ -25,7 +24,8 @@ from .aliasing import Sharing, pattern_of
 from .dynamic_signature import DynamicSignature
 from .sampler import CallSampler
 
-_A_COUNTER = 16  # bytes
+# Memory from outside of at most this many bytes is taken for a counter, which may be written to.
+_COUNTER_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -34,9 +34,9 @@ class Observation:
 
     Attributes:
         outputs: how many leaves the function returns.
-        shared: those that share memory with others, which cutting must not tear apart.
-        buffers: storages of buffers that it writes to, by identity.
-        reason: why none of these calls may be filled up, or None.
+        shared: outputs that share memory with others, which slicing must keep.
+        buffers: storages of buffers that the function writes to, by identity.
+        reason: why no call of the family may be padded, or None.
     """
 
     outputs: int
@@ -46,64 +46,64 @@ class Observation:
 
 
 def observe(
-    subject: CallSampler, form: DynamicSignature, as_given: Sequence[Any] | None
+    sampler: CallSampler, signature: DynamicSignature, as_given: Sequence[Any] | None
 ) -> Observation:
-    """Run the sample, and look at what the function returns, writes to and draws.
+    """Run the sample, and see what the function returns, writes to and draws.
 
     Args:
-        subject: the function and the sample; it is run a few times.
-        form: of the sample.
-        as_given: the sample before it was brought into new tensors' layout, where that differs.
+        sampler: the function and the sample; it is run a few times.
+        signature: of the sample.
+        as_given: the sample with its gaps in memory, if it had any.
     """
-    leaves = clone_leaves(subject.sample)
+    leaves = clone_leaves(sampler.sample)
     journal = Journal()
     try:
         with journal:
-            result = subject.result(leaves)
-        journal.forget_what_stood_still()
+            result = sampler.result(leaves)
+        journal.drop_unused_generators()
         writes = any(isinstance(v, torch.Tensor) and journal.wrote_to(v) for v in leaves)
         random = bool(journal.generators)
     finally:
         journal.undo()
-    sharing = Sharing.of(result, leaves, form.axes)
+    sharing = Sharing.of(result, leaves, signature.axes)
     reason = None
     if sharing.views:
         output, argument = sharing.views[0]
         name = leaf_names(result, "output")[output]
-        reason = f"{name} is a view of the argument {form.names[argument]}"
+        reason = f"{name} is a view of the argument {signature.names[argument]}"
     mine = {leaf.untyped_storage()._cdata for leaf in leaves if isinstance(leaf, torch.Tensor)}
-    buffers = {b.untyped_storage()._cdata for b in subject.module.buffers()}
+    buffers = {b.untyped_storage()._cdata for b in sampler.module.buffers()}
     written = {s._cdata: s.nbytes() for s in journal.written if s._cdata not in mine}
-    if any(n > _A_COUNTER for storage, n in written.items() if storage not in buffers):
+    if any(n > _COUNTER_BYTES for storage, n in written.items() if storage not in buffers):
         reason = "it writes to memory that is neither an argument's nor a buffer's"
-    read = reads_of_arguments(subject.result, subject.sample, subject.device)
+    read = reads_of_arguments(sampler.result, sampler.sample, sampler.device)
     if read is not None:
         reason = (
             f"it goes by what {read.func} reads of the arguments, at {read.place}, and calls of "
             "other sizes may go another way"
         )
-    elif random and (journal.wrote or depends_on_chance(lambda: _again(subject))):
+    elif random and (journal.wrote or depends_on_chance(lambda: _run_sample(sampler))):
         reason = "it draws random numbers, others for other sizes"
-    elif writes and form.overlap:
+    elif writes and signature.overlap:
         reason = "it writes to an argument that shares memory with another one"
-    elif as_given is not None and _differs_with_gaps(subject, form, as_given):
+    elif as_given is not None and _differs_with_gaps(sampler, signature, as_given):
         reason = "it depends on gaps between the rows of an argument"
     return Observation(
         len(sharing.pattern), sharing.shared, frozenset(buffers & set(written)), reason
     )
 
 
-def _again(subject: CallSampler) -> Any:
-    return subject.result(clone_leaves(subject.sample))
+def _run_sample(sampler: CallSampler) -> Any:
+    return sampler.result(clone_leaves(sampler.sample))
 
 
 def _differs_with_gaps(
-    subject: CallSampler, form: DynamicSignature, as_given: Sequence[Any]
+    sampler: CallSampler, signature: DynamicSignature, as_given: Sequence[Any]
 ) -> bool:
-    """Whether a call does something else for tensors with gaps than for ones without."""
+    """Whether a call does something else for tensors with gaps than for tensors without."""
     one_leaves = clone_leaves(as_given)
-    two_leaves = form.without_gaps(clone_leaves(as_given))
-    one, two = subject.result(one_leaves), subject.result(two_leaves)
+    two_leaves = signature.without_gaps(clone_leaves(as_given))
+    one, two = sampler.result(one_leaves), sampler.result(two_leaves)
     pattern = pattern_of(one, one_leaves)
     if pattern != pattern_of(two, two_leaves):
         return True
@@ -119,8 +119,8 @@ def _differs_with_gaps(
     return any(difference(a, b, other_kernels=True) is not None for a, b in pairs)
 
 
-class _Loaded(OperationMode):
-    """Gives every random number the same value."""
+class _FixedRandomNumbers(OperationMode):
+    """Sets all random numbers to the same value."""
 
     def __init__(self, value: float) -> None:
         super().__init__()
@@ -132,17 +132,18 @@ class _Loaded(OperationMode):
         generator = generator_of(args, kwargs)
         before = generator.get_state()
         result = func(*args, **kwargs)
-        if not torch.equal(before, generator.get_state()):  # Attention without dropout draws none.
+        # Attention without dropout draws none.
+        if not torch.equal(before, generator.get_state()):
             for tensor in tensors(result):
                 tensor.fill_(self._value)
         return result
 
 
 def depends_on_chance(call: Callable[[], Any]) -> bool:
-    """Whether a call gives other results with other random numbers, or where all are 0 or all 1."""
+    """Whether results change with other random numbers, or if all of these are 0 or 1."""
     found = [pytree.tree_leaves(call()) for _ in range(2)]
     for value in (0.0, 1.0):
-        with _Loaded(value):
+        with _FixedRandomNumbers(value):
             found.append(pytree.tree_leaves(call()))
     return not all(all(map(_same, found[0], other)) for other in found[1:])
 

@@ -1,4 +1,4 @@
-"""One kind of call: calls that differ in named sizes alone, and what is known about them."""
+"""ShapeFamily: calls that differ only in named sizes, and what is known about padding them."""
 
 from __future__ import annotations
 
@@ -34,21 +34,21 @@ _MAX_PLANS = 1 << 16
 
 
 class ShapeFamily:
-    """Calls that differ in named sizes alone, and whether and how each bucket may answer them.
+    """Calls that differ only in named sizes, and whether and how each bucket may answer them.
 
     Attributes:
-        form: what these calls have in common.
-        grad: the gradient mode that it belongs to, where the function's numbers depend on it.
-        subject: the function, and the first call as the sample.
-        reason: why none of these calls may be filled up, or None.
-        sets_up: what its first run sets up, by name, for good; None where that is nothing.
-        prepared: whether all buckets were prepared for it.
+        signature: what these calls have in common.
+        grad: their gradient mode, if the function's results depend on it.
+        sampler: the function, with the first call as the sample.
+        reason: why none of these calls may be padded, or None.
+        sets_up: name of something that the first run sets up for good; None if there is nothing.
+        prepared: whether all buckets were prepared for these calls.
     """
 
     def __init__(
         self,
         fn: Callable[..., Any],
-        form: DynamicSignature,
+        signature: DynamicSignature,
         args: Args,
         kwargs: Kwargs,
         *,
@@ -59,49 +59,49 @@ class ShapeFamily:
 
         Args:
             fn: what is called.
-            form: of the call.
+            signature: of the call.
             args: of the call.
             kwargs: likewise.
-            pool: whose lock guards all of this.
+            pool: its lock guards the family.
             grad: see above.
 
         Raises:
             SignatureError: a declared pad value is no number.
         """
-        self.form = form
+        self.signature = signature
         self.grad = grad
         leaves, spec = flatten(args, kwargs)
-        # A call with gaps in memory is run as it is too: does that make a difference?
-        self._as_given = clone_leaves(leaves) if any(form.gaps) else None
-        declared = form.dimensions.pads(args, kwargs)
+        # A call with gaps in memory is also run as it is, to see whether the gaps matter.
+        self._as_given = clone_leaves(leaves) if any(signature.gaps) else None
+        declared = signature.dimensions.pads(args, kwargs)
         with torch.no_grad():
             sample = clone_leaves(leaves)
             sample = [v.detach() if isinstance(v, torch.Tensor) else v for v in sample]
             sample = [
                 varied(v) if own and value is None else v
-                for v, own, value in zip(sample, form.axes, declared, strict=True)
+                for v, own, value in zip(sample, signature.axes, declared, strict=True)
             ]
-            fills = [
+            pad_values = [
                 _default(leaf) if value is None and own else value or 0
-                for value, leaf, own in zip(declared, sample, form.axes, strict=True)
+                for value, leaf, own in zip(declared, sample, signature.axes, strict=True)
             ]
-        self.subject = CallSampler(
+        self.sampler = CallSampler(
             fn,
             fn if isinstance(fn, nn.Module) else FunctionModule(fn),
             spec,
-            [sample[first] for first in form.twins],
-            form.axes,
-            form.dimensions.names,
-            form.dimensions.bounds,
-            fills,
+            [sample[first] for first in signature.twins],
+            signature.axes,
+            signature.dimensions.names,
+            signature.dimensions.bounds,
+            pad_values,
             [value is not None for value in declared],
         )
         self._pool = pool
-        self._turns = turns_of(self.subject.module, None if isinstance(fn, nn.Module) else fn)
+        self._turns = turns_of(self.sampler.module, None if isinstance(fn, nn.Module) else fn)
         self.prepared = False
         self.reason: str | None = None
         self.sets_up: str | None = None
-        self._traces = ShapeInference(self.subject)
+        self._shapes = ShapeInference(self.sampler)
         self._observed: Observation | None = None
         self._prover: Prover | None = None
         self._verdicts: dict[Sizes, Verdicts | str] = {}
@@ -110,7 +110,7 @@ class ShapeFamily:
         self._plans: dict[tuple[Sizes, Sizes], PaddingPlan | str] = {}
 
     def plan(self, sizes: Sizes, bucket: Sizes) -> PaddingPlan | str:
-        """How a bucket answers a call, once it is proved that it may; else why it may not.
+        """How a call is padded to a bucket, once that is proved harmless; else why it may not be.
 
         Args:
             sizes: the named sizes of the call.
@@ -119,7 +119,7 @@ class ShapeFamily:
         key = (sizes, bucket)
         known = self._plans.get(key)
         if known is None:
-            with self._alone():
+            with self._exclusively():
                 known = self._plan(sizes, bucket)
                 if len(self._plans) >= _MAX_PLANS:
                     self._plans.clear()
@@ -135,69 +135,69 @@ class ShapeFamily:
         if verdicts.know(sizes):
             reason = prover.extend(verdicts, sizes)
         else:
-            with self._trial():
+            with self._undone():
                 reason = prover.extend(verdicts, sizes)
         if reason is not None:
             return reason
-        subject = self.subject
-        named = dict(zip(subject.names, bucket, strict=True))
-        true = dict(zip(subject.names, sizes, strict=True))
+        sampler = self.sampler
+        named = dict(zip(sampler.names, bucket, strict=True))
+        true = dict(zip(sampler.names, sizes, strict=True))
         widths: list[Sizes | None] = []
-        for leaf, own in zip(subject.sample, subject.axes, strict=True):
+        for leaf, own in zip(sampler.sample, sampler.axes, strict=True):
             added: Sizes = ()
             if own:
                 added = widths_of(shape_at(leaf.shape, own, true), shape_at(leaf.shape, own, named))
             widths.append(added if any(added) else None)
         return PaddingPlan(
-            sizes, bucket, tuple(widths), tuple(subject.fills), tuple(verdicts.chosen(sizes))
+            sizes, bucket, tuple(widths), tuple(sampler.pad_values), tuple(verdicts.chosen(sizes))
         )
 
-    def laid_out(self, leaves: Sequence[Any], sizes: Sizes) -> PaddingPlan | None:
-        """How a call of a bucket's own sizes gets the bucket's strides; None where it has these."""
-        widths = self.form.layout_widths(leaves)
+    def layout_plan(self, leaves: Sequence[Any], sizes: Sizes) -> PaddingPlan | None:
+        """How a call of a bucket's own sizes gets the bucket's strides; None if it has them."""
+        widths = self.signature.layout_widths(leaves)
         if widths is None:
             return None
-        with self._alone():
-            self._look()
+        with self._exclusively():
+            self._observe_sample()
         if self.reason is not None or self._observed is None:
             return None
         cuts = (Cut(whole=True),) * self._observed.outputs
-        return PaddingPlan(sizes, sizes, widths, tuple(self.subject.fills), cuts)
+        return PaddingPlan(sizes, sizes, widths, tuple(self.sampler.pad_values), cuts)
 
     def culprits(self, sizes: Sizes, bucket: Sizes) -> set[str]:
-        """Dimensions that are exact-only where a call may not be filled up to a bucket."""
+        """The dimensions that must have the bucket's own size, after a plan was refused."""
         verdicts = self._verdicts.get(bucket)
         if isinstance(verdicts, Verdicts):
             return verdicts.culprits(sizes)
-        return set(self.subject.names)
+        return set(self.sampler.names)
 
     def is_checked(self, bucket: Sizes) -> bool:
-        """Whether a bucket's graph was compared with eager."""
+        """Whether a bucket's graph has been compared with eager."""
         return bucket in self._checked
 
     def check(
         self, plan: PaddingPlan, run: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs
     ) -> str | None:
-        """Compare what a bucket's graph gives for a call with what eager gives without padding.
+        """Compare the results of a bucket's graph for a padded call with eager's without padding.
 
         Args:
-            plan: how the call is filled up.
-            run: the graph.
+            plan: how the call is padded.
+            run: replays the graph.
             args: of the call.
             kwargs: likewise.
 
         Returns:
-            how they differ, beyond what other kernels may; the bucket is refused then.
+            how they differ beyond what other kernels may, and the bucket is refused; or None.
         """
         leaves, spec = flatten(args, kwargs)
         padded = plan.pad(leaves)
         outputs, out_spec = pytree.tree_flatten(run(*unflatten(padded, spec)))
         result = pytree.tree_unflatten(plan.cut(outputs, leaves, padded), out_spec)
-        with self._trial():
+        with self._undone():
             copies = clone_leaves(leaves)
-            expected = self.subject.result(copies)
+            expected = self.sampler.result(copies)
         bucket = plan.bucket
-        other = _first_other(result, expected)
+        other = _first_difference(result, expected)
         if other is not None:
             name, why = other
             return self._refuse(
@@ -211,20 +211,20 @@ class ShapeFamily:
         return None
 
     def _refuse(self, bucket: Sizes, why: str) -> str:
-        """A bucket's graph is not eager's: forget what was thought of it."""
+        """Refuse a bucket whose graph differs from eager; returns why."""
         self._verdicts[bucket] = why
         self._plans = {key: plan for key, plan in self._plans.items() if key[1] != bucket}
         return why
 
     def proofs(self) -> list[Verdicts]:
-        """What is known about the buckets that could be tried."""
+        """The verdicts on all buckets that could be tried."""
         found = list(self._verdicts.values())
         return [verdicts for verdicts in found if isinstance(verdicts, Verdicts)]
 
     def prove(self, bucket: Sizes, served: Sequence[Sizes]) -> str | None:
-        """Why a bucket may not answer one of some calls, or None where it may answer all.
+        """Why a bucket may not answer one of some calls, or None if it may answer all.
 
-        Calls that eager refuses too count as answered.
+        Calls that eager refuses too are not counted.
 
         Args:
             bucket: its sizes.
@@ -236,80 +236,80 @@ class ShapeFamily:
                 return found
         return None
 
-    def rows_apart(self, name: str, parts: Sequence[int], sizes: Sizes) -> list[int | None] | str:
-        """Whether and how the chunks of a call can be joined; as `Prover.split`."""
-        with self._alone():
+    def chunk_joints(self, name: str, parts: Sequence[int], sizes: Sizes) -> list[int | None] | str:
+        """How the results of a call's chunks are joined, or why not; as `Prover.split`."""
+        with self._exclusively():
             known = self._joints.get((name, sizes))
             if known is None:
                 known = self._joints[name, sizes] = self._split(name, parts, sizes)
             return known
 
     def _split(self, name: str, parts: Sequence[int], sizes: Sizes) -> list[int | None] | str:
-        self._look()
+        self._observe_sample()
         if self.reason is not None:
             return self.reason
         assert self._prover is not None
-        with self._trial():
+        with self._undone():
             return self._prover.split(name, parts, sizes)
 
     def _verdicts_on(self, bucket: Sizes) -> Verdicts | str:
         known = self._verdicts.get(bucket)
         if known is None:
-            self._look()
+            self._observe_sample()
             try:
-                known = self._tried(bucket)
+                known = self._try_bucket(bucket)
             except CaptureError as error:
                 known = f"the call fails in that bucket: {error.what}"
             self._verdicts[bucket] = known
         return known
 
-    def _tried(self, bucket: Sizes) -> Verdicts | str:
+    def _try_bucket(self, bucket: Sizes) -> Verdicts | str:
         if self.reason is not None:
             return self.reason
         assert self._prover is not None
-        with self._trial():
-            shapes = self._traces.at(bucket)
+        with self._undone():
+            shapes = self._shapes.at(bucket)
             if isinstance(shapes, str):
                 return shapes
-            # The first one with every filling at every size.
+            # The first bucket is tried with every variant of padding at every size.
             return self._prover.start(bucket, shapes, thorough=not self._verdicts)
 
-    def _look(self) -> None:
-        """Run the sample, once, for what has to be known beside shapes."""
+    def _observe_sample(self) -> None:
+        """Run the sample once, to see what has to be known beside shapes."""
         if self._observed is None and self.reason is None:
-            with self._trial() as undo:
-                seen = observe(self.subject, self.form, self._as_given)
-                self.sets_up = undo.changed()
+            with self._undone() as python_state:
+                seen = observe(self.sampler, self.signature, self._as_given)
+                self.sets_up = python_state.changed()
             self.reason = seen.reason
             self._observed = seen
-            self._prover = Prover(self.subject, seen.shared, seen.buffers)
+            self._prover = Prover(self.sampler, seen.shared, seen.buffers)
 
     @contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Have neither graphs of the pool nor eager calls of the function run meanwhile."""
-        # Before the lock: an eager call of another thread, which is waited for, may want it too.
+    def _exclusively(self) -> Iterator[None]:
+        """Let neither graphs of the pool nor eager calls of the function run inside the block."""
+        # Before the lock: an eager call that this waits for may need the lock.
         with self._turns.alone(), self._pool.lock:
             yield
 
     @contextmanager
-    def _trial(self) -> Iterator[PythonState]:
-        """Run the function as a capture would; whatever that changes is put back."""
-        devices = sorted({v.device.index for v in self.subject.sample if _on_gpu(v)})
+    def _undone(self) -> Iterator[PythonState]:
+        """Run the function inside the block as a capture would; what it changes is put back."""
+        devices = sorted({v.device.index for v in self.sampler.sample if _on_gpu(v)})
         with (
             self._pool.lock,
-            transaction(self._pool, self.subject.module, _nothing) as undo,
+            transaction(self._pool, self.sampler.module, _nothing) as python_state,
             torch.random.fork_rng(devices),
             compilers_off(),
         ):
-            state = ModuleState(self.subject.module, weights=False)
+            state = ModuleState(self.sampler.module, weights=False)
             try:
-                yield undo
+                yield python_state
             finally:
                 state.restore()
-                undo.restore(python=True)
+                python_state.restore(python=True)
 
 
-def _first_other(result: Any, expected: Any) -> tuple[str, str] | None:
+def _first_difference(result: Any, expected: Any) -> tuple[str, str] | None:
     """The first output of a graph that is not eager's, and how they differ."""
     names = leaf_names(expected, "output")
     pairs = zip(pytree.tree_leaves(result), pytree.tree_leaves(expected), strict=True)
@@ -323,7 +323,7 @@ def _first_other(result: Any, expected: Any) -> tuple[str, str] | None:
 
 
 def _nothing() -> None:
-    """Stands for what a trial leaves behind."""
+    """Placeholder: nothing was recorded that would have to be dropped."""
 
 
 def _on_gpu(leaf: Any) -> bool:
@@ -331,9 +331,9 @@ def _on_gpu(leaf: Any) -> bool:
 
 
 def _default(leaf: Any) -> Value:
-    """What to fill with where the caller says nothing: zeros; among integers one that was seen."""
+    """The pad value where none is declared: 0; for integers the smallest of the sample."""
     if not isinstance(leaf, torch.Tensor) or leaf.dtype is torch.bool or not leaf.numel():
         return 0
     if leaf.is_floating_point() or leaf.is_complex():
         return 0
-    return int(leaf.long().min())  # Not all integers have a minimum of their own.
+    return int(leaf.long().min())  # Not all integer dtypes support min().

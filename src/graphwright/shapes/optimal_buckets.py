@@ -1,7 +1,7 @@
-"""Nested buckets that pad the least, by dynamic programming over the sizes that were seen.
+"""Find nested buckets that pad the least, by dynamic programming over the sizes that were seen.
 
-One dimension is cut into intervals, and each interval has buckets of its own of the other
-dimensions, which are cut in turn; a size is padded to the end of its interval.
+One dimension is cut into intervals, and each interval has its own buckets of the other dimensions,
+which are cut in turn. A size is padded to the end of its interval.
 """
 
 from __future__ import annotations

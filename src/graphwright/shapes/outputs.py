@@ -1,6 +1,6 @@
-"""The shapes of what a function returns, as expressions of the sizes of what it is given.
+"""OutputShapes: shapes of a function's outputs as expressions of the named sizes.
 
-How the outputs of a bucket might be cut to the sizes asked for.
+`cuts_of` derives from them how a bucket's outputs can be sliced to the sizes of a call.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ _ZERO = sympy.Integer(0)
 
 
 class Underivable(Exception):
-    """The shapes of a function's outputs could not be expressed by the sizes of its inputs."""
+    """The shapes of a function's outputs cannot be expressed by the sizes of its inputs."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One output: its shape and strides as expressions; for a whole number, its value as shape.
+    """One output: its shape and strides as expressions.
 
     Attributes:
-        shape: one expression a dimension.
-        stride: likewise, in elements.
-        number: whether the output is a whole number and no tensor.
-        owner: the output that it is a view of, if any.
+        shape: one expression per dimension; for an integer, its value.
+        stride: one expression per dimension, in elements.
+        number: whether the output is an integer and no tensor.
+        owner: index of the output that it is a view of, if any.
         offset: where in that one it begins, in elements.
     """
 
@@ -44,7 +44,7 @@ class Leaf:
 
     @property
     def expressions(self) -> tuple[sympy.Expr, ...]:
-        """All that depends on sizes."""
+        """All expressions of the output."""
         return (*self.shape, *self.stride, self.offset)
 
 
@@ -52,10 +52,10 @@ class OutputShapes:
     """Shapes of a function's outputs for any sizes.
 
     Attributes:
-        leaves: of the outputs that are tensors or whole numbers, None for others.
+        leaves: of the outputs that are tensors or integers, None for others.
         spec: the outputs' tree.
-        guards: comparisons of sizes that held where it was derived; where they all hold, the
-            function takes the same way.
+        guards: comparisons of sizes that held where the expressions were derived; where all of them
+            hold, the function takes the same branches.
         fitted: whether the expressions were fitted, so that branches on sizes are unknown.
     """
 
@@ -75,7 +75,7 @@ class OutputShapes:
         self.guards = tuple(guards)
         self.fitted = fitted
         self._fixed = dict(fixed or {})
-        # One by one: what comes after a guard that does not hold may make no sense.
+        # Evaluated one by one: if one does not hold, a later one may raise.
         self._guards = [_compiled(self.names, [guard]) for guard in self.guards]
         self._others: list[Callable[..., Sequence[Any]]] = []
         self._shapes = [
@@ -84,22 +84,25 @@ class OutputShapes:
         ]
 
     def way(self, sizes: Sizes) -> tuple[bool | None, ...]:
-        """Which of the guards hold for some sizes, others' included: the same, the same way."""
+        """Which guards hold for some sizes; equal results mean that the same branches are taken.
+
+        They include the guards given to `tell_apart_by`.
+        """
         return (*_evaluated(self._guards, sizes), *_evaluated(self._others, sizes))
 
     def holds(self, sizes: Sizes) -> bool:
-        """Whether the expressions were derived on the way that these sizes take."""
+        """Whether the expressions hold for these sizes: the function takes the same branches."""
         named = dict(zip(self.names, sizes, strict=True))
         fixed = all(named[name] == n for name, n in self._fixed.items())
         return fixed and all(_evaluated(self._guards, sizes))
 
     def tell_apart_by(self, guards: Iterable[sympy.Basic]) -> None:
-        """Other guards, of other ways through the function, that `way` shall regard too."""
+        """Have `way` also evaluate guards that were found for other branches of the function."""
         more = sorted(set(guards) - set(self.guards), key=str)
         self._others = [_compiled(self.names, [guard]) for guard in more]
 
     def of(self, sizes: Sizes) -> list[Geometry | int | None]:
-        """Shape and strides of each output for some sizes; a whole number as it is."""
+        """Shape and strides of each output for some sizes; an integer as it is."""
         found: list[Geometry | int | None] = []
         for leaf, shape in zip(self.leaves, self._shapes, strict=True):
             if leaf is None or shape is None:
@@ -111,7 +114,7 @@ class OutputShapes:
         return found
 
     def offset(self, index: int, sizes: Sizes) -> int:
-        """Where in its owner an output that is a view begins, in elements."""
+        """Where an output that is a view begins in its owner, in elements."""
         shape = self._shapes[index]
         assert shape is not None
         return int(shape(*sizes)[-1])
@@ -120,7 +123,7 @@ class OutputShapes:
 def _evaluated(
     guards: Sequence[Callable[..., Sequence[Any]]], sizes: Sizes
 ) -> Iterator[bool | None]:
-    """Whether each guard holds; None for one that makes no sense for these sizes."""
+    """Whether each guard holds; None for one that raises for these sizes."""
     for guard in guards:
         try:
             yield bool(guard(*sizes)[0])
@@ -134,7 +137,7 @@ def symbols_of(names: Sequence[str]) -> list[sympy.Symbol]:
 
 
 def _compiled(names: Sequence[str], expressions: Sequence[Any]) -> Callable[..., Sequence[Any]]:
-    """The values of some expressions as a function of the named sizes, in their order."""
+    """A function of the named sizes, in order, that returns the values of some expressions."""
     from torch.utils._sympy.printers import PythonPrinter
 
     symbols = symbols_of(names)
@@ -167,11 +170,11 @@ def steps_of(geometry: Geometry) -> list[int]:
 
 
 def cuts_of(shapes: OutputShapes, sizes: Sizes, bucket: Sizes) -> list[list[Cut]]:
-    """The ways in which each output might be cut, the likeliest first.
+    """The ways in which each output might be sliced, the likeliest first.
 
     Args:
         shapes: of the outputs.
-        sizes: the named sizes that were asked for.
+        sizes: the named sizes of the call.
         bucket: those of the bucket.
     """
     found: list[list[Cut]] = []
@@ -204,7 +207,7 @@ def _cuts(
 def _factors(
     names: Sequence[str], expression: sympy.Expr, sizes: Sizes, bucket: Sizes
 ) -> list[tuple[Sizes, Sizes]]:
-    """The factors of a dimension in the bucket and in the sizes asked for, in each order."""
+    """The factors of a dimension, in the bucket and in the call, in each possible order."""
     if len(expression.free_symbols) < 2:
         return []
     number, parts = sympy.factor(expression).as_coeff_mul()

@@ -1,4 +1,4 @@
-"""How a call is filled up to a bucket, and how what the bucket returns is cut."""
+"""Padding inputs to a bucket, and slicing the outputs: PaddingPlan, Cut, and their helpers."""
 
 from __future__ import annotations
 
@@ -19,25 +19,27 @@ _EXACT_IN_FLOAT = 2**53
 
 def memory_format(tensor: torch.Tensor) -> torch.memory_format:
     """Channels last for images and volumes that are laid out so, else contiguous."""
-    # As PyTorch decides it by the strides, also where both would do.
+    # PyTorch decides this by the strides, also where both formats would fit.
     return suggest_memory_format(tensor) if tensor.dim() in (4, 5) else torch.contiguous_format
 
 
-def contiguous_stride(shape: Sequence[int], form: torch.memory_format | None) -> Sizes:
+def contiguous_stride(shape: Sequence[int], format_: torch.memory_format | None) -> Sizes:
     """The strides of a new tensor of some shape and memory format."""
-    made = torch.empty(tuple(shape), device="meta", memory_format=form or torch.contiguous_format)
+    made = torch.empty(
+        tuple(shape), device="meta", memory_format=format_ or torch.contiguous_format
+    )
     return made.stride()
 
 
 def fill(leaf: torch.Tensor, widths: Sequence[int], value: Value) -> torch.Tensor:
-    """A tensor that begins with `leaf` in every dimension and goes on with `value`.
+    """Pad a tensor at the end of each dimension.
 
-    It is contiguous, or channels last where `leaf` is.
+    The result is contiguous, or channels last if `leaf` is.
 
     Args:
-        leaf: what it begins with.
-        widths: as of `widths_of`.
-        value: what it goes on with.
+        leaf: the tensor.
+        widths: how much to add, as `widths_of` gives it.
+        value: the pad value.
     """
     if any(widths) and (not isinstance(value, int) or abs(value) <= _EXACT_IN_FLOAT):
         return torch.constant_pad_nd(leaf, widths, value)
@@ -51,13 +53,13 @@ def fill(leaf: torch.Tensor, widths: Sequence[int], value: Value) -> torch.Tenso
 
 
 def widths_of(shape: Sequence[int], wanted: Sequence[int]) -> tuple[int, ...]:
-    """How much is added before and after each dimension, the last one first; as PyTorch pads."""
+    """Widths of padding before and after each dimension, the last first, as PyTorch takes them."""
     pairs = [(0, m - n) for n, m in zip(shape, wanted, strict=True)]
     return tuple(itertools.chain(*reversed(pairs)))
 
 
 def cut_to(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-    """The first elements of each dimension, as a view."""
+    """Slice a tensor to a shape: the first elements of each dimension, as a view."""
     for axis, n in enumerate(shape):
         if tensor.shape[axis] != n:
             tensor = tensor.narrow(axis, 0, n)
@@ -66,14 +68,14 @@ def cut_to(tensor: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Factors:
-    """A dimension of an output that is several named sizes in one: (batch * length, features).
+    """A dimension of an output that combines several named sizes: (batch * length, features).
 
-    What is valid of it is no prefix: it is split, cut in each factor, and joined again.
+    Its valid part is no prefix: the dimension is split, each factor is sliced, and they are joined.
 
     Attributes:
         axis: which dimension.
         bucket: its factors in the bucket.
-        true: its factors in what was asked for.
+        true: its factors in the call.
     """
 
     axis: int
@@ -83,16 +85,16 @@ class Factors:
 
 @dataclass(frozen=True)
 class Cut:
-    """How one output of a bucket becomes the one that was asked for.
+    """How one output of a bucket is sliced to the sizes of a call.
 
     Attributes:
         shape: of the result.
-        stride: likewise, in elements.
-        number: a whole number to give in the output's place.
-        factors: a dimension that has to be split to be cut.
-        whole: the output does not depend on the sizes.
-        owner: the output that this one is a view of: it becomes a view of what that one becomes.
-        offset: where in that one it begins, in elements.
+        stride: of the result, in elements.
+        number: an integer to return in the output's place.
+        factors: a dimension that has to be split to be sliced.
+        whole: the output does not depend on the sizes, and is returned as it is.
+        owner: index of the output that this one is a view of; the result is a view of its result.
+        offset: where in the owner's result it begins, in elements.
     """
 
     shape: Sizes = ()
@@ -104,14 +106,14 @@ class Cut:
     offset: int = 0
 
     def view_of(self, owner: torch.Tensor) -> torch.Tensor:
-        """The result, in what the output that owns its memory has become."""
+        """The result as a view of the owner's result."""
         result = torch.empty(0, dtype=owner.dtype, device=owner.device)
         return result.set_(
             owner.untyped_storage(), owner.storage_offset() + self.offset, self.shape, self.stride
         )
 
     def __call__(self, output: Any) -> Any:
-        """Cut; memory is shared with the output only where it is a range of it."""
+        """Slice an output; the result shares its memory only if it is a contiguous range of it."""
         if self.whole:
             return output
         if self.number is not None:
@@ -135,7 +137,7 @@ class Cut:
         return result
 
     def is_prefix(self, stride: Sequence[int]) -> bool:
-        """Whether the result lies in an output of such strides as eager would have laid it out."""
+        """Whether a slice of an output with these strides has the strides that eager would give."""
         return self.factors is None and all(
             n == 1 or mine == theirs
             for n, mine, theirs in zip(self.shape, self.stride, stride, strict=True)
@@ -144,16 +146,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class PaddingPlan:
-    """A call of some sizes that a bucket answers.
+    """How calls of some sizes are padded to a bucket, and how its outputs are sliced.
 
     Attributes:
         sizes: the named sizes of the call.
         bucket: those of the bucket.
-        widths: of each argument that has to be filled up, or (all 0) brought into the bucket's
+        widths: of each argument that has to be padded, or (all 0) copied to the bucket's memory
             layout; None for others.
-        fills: what each is filled with.
-        cuts: how the outputs are cut.
-        views: outputs that are views of others.
+        fills: the pad value of each argument.
+        cuts: how each output is sliced.
+        views: indices of outputs that are views of others.
     """
 
     sizes: Sizes
@@ -168,7 +170,7 @@ class PaddingPlan:
         object.__setattr__(self, "views", tuple(views))
 
     def pad(self, leaves: Sequence[Any]) -> list[Any]:
-        """The bucket's arguments; one that stands twice stays one."""
+        """Pad a call's arguments; a tensor that occurs twice is padded once."""
         made: dict[int, Any] = {}
         found = []
         for leaf, widths, value in zip(leaves, self.widths, self.fills, strict=True):
@@ -182,14 +184,14 @@ class PaddingPlan:
     def cut(
         self, outputs: Sequence[Any], leaves: Sequence[Any], padded: Sequence[Any]
     ) -> list[Any]:
-        """What the caller gets for the bucket's outputs.
+        """Slice the bucket's outputs.
 
         Args:
             outputs: leaves of what the bucket returned.
             leaves: the call's arguments.
-            padded: the bucket's arguments.
+            padded: the same, padded.
         """
-        # An output that is an argument is the caller's own; one that stands twice stays one.
+        # An output that is an argument becomes the caller's; one that occurs twice is sliced once.
         made: dict[int, Any] = {id(v): leaf for v, leaf in zip(padded, leaves, strict=True)}
         found: list[Any] = []
         for output, cut in zip(outputs, self.cuts, strict=True):
@@ -210,7 +212,7 @@ class PaddingPlan:
     def write_back(
         self, slots: Sequence[int], leaves: Sequence[Any], padded: Sequence[Any]
     ) -> None:
-        """Give the call's arguments what the bucket wrote to its own."""
+        """Copy what the bucket wrote to its padded arguments back to the call's arguments."""
         with torch.no_grad():
             for slot in slots:
                 if self.widths[slot] is not None:

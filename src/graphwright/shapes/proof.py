@@ -1,10 +1,9 @@
-"""Is padding harmless? Found by running a call padded and unpadded, in float64.
+"""Prover: proves that padding is harmless, by running calls padded and unpadded in float64.
 
-At several sizes, 1 among them, with several fillings of the padding and several values of what is
-filled up, what the padded call gives has to be what eager gives without it. In float64 two kernels
-for two shapes agree to 1e-14, so that whatever depends on the padding shows. Sizes for which the
-function takes another way (it branches on sizes) are a case of their own, and each such case is
-tried.
+At several sizes, 1 among them, with several pad values and several values of the arguments, the
+padded call has to give what eager gives without padding. In float64 the kernels for two shapes
+agree to 1e-14, so that any influence of the padding shows. Sizes for which the function takes
+another branch are a separate case, and each case is tried.
 """
 
 from __future__ import annotations
@@ -33,25 +32,25 @@ from .padding import Sizes
 from .sampler import CallSampler, Change
 from .verdicts import Impossible, Names, Verdicts
 
-# Sizes of one dimension that are looked at one by one for branches.
-_MAX_LOOKED_AT = 4096
-
-FILLINGS = 3
-# Where each has values of its own: the values' signs are turned between the first two.
-_TELLING = (1, 2, 0, 1)
-# Rows of the sample of which a call is tried whose rows are all like one, and its opposite.
+# Sizes of one dimension that are checked one by one for branches.
+_MAX_CHECKED = 4096
+# Variants of padding: the real pad values, and two others.
+PAD_VARIANTS = 3
+# Their order where each gets other argument values: the first two get opposite signs.
+_VARIANT_ORDER = (1, 2, 0, 1)
+# Rows of the sample for which a call with all rows alike is tried, and one with its opposite.
 _ROWS = 3
-# How often further values are tried in search of one for which an output is another.
+# How often further values are tried to make outputs change that were the same in all trials.
 _MAX_SEARCHED = 4
 
 
 class Prover:
-    """Tries whether buckets of one subject may be filled up.
+    """Tries whether calls of one function may be padded to buckets.
 
     Args:
-        subject: what is called.
-        shared: outputs that share memory with others, which cutting must not tear apart.
-        written: storages of buffers that it writes to, by identity.
+        subject: the function and its sample.
+        shared: outputs that share memory with others, which slicing must keep.
+        written: storages of buffers that the function writes to, by identity.
     """
 
     def __init__(
@@ -62,24 +61,24 @@ class Prover:
         self.written = written
         self._state: ModuleState | None = None
         self._generator = torch.Generator().manual_seed(0)
-        # In float64 a write to a part of a buffer would go to a copy, unseen.
+        # In float64 a write to a part of a buffer would go unseen to a copy.
         self._exactly = not self.written
         self._weights: Widened = {}
         self._calls = 0
-        self._turn = itertools.cycle(range(FILLINGS))
+        self._variants = itertools.cycle(range(PAD_VARIANTS))
         self._changes = itertools.cycle(subject.changes())
-        # Changes of values that eager did not take, and whether all rows were alike.
+        # Changes of values that eager could not handle, and whether all rows were alike.
         self._useless: set[tuple[Change, bool]] = set()
-        # Dimensions, padded together, of which a trial has found that it matters.
+        # Dimensions whose padding, together, was found to matter in some trial.
         self._suspect: set[Names] = set()
 
     def start(self, bucket: Sizes, shapes: OutputShapes, *, thorough: bool) -> Verdicts:
-        """Try sizes at both ends of each range on which the function takes one way.
+        """Try sizes at both ends of each range in which the function takes the same branches.
 
         Args:
             bucket: the bucket.
             shapes: of the outputs there.
-            thorough: with every filling at every size, else with one in turn.
+            thorough: try every variant of padding at every size, else one in turn.
         """
         verdicts = Verdicts(bucket, shapes)
         self._weights = widened(self.subject.module)
@@ -92,9 +91,9 @@ class Prover:
 
     @contextlib.contextmanager
     def _from_now(self) -> Iterator[None]:
-        """Each run starts from the module's state as it is now, which is put back in the end."""
+        """Have each run start from the module's current state, which is put back in the end."""
         self._state = ModuleState(self.subject.module, weights=False)
-        # What is written to holds other values than zeros: else zeros written to it would not show.
+        # Written buffers must not hold zeros: zeros that are written to them would not show.
         self._state.vary(self.written)
         try:
             yield
@@ -105,13 +104,13 @@ class Prover:
     def extend(
         self, verdicts: Verdicts, sizes: Sizes, *, thorough: bool = True, again: bool = False
     ) -> str | None:
-        """Why a call of some sizes may not be filled up, or None where it may; tried if unknown.
+        """Why a call of some sizes may not be padded, or None if it may; tried if unknown.
 
         Args:
-            verdicts: what is known.
+            verdicts: what is known about the bucket.
             sizes: of the call.
-            thorough: with every filling.
-            again: try it though sizes of the same case are known to be right.
+            thorough: try every variant of padding.
+            again: try even if sizes of the same case are known to be right.
         """
         case = verdicts.case(sizes)
         if case in verdicts.refused and (verdicts.refused[case] is not None or not again):
@@ -120,7 +119,7 @@ class Prover:
         if reason is None:
             begun = time.perf_counter()
             before = self._calls
-            # What matters in one bucket is not to pass in another one by luck.
+            # What matters in one bucket must not pass in another one by luck.
             thorough = thorough or case[0] in self._suspect
             cuts = dict(verdicts.cuts)
             with self._from_now():
@@ -140,16 +139,16 @@ class Prover:
         return reason
 
     def split(self, name: str, parts: Sequence[int], sizes: Sizes) -> list[int | None] | str:
-        """Whether a call is what its chunks along one dimension are, joined.
+        """Whether joining the results of a call's chunks gives the result of the whole call.
 
         Args:
-            name: of the dimension.
+            name: of the dimension that is divided.
             parts: sizes of the chunks.
             sizes: the named sizes of the whole call.
 
         Returns:
-            for each output the axis along which to join, None for one that is the same in all
-            chunks; or a reason against it.
+            for each output, the axis along which to join, None for one that is the same in all
+            chunks; or why the call cannot be split.
         """
         subject = self.subject
         if self.shared:
@@ -183,20 +182,22 @@ class Prover:
         return joints
 
     def _points(self, verdicts: Verdicts, *, thorough: bool) -> Iterator[Sizes]:
-        """Sizes to try: in each dimension alone, then in several at once."""
+        """Sizes to try: first each dimension alone, then several at once."""
         bucket, shapes = verdicts.bucket, verdicts.shapes
         several: list[list[int]] = []
         for index, (name, full) in enumerate(zip(self.subject.names, bucket, strict=True)):
             low = self.subject.bounds[name].low
-            places = [(*bucket[:index], n, *bucket[index + 1 :]) for n in _looked_at(low, full)]
-            chosen = _telling(places, shapes.way, thorough=thorough)
+            places = [
+                (*bucket[:index], n, *bucket[index + 1 :]) for n in _sizes_to_check(low, full)
+            ]
+            chosen = _representatives(places, shapes.way, thorough=thorough)
             if shapes.fitted:  # Branches are unknown, so that more is tried.
                 chosen = sorted({*chosen, *places[1:3], *places[:: max(1, len(places) // 4)]})
             yield from chosen
             several.append([*(sizes[index] for sizes in chosen), full])
         if sum(len(sizes) > 1 for sizes in several) < 2:
             return
-        if not thorough:  # What else a call comes upon is tried then.
+        if not thorough:  # Other cases are tried when a call meets them.
             several = [[sizes[0], sizes[max(0, len(sizes) - 2)]] for sizes in several]
         seen = set()
         for sizes in itertools.product(*several):
@@ -213,32 +214,32 @@ class Prover:
             if n != m
         )
         padded = verdicts.padded(sizes)
-        true: _True | None = None
+        true: _Unpadded | None = None
         still: _Unchanged | None = None
         for trial in self._trials(verdicts, sizes, thorough):
-            filling, alike = trial.filling, trial.row is not None
+            variant, alike = trial.variant, trial.row is not None
             if trial.how is not None:
                 try:
-                    true = self._true(sizes, trial.how, trial.row, padded)
+                    true = self._run_unpadded(sizes, trial.how, trial.row, padded)
                 except _Inexact:
                     raise
                 except Exception as error:
                     if not alike:
                         return self._impossible(verdicts, sizes, change, error)
-                    continue  # Such rows may be no call at all.
+                    continue  # A call with such rows may be invalid.
             assert true is not None
             if only_nan(true.outcome):
                 if not alike:
                     return f"the sample proves nothing: it gives nothing but NaN with {change}"
                 continue
             still = still or _Unchanged(verdicts, sizes, true.outcome)
-            # An output that is the same for all rows of the sample may hide what padding does.
+            # An output that is the same for all values so far may hide the effect of padding.
             struck = still.strike(true.outcome)
-            if filling is None and not struck:
+            if variant is None and not struck:
                 if not still.any():
                     break
                 continue
-            for each in range(FILLINGS) if struck or filling is None else (filling,):
+            for each in range(PAD_VARIANTS) if struck or variant is None else (variant,):
                 why = self._differs(verdicts, sizes, true, each)
                 if why is not None:
                     return f"with {change}, {why}"
@@ -251,52 +252,52 @@ class Prover:
         free = any(
             own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
         )
-        # Few rows among many that are added show most, and cost least; and so do the first ones of
-        # a case. Each filling has values of its own then.
+        # Small calls with much padding show most and cost least, so more is tried for them, and for
+        # the first sizes of a case. Each variant of padding gets other argument values then.
         few = 2 * math.prod(sizes) <= math.prod(verdicts.bucket)
         first = verdicts.case(sizes) not in verdicts.refused
         changes = subject.changes()
         if not thorough or not (few or first):
             how: Change | None = next(self._changes)
-            every = range(FILLINGS) if thorough else (next(self._turn),)
-            for filling in every if free else (0,):
-                yield _Trial(filling, how)
+            every = range(PAD_VARIANTS) if thorough else (next(self._variants),)
+            for variant in every if free else (0,):
+                yield _Trial(variant, how)
                 how = None
             return
         if not free:
             yield _Trial(0, next(self._changes))
             return
-        for filling, how in zip(_TELLING, itertools.cycle(changes), strict=False):
-            yield _Trial(filling, how)
+        for variant, how in zip(_VARIANT_ORDER, itertools.cycle(changes), strict=False):
+            yield _Trial(variant, how)
         if not first:
             return
-        # One of a row and its opposite has most things that any row, or all, may have.
+        # A row or its opposite has most properties that outputs may ask of any or all rows.
         for row in range(_ROWS):
             yield _Trial(0, changes[0], row)
             yield _Trial(0, changes[1], row)
         searched = (Change.MIXED, Change.SHUFFLED)
         for row, how in enumerate((*changes[2:], *searched), _ROWS):
-            yield _Trial(row % FILLINGS, how, row)
+            yield _Trial(row % PAD_VARIANTS, how, row)
         for row in range(_MAX_SEARCHED):
             for how in searched:
                 yield _Trial(None, how, row)
                 yield _Trial(None, how)
 
     def _impossible(self, verdicts: Verdicts, sizes: Sizes, change: str, error: Exception) -> str:
-        """What is told of a call that eager refuses."""
+        """The reason for refusing to pad a call that eager itself refuses."""
         limits = " and ".join(f"Dim({name!r}, min=…)" for name in verdicts.padded(sizes))
-        told = (
+        message = (
             f"with {change} it would answer a call that eager refuses: "
             f"{first_line(error, 160)}. Declare {limits} if there are no such calls"
         )
         same = verdicts.shapes.way(sizes) == verdicts.shapes.way(verdicts.bucket)
-        return told if same else Impossible(told)
+        return message if same else Impossible(message)
 
-    def _true(self, sizes: Sizes, how: Change, row: int | None, padded: Names) -> _True:
-        """What eager does for other values, without padding.
+    def _run_unpadded(self, sizes: Sizes, how: Change, row: int | None, padded: Names) -> _Unpadded:
+        """Run a call with changed values, without padding.
 
-        Values for which it raises, or gives NaN or Inf where it does not for the sample's, prove
-        nothing: these are scaled instead, or as they are, and the like is not tried again.
+        Values for which eager raises, or gives NaN or Inf where the sample's values do not, prove
+        nothing: the sample's values are scaled or kept instead, and the change is not tried again.
         """
         eager = functools.partial(self._eager, sizes, row=row, padded=padded)
         same = row is not None
@@ -318,16 +319,18 @@ class Prover:
                 self._useless.add((Change.SCALED, same))
         return eager(Change.NONE)
 
-    def _eager(self, sizes: Sizes, how: Change, *, row: int | None, padded: Names) -> _True:
+    def _eager(self, sizes: Sizes, how: Change, *, row: int | None, padded: Names) -> _Unpadded:
         if row is None:
             leaves = self.subject.changed(sizes, how, self._generator)
         else:
             leaves = self.subject.alike(sizes, how, self._generator, padded, row)
-        return _True(leaves, *self._run(leaves))
+        return _Unpadded(leaves, *self._run(leaves))
 
-    def _differs(self, verdicts: Verdicts, sizes: Sizes, true: _True, filling: int) -> str | None:
-        """How a call that is filled up differs from one that is not, in words."""
-        padded = self.subject.padded(true.leaves, verdicts.bucket, filling, self._generator)
+    def _differs(
+        self, verdicts: Verdicts, sizes: Sizes, true: _Unpadded, variant: int
+    ) -> str | None:
+        """How a padded call differs from the unpadded one, in words, or None."""
+        padded = self.subject.padded(true.leaves, verdicts.bucket, variant, self._generator)
         try:
             outcome, now = self._run(padded)
         except _Inexact:
@@ -353,7 +356,7 @@ class Prover:
     def _strides(
         self, verdicts: Verdicts, sizes: Sizes, true: Sequence[Any], seen: _Seen
     ) -> str | None:
-        """Whether eager lays its outputs out otherwise than the rule says, in words."""
+        """How the strides of eager's outputs differ from the rule, in words, or None."""
         given = seen.sharing.arguments
         rules = [
             steps_of(rule) if isinstance(rule, tuple) and index not in given else None
@@ -366,7 +369,7 @@ class Prover:
 
         if first_other() is None:
             return None
-        # In float64 a function may take another way: ask for its own.
+        # In float64 a function may take another branch: run it in its own dtypes.
         _, seen = self._run_as_it_is(true)
         other = first_other()
         if other is None:
@@ -377,7 +380,7 @@ class Prover:
         )
 
     def _run(self, leaves: Sequence[Any]) -> tuple[Outcome, _Seen]:
-        """What a call does, in float64 where the function can be run so."""
+        """Run a call, in float64 if the function can run so."""
         self._calls += 1
         if not self._exactly:
             return self._run_as_it_is(leaves)
@@ -389,7 +392,7 @@ class Prover:
                 subject.fn, subject.module, call, self._state, self._weights, seen.look
             )
         except Exception as error:
-            self._run_as_it_is(leaves)  # Raises where the call itself is to blame.
+            self._run_as_it_is(leaves)  # Raises if the call itself is to blame.
             raise _Inexact from error
         return outcome, seen
 
@@ -401,11 +404,11 @@ class Prover:
 
 
 class _Seen:
-    """What the outputs of a call were, before copies were made.
+    """What is noted about the outputs of a call before they are copied.
 
     Attributes:
-        sharing: what they shared.
-        layouts: the strides that matter of those that are tensors.
+        sharing: what they share.
+        layouts: the strides that matter of each tensor, None for other outputs.
     """
 
     sharing: Sharing
@@ -415,7 +418,7 @@ class _Seen:
         self._axes = axes
 
     def look(self, result: Any, call: Call) -> None:
-        """Look at what a call returned."""
+        """Note what a call returned."""
         self.sharing = Sharing.of(result, flatten(call.args, call.kwargs)[0], self._axes)
         leaves = pytree.tree_leaves(result)
         self.layouts = [layout(v) if isinstance(v, torch.Tensor) else None for v in leaves]
@@ -426,19 +429,19 @@ class _Trial:
     """One trial of some sizes.
 
     Attributes:
-        filling: of the padding; None for all of them, if the values tell something new.
-        how: the values are changed; None for those of the trial before.
-        row: of the sample that all rows are like; None where they differ.
+        variant: of the padding; None for all variants, but only if the values show something new.
+        how: the values are changed; None for the values of the trial before.
+        row: the sample's row that all rows are like; None if rows differ.
     """
 
-    filling: int | None
+    variant: int | None
     how: Change | None
     row: int | None = None
 
 
 @dataclass(frozen=True)
-class _True:
-    """A call without padding, and what eager did for it."""
+class _Unpadded:
+    """A call without padding, and what eager did."""
 
     leaves: list[Any]
     outcome: Outcome
@@ -446,7 +449,7 @@ class _True:
 
 
 class _Unchanged:
-    """Parts of outputs, of those that do not grow with the call, that were the same so far."""
+    """Elements of outputs of fixed size that were the same in all trials so far."""
 
     def __init__(self, verdicts: Verdicts, sizes: Sizes, first: Outcome) -> None:
         rules = zip(verdicts.shapes.of(sizes), verdicts.shapes.of(verdicts.bucket), strict=True)
@@ -458,7 +461,7 @@ class _Unchanged:
         self._same = {name: torch.ones_like(v, dtype=torch.bool) for name, v in self._first.items()}
 
     def strike(self, outcome: Outcome) -> bool:
-        """Strike out what is another in an outcome; whether anything is."""
+        """Remove the elements that differ in an outcome; whether there were any."""
         struck = False
         for name, first in self._first.items():
             value = outcome.outputs.get(name)
@@ -469,24 +472,24 @@ class _Unchanged:
         return struck
 
     def any(self) -> bool:
-        """Whether a part was the same all the time."""
+        """Whether any element was the same in all trials."""
         return any(bool(same.any()) for same in self._same.values())
 
 
 class _Inexact(Exception):
-    """A call runs, but not in float64."""
+    """Raised for a call that runs, but not in float64."""
 
 
-def _looked_at(low: int, full: int) -> list[int]:
-    """Sizes from the lowest one to below the bucket's, not all where they are too many."""
-    step = max(1, (full - low) // _MAX_LOOKED_AT)
+def _sizes_to_check(low: int, full: int) -> list[int]:
+    """Sizes from the lowest to just below the bucket's; a selection if there are too many."""
+    step = max(1, (full - low) // _MAX_CHECKED)
     return sorted({*range(low, full, step), max(low, full - 1)}) if low < full else []
 
 
-def _telling(
+def _representatives(
     places: Sequence[Sizes], way: Callable[[Sizes], Any], *, thorough: bool
 ) -> list[Sizes]:
-    """Both ends of each set of sizes that take one way; if `thorough`, the largest's middle too."""
+    """Both ends of each set of sizes with the same branches; if `thorough`, one middle too."""
     groups: dict[Any, list[Sizes]] = {}
     for sizes in places:
         groups.setdefault(way(sizes), []).append(sizes)

@@ -1,7 +1,7 @@
-"""A function with a sample of one kind of call, and such calls of any sizes made of it.
+"""CallSampler: a function with a sample call, of which it makes calls of other sizes and values.
 
-They have the sample's values, or others of the same kind: what no row of the sample shows (that a
-flag may be down, say) is not seen in a trial of the sample alone.
+Other values matter, since a trial of the sample alone misses what no row of it shows: that a flag
+may be off, say.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ from ..evaluation.variations import drawn_like
 from .dimensions import Axes, Bounds, shape_at
 from .padding import Sizes, Value, cut_to, fill, memory_format, widths_of
 
+# Factor between the sample's largest value and padding that is far from all of its values.
 _FAR = 100.0
+# By how much rows that are alike differ.
 _NEARLY = 1e-3
 
 
 class Change(Enum):
-    """How a call's values differ from the sample's. Where a pad value is declared, they never do.
+    """How a call's values differ from the sample's; arguments with a declared pad value never do.
 
     Attributes:
         NONE: not at all.
-        SCALED: floats by factors from 0.5 to 1.5: samples may hold equal rows.
-        NEGATED: floats by -1.
-        SHUFFLED: floats, masks and booleans are drawn from all that the sample holds; of other
-            integers whole slices are, since each column may have ids of its own.
-        MIXED: as shuffled, and floats by factors from -10 to 10: where a sample lies to one side of
-            a bound, others may lie beyond it.
-        FLIPPED: booleans, and zeros and ones in tensors that hold nothing else.
+        SCALED: floats are multiplied by factors from 0.5 to 1.5: samples may hold equal rows.
+        NEGATED: floats are multiplied by -1.
+        SHUFFLED: floats, masks and booleans are drawn from all values of the sample; of other
+            integers whole slices are drawn, since each column may have its own ids.
+        MIXED: as shuffled, and floats are multiplied by factors from -10 to 10: a sample may lie on
+            one side of a threshold, and other calls beyond it.
+        FLIPPED: booleans are negated, and so are zeros and ones in tensors that hold nothing else.
     """
 
     NONE = "none"
@@ -49,18 +51,18 @@ class Change(Enum):
 
 @dataclass
 class CallSampler:
-    """A function and a sample of one kind of call.
+    """A function and a sample of the calls of one family.
 
     Attributes:
-        fn: the function, and `module`, what holds its parameters.
-        module: the same object for a module.
+        fn: the function.
+        module: what holds its parameters; for a module the same object.
         spec: tree of the call's arguments.
-        sample: its leaves.
-        axes: their dynamic dimensions.
+        sample: leaves of the sample's arguments.
+        axes: the dynamic dimensions of each leaf.
         names: of the dimensions.
         bounds: of their sizes.
-        fills: what each leaf is filled up with.
-        declared: whether the caller said so.
+        pad_values: what each leaf is padded with.
+        declared: whether the caller declared the pad value of each leaf.
     """
 
     fn: Callable[..., Any]
@@ -70,20 +72,20 @@ class CallSampler:
     axes: list[Axes]
     names: tuple[str, ...]
     bounds: Mapping[str, Bounds]
-    fills: list[Value]
+    pad_values: list[Value]
     declared: list[bool]
 
     @property
     def device(self) -> torch.device:
-        """Where it runs."""
+        """Where the function runs."""
         tensors = [leaf for leaf in self.sample if isinstance(leaf, torch.Tensor)]
         return next((tensor.device for tensor in tensors), torch.device("cpu"))
 
     def at(self, sizes: Sizes) -> list[Any]:
-        """The sample with other sizes: a part of it, or more of its kind, no two rows alike.
+        """The sample at other sizes: a part of it, or extended so that no two rows are alike.
 
         Args:
-            sizes: named ones.
+            sizes: the named sizes.
         """
         named = dict(zip(self.names, sizes, strict=True))
         made: dict[int, Any] = {}
@@ -106,7 +108,7 @@ class CallSampler:
         return [made.get(id(leaf), leaf) for leaf in self.sample]
 
     def changes(self) -> list[Change]:
-        """What may be changed about calls, in turn: the first ones tell most."""
+        """The changes of values to try, in order: the first ones tell most."""
         samples = [self.sample[index] for index in self._free()]
         found = [Change.NONE]
         if any(_is_real(sample) and not _is_mask(sample) for sample in samples):
@@ -114,19 +116,19 @@ class CallSampler:
         if any(s.dtype is torch.bool or _is_mask(s) or _is_zero(s) for s in samples):
             found.append(Change.FLIPPED)
         found += [Change.MIXED, Change.SHUFFLED, Change.SCALED]
-        # Not a multiple of the fillings, so that each meets each.
+        # Their number is no multiple of the 3 variants of padding, so that each meets each.
         return found if len(found) % 3 else [*found, Change.SHUFFLED]
 
     def changed(self, sizes: Sizes, how: Change, generator: torch.Generator) -> list[Any]:
         """A call of some sizes with other values than the sample's.
 
         Args:
-            sizes: named ones.
-            how: in which way they differ.
+            sizes: the named sizes.
+            how: in which way the values differ.
             generator: of random values; on the CPU.
         """
         leaves = self.at(sizes)
-        for index, leaf in self._apart(leaves):
+        for index, leaf in self._varying(leaves):
             leaf.copy_(_changed(leaf, self.sample[index], self.axes[index], how, generator))
         return leaves
 
@@ -138,22 +140,22 @@ class CallSampler:
         names: Collection[str],
         row: int,
     ) -> list[Any]:
-        """The same with all rows of some dimensions alike.
+        """As `changed`, with all rows of some dimensions alike.
 
-        Where an output is about whether any row has something, or all, rows that differ seldom
-        tell. Floats differ a little, since the order of equal ones may be another with padding.
+        If an output tells whether any or all rows have some property, rows that differ rarely show
+        it. Floats still differ a little, since padding may change the order of equal ones.
 
         Args:
-            sizes: named ones.
+            sizes: the named sizes.
             how: in which way the values differ from the sample's.
             generator: of random values; on the CPU.
             names: of the dimensions.
-            row: which one of the sample is repeated, counted round and round.
+            row: which row of the sample is repeated, modulo their number.
         """
         leaves = self.at(sizes)
         named = dict(zip(self.names, sizes, strict=True))
-        rows = self.at(tuple(self._own(name) if name in names else named[name] for name in named))
-        for index, leaf in self._apart(leaves):
+        rows = self.at(tuple(self._sample_size(n) if n in names else named[n] for n in named))
+        for index, leaf in self._varying(leaves):
             own = self.axes[index]
             made = _changed(rows[index], self.sample[index], own, how, generator)
             for axis, size in own.items():
@@ -170,7 +172,7 @@ class CallSampler:
             leaf.copy_(made)
         return leaves
 
-    def _own(self, name: str) -> int:
+    def _sample_size(self, name: str) -> int:
         """A dimension's size in the sample."""
         for leaf, own in zip(self.sample, self.axes, strict=True):
             for axis, size in own.items():
@@ -179,8 +181,8 @@ class CallSampler:
                     return n
         return 1
 
-    def _apart(self, leaves: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
-        """The leaves whose values may be others, each object once, with their places."""
+    def _varying(self, leaves: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
+        """The leaves whose values may be changed, each tensor once, with their indices."""
         done = set()
         for index in self._free():
             leaf = leaves[index]
@@ -189,7 +191,7 @@ class CallSampler:
                 yield index, leaf
 
     def _free(self) -> list[int]:
-        """Arguments with named sizes of which nothing is declared."""
+        """Indices of leaves with dynamic dimensions and without a declared pad value."""
         return [
             index
             for index, (own, said) in enumerate(zip(self.axes, self.declared, strict=True))
@@ -197,15 +199,15 @@ class CallSampler:
         ]
 
     def padded(
-        self, leaves: Sequence[Any], bucket: Sizes, filling: int, generator: torch.Generator
+        self, leaves: Sequence[Any], bucket: Sizes, variant: int, generator: torch.Generator
     ) -> list[Any]:
-        """A call's leaves filled up to a bucket.
+        """A call's leaves, padded to a bucket.
 
         Args:
             leaves: of the call.
-            bucket: named sizes.
-            filling: 0 for what calls will be filled with; 1 and 2 for other values of the kind that
-                the tensor holds, where the caller declared none.
+            bucket: its named sizes.
+            variant: 0 for the values that calls will be padded with; 1 and 2 for other values like
+                those of the tensor, unless the caller declared the pad value.
             generator: of the other values; on the CPU.
         """
         named = dict(zip(self.names, bucket, strict=True))
@@ -216,15 +218,15 @@ class CallSampler:
             shape = shape_at(leaf.shape, own, named)
             if shape == tuple(leaf.shape):
                 continue
-            full = fill(leaf, widths_of(leaf.shape, shape), self.fills[index])
-            if filling and not self.declared[index] and full.numel():
-                full = _other(full, self.sample[index], own, filling, generator)
+            full = fill(leaf, widths_of(leaf.shape, shape), self.pad_values[index])
+            if variant and not self.declared[index] and full.numel():
+                full = _pad_variant(full, self.sample[index], own, variant, generator)
                 cut_to(full, leaf.shape).copy_(leaf)
             made[id(leaf)] = full
         return [made.get(id(leaf), leaf) for leaf in leaves]
 
     def chunks(self, leaves: Sequence[Any], name: str, parts: Sequence[int]) -> Iterator[list[Any]]:
-        """A call's leaves in parts along one dimension, as views."""
+        """A call's leaves in chunks along one dimension, as views."""
         begin = 0
         for n in parts:
             yield [
@@ -234,7 +236,7 @@ class CallSampler:
             begin += n
 
     def arguments(self, sizes: Sizes) -> tuple[Args, Kwargs]:
-        """Arguments of some sizes, made of the sample's values."""
+        """The sample's arguments at some sizes."""
         return unflatten(self.at(sizes), self.spec)
 
     def result(self, leaves: Sequence[Any]) -> Any:
@@ -243,12 +245,12 @@ class CallSampler:
         return self.fn(*args, **kwargs)
 
     def call(self, name: str, leaves: Sequence[Any]) -> Call:
-        """Leaves as a call."""
+        """A call with these leaves."""
         return Call(name, *unflatten(list(leaves), self.spec))
 
 
 def _extended(tensor: torch.Tensor, axis: int, n: int, axes: Axes) -> torch.Tensor:
-    """A tensor with more elements along one axis: its own, varied so that no part is repeated."""
+    """Extend a tensor along one axis by its own elements, varied so that no part is repeated."""
     own = tensor.shape[axis]
     places = torch.arange(n, device=tensor.device) % own
     more = tensor.index_select(axis, places)
@@ -259,24 +261,24 @@ def _extended(tensor: torch.Tensor, axis: int, n: int, axes: Axes) -> torch.Tens
         factors = 0.5 + torch.rand(more.shape, generator=generator, device="cpu")
         factors.narrow(axis, 0, own).fill_(1)
         return more * factors.to(more.device, more.dtype)
-    # Along another dimension that varies, if there is one: what lies beside it may be a table's
-    # columns, each with values of its own.
+    # Rolled along another dynamic dimension, if there is one: others may be columns of a table,
+    # each with its own values.
     among = [a for a in axes if a != axis] or [a for a in range(tensor.dim()) if a != axis]
     other = next((a for a in among if tensor.shape[a] > 1), None)
     if other is None:
         return more
-    # Ids stay ids: each repetition is turned by one place more.
+    # Ids stay ids: each repetition is rolled by one place more.
     parts = [part.roll(turn, other) for turn, part in enumerate(more.split(own, axis))]
     return torch.cat(parts, axis)
 
 
 def _is_mask(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds zeros and ones alone, and not zeros alone."""
+    """Whether a tensor holds only zeros and ones, and at least one 1."""
     return bool(((tensor == 0) | (tensor == 1)).all()) and bool((tensor == 1).any())
 
 
 def _is_zero(tensor: torch.Tensor) -> bool:
-    """Whether a tensor holds integers that are all 0, as flags may that nobody has set."""
+    """Whether a tensor holds integers that are all 0: flags that nobody set, maybe."""
     return not _is_real(tensor) and not bool(tensor.any())
 
 
@@ -285,7 +287,7 @@ def _is_real(tensor: torch.Tensor) -> bool:
 
 
 def varied(leaf: torch.Tensor) -> torch.Tensor:
-    """A sample with other values where it has but one: dummies prove nothing."""
+    """Random values in place of a sample whose values are all equal: dummies prove nothing."""
     if not leaf.is_floating_point() or leaf.numel() < 2 or _is_mask(leaf):
         return leaf
     if bool((leaf == leaf.reshape(-1)[0]).all()):
@@ -302,7 +304,7 @@ def _changed(
     how: Change,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """A call's tensor with other values of the kind that the sample holds."""
+    """A call's tensor with changed values that are still like the sample's."""
     real, mask = _is_real(leaf), sample.dtype is torch.bool or _is_mask(sample)
     if how is Change.FLIPPED:
         mask = mask or _is_zero(sample)
@@ -324,7 +326,7 @@ def _changed(
 def _slices(
     sample: torch.Tensor, shape: Sequence[int], axes: Axes, generator: torch.Generator
 ) -> torch.Tensor:
-    """Slices of a sample in random order, whole ones: what belongs together stays together."""
+    """Whole slices of a sample in random order, so that what belongs together stays together."""
     made = sample
     for axis in axes:
         own = sample.shape[axis]
@@ -332,37 +334,38 @@ def _slices(
         made = made.index_select(axis, places.to(sample.device))
     other = next((a for a in range(sample.dim()) if a not in axes and sample.shape[a] > 1), None)
     if other is not None and all(sample.shape[axis] == 1 for axis in axes):
-        # There is but one: it is turned, as for more rows than the sample has.
+        # There is only one slice: it is rolled, as in `_extended`.
         turn = torch.randint(0, sample.shape[other], (), generator=generator, device="cpu")
         made = made.roll(int(turn), other)
     return made
 
 
-def _other(
+def _pad_variant(
     like: torch.Tensor,
     sample: torch.Tensor,
     axes: Axes,
-    filling: int,
+    variant: int,
     generator: torch.Generator,
 ) -> torch.Tensor:
-    """Values of the kind that a sample holds, in another tensor's shape and layout."""
+    """Values like those of a sample, in another tensor's shape and layout."""
     values = sample.reshape(-1)
     if _is_real(sample):
-        # Like the sample's, and far from these on both sides, all finite.
-        if filling == 1:
+        # Variant 1 is like the sample, variant 2 far from it on both sides; all are finite.
+        if variant == 1:
             made = drawn_like(like, generator)
         else:
             signs = 1 - 2 * torch.rand(like.shape, generator=generator, device="cpu").round()
             made = (_far(values) * signs.double()).to(like.device, like.dtype)
-    elif filling == 1 or sample.dtype is torch.bool:
+    elif variant == 1 or sample.dtype is torch.bool:
         made = _slices(sample, like.shape, axes, generator)
-        made = ~made if sample.dtype is torch.bool and filling == 2 else made
+        made = ~made if sample.dtype is torch.bool and variant == 2 else made
     else:
         made = torch.full_like(like, int(values.max()))
     return torch.empty_like(like).copy_(made)
 
 
 def _far(values: torch.Tensor) -> float:
+    """A finite magnitude far above all of some values."""
     real = torch.view_as_real(values) if values.is_complex() else values
     finite = real[torch.isfinite(real)].abs()
     largest = float(finite.double().max()) if finite.numel() else 0.0

@@ -1,4 +1,4 @@
-"""Which bucket answers a call."""
+"""BucketSelector: finds the bucket for a call, and how the call is padded or split."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ from .dynamic_signature import DynamicSignature
 from .family import ShapeFamily
 from .padding import PaddingPlan, Sizes
 
+# About how many sizes of each dimension are tried for a bucket.
 _SERVED_A_DIMENSION = 12
-_MAX_KINDS = 64
+_MAX_FAMILIES = 64
 
 
 @dataclass(frozen=True)
@@ -26,31 +27,31 @@ class Answer:
     """How a call is answered.
 
     Attributes:
-        plan: how it is filled up; None where it is a bucket's size as it is.
+        plan: how the call is padded; None if it has a bucket's own sizes.
         reason: why no bucket answers it, or None.
-        kind: what kind of reason that is.
-        above: the dimension in which it is above the largest bucket, if it is one alone.
+        category: of the reason, as statistics count it.
+        above: the dimension in which it is above the largest bucket, if it is only one.
     """
 
     plan: PaddingPlan | None = None
     reason: str | None = None
-    kind: str = ""
+    category: str = ""
     above: str | None = None
 
 
 class BucketSelector:
-    """The buckets of one function, and its kinds of calls.
+    """Finds the bucket for each call of one function.
 
     Args:
         fn: the function or module.
         buckets: sizes to capture.
         dynamic_shapes: as for `graph()`.
-        pad: likewise.
-        split: likewise.
+        pad: as for `graph()`.
+        split: as for `graph()`.
         pool: the memory that the graphs live in.
 
     Raises:
-        OptionError: an option makes no sense.
+        OptionError: an option is invalid.
     """
 
     def __init__(
@@ -74,58 +75,58 @@ class BucketSelector:
         self._fn = fn
         self._pool = pool
 
-    def kind(
+    def family(
         self,
-        kinds: list[ShapeFamily],
+        families: list[ShapeFamily],
         signature: CallSignature,
         args: Args,
         kwargs: Kwargs,
         grad: bool | None,
     ) -> tuple[ShapeFamily | None, Sizes]:
-        """The kind of a call, found among those of a state or added to them, and its sizes.
+        """The family of a call, found among known ones or added to them, and the call's sizes.
 
-        There is no kind of calls whose tensors lie in memory in another order than a bucket's.
+        Calls whose tensors have another order of dimensions in memory than a bucket's have none.
 
         Raises:
             SignatureError: the call does not have the dimensions.
         """
         leaves, _ = flatten(args, kwargs)
-        for kind in kinds:
-            if kind.grad is grad:
-                sizes = kind.form.sizes(signature, leaves)
+        for family in families:
+            if family.grad is grad:
+                sizes = family.signature.sizes(signature, leaves)
                 if sizes is not None:
-                    return kind, sizes
-        form = DynamicSignature(self.dimensions, signature, args, kwargs)
-        if not form.in_order(leaves):
-            return None, form.own
-        kind = ShapeFamily(self._fn, form, args, kwargs, pool=self._pool, grad=grad)
-        if len(kinds) >= _MAX_KINDS:
-            del kinds[0]
-        kinds.append(kind)
-        return kind, form.own
+                    return family, sizes
+        dynamic_signature = DynamicSignature(self.dimensions, signature, args, kwargs)
+        if not dynamic_signature.in_order(leaves):
+            return None, dynamic_signature.own
+        family = ShapeFamily(self._fn, dynamic_signature, args, kwargs, pool=self._pool, grad=grad)
+        if len(families) >= _MAX_FAMILIES:
+            del families[0]
+        families.append(family)
+        return family, dynamic_signature.own
 
-    def answer(self, kind: ShapeFamily, sizes: Sizes) -> Answer:
-        """How a call of a kind is answered; proofs that this needs are made."""
+    def answer(self, family: ShapeFamily, sizes: Sizes) -> Answer:
+        """How a call of a family is answered; makes the proofs that this needs."""
         bounds = self.dimensions.bounds
         for name, n in zip(self.dimensions.names, sizes, strict=True):
             if not bounds[name].hold(n):
                 reason = f"{name}={n} is outside of the bounds that dynamic_shapes declares"
-                return Answer(reason=reason, kind="outside the declared bounds")
+                return Answer(reason=reason, category="outside the declared bounds")
         if sizes in self.buckets.points:
             return Answer()
         exact: set[str] = set()
-        told: str | None = None
+        refusal: str | None = None
         while (bucket := next(self.buckets.holding(sizes, exact), None)) is not None:
-            found = kind.plan(sizes, bucket)
+            found = family.plan(sizes, bucket)
             if isinstance(found, PaddingPlan):
                 return Answer(found)
-            told = told or found
-            culprits = kind.culprits(sizes, bucket)
+            refusal = refusal or found
+            culprits = family.culprits(sizes, bucket)
             if culprits <= exact:
                 break
             exact |= culprits
-        if told is not None:
-            return Answer(reason=told, kind=PADDING)
+        if refusal is not None:
+            return Answer(reason=refusal, category=PADDING)
         largest = self.buckets.largest
         above = [
             name for name, n in zip(self.dimensions.names, sizes, strict=True) if n > largest[name]
@@ -134,28 +135,28 @@ class BucketSelector:
         reason = f"{what} above the largest bucket ({self.words(sizes)})"
         return Answer(
             reason=reason,
-            kind="above the largest bucket",
+            category="above the largest bucket",
             above=above[0] if len(above) == 1 else None,
         )
 
     def chunks(
-        self, kind: ShapeFamily, sizes: Sizes, name: str
+        self, family: ShapeFamily, sizes: Sizes, name: str
     ) -> tuple[list[int], list[int | None]] | str:
-        """Sizes of the chunks along one dimension, and how outputs are joined; or why not."""
+        """Sizes of a call's chunks along one dimension, and how results are joined; or why not."""
         place = self.dimensions.names.index(name)
         chunk = self.buckets.largest[name]
         whole, rest = divmod(sizes[place], chunk)
         parts = [chunk] * whole + [rest] * (rest > 0)
-        joints = kind.rows_apart(name, parts, sizes)
+        joints = family.chunk_joints(name, parts, sizes)
         return joints if isinstance(joints, str) else (parts, joints)
 
     def served(self, bucket: Sizes) -> Iterator[Sizes]:
-        """Sizes of calls that a bucket answers, itself excepted; where they are many, some."""
+        """Sizes of calls that are padded to a bucket; a selection if there are many."""
         axes = []
         for place, (name, full) in enumerate(zip(self.dimensions.names, bucket, strict=True)):
             low = self.dimensions.bounds[name].low
             below = {point[place] for point in self.buckets.points if point[place] < full}
-            # Right above each bucket that is smaller, in between, and at the ends.
+            # Just above each smaller bucket, in between, and at both ends.
             step = max(1, (full - low) // _SERVED_A_DIMENSION)
             chosen = {low, full, *range(low, full, step), *(n + 1 for n in below), full - 1}
             axes.append(sorted(n for n in chosen if low <= n <= full))
@@ -164,7 +165,7 @@ class BucketSelector:
                 yield sizes
 
     def between(self, most: int) -> Iterator[Sizes]:
-        """Sizes that buckets may answer, their own excepted: all, or those `served` if too many."""
+        """Sizes that are padded to a bucket: all of them, or those of `served` if too many."""
         ranges = [
             range(self.dimensions.bounds[name].low, self.buckets.largest[name] + 1)
             for name in self.dimensions.names
@@ -176,6 +177,6 @@ class BucketSelector:
             yield from (sizes for sizes in itertools.product(*ranges) if sizes not in points)
 
     def words(self, sizes: Sequence[int]) -> str:
-        """Sizes with their names."""
+        """Sizes with their names, as text."""
         pairs = zip(self.dimensions.names, sizes, strict=True)
         return ", ".join(f"{name}={n}" for name, n in pairs)

@@ -1,6 +1,7 @@
-"""The shapes of a function's outputs in its buckets: traced where that works, else fitted.
+"""ShapeInference: derives the shapes of a function's outputs, by tracing or by fitting.
 
-Shapes of outputs by polynomials that fit what a function returned for several sizes.
+The function is traced with symbolic sizes if that works. Otherwise `fit` finds polynomials for the
+shapes that it returned for several sizes.
 """
 
 from __future__ import annotations
@@ -20,23 +21,25 @@ from .padding import Sizes
 from .sampler import CallSampler
 from .symbolic import derive
 
+# The largest size seen for a fit, above a dimension's lowest, beside the bucket's own.
 _FITTED_BELOW = 6
-_MAX_WAYS = 4
+# How many other paths through the function are traced, and at how many sizes one is looked for.
+_MAX_PATHS = 4
 _MAX_FOLLOWED_FROM = 256
 
 
 class ShapeInference:
-    """The shapes of one subject's outputs, on each way that was traced through the function."""
+    """Shapes of a function's outputs, for each path that was traced through it."""
 
-    def __init__(self, subject: CallSampler) -> None:
-        self._subject = subject
+    def __init__(self, sampler: CallSampler) -> None:
+        self._sampler = sampler
         self._known: list[OutputShapes] = []
 
     def at(self, bucket: Sizes) -> OutputShapes | str:
-        """The shapes on the way that a bucket takes, or why there is no rule for them.
+        """The shapes on the path that a bucket takes, or why there is no rule for them.
 
         Raises:
-            CaptureError: the function fails in that bucket, or keeps what it should not.
+            CaptureError: the function fails in that bucket, or keeps a tensor without values.
         """
         for shapes in self._known:
             if shapes.holds(bucket):
@@ -45,11 +48,11 @@ class ShapeInference:
             shapes = self._traced(bucket)
         except Underivable as symbolic:
             try:
-                # At one exact size it may go its own way: then the way beside it tells more.
+                # It may take another path at exactly this size: a size below tells more then.
                 shapes = self._traced(tuple(n - 1 if n > 2 else n for n in bucket))
             except Underivable:
                 try:
-                    shapes = fit(self._subject.names, self._seen(bucket), bucket)
+                    shapes = fit(self._sampler.names, self._observed_outputs(bucket), bucket)
                 except Underivable as fitted:
                     return f"the shapes of its outputs follow no rule: {symbolic}; {fitted}"
         self._known.append(shapes)
@@ -58,10 +61,10 @@ class ShapeInference:
         return shapes
 
     def _traced(self, sizes: Sizes) -> OutputShapes:
-        """Shapes derived on the way that some sizes take."""
-        # Caches that the function keeps anywhere fill with real values first.
-        real = pytree.tree_leaves(self._subject.result(self._subject.at(sizes)))
-        found = derive(self._subject, sizes)
+        """Shapes derived on the path that some sizes take."""
+        # Run it first, so that caches that the function keeps hold real values.
+        real = pytree.tree_leaves(self._sampler.result(self._sampler.at(sizes)))
+        found = derive(self._sampler, sizes)
         for leaf, rule in zip(real, found.of(sizes), strict=True):
             if not isinstance(leaf, torch.Tensor) or not isinstance(rule, tuple):
                 continue
@@ -70,7 +73,7 @@ class ShapeInference:
         return found
 
     def _tell_ways_apart(self, shapes: OutputShapes, bucket: Sizes) -> None:
-        """Follow the other ways below a bucket too: each may branch on sizes further on."""
+        """Trace the other paths of sizes below a bucket too: each may branch on further sizes."""
         places = [
             (*bucket[:index], n, *bucket[index + 1 :])
             for index, full in enumerate(bucket)
@@ -78,7 +81,7 @@ class ShapeInference:
         ]
         guards = set(shapes.guards)
         followed = {shapes.way(bucket)}
-        for _ in range(_MAX_WAYS):
+        for _ in range(_MAX_PATHS):
             other = next((sizes for sizes in places if shapes.way(sizes) not in followed), None)
             if other is None:
                 return
@@ -86,25 +89,25 @@ class ShapeInference:
             try:
                 found = self._traced(other)
             except Exception:
-                continue  # Eager refuses these sizes, or symbols do not get through.
+                continue  # Eager refuses these sizes, or they cannot be traced.
             if not set(found.guards) <= guards:
                 guards |= set(found.guards)
                 shapes.tell_apart_by(guards)
                 followed = {shapes.way(bucket), shapes.way(other)}
 
-    def _seen(self, bucket: Sizes) -> dict[Sizes, tuple[list[Any], pytree.TreeSpec]]:
-        """What the function returns for some small sizes, and for the bucket."""
-        subject = self._subject
+    def _observed_outputs(self, bucket: Sizes) -> dict[Sizes, tuple[list[Any], pytree.TreeSpec]]:
+        """The function's outputs for some small sizes, and for the bucket."""
+        sampler = self._sampler
         ranges = []
-        for name, full in zip(subject.names, bucket, strict=True):
-            low = subject.bounds[name].low
+        for name, full in zip(sampler.names, bucket, strict=True):
+            low = sampler.bounds[name].low
             ranges.append([n for n in (low, low + 1, low + 2, low + _FITTED_BELOW) if n <= full])
         found = {}
         error: Exception | None = None
         for sizes in (*itertools.product(*ranges), bucket):
-            leaves = subject.at(sizes)
+            leaves = sampler.at(sizes)
             try:
-                found[sizes] = pytree.tree_flatten(subject.result(leaves))
+                found[sizes] = pytree.tree_flatten(sampler.result(leaves))
             except Exception as raised:
                 error = raised
         if bucket not in found:
@@ -123,8 +126,8 @@ def fit(
 ) -> OutputShapes:
     """Fit expressions to the outputs that several sizes gave.
 
-    A size of an output is taken for a sum of products of named sizes, each at most once. Some of
-    the sizes seen are left out of the fit and have to agree with it.
+    Each size of an output is assumed to be a sum of products of named sizes, each at most once per
+    product. More sizes are seen than the fit needs, and all have to agree with it.
 
     Args:
         names: of the sizes.
@@ -132,7 +135,7 @@ def fit(
         bucket: the largest sizes; those that are 1 stay fixed.
 
     Raises:
-        Underivable: no such expressions, or no contiguous outputs.
+        Underivable: there are no such expressions, or outputs are not dense.
     """
     free = [name if full > 1 else None for name, full in zip(names, bucket, strict=True)]
     trees = [spec for _, spec in seen.values()]
@@ -157,7 +160,7 @@ def fit(
 
 
 def _strides(shape: Sequence[sympy.Expr], outputs: Sequence[torch.Tensor]) -> tuple[Any, ...]:
-    """Strides of dense outputs whose dimensions lie in memory in one order."""
+    """Strides of dense outputs that all have the same order of dimensions in memory."""
     largest = max(outputs, key=torch.Tensor.numel)
     order = sorted(range(len(shape)), key=lambda axis: (-largest.stride()[axis], axis))
     for output in outputs:
@@ -172,7 +175,7 @@ def _strides(shape: Sequence[sympy.Expr], outputs: Sequence[torch.Tensor]) -> tu
 
 
 def _polynomial(names: Sequence[str | None], seen: Mapping[Sizes, int]) -> sympy.Expr:
-    """The polynomial that is of degree one in each size and takes the values that were seen.
+    """The polynomial, of degree one in each size, that takes the values that were seen.
 
     Sizes without a name are left out.
     """

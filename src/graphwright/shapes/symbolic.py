@@ -1,6 +1,6 @@
-"""Shapes of outputs by a run on fake tensors whose sizes are symbols.
+"""Derive shapes of outputs by a run on fake tensors whose sizes are symbols.
 
-That also tells on which comparisons of sizes the function branched.
+The run also shows on which comparisons of sizes the function branched.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .padding import Sizes, memory_format
 from .sampler import CallSampler
 
 
-def derive(subject: CallSampler, sizes: Sizes) -> OutputShapes:
+def derive(sampler: CallSampler, sizes: Sizes) -> OutputShapes:
     """Run a function on fake tensors with symbolic sizes.
 
-    Sizes of 1 stay fixed: whatever holds for 1 alone would be taken for the rule.
+    Sizes of 1 stay fixed, since what holds only for 1 would be taken for a general rule.
 
     Args:
-        subject: the function, which runs once on tensors without memory, and its arguments.
+        sampler: the function, which runs on tensors without memory, and its arguments.
         sizes: the named sizes; guards hold for these.
 
     Raises:
@@ -46,11 +46,11 @@ def derive(subject: CallSampler, sizes: Sizes) -> OutputShapes:
     made = _Made()
     try:
         with made:
-            found = _derive(subject, sizes)
+            found = _derive(sampler, sizes)
     except Underivable:
         # On a GPU some of its kernels cannot be traced with symbols.
         with made, _AttentionByShape():
-            found = _derive(subject, sizes)
+            found = _derive(sampler, sizes)
     if made.kept():
         raise CaptureError(
             "The function keeps a tensor in a place that cannot be put back: a cache of its class "
@@ -60,13 +60,13 @@ def derive(subject: CallSampler, sizes: Sizes) -> OutputShapes:
     return found
 
 
-def _derive(subject: CallSampler, sizes: Sizes) -> OutputShapes:
-    leaves = subject.at(sizes)
+def _derive(sampler: CallSampler, sizes: Sizes) -> OutputShapes:
+    leaves = sampler.at(sizes)
     env = ShapeEnv(duck_shape=False, specialize_zero_one=False)
     mode = FakeTensorMode(shape_env=env, allow_non_fake_inputs=True)
     symbols: dict[Any, sympy.Symbol] = {}
     symbolic: dict[str, Any] = {}
-    for name, symbol, hint in zip(subject.names, symbols_of(subject.names), sizes, strict=True):
+    for name, symbol, hint in zip(sampler.names, symbols_of(sampler.names), sizes, strict=True):
         if hint == 1:
             symbolic[name] = 1
             continue
@@ -76,8 +76,8 @@ def _derive(subject: CallSampler, sizes: Sizes) -> OutputShapes:
         symbolic[name] = env.create_symintnode(own, hint=hint, source=source)
     try:
         with _quiet(), mode, enable_python_dispatcher():
-            fakes = _fakes(mode, leaves, subject.axes, symbolic)
-            outputs, out_spec = pytree.tree_flatten(subject.result(fakes))
+            fakes = _fakes(mode, leaves, sampler.axes, symbolic)
+            outputs, out_spec = pytree.tree_flatten(sampler.result(fakes))
             guards = [guard.expr for guard in env.guards]
             owners = _owners(outputs)
             found = [
@@ -93,14 +93,14 @@ def _derive(subject: CallSampler, sizes: Sizes) -> OutputShapes:
     if any(not e.free_symbols <= set(symbols.values()) for e in _all(known)):
         raise Underivable("a shape depends on values")
     kept = {guard.xreplace(symbols) for guard in guards}
-    fixed = {name: n for name, n in zip(subject.names, sizes, strict=True) if n == 1}
+    fixed = {name: n for name, n in zip(sampler.names, sizes, strict=True) if n == 1}
     ours = set(symbols.values())
     ordered = sorted((g for g in kept if g.free_symbols and g.free_symbols <= ours), key=str)
-    return OutputShapes(subject.names, known, out_spec, ordered, fixed=fixed)
+    return OutputShapes(sampler.names, known, out_spec, ordered, fixed=fixed)
 
 
 class _Made(OperationMode):
-    """Remembers the tensors that are made, to see whether any outlives its run."""
+    """Remembers the tensors that a run makes, to see whether any outlives it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -114,10 +114,10 @@ class _Made(OperationMode):
         return result
 
     def kept(self) -> bool:
-        """Whether any of them lives on."""
+        """Whether any of them is still alive."""
         if not self._any_lives():
             return False
-        gc.collect()  # It takes long, and only what refers to itself needs it.
+        gc.collect()  # Slow, and only needed for reference cycles.
         return self._any_lives()
 
     def _any_lives(self) -> bool:
@@ -125,7 +125,7 @@ class _Made(OperationMode):
 
 
 class _AttentionByShape(TorchFunctionMode):
-    """Takes attention for its shape: that of the queries, as wide as the values."""
+    """Replaces attention by an empty result of its shape: the queries', as wide as the values."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -137,13 +137,13 @@ class _AttentionByShape(TorchFunctionMode):
             *args[:3],
             *(named[name] for name in ("query", "key", "value")[len(args[:3]) :]),
         )
-        # Its kernels lay their result out as the queries are.
+        # Its kernels give the result the memory layout of the queries.
         return torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
 
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """What fails on symbols fails for us alone: nobody wants to read of it."""
+    """Silence PyTorch's log of operations that fail on symbols: we handle these failures."""
     log = logging.getLogger("torch._subclasses.fake_tensor")
     level = log.level
     log.setLevel(logging.CRITICAL)
@@ -156,7 +156,7 @@ def _quiet() -> Iterator[None]:
 def _fakes(
     mode: FakeTensorMode, leaves: Sequence[Any], axes: Sequence[Axes], symbolic: Mapping[str, Any]
 ) -> list[Any]:
-    """A call's leaves as fake tensors; one that stands twice stays one."""
+    """A call's leaves as fake tensors; a tensor that occurs twice becomes one."""
     made: dict[int, Any] = {}
     for leaf, own in zip(leaves, axes, strict=True):
         if id(leaf) in made or not isinstance(leaf, torch.Tensor):
@@ -175,7 +175,7 @@ def _fakes(
 
 
 def _owners(outputs: Sequence[Any]) -> dict[int, int]:
-    """For outputs that are views of another one, which that is: one that fills its memory."""
+    """For each output that is a view of another one: the output that covers their whole storage."""
     first: dict[int, int] = {}
     for index, output in enumerate(outputs):
         if isinstance(output, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What is known about filling buckets up."""
+"""Verdicts: what is known about padding calls to a bucket."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from .outputs import OutputShapes, cuts_of
 from .padding import Cut, Sizes
 
 Names = tuple[str, ...]
-# Which dimensions are filled up, and which way the function takes at the true sizes.
+# Which dimensions are padded, and which branches the function takes at the true sizes.
 Case = tuple[Names, tuple[bool | None, ...]]
 
 
 @dataclass
 class Verdicts:
-    """What is known about filling one bucket up.
+    """What is known about padding calls to one bucket.
 
     Attributes:
         bucket: its sizes.
         shapes: of the outputs there.
-        refused: by case: why it may not be done, or None where it may.
-        cuts: for outputs that might be cut in several ways, those that were right so far.
+        refused: by case, why padding is refused; None if it is allowed.
+        cuts: for outputs that can be sliced in several ways, the ways that were right so far.
         runs: calls that were run to find out.
         seconds: what that took.
     """
@@ -33,26 +33,26 @@ class Verdicts:
     seconds: float = 0.0
 
     def padded(self, sizes: Sizes) -> Names:
-        """Names of the dimensions that are filled up."""
+        """Names of the dimensions that are padded for calls of some sizes."""
         names = self.shapes.names
         return tuple(name for name, n, m in zip(names, sizes, self.bucket, strict=True) if n != m)
 
     def case(self, sizes: Sizes) -> Case:
-        """What decides whether calls of some sizes may be filled up."""
+        """The case that calls of some sizes belong to: all calls of a case share one verdict."""
         return self.padded(sizes), self.shapes.way(sizes)
 
     def know(self, sizes: Sizes) -> bool:
-        """Whether calls of some sizes need no further trial."""
+        """Whether there is a verdict for calls of some sizes."""
         return self.case(sizes) in self.refused
 
     def culprits(self, sizes: Sizes) -> set[str]:
-        """Dimensions that may not be filled up by themselves; if there are none, all that are."""
+        """Dimensions that may not be padded even alone; if there are none, all padded ones."""
         names = self.padded(sizes)
         found = {name for name in names if self._alone(sizes, name) is not None}
         return found or set(names)
 
     def part_refused(self, sizes: Sizes) -> str | None:
-        """Why one of several dimensions may not be filled up by itself."""
+        """Why one of several padded dimensions may not be padded even alone, or None."""
         names = self.padded(sizes)
         if len(names) < 2:
             return None
@@ -65,13 +65,13 @@ class Verdicts:
         return self.refused.get(((name,), self.shapes.way(alone)))
 
     def chosen(self, sizes: Sizes) -> list[Cut]:
-        """How outputs are cut: the first of the ways that were right wherever it was tried."""
-        ways = cuts_of(self.shapes, sizes, self.bucket)
+        """How outputs are sliced: for each the first way that was right in all trials."""
+        options = cuts_of(self.shapes, sizes, self.bucket)
         return [
-            way[self.cuts[index][0]] if len(way) > 1 and index in self.cuts else way[0]
-            for index, way in enumerate(ways)
+            cuts[self.cuts[index][0]] if len(cuts) > 1 and index in self.cuts else cuts[0]
+            for index, cuts in enumerate(options)
         ]
 
 
 class Impossible(str):
-    """Why some calls are not filled up that eager refuses too: nobody misses them."""
+    """Why calls are not padded that eager refuses too, so that nothing is lost."""

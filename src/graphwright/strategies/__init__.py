@@ -1,6 +1,6 @@
-"""The candidates of tune(): a file for each compiler, rewrite and runner.
+"""The candidates of tune(): a file for each compiler, and one each for rewrites and runners.
 
-Which of them wins is tuning's to say. Begin with base, which says what a strategy is, then
+Choosing among them belongs to tuning. Begin with base, which says what a strategy is, then
 registry, which lists them.
 """
 

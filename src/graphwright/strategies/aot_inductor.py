@@ -1,7 +1,7 @@
-"""AOTInductor: torch.export, then Inductor's kernels as a library that no Python has to find again.
+"""AOTInductor: torch.export, then Inductor's kernels as a library.
 
-What it makes is a package (.pt2) of machine code and weights: it is loaded in another process in
-the time that reading it takes, without the model and without compiling.
+It builds a package (.pt2) of machine code and weights. Another process loads it as fast as it can
+be read, without the model and without compiling.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ AVAILABLE = Availability(True)
 
 @dataclass(frozen=True)
 class Kept:
-    """Tensors of what was built, by name, to be kept beside what is written.
+    """Tensors of what was built, by name, to be saved in addition to its files.
 
     `seen` names those that a caller may get as a result, and write to.
     """
@@ -48,14 +48,18 @@ class Kept:
 
 @dataclass
 class Built:
-    """A callable that a strategy made of a model, to be called as the model is.
+    """A callable that a strategy built from a model, to be called like the model.
 
-    `holds_weights` says that it keeps values of its own (copied, folded or frozen), so that later
-    in-place changes of the model's parameters would go unseen. `launch` is a quicker way to call
-    it with its tensors in a row, if there is one. `plain` says that it runs the model's own Python
-    and operations, which can be seen one by one. `save` writes what it was made of into a folder,
-    for the compiler's `load`, and returns tensors that are kept beside, each once for all buckets.
-    `ranged` says that it answers a whole range of sizes.
+    Attributes:
+        call: the callable.
+        notes: what a reader of the report should know about it.
+        holds_weights: whether it keeps weights of its own (copied, folded or frozen), so that later
+            in-place changes of the model's parameters have no effect on it.
+        launch: a faster way to call it with a list of its tensors, if there is one.
+        plain: whether it runs the model's own Python and operations, which modes can see.
+        save: writes files for the compiler's `load` to a folder, and returns tensors to save with
+            them, which buckets share.
+        ranged: whether it answers a whole range of sizes.
     """
 
     call: Callable[..., Any]
@@ -68,7 +72,7 @@ class Built:
 
 
 class Compiler(Protocol):
-    """Makes a callable of a model. One strategy is one compiler with one set of options."""
+    """Builds a callable from a model. One strategy is one compiler with one set of options."""
 
     @property
     def name(self) -> str:
@@ -76,23 +80,26 @@ class Compiler(Protocol):
 
     @property
     def complexity(self) -> int:
-        """Rank among compilers: within the noise the lower one is chosen."""
+        """Rank among compilers: of equally fast candidates the lowest is chosen."""
 
     def probe(self, device: torch.device) -> Availability:
-        """Run a tiny model the way this strategy would, and say whether that worked."""
+        """Run a tiny model as this strategy would, and say whether that works."""
 
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
-        """Make a callable for these sample inputs; raise anything at all if that fails."""
+        """Build a callable for these sample inputs; may raise any exception."""
 
 
 @runtime_checkable
 class Loader(Protocol):
     """A compiler whose results can be saved and loaded without the model.
 
-    `holds_code` says that what is loaded may execute whatever was put there; `bound_to` names what
-    of the environment has to be the same, or else it is built again; with `portable` it is tried
-    nevertheless where it cannot be. Files that it can do without, and whose names are in `code`
-    where a loader has that, are code: they are left out of what is not trusted.
+    A loader may have an attribute `code`: names of files that are code and that it can do without.
+    They are removed from an artifact that is not trusted.
+
+    Attributes:
+        holds_code: whether loading may execute code from the files.
+        bound_to: names of the environment's facts that must be unchanged; else it is built again.
+        portable: whether to try it in another environment if it cannot be built again.
     """
 
     holds_code: bool
@@ -102,18 +109,18 @@ class Loader(Protocol):
     def load(
         self, folder: Path, tensors: Mapping[str, torch.Tensor], args: Args, kwargs: Kwargs
     ) -> Built:
-        """The callable that was built for these arguments, from what its `save` has kept."""
+        """The callable that was built for these arguments, from the files of its `save`."""
 
 
-# From the compiled model to what is called as the original is.
+# Wraps a compiled model so that it can be called like the original.
 Finish = Callable[[Callable[..., Any]], Callable[..., Any]]
 
 
 @dataclass
 class Rewritten:
-    """What a rewrite made: a model, the sample inputs as it wants them, and what comes after.
+    """What a rewrite made: a model, sample inputs for it, and the wrapper around it.
 
-    `finish` takes the compiled model and gives a callable that is called as the original is.
+    `finish` wraps the compiled model so that it can be called like the original.
     """
 
     model: nn.Module
@@ -127,9 +134,9 @@ class Rewritten:
 class Rewrite:
     """A change of the model before it is compiled.
 
-    `lossy_ulp` is the unit in the last place of a reduced precision, which the caller has to
-    allow by the rewrite's name; None for a change that keeps the numbers. `finish` gives what comes
-    after a compiled model that was saved, from the leaves of eager's results.
+    `lossy_ulp` is the unit in the last place of a reduced precision, which the caller must allow by
+    the rewrite's name; None for a change that keeps the numbers. `finish` makes the wrapper for a
+    compiled model that was saved, from the leaves of eager's results.
     """
 
     name: str
@@ -142,7 +149,7 @@ class Rewrite:
 
 @dataclass(frozen=True)
 class Runner:
-    """A way to call what a compiler made."""
+    """A way to call what a compiler built."""
 
     name: str
     complexity: int
@@ -183,14 +190,14 @@ class Candidate:
 
     @property
     def lossy_ulp(self) -> float | None:
-        """Unit in the last place of the precision that this candidate is allowed to lose to."""
+        """Unit in the last place of the reduced precision; None for full precision."""
         return None if self.rewrite is None else self.rewrite.lossy_ulp
 
     def availability(self, device: torch.device, *, late: bool = False) -> Availability:
-        """Available if all its parts are; else the first part's reason.
+        """Available if all its parts are; else the reason of the first part that is not.
 
-        Parts whose probe compiles are asked only where `late`, after a build has failed: they may
-        say by `probes_late(device)` that a build tells as much.
+        A part whose `probes_late(device)` is true is probed only if `late`, after a build has
+        failed: its probe compiles, and takes as long as a build.
         """
         for part in (self.rewrite, self.compiler, self.runner):
             if part is not None:
@@ -203,13 +210,13 @@ class Candidate:
         return AVAILABLE
 
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
-        """Rewrite, compile, wrap; the one seam at which foreign errors are translated.
+        """Rewrite, compile and wrap; the one place where foreign errors are translated.
 
         Raises:
             StrategyFailed: whatever went wrong, with the original error as its cause.
         """
         with warnings.catch_warnings(record=True) as caught:
-            # What compilers warn of becomes notes: it is about them, not about the user's call.
+            # Warnings of compilers become notes, since they are not about the user's call.
             warnings.simplefilter("always")
             built = self._build(model, args, kwargs)
         built.notes += _notes(caught)
@@ -222,7 +229,7 @@ class Candidate:
         return built
 
     def ranged(self, dynamic_shapes: Any) -> Candidate | None:
-        """The same candidate for all sizes of some dimensions at once; None where it has one size.
+        """The same candidate for all sizes of some dimensions at once; None if it cannot do that.
 
         `dynamic_shapes` is torch.export's.
         """
@@ -234,7 +241,7 @@ class Candidate:
 
     @property
     def loader(self) -> Loader | None:
-        """What makes it again from what was saved of it, without the model; None if nothing."""
+        """What loads it from a file without the model; None if nothing can."""
         return self.compiler if isinstance(self.compiler, Loader) else None
 
     def load(
@@ -245,13 +252,13 @@ class Candidate:
         kwargs: Kwargs,
         results: Sequence[Any],
     ) -> Built:
-        """What `Built.save` has kept, as it was built.
+        """Load what `Built.save` has saved.
 
         Args:
-            folder: that was written to.
-            tensors: that it returned, on the device of the call.
-            args: of the call that it was built for.
-            kwargs: likewise.
+            folder: the folder with its files.
+            tensors: those that `save` returned, on the device of the call.
+            args: arguments of the call that it was built for.
+            kwargs: keyword arguments of that call.
             results: the leaves of eager's results.
 
         Raises:
@@ -260,7 +267,7 @@ class Candidate:
         try:
             assert self.loader is not None
             built = self.loader.load(folder, tensors, args, kwargs)
-            built.holds_weights = True  # Whatever the strategy: they are the file's.
+            built.holds_weights = True  # They are those of the file.
             if self.rewrite is not None:
                 built.call = self.rewrite.finish(results)(without_grad(built.call))
             if self.runner is not None:
@@ -298,7 +305,7 @@ class Candidate:
 
 
 def _notes(caught: list[warnings.WarningMessage]) -> list[str]:
-    """The first lines of some warnings, each once, without those that only say what is old."""
+    """The first lines of some warnings, each once, without deprecations."""
     lines = [
         str(warning.message).strip().splitlines()[0]
         for warning in caught
@@ -312,7 +319,7 @@ _probed: dict[tuple[int, str], tuple[object, Availability]] = {}
 
 
 def probe(part: Rewrite | Compiler | Runner, device: torch.device) -> Availability:
-    """A part's availability on a kind of device, found once in a process."""
+    """A part's availability on a type of device; probed once per process."""
     key = (id(part), device.type)
     if key not in _probed:
         try:
@@ -321,7 +328,7 @@ def probe(part: Rewrite | Compiler | Runner, device: torch.device) -> Availabili
                 found = part.probe(device)
         except Exception as error:
             found = Availability(False, f"its trial run failed: {first_line(error)}")
-        # The part is kept beside its answer, so that its id cannot be given to another object.
+        # The part is stored too, so that no other object can get its id.
         _probed[key] = (part, found)
     return _probed[key][1]
 

@@ -1,4 +1,4 @@
-"""The model as it is: as the user calls it, under no_grad, under inference_mode."""
+"""The model itself: as the user calls it, under no_grad, and under inference_mode."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What strategies that hand a model to another runtime share: eager's results, to be matched."""
+"""Eager's results, which strategies that use another runtime have to match."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _as(tensor: torch.Tensor, expected: Result) -> torch.Tensor:
     tensor = tensor.to(device=expected.device, dtype=expected.dtype)
     if tensor.stride() == expected.stride:
         return tensor
-    # What eager has expanded lies in memory once.
+    # An expanded result of eager's is stored once.
     once = tensor[tuple(slice(1 if stride == 0 else None) for stride in expected.stride)]
     laid = torch.empty_strided(
         once.shape, expected.stride, dtype=expected.dtype, device=expected.device

@@ -1,4 +1,4 @@
-"""A model from tensors in a row to tensors in a row, which tracers and exporters take."""
+"""A model as a function from tensors to tensors, as tracers and exporters need it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..shapes.dimensions import Dimensions, named
 
 
 class Flat(nn.Module):
-    """A model from a row of tensors to a row of tensors; `out` is what its results belong to."""
+    """A model from tensors to tensors; after a call, `out` is the tree of its results."""
 
     def __init__(self, model: nn.Module, call: TreeTemplate) -> None:
         super().__init__()
@@ -74,11 +74,11 @@ def exported(
     try:
         return torch.export.export(flat, tuple(samples), dynamic_shapes=shapes)
     except torch._dynamo.exc.UserError as error:
-        told = [line.strip(" -") for line in str(error).splitlines() if line.startswith("  - ")]
-        if not told:
+        reasons = [line.strip(" -") for line in str(error).splitlines() if line.startswith("  - ")]
+        if not reasons:
             raise
         raise StrategyFailed(
-            f"the model goes by a size that was to be dynamic: {told[0].split('. ')[0]}",
+            f"the model goes by a size that was to be dynamic: {reasons[0].split('. ')[0]}",
             where=user_frame(error),
             remedy="Leave it out of dynamic_shapes, or write the model for any size.",
         ) from error

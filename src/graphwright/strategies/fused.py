@@ -1,4 +1,4 @@
-"""graphwright's own fusion passes: fewer and fatter kernels without a compiler."""
+"""graphwright's own fusion passes as a strategy: fewer kernels without a compiler."""
 
 from __future__ import annotations
 

@@ -21,6 +21,9 @@ from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 
+_CACHE = "cache.bin"
+_NOT_KEPT = "torch.compile keeps no code with frozen weights in its cache"
+
 
 def fresh_entry(model: Callable[..., Any]) -> Callable[..., Any]:
     """A function that calls the model, with a code object that no other function has."""
@@ -137,10 +140,6 @@ class Inductor:
     def warm(self, folder: Path) -> None:
         """Give torch.compile the cache that was saved, so that a build compiles nothing."""
         torch.compiler.load_cache_artifacts((folder / _CACHE).read_bytes())
-
-
-_CACHE = "cache.bin"
-_NOT_KEPT = "torch.compile keeps no code with frozen weights in its cache"
 
 
 def _save_cache(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""The strategies that exist, and which candidates are tried by default."""
+"""The list of all strategies, the candidates tried by default, and candidates by name."""
 
 from __future__ import annotations
 
@@ -21,14 +21,7 @@ from . import (
     torchscript,
     xla,
 )
-from .base import Availability as Availability
-from .base import Built as Built
-from .base import Candidate as Candidate
-from .base import Compiler as Compiler
-from .base import Rewrite as Rewrite
-from .base import Rewritten as Rewritten
-from .base import Runner as Runner
-from .base import probe as probe
+from .base import Candidate, Compiler, Rewrite, Runner
 from .onnxruntime import strategy
 
 COMPILERS: tuple[Compiler, ...] = (
@@ -60,10 +53,11 @@ REWRITES: tuple[Rewrite, ...] = (
 RUNNERS: tuple[Runner, ...] = (runners.GRAPH,)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
-# The first takes minutes; the second is as fast as inductor, and worth its time where it is saved;
-# the third brings torchax into the process, which gives one of PyTorch's back ends another name.
+# Not tried by default. The first takes minutes. The second is as fast as inductor, and worth its
+# time only if it is saved. The third imports torchax, which renames one of PyTorch's back ends.
 _ON_REQUEST = {inductor.MAX_AUTOTUNE.name, aot_inductor.AOT_INDUCTOR.name, xla.XLA.name}
 _ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name}
+# Compilers that are also tried with the runner `graph`, and with each rewrite.
 _UNDER_GRAPH = (
     eager.EAGER,
     fused.FUSED,
@@ -74,37 +68,8 @@ _UNDER_GRAPH = (
     inductor.FREEZE,
 )
 _REWRITTEN = (eager.EAGER, fused.FUSED, torchscript.OPTIMIZE, inductor.INDUCTOR)
-
-
-def default_candidates(
-    model: nn.Module, device: torch.device, allow: Sequence[str], *, also: Collection[str] = ()
-) -> list[Candidate]:
-    """What `tune` tries when it is not told, in the order of what it promises.
-
-    `also` names what is tried on request only otherwise.
-    """
-    left_out = _ON_REQUEST if device.type == "cuda" else _ON_REQUEST | _ON_GPUS
-    left_out = left_out.difference(also)
-    plain = [Candidate(c) for c in COMPILERS if c.name not in left_out]
-    graphs = [Candidate(c, runner=runners.GRAPH) for c in _UNDER_GRAPH]
-    if device.type != "cuda":
-        # One row says why graphs are out; four would say the same.
-        graphs = graphs[:1]
-    chosen = [r for r in REWRITES if r.name in allow]
-    if rewrites.has_convolutions(model):
-        chosen.insert(0, rewrites.CHANNELS_LAST)
-    for rewrite in chosen:
-        plain += [Candidate(c, rewrite) for c in _REWRITTEN]
-        if device.type == "cuda":
-            graphs += [
-                Candidate(c, rewrite, runners.GRAPH)
-                for c in (eager.EAGER, fused.FUSED, inductor.INDUCTOR)
-            ]
-    return sorted(plain + graphs, key=lambda c: _promise(c, device), reverse=True)
-
-
-# What a compiler usually gains over eager, and the seconds of its first set-up, on a GPU and on a
-# CPU; with a graph on a GPU. From the benchmark's results; only the order depends on them.
+# For each device, what a compiler usually gains over eager, and the seconds of its first set-up.
+# The figures are from the benchmark's results; only the order of candidates depends on them.
 _USUAL = {
     "cuda": {
         "eager": (1.0, 0.0),
@@ -147,14 +112,42 @@ _USUAL = {
         "tensorrt": (1.0, 60.0),
     },
 }
+# The same for the runner `graph` and for rewrites.
 _USUAL_OF_GRAPHS = (3.0, 0.2)
 _USUAL_OF_REWRITES = (1.1, 0.1)
-# Seconds that verifying and timing take beside set-up.
+# Seconds that verifying and timing take in addition to set-up.
 _BESIDE_S = 2.0
 
 
+def default_candidates(
+    model: nn.Module, device: torch.device, allow: Sequence[str], *, also: Collection[str] = ()
+) -> list[Candidate]:
+    """The candidates that `tune` tries by default, the most promising first.
+
+    `also` names strategies that otherwise are only tried on request.
+    """
+    left_out = _ON_REQUEST if device.type == "cuda" else _ON_REQUEST | _ON_GPUS
+    left_out = left_out.difference(also)
+    plain = [Candidate(c) for c in COMPILERS if c.name not in left_out]
+    graphs = [Candidate(c, runner=runners.GRAPH) for c in _UNDER_GRAPH]
+    if device.type != "cuda":
+        # One row is enough to say that graphs need a GPU.
+        graphs = graphs[:1]
+    chosen = [r for r in REWRITES if r.name in allow]
+    if rewrites.has_convolutions(model):
+        chosen.insert(0, rewrites.CHANNELS_LAST)
+    for rewrite in chosen:
+        plain += [Candidate(c, rewrite) for c in _REWRITTEN]
+        if device.type == "cuda":
+            graphs += [
+                Candidate(c, rewrite, runners.GRAPH)
+                for c in (eager.EAGER, fused.FUSED, inductor.INDUCTOR)
+            ]
+    return sorted(plain + graphs, key=lambda c: _promise(c, device), reverse=True)
+
+
 def _promise(candidate: Candidate, device: torch.device) -> float:
-    """What a candidate usually gains for each second that trying it takes."""
+    """What a candidate usually gains per second of trying it."""
     gain, seconds = _USUAL[device.type][candidate.compiler.name]
     if candidate.runner is not None:
         gain, seconds = max(gain, 1.0) * _USUAL_OF_GRAPHS[0], seconds + _USUAL_OF_GRAPHS[1]
@@ -164,7 +157,7 @@ def _promise(candidate: Candidate, device: torch.device) -> float:
 
 
 def is_ours(candidate: Candidate) -> bool:
-    """Whether all parts of a candidate are graphwright's own, known by their names."""
+    """Whether all parts of a candidate are graphwright's own, so that its name identifies it."""
     parts = ((candidate.compiler, COMPILERS), (candidate.rewrite, REWRITES))
     every = (*parts, (candidate.runner, RUNNERS))
     return all(part is None or any(part is own for own in known) for part, known in every)

@@ -1,6 +1,6 @@
-"""Changes of the model before it is compiled: memory layout, and the precisions one may allow.
+"""Changes of the model before it is compiled: memory layout, and lower precisions if allowed.
 
-A rewrite works on a copy of the model; the caller's own is not touched.
+A rewrite works on a copy of the model; the caller's model is not touched.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Ways to call what a compiler made. Plain calls need none; `graph` replays a captured graph."""
+"""Ways to call a compiled model; `graph` captures it and replays the graph."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
     graph.warm()
     graph.record()
 
-    told: list[str] = []
+    warned: list[str] = []
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        # Whoever calls a candidate has found that the call fits.
+        # The caller has checked that the call fits.
         result = graph.run(args, kwargs)
-        if graph.given_up is not None and not told:
-            told.append(in_words(graph.given_up)[0])
+        if graph.given_up is not None and not warned:
+            warned.append(in_words(graph.given_up)[0])
             warnings.warn(
-                f"{graph.name} runs eagerly by now: {told[0]}",
+                f"{graph.name} runs eagerly by now: {warned[0]}",
                 RuntimeWarning,
                 stacklevel=levels_above(),
             )
@@ -48,11 +48,11 @@ def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
 
 
 def _segments(graph: CapturedCall) -> list[str]:
-    """What a user should know of a call that is no single graph."""
-    if graph.branches is None:
+    """A note on a call that is not a single graph."""
+    if graph.tree is None:
         return []
-    first = graph.branches.root
-    stop = None if first is None else first.stop
+    first = graph.tree.root
+    stop = None if first is None else first.break_
     where = "" if stop is None or stop.place is None else f", first at {stop.place}"
     return [f"in segments, divided where values are read{where}"]
 

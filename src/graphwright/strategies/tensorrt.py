@@ -1,4 +1,4 @@
-"""TensorRT by torch_tensorrt's Dynamo front end. Written by its interface, and not yet run."""
+"""TensorRT by torch_tensorrt's Dynamo front end. Written from its documentation, not run yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TorchScript: script, else trace; freeze; optimize_for_inference; its tensor-expression fuser.
+"""TorchScript: script or else trace; freeze; optimize_for_inference; its tensor-expression fuser.
 
 TorchScript is deprecated since torch 2.10 and still works.
 """
@@ -27,6 +27,7 @@ from .export import Flat
 
 # The profiling executor specialises a graph during its first runs.
 _PROFILING_RUNS = 3
+_SCRIPT, _CALL = "script.pt", "call.json"
 
 
 @dataclass(frozen=True)
@@ -166,9 +167,6 @@ class _Traced:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten(args, kwargs)
         return self.out.fill(self.script(*[leaves[slot] for slot in self.slots]))
-
-
-_SCRIPT, _CALL = "script.pt", "call.json"
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""Models that are spread over several processes, which are refused."""
+"""Refusing models that are spread over several GPUs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import nn
 
 from ..errors import CaptureError
 
-# What talks to other GPUs around forward and backward, by name, so that none has to be imported.
+# Classes that communicate with other GPUs; by name, so that none has to be imported.
 _DISTRIBUTED = frozenset(
     {
         "DataParallel",
@@ -19,7 +19,7 @@ _DISTRIBUTED = frozenset(
 
 
 def refuse_distributed(module: nn.Module) -> None:
-    """Refuse what talks to other GPUs around forward and backward.
+    """Refuse a module that communicates with other GPUs around forward and backward.
 
     Raises:
         CaptureError: a module is wrapped for several GPUs, or a parameter is divided among them.

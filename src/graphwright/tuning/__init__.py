@@ -1,6 +1,5 @@
-"""Choosing the fastest way that is right: tune(), from the request to the choice and its memory.
+"""tune(): try every candidate, choose the fastest whose results are right, cache the choice.
 
-Candidates are tried in processes of their own (workers/), in rounds. What a candidate is belongs to
-strategies, whether it is right and how fast to evaluation, the result to artifacts. Begin with
-tuner.
+Candidates are tried in processes of their own (workers/). Strategies says what a candidate is,
+evaluation whether it is right and how fast, and artifacts holds the result. Begin with tuner.
 """

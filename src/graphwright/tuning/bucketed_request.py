@@ -1,4 +1,4 @@
-"""Calls between the sizes that were tuned for: filled up to a bucket, answered, and cut."""
+"""tune() with buckets: the calls to tune for, and how calls of other sizes are padded to them."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from torch import nn
 
 from ..artifacts.padded_calls import (
     OTHER_KIND,
-    Known,
     PaddedCalls,
-    Shapes,
+    PlannedCall,
+    ShapeKey,
     Tuned,
-    shapes_of,
+    shape_key,
     strides_of,
 )
 from ..calls.signature import Args, CallSignature, Kwargs, Range, flatten, unflatten
@@ -28,43 +28,43 @@ from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan, Sizes
 from ..shapes.selection import BucketSelector
 
-# Sizes of which a file keeps how they are filled up.
+# How many padding plans a file stores.
 _MAX_STORED = 1 << 12
-# Sizes between the buckets at which what answers a range is verified.
+# At how many sizes between the buckets a candidate for a range of sizes is verified.
 _MAX_VERIFIED = 1 << 7
 
 
 class ProvedPaddedCalls(PaddedCalls):
-    """By what was built for the next larger bucket, once it is proved that it may.
+    """Pads calls to the next larger bucket, once padding is proved to be harmless.
 
-    Padding is proved to be harmless to the module before, as `graph(buckets=…)` does.
+    The proof is that of `graph(buckets=…)`.
 
     Args:
-        bucketing: the buckets of the module.
-        kind: of the sample that was tuned with.
-        table: what was built for each bucket, and for which call.
+        selector: chooses the bucket of a call.
+        family: that of the sample that was tuned with.
+        table: what was built for each bucket, with the signature it was built for.
         module: the model.
     """
 
     def __init__(
         self,
-        bucketing: BucketSelector,
-        kind: ShapeFamily,
+        selector: BucketSelector,
+        family: ShapeFamily,
         table: Mapping[Sizes, Tuned],
         module: nn.Module,
     ) -> None:
         super().__init__(module)
-        self._bucketing = bucketing
-        self._kind = kind
+        self._selector = selector
+        self._family = family
         self._table = dict(table)
 
-    def _find(self, args: Args, kwargs: Kwargs) -> Known | str:
-        kind = self._kind
-        # Of other kinds nothing was built, and nothing is worth a proof.
-        sizes = kind.form.sizes(CallSignature.of(args, kwargs), flatten(args, kwargs)[0])
+    def _plan(self, args: Args, kwargs: Kwargs) -> PlannedCall | str:
+        family = self._family
+        # Nothing was built for calls of another family: no need for a proof.
+        sizes = family.signature.sizes(CallSignature.of(args, kwargs), flatten(args, kwargs)[0])
         if sizes is None:
             return OTHER_KIND
-        answer = self._bucketing.answer(kind, sizes)
+        answer = self._selector.answer(family, sizes)
         plan = answer.plan
         if plan is None:
             return answer.reason or OTHER_KIND
@@ -72,30 +72,30 @@ class ProvedPaddedCalls(PaddedCalls):
         leaves, spec = flatten(args, kwargs)
         if not tuned[0].fits(*unflatten(plan.pad(leaves), spec)):
             return OTHER_KIND
-        if not kind.is_checked(plan.bucket):
-            off = kind.check(plan, lambda mine, named: tuned[1](*mine, **named), args, kwargs)
-            if off is not None:
-                return off
-        return Known(plan, tuned, strides_of(leaves))
+        if not family.is_checked(plan.bucket):
+            problem = family.check(plan, lambda mine, named: tuned[1](*mine, **named), args, kwargs)
+            if problem is not None:
+                return problem
+        return PlannedCall(plan, tuned, strides_of(leaves))
 
-    def plans(self) -> dict[Shapes, tuple[PaddingPlan, int]]:
-        """For all sizes where these are few, else for those that were proved first.
+    def plans(self) -> dict[ShapeKey, tuple[PaddingPlan, int]]:
+        """The plans of all sizes between the buckets, or, if these are many, of those proved.
 
-        There are none where arguments share memory.
+        There are none if arguments share memory.
         """
         found = {}
-        for sizes in self._bucketing.between(_MAX_STORED):
-            args, kwargs = self._kind.subject.arguments(sizes)
+        for sizes in self._selector.between(_MAX_STORED):
+            args, kwargs = self._family.sampler.arguments(sizes)
             try:
                 if CallSignature.of(args, kwargs).aliases:
                     return {}
-                known = self._find(args, kwargs)
-            except Exception:  # As in `fitting`: then the call goes to the model.
+                planned = self._plan(args, kwargs)
+            except Exception:  # As in `callable_for`: such a call falls back to the model.
                 continue
-            if not isinstance(known, str):
+            if not isinstance(planned, str):
                 leaves, _ = flatten(args, kwargs)
-                place = [*self._table].index(known.plan.bucket)
-                found[shapes_of(leaves)] = known.plan, place
+                index = [*self._table].index(planned.plan.bucket)
+                found[shape_key(leaves)] = planned.plan, index
         return found
 
 
@@ -103,12 +103,12 @@ class BucketedRequest:
     """A call whose sizes vary, and the buckets to tune it for.
 
     Attributes:
-        sizes: the buckets.
+        sizes: the buckets, as they were given.
         options: names of the other options that were given.
 
     Raises:
         OptionError: an option makes no sense.
-        SignatureError: the call does not have the dimensions.
+        SignatureError: the call lacks a dimension, or its memory is laid out differently.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class BucketedRequest:
         dynamic_shapes: Any,
         pad: Any,
     ) -> None:
-        self._bucketing = BucketSelector(
+        self._selector = BucketSelector(
             model,
             buckets,
             dynamic_shapes=dynamic_shapes,
@@ -129,36 +129,37 @@ class BucketedRequest:
             pool=MemoryPool(),
         )
         signature = CallSignature.of(args, kwargs)
-        kind, _ = self._bucketing.kind([], signature, args, kwargs, None)
-        if kind is None:
+        family, _ = self._selector.family([], signature, args, kwargs, None)
+        if family is None:
             raise SignatureError(
                 "An argument's dimensions lie in memory in another order than a bucket's.",
                 remedy="Call contiguous() on it.",
             )
-        self._kind = kind
+        self._family = family
         self.sizes = buckets
         options = {"dynamic_shapes": dynamic_shapes, "pad": pad}
         self.options = [name for name, given in options.items() if given is not None]
 
     def samples(self) -> Mapping[str, tuple[Args, Kwargs]]:
-        """A call of each bucket's sizes, made of the sample's values, by the bucket's name."""
-        subject, words = self._kind.subject, self._bucketing.words
-        points = self._bucketing.buckets.points
+        """By each bucket's name, a call of its sizes, made of the sample's values."""
+        subject, words = self._family.sampler, self._selector.words
+        points = self._selector.buckets.points
         return {words(bucket): unflatten(subject.at(bucket), subject.spec) for bucket in points}
 
     def ranges(self) -> tuple[Range, ...] | None:
-        """The sizes of the call's dimensions, from the smallest bucket to the largest.
+        """The range of each dimension that varies, from the smallest bucket to the largest.
 
-        What is built for a range is verified there: beyond nothing is known. None where a dimension
-        follows from another one, a tensor is not contiguous, or two share memory.
+        A candidate for all sizes is verified in these ranges, and answers no call beyond them. None
+        if a dimension is computed from another one, a tensor is not contiguous, or tensors share
+        memory.
         """
-        subject, dimensions = self._kind.subject, self._bucketing.dimensions
-        points = self._bucketing.buckets.points
+        subject, dimensions = self._family.sampler, self._selector.dimensions
+        points = self._selector.buckets.points
         args, kwargs = unflatten(subject.at(points[-1]), subject.spec)
         leaves, _ = flatten(args, kwargs)
         if CallSignature.of(args, kwargs).aliases:
             return None
-        names = self._bucketing.buckets.names
+        names = self._selector.buckets.names
         ends = {
             name: (min(p[i] for p in points), max(p[i] for p in points))
             for i, name in enumerate(names)
@@ -173,17 +174,17 @@ class BucketedRequest:
                 found.append(Range(index, axis, size.name, *ends[size.name]))
         return tuple(found)
 
-    def between(self) -> Iterator[Call]:
-        """Calls of the ranges' sizes that no bucket has: all, or many where there are more."""
-        points = self._bucketing.buckets.points
+    def calls_between(self) -> Iterator[Call]:
+        """Calls of sizes that no bucket has: all of them, or a random choice of many."""
+        points = self._selector.buckets.points
         axes = [range(min(own), max(own) + 1) for own in zip(*points, strict=True)]
         if math.prod(map(len, axes)) <= _MAX_VERIFIED:
             found = {*itertools.product(*axes)}
         else:
-            dice = random.Random(0)
+            chance = random.Random(0)
             found = {*itertools.product(*((axis[0], axis[-1]) for axis in axes))}
-            found |= {tuple(map(dice.choice, axes)) for _ in range(_MAX_VERIFIED)}
-        subject, words = self._kind.subject, self._bucketing.words
+            found |= {tuple(map(chance.choice, axes)) for _ in range(_MAX_VERIFIED)}
+        subject, words = self._family.sampler, self._selector.words
         for sizes in sorted(found.difference(points)):
             yield subject.call(words(sizes), subject.at(sizes))
 
@@ -195,7 +196,7 @@ class BucketedRequest:
         """
         if given is None:
             return None
-        points = self._bucketing.buckets.points
+        points = self._selector.buckets.points
         example = {point if len(point) > 1 else point[0]: 1 for point in points}
         by_point = {}
         if isinstance(given, Mapping):
@@ -208,14 +209,16 @@ class BucketedRequest:
         return [by_point[point] for point in points]
 
     def unproved(self) -> str | None:
-        """Why a call between the buckets may not be filled up, or None where all may."""
-        for bucket in self._bucketing.buckets.points:
-            why = self._kind.prove(bucket, list(self._bucketing.served(bucket)))
+        """Why some call between the buckets must not be padded; None if all may be."""
+        for bucket in self._selector.buckets.points:
+            why = self._family.prove(bucket, list(self._selector.served(bucket)))
             if why is not None:
                 return why
         return None
 
-    def filled(self, table: Sequence[Tuned]) -> ProvedPaddedCalls:
-        """What answers calls between the buckets, by what was built for each of these."""
-        known = dict(zip(self._bucketing.buckets.points, table, strict=True))
-        return ProvedPaddedCalls(self._bucketing, self._kind, known, self._kind.subject.module)
+    def padded_calls(self, table: Sequence[Tuned]) -> ProvedPaddedCalls:
+        """Answers calls between the buckets by what was built for each bucket."""
+        by_bucket = dict(zip(self._selector.buckets.points, table, strict=True))
+        return ProvedPaddedCalls(
+            self._selector, self._family, by_bucket, self._family.sampler.module
+        )

@@ -1,9 +1,9 @@
-"""The memory of choices: what tuning found, kept for the same model, inputs and machine.
+"""The choice cache: results of tuning, stored by model, inputs, machine and versions.
 
-An entry is one JSON file: the report, which is the choice and its evidence, and the parts of the
-key. It holds no model and no weights. The key is of all that may change which candidate wins; a
-change of any part is another entry. Entries are replaced as a whole, so that processes may share
-the folder; one that cannot be read is ignored with a warning, and tuning goes on.
+An entry is one JSON file with the report (the choice and its evidence) and the parts of its key. It
+holds no model and no weights. The key covers everything that may change which candidate wins.
+Entries are replaced as a whole, so processes may share the folder. An entry that cannot be read is
+ignored with a warning, and tuning goes on.
 """
 
 from __future__ import annotations
@@ -17,32 +17,30 @@ import time
 import warnings
 from pathlib import Path
 
-from ..calls.fingerprint import Fingerprint as Fingerprint
-from ..calls.fingerprint import digest_of
-from ..calls.fingerprint import key_of as key_of
+from ..calls.fingerprint import Fingerprint, digest_of
 from ..errors import GraphwrightError, first_line, levels_above
 from ..report.report import Report
 
 SCHEMA = "graphwright.choice"
 SCHEMA_VERSION = 1
-# Past this many entries, those that were not used for the longest time are removed.
+# Beyond this many entries the least recently used ones are removed.
 MAX_ENTRIES = 500
-# Seconds after which a temporary file belongs to a writer that is no more.
+# Seconds after which a temporary file was left by a writer that was killed.
 _STALE_S = 3600
 _OURS = re.compile(r"[0-9a-f]{64}\.(json|[^.]+\.tmp)")
 
 
 def folder() -> Path:
-    """Where entries lie: under $GRAPHWRIGHT_CACHE_DIR, else the user's cache directory."""
+    """The folder of the entries: in $GRAPHWRIGHT_CACHE_DIR, else in the user's cache directory."""
     if chosen := os.environ.get("GRAPHWRIGHT_CACHE_DIR"):
         return Path(chosen).expanduser() / "choices"
-    import platformdirs  # Only once something is tuned.
+    import platformdirs  # Needed only when something is tuned.
 
     return platformdirs.user_cache_path("graphwright") / "choices"
 
 
 def recall(key: Fingerprint) -> Report | None:
-    """The report that was remembered under a key; None, with a warning, if it cannot be read."""
+    """The report stored under a key; None if there is none, or (with a warning) a damaged one."""
     path: Path | None = None
     try:
         path = _path(key)
@@ -72,9 +70,9 @@ def _read(path: Path, key: Fingerprint) -> Report:
 
 
 def remember(key: Fingerprint, report: Report) -> Path | None:
-    """Keep a report under a key, in place of an earlier one; None, with a warning, if it cannot be.
+    """Store a report under a key, in place of an earlier one; None, with a warning, if that fails.
 
-    The file is complete or not there at all, whenever a process ends and whoever else writes.
+    The file appears complete or not at all, even if this process is killed or another one writes.
     """
     path: Path | None = None
     temporary: str | None = None
@@ -95,7 +93,7 @@ def remember(key: Fingerprint, report: Report) -> Path | None:
             os.fsync(handle.fileno())
         os.replace(temporary, path)
         temporary = None
-    except Exception as error:  # Nothing here is worth the loss of what was tuned.
+    except Exception as error:  # Whatever it is, do not lose the result of tuning over it.
         _warn(f"The choice cannot be remembered as {path or 'a file'}", error)
         return None
     finally:
@@ -107,7 +105,7 @@ def remember(key: Fingerprint, report: Report) -> Path | None:
 
 
 def forget(key: Fingerprint) -> None:
-    """Remove what was remembered under a key, if anything was."""
+    """Remove the report stored under a key, if there is one."""
     with contextlib.suppress(Exception):
         _path(key).unlink()
 
@@ -122,7 +120,7 @@ def _warn(what: str, error: Exception) -> None:
 
 
 def _clean(newest: Path) -> None:
-    """Remove the entries beyond the bound and what killed writers left; others may do it too."""
+    """Remove entries beyond MAX_ENTRIES and files of killed writers; other processes may too."""
     entries = []
     with contextlib.suppress(OSError):
         for file in filter(lambda file: _OURS.fullmatch(file.name), newest.parent.iterdir()):

@@ -1,8 +1,8 @@
 """Seconds from the start of a process to its first right answer, for each candidate.
 
-Each is timed in fresh processes (`_first`): what can be loaded without the model through its saved
-artifact, all else from the pickled model. Compilers find empty caches there; how long it takes with
-those caches filled stands in the row's notes.
+Each is timed in fresh processes, which run `cold_start_main`. A candidate that can be loaded
+without the model is loaded from a saved artifact; all others are built from the pickled model.
+Compilers start with empty caches; a note of the row says how long it takes once these are filled.
 """
 
 from __future__ import annotations
@@ -33,16 +33,19 @@ from ..strategies.base import Built, Candidate
 from ..strategies.registry import is_ours
 from .trial import CandidateEvaluator
 from .workers.fork_server import CANDIDATE
-from .workers.process import kill, last_line
+from .workers.process import kill_group, last_line
 from .workers.settings import Settings
-from .workers.task import IsolationError, Task, by_value, written
+from .workers.task import IsolationError, Task, pickling_by_value, write_task
 
+# Files in the folder that is handed to a process.
 ARTIFACT, ORDER = "artifact.gw", "order.pickle"
+# How often each candidate is timed with empty caches.
 ROUNDS = 2
-_CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
-# Seconds that a process has to end after it has fallen silent, and the longest that it may say.
-_END_S = 2.0
-_SAID = 1 << 16
+_CACHE_VARIABLES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
+# Seconds that a process has to end after it has closed its pipe.
+_END_TIMEOUT_S = 2.0
+# Bytes of the longest answer.
+_MAX_ANSWER = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -50,10 +53,10 @@ class Order:
     """What a fresh process is to do.
 
     Attributes:
-        path: where modules are found.
-        argv: of the caller's process.
-        settings: likewise.
-        candidate: pickled, where it is to be built from the model.
+        path: the caller's `sys.path`.
+        argv: the caller's `sys.argv`.
+        settings: the caller's.
+        candidate: what to build from the model, pickled; unused where an artifact is loaded.
     """
 
     path: list[str]
@@ -72,14 +75,14 @@ class _Refused(Exception):
 
 @dataclass
 class ColdStarts:
-    """Times first answers; a context manager, after which neither process nor file is left.
+    """Times first answers; a context manager that leaves neither processes nor files behind.
 
     Attributes:
         evaluator: of this process.
         kept: what was built in this process, by candidate.
         tuned: makes a TunedModule of what was built.
-        timeout_s: that one process may take.
-        deadline: `time.monotonic()` after which no other candidate is begun; None for no limit.
+        timeout_s: seconds that one process may take.
+        deadline: `time.monotonic()` after which no further candidate is timed; None for no limit.
     """
 
     evaluator: CandidateEvaluator
@@ -87,42 +90,43 @@ class ColdStarts:
     tuned: Callable[[str, list[Built]], TunedModule]
     timeout_s: float
     deadline: float | None
-    _payload: IO[bytes] | None = None
-    _unfit: str = ""
+    _task: IO[bytes] | None = None
+    _no_task: str = ""
 
     def __enter__(self) -> ColdStarts:
-        """Write the model down, once for all candidates."""
+        """Write the model to a file, once for all candidates."""
         try:
-            self._payload = written(Task.of(self.evaluator))
+            self._task = write_task(Task.of(self.evaluator))
         except (IsolationError, OSError, ValueError) as error:
-            self._unfit = str(error)
+            self._no_task = str(error)
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._payload is not None:
-            self._payload.close()
-            self._payload = None
+        if self._task is not None:
+            self._task.close()
+            self._task = None
 
     def time(self, row: Row, candidate: Candidate) -> None:
-        """Give a row its figure; one without is out, but eager, which is always right."""
+        """Put the seconds into a candidate's row; without them it is out, unless it is eager."""
         try:
             if self.deadline is not None and time.monotonic() > self.deadline:
                 why = "the budget was spent before its first answer was timed"
                 raise _Refused(Status.NOT_TRIED, why, "Give a larger budget.")
-            row.first_answers = self._timed(row, candidate)
+            row.first_answers = self._times(row, candidate)
             row.cold_start_s = min(row.first_answers)
         except _Refused as refused:
             row.reason, row.remedy = f"no first answer: {refused.reason}", refused.remedy
             if row.strategy != EAGER:
                 row.status = refused.status
 
-    def _timed(self, row: Row, candidate: Candidate) -> list[float]:
+    def _times(self, row: Row, candidate: Candidate) -> list[float]:
+        """Seconds with empty caches, one figure for each round."""
         with tempfile.TemporaryDirectory(prefix="graphwright-", ignore_cleanup_errors=True) as made:
             folder = Path(made)
-            saved = self._saved(candidate, folder / ARTIFACT)
-            if not saved and self._payload is None:
+            saved = self._save(candidate, folder / ARTIFACT)
+            if not saved and self._task is None:
                 raise _Refused(
-                    Status.FAILED, f"a fresh process cannot be given the model: {self._unfit}"
+                    Status.FAILED, f"a fresh process cannot be given the model: {self._no_task}"
                 )
             compiles = candidate.compiles and not saved
             self._write_order(candidate, folder / ORDER, compiles=compiles)
@@ -131,17 +135,17 @@ class ColdStarts:
             found, again = [], []
             for number in range(ROUNDS):
                 caches = folder / f"caches{number}"
-                found.append(self._first(folder, caches, saved))
+                found.append(self._time_process(folder, caches, saved))
                 if compiles:
-                    again.append(self._first(folder, caches, saved))
+                    again.append(self._time_process(folder, caches, saved))
         if saved:
             row.notes.append("its first answer is that of what was saved of it")
         if again:
             row.notes.append(f"first answer with filled caches: {duration(min(again))}")
         return found
 
-    def _saved(self, candidate: Candidate, path: Path) -> bool:
-        """Save what can be loaded without the model; False where that is not so."""
+    def _save(self, candidate: Candidate, path: Path) -> bool:
+        """Save a candidate that can be loaded without the model; False if it cannot."""
         savable = getattr(candidate.compiler, "unsavable", None) is None and is_ours(candidate)
         if not savable or candidate.loader is None:
             return False
@@ -164,41 +168,41 @@ class ColdStarts:
     def _write_order(self, candidate: Candidate, path: Path, *, compiles: bool) -> None:
         import cloudpickle
 
-        taken = Settings.taken()
-        # What was set of compilers matters to what compiles, and costs others its import.
-        options = {name: text for name, text in taken.compilers.items() if text and compiles}
+        settings = Settings.current()
+        # Only what compiles needs the options of compilers; others would import them for nothing.
+        options = {name: text for name, text in settings.compilers.items() if text and compiles}
         try:
-            with by_value():
-                packed = cloudpickle.dumps(candidate)
+            with pickling_by_value():
+                pickled = cloudpickle.dumps(candidate)
         except Exception as error:
             why = f"the strategy cannot be pickled: {error}"
             raise _Refused(Status.FAILED, why) from error
-        places = [os.path.abspath(entry) for entry in sys.path]
-        order = Order(places, list(sys.argv), replace(taken, compilers=options), packed)
+        modules = [os.path.abspath(entry) for entry in sys.path]
+        order = Order(modules, list(sys.argv), replace(settings, compilers=options), pickled)
         path.write_bytes(pickle.dumps(order))
 
-    def _first(self, folder: Path, caches: Path, saved: bool) -> float:
-        """Seconds from a process's start to its word that its answer was right."""
+    def _time_process(self, folder: Path, caches: Path, saved: bool) -> float:
+        """Seconds from the start of a process until it reports a right answer."""
         scratch = caches / "tmp"
         scratch.mkdir(parents=True, exist_ok=True)
         root = str(Path(__file__).resolve().parents[2])
         environment = {
             **os.environ,
-            **{name: str(caches / place) for name, place in _CACHES.items()},
+            **{name: str(caches / place) for name, place in _CACHE_VARIABLES.items()},
             "TMPDIR": str(scratch),
             "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
             "PYTHONSAFEPATH": "1",
             CANDIDATE: "1",
         }
-        payload = -1 if saved or self._payload is None else self._payload.fileno()
+        task = -1 if saved or self._task is None else self._task.fileno()
         with _pipe() as (ours, theirs), tempfile.TemporaryFile() as log:
-            handles = [theirs.fileno(), *([] if payload < 0 else [payload])]
-            if payload >= 0:
-                os.lseek(payload, 0, os.SEEK_SET)  # One place in the file, whoever reads it.
-            given = [str(folder), *map(str, (theirs.fileno(), payload, os.getpid()))]
+            handles = [theirs.fileno(), *([] if task < 0 else [task])]
+            if task >= 0:
+                os.lseek(task, 0, os.SEEK_SET)  # All processes share one position in it.
+            arguments = [str(folder), *map(str, (theirs.fileno(), task, os.getpid()))]
             began = time.perf_counter()
             process = subprocess.Popen(
-                [sys.executable, "-m", "graphwright.tuning.cold_start_main", *given],
+                [sys.executable, "-m", "graphwright.tuning.cold_start_main", *arguments],
                 pass_fds=handles,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
@@ -208,16 +212,16 @@ class ColdStarts:
             )
             try:
                 theirs.close()
-                said = self._heard(ours)
+                answer = self._read_answer(ours)
                 seconds = time.perf_counter() - began
-                ended = bool(said) or _has_ended(process.pid)
+                ended = bool(answer) or _has_ended(process.pid)
             finally:
-                kill(process.pid)  # Nobody has waited for it: the number is still its own.
+                kill_group(process.pid)  # Not waited for yet, so the number is still its own.
                 process.wait()
-            if not said:
-                raise _silent(process.returncode if ended else None, last_line(log))
+            if not answer:
+                raise _without_answer(process.returncode if ended else None, last_line(log))
         try:
-            status, reason, remedy = json.loads(said)
+            status, reason, remedy = json.loads(answer)
             status = Status(status)
         except (ValueError, TypeError):
             raise _Refused(Status.FAILED, "its process said what makes no sense") from None
@@ -225,19 +229,19 @@ class ColdStarts:
             raise _Refused(status, str(reason), str(remedy))
         return seconds
 
-    def _heard(self, ours: IO[bytes]) -> bytes:
-        """The line that a process says; empty where it ends without."""
-        deadline, said = time.monotonic() + self.timeout_s, b""
-        while not said.endswith(b"\n") and len(said) < _SAID:
+    def _read_answer(self, ours: IO[bytes]) -> bytes:
+        """The line that a process answers with; empty if it ends without."""
+        deadline, answer = time.monotonic() + self.timeout_s, b""
+        while not answer.endswith(b"\n") and len(answer) < _MAX_ANSWER:
             left = deadline - time.monotonic()
             if left <= 0 or not select.select([ours], [], [], left)[0]:
                 why = f"its first answer took over {duration(self.timeout_s)}"
                 raise _Refused(Status.TIMED_OUT, why, "Raise timeout_s if it needs longer.")
-            more = os.read(ours.fileno(), _SAID)
+            more = os.read(ours.fileno(), _MAX_ANSWER)
             if not more:
                 return b""
-            said += more
-        return said
+            answer += more
+        return answer
 
 
 @contextlib.contextmanager
@@ -249,8 +253,8 @@ def _pipe() -> Iterator[Sequence[IO[bytes]]]:
 
 
 def _has_ended(pid: int) -> bool:
-    """Whether a process ends within some seconds; it is not waited for."""
-    deadline = time.monotonic() + _END_S
+    """Whether a process ends within some seconds; it is not reaped."""
+    deadline = time.monotonic() + _END_TIMEOUT_S
     while os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
         if time.monotonic() > deadline:
             return False
@@ -258,9 +262,9 @@ def _has_ended(pid: int) -> bool:
     return True
 
 
-def _silent(status: int | None, last: str) -> _Refused:
-    """What became of a process that ended, or did not, without a word."""
-    told = f": {last}" if last else ""
+def _without_answer(status: int | None, last: str) -> _Refused:
+    """What became of a process without an answer; `status` is None if it has not ended."""
+    printed = f": {last}" if last else ""
     if status is None:
         return _Refused(Status.CRASHED, "its process closed what it talks through")
     if status == -signal.SIGKILL:
@@ -268,5 +272,5 @@ def _silent(status: int | None, last: str) -> _Refused:
         return _Refused(Status.MEMORY_EXCEEDED, why)
     if status < 0:
         name = signal.Signals(-status).name
-        return _Refused(Status.CRASHED, f"its process was ended by {name}{told}")
-    return _Refused(Status.CRASHED, f"its process ended with exit status {status}{told}")
+        return _Refused(Status.CRASHED, f"its process was ended by {name}{printed}")
+    return _Refused(Status.CRASHED, f"its process ended with exit status {status}{printed}")

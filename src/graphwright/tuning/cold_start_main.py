@@ -1,10 +1,9 @@
-"""One first answer, timed by PARENT.
+"""The program that gives one first answer, which `cold_start` times.
 
-Run as `python -m graphwright.tuning.cold_start_main FOLDER ANSWER PAYLOAD PARENT`.
-
-FOLDER holds what to do, ANSWER is a handle to say in one line how it went, and PAYLOAD one of a
-file with the model and its references, or -1 where an artifact is loaded. PARENT is the number of
-the process that waits for it.
+Run as `python -m graphwright.tuning.cold_start_main FOLDER ANSWER TASK PARENT`. FOLDER holds what
+to do. ANSWER is the handle of a pipe that gets one line: how it went. TASK is the handle of a file
+with the model and its references, or -1 to load an artifact. PARENT is the number of the process
+that waits.
 """
 
 from __future__ import annotations
@@ -31,29 +30,29 @@ from ..report.result import Status
 from ..strategies.base import Candidate
 from .cold_start import ARTIFACT, ORDER, Order
 from .trial import status_of
-from .workers.process import when_parent_ends
-from .workers.task import Task, lend_globals
+from .workers.process import end_with_parent
+from .workers.task import Task, publish_globals
 
 
-def answer(folder: Path, payload: int) -> tuple[Status, str, str]:
+def answer(folder: Path, task_handle: int) -> tuple[Status, str, str]:
     """Load or build, call, compare: a status with its reason and remedy."""
     order: Order = pickle.loads((folder / ORDER).read_bytes())
     sys.path[:], sys.argv[1:] = order.path, order.argv[1:]
     order.settings.apply()
     mode = torch.inference_mode if order.settings.inference else contextlib.nullcontext
     with mode():
-        if payload < 0:
-            # It verifies by itself what it has loaded; the calls are then made as a user's are.
+        if task_handle < 0:
+            # load() verifies what it loads; after that, call it as a user would.
             tuned = load(folder / ARTIFACT, trust=True)
             origin = tuned._choice.origin
             assert origin is not None
             return judged([tuned] * len(origin.samples), origin.samples, origin.candidate)
-        with open(payload, "rb") as file:
+        with open(task_handle, "rb") as file:
             task: Task = torch.load(file, weights_only=False)
         candidate: Candidate = pickle.loads(order.candidate)
         if candidate.compiles:
-            lend_globals()
-        # One for all samples; parameters were verified when the candidate was.
+            publish_globals()
+        # Parameters need no look: they were verified when the candidate was.
         state, calls = ModuleState(task.module, weights=False), []
         for sample in task.samples:
             sample.reference.state = state
@@ -76,16 +75,16 @@ def judged(
 
 
 def main() -> None:
-    """Say how it went, and end at once: what the process clears up is no part of the answer."""
-    folder, handle, payload = Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3])
-    when_parent_ends(signal.SIGKILL, int(sys.argv[4]))
+    """Report how it went and exit at once, without cleaning up, which is no part of the answer."""
+    folder, pipe, task, parent = Path(sys.argv[1]), *map(int, sys.argv[2:])
+    end_with_parent(parent, signal.SIGKILL)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # A warning would stand in the log as the last word.
-            found = answer(folder, payload)
+            warnings.simplefilter("ignore")  # The log's last line should be the candidate's.
+            found = answer(folder, task)
     except Exception as error:
         found = (status_of(error), *in_words(error))
-    os.write(handle, json.dumps(found).encode() + b"\n")
+    os.write(pipe, json.dumps(found).encode() + b"\n")
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -1,4 +1,4 @@
-"""The finalists: brought into the caller's process and timed again in common rounds."""
+"""Time the finalists again, in common rounds in the caller's process."""
 
 from __future__ import annotations
 
@@ -14,23 +14,25 @@ from ..strategies.base import Built, Candidate
 from .selection import cost, near_best
 from .trial import CandidateEvaluator
 
+# The name of torch.compile's default, called without the checks of a TunedModule.
 _BARE = "torch.compile without checks"
 
 
 @dataclass
-class Finals:
+class FinalRounds:
     """The last rounds of a tuning.
 
-    They are run as the user will call them: in this process, through a TunedModule with its checks.
+    Finalists run as the user will call them: in this process, through a TunedModule with its
+    checks.
 
     Attributes:
-        report: with a row for each candidate; it gets the figures.
+        report: has a row for each candidate, which gets the figures.
         evaluator: of this process.
         kept: what was built in this process, by candidate; it grows.
         candidates: by name.
         tuned: makes a TunedModule of what was built.
-        seconds: of rounds for each finalist.
-        deadline: `time.monotonic()` when tuning has to be over; None for no limit.
+        seconds_each: seconds of rounds for each finalist.
+        deadline: `time.monotonic()` when tuning has to end; None for no limit.
     """
 
     report: Report
@@ -38,14 +40,14 @@ class Finals:
     kept: dict[str, list[Built]]
     candidates: dict[str, Candidate]
     tuned: Callable[[str, list[Built]], TunedModule]
-    seconds: float
+    seconds_each: float
     deadline: float | None
 
-    def run(self, fallen: Callable[[Row], object]) -> None:
-        """Build and verify here what was measured elsewhere, then time all in turns with eager.
+    def run(self, on_failure: Callable[[Row], object]) -> None:
+        """Build and verify here what workers have timed, then time all in turns with eager.
 
         Args:
-            fallen: told of a candidate that is not right in this process.
+            on_failure: called with the row of a candidate that is not right in this process.
         """
         while missing := [row for row in near_best(self.report) if row.strategy not in self.kept]:
             late = self.deadline is not None and time.monotonic() > self.deadline
@@ -53,34 +55,34 @@ class Finals:
                 for row in missing:
                     row.notes.append("near the best, but the budget was spent: not timed again")
                 break
-            # One that falls makes way: others are near the best then.
-            self._bring_home(min(missing, key=lambda row: cost(self.report, row)), fallen)
+            # One at a time: if it fails, others may be near the best.
+            self._build_here(min(missing, key=lambda row: cost(self.report, row)), on_failure)
         if len(self.kept) > 1:
             self._time()
 
-    def _bring_home(self, row: Row, fallen: Callable[[Row], object]) -> None:
+    def _build_here(self, row: Row, on_failure: Callable[[Row], object]) -> None:
         trial = self.evaluator.set_up(self.candidates[row.strategy])
         if trial.builts:
             self.kept[row.strategy] = trial.builts
             return
         row.status, row.remedy = trial.row.status, trial.row.remedy
         row.reason = f"in this process: {trial.row.reason}"
-        fallen(row)
+        on_failure(row)
 
     def _time(self) -> None:
-        """Common rounds; torch.compile's default without the checks too, as a peer."""
+        """Run the common rounds; torch.compile's default is also timed without the checks."""
         tuned = {name: self.tuned(name, builts) for name, builts in self.kept.items()}
         rows = {row.strategy: row for row in self.report.rows}
         samples, bound = self.evaluator.samples, self.evaluator.bound
-        seconds = self._seconds() * len(tuned) / len(samples)
+        seconds = self._affordable_seconds_each() * len(tuned) / len(samples)
         found: dict[str, list[tuple[float, Measurement]]] = {}
-        for place, sample in enumerate(samples):
+        for index, sample in enumerate(samples):
             calls = {
                 name: bound(self.evaluator.module if name == EAGER else call, sample.call)
                 for name, call in tuned.items()
             }
             if COMPILE_DEFAULT in tuned:
-                calls[_BARE] = bound(self.kept[COMPILE_DEFAULT][place].call, sample.call)
+                calls[_BARE] = bound(self.kept[COMPILE_DEFAULT][index].call, sample.call)
             measured = interleave(calls, self.evaluator.timer, budget_s=seconds)
             for name, measurement in measured.items():
                 found.setdefault(name, []).append((sample.weight, measurement))
@@ -92,9 +94,9 @@ class Finals:
         for name, measurement in means.items():
             rows[name].final = measurement
 
-    def _seconds(self) -> float:
-        """Seconds of the common rounds for each finalist."""
+    def _affordable_seconds_each(self) -> float:
+        """`seconds_each`, or less if the deadline is near."""
         if self.deadline is None:
-            return self.seconds
+            return self.seconds_each
         left = self.deadline - time.monotonic()
-        return max(0.0, min(self.seconds, left / len(self.kept)))
+        return max(0.0, min(self.seconds_each, left / len(self.kept)))

@@ -1,4 +1,4 @@
-"""What tune() was asked to do: checked at once, and put into words."""
+"""What tune() was asked to do: the checked arguments, and their description in words."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from .bucketed_request import BucketedRequest
 
 OBJECTIVES = ("latency", "throughput", "memory", "cold_start")
-# Worth its time only where it is loaded: tried by default where that is what counts.
-_IF_LOADED = ("aot_inductor",)
+# Tried by default only for the objective cold_start: it pays off where it is loaded from a file.
+_FOR_COLD_START = ("aot_inductor",)
 
 
 @dataclass(frozen=True)
 class Request:
-    """A model, the calls to tune it for, what to try, and on which terms.
+    """A model, the calls to tune it for, the candidates, and the options of `tune`.
 
     Attributes:
-        name: of the model: its class's or its own.
-        module: the model, or what stands for a function.
-        calls: to tune for, with their weights.
+        name: of the model: its class or the function's name.
+        module: the model, or the module that wraps a function.
+        calls: the calls to tune for, with their weights.
         signatures: of these calls.
-        buckets: where the calls are those of buckets.
-        dynamic_shapes: of these buckets, where they were named.
-        device: where all of it is.
-        candidates: eager first.
+        buckets: the buckets that the calls belong to; None without buckets.
+        dynamic_shapes: which dimensions vary; None without buckets or if it was not given.
+        device: where the model and its inputs are.
+        candidates: what to try, eager first.
     """
 
     name: str
@@ -108,16 +108,15 @@ class Request:
             )
         if isinstance(model, TunedModule):
             model = model.module
-        module = _module_of(model)
+        module = _as_module(model)
         refuse_weights(module, subclasses=True)
         bucketed = None
         names: list[str] = []
         if buckets is not None:
             if samples is not None:
                 raise OptionError("tune() takes samples or buckets, not both.")
-            from .bucketed_request import (
-                BucketedRequest,  # Symbolic shapes take a second to import.
-            )
+            # Imported late: symbolic shapes take a second to import.
+            from .bucketed_request import BucketedRequest
 
             bucketed = BucketedRequest(model, args, kwargs or {}, buckets, dynamic_shapes, pad)
             made = bucketed.samples()
@@ -125,7 +124,7 @@ class Request:
             weights = bucketed.weights(weights)
         elif dynamic_shapes is not None or pad is not None:
             raise OptionError(
-                "dynamic_shapes and pad say how calls are filled up, and there are no buckets.",
+                "dynamic_shapes and pad say how calls are padded, and there are no buckets.",
                 remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
             )
         calls = samples_of(args, kwargs, samples, weights, names)
@@ -140,12 +139,12 @@ class Request:
             strategies = strategies.split(",")
         candidates = (
             default_candidates(
-                module, device, allow, also=_IF_LOADED if objective == "cold_start" else ()
+                module, device, allow, also=_FOR_COLD_START if objective == "cold_start" else ()
             )
             if strategies is None
             else parse_candidates(strategies, allow)
         )
-        # Eager first, since all else is measured against it.
+        # Eager first, since all others are measured against it.
         by_name = {candidate.name: candidate for candidate in candidates}
         eager = by_name.pop(EAGER.name, Candidate(EAGER))
         return cls(
@@ -171,14 +170,14 @@ class Request:
 
     @property
     def inputs(self) -> list[list[str]]:
-        """What each call is given, in words."""
+        """The inputs of each call, in words."""
         return [
             [input_in_words(name, leaf) for name, leaf in call.leaves().items()]
             for _, call in self.calls
         ]
 
-    def repeated(self, strategy: str) -> str:
-        """The call of `tune` that tries one strategy again, on the same terms."""
+    def repeat_call(self, strategy: str) -> str:
+        """The call of `tune` that tries one strategy again, with the same options."""
         own = not any(c.name == strategy and is_ours(c) for c in self.candidates)
         given = ["model", "args", "kwargs" if self.calls[0][1].kwargs else ""]
         if self.buckets is not None:
@@ -204,7 +203,7 @@ class Request:
 
     @property
     def shapes(self) -> list[Shape]:
-        """The calls by name, with their shares; none where there is one call."""
+        """The calls by name, with their shares; empty if there is only one call."""
         total = sum(weight for weight, _ in self.calls)
         return [
             Shape(call.name, weight / total, words)
@@ -213,11 +212,11 @@ class Request:
         ]
 
 
-def _module_of(model: Callable[..., Any]) -> nn.Module:
+def _as_module(model: Callable[..., Any]) -> nn.Module:
     """The model as a module that can be tuned.
 
     Raises:
-        OptionError: it is not in eval mode, or not complete.
+        OptionError: it is in training mode, or a parameter has no shape yet.
     """
     module = model if isinstance(model, nn.Module) else FunctionModule(model)
     lazy = [n for n, p in module.named_parameters() if torch.nn.parameter.is_lazy(p)]
@@ -279,10 +278,10 @@ def _positive(value: Any) -> bool:
 def samples_of(
     args: Args, kwargs: Kwargs | None, samples: Any, weights: Any, names: Sequence[str] = ()
 ) -> list[tuple[float, Call]]:
-    """The calls to tune for, with their weights; by these names where there are some.
+    """The calls to tune for, with their weights; `names` replace descriptions as their names.
 
     Raises:
-        OptionError: there are none, or they make no sense.
+        OptionError: there are no samples, or samples or weights make no sense.
     """
     if samples is None:
         if weights is not None:

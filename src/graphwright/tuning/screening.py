@@ -1,4 +1,4 @@
-"""Try candidates one by one: each in a process of its own where that is possible, else in this."""
+"""Try each candidate once: in a worker process where that is possible, else in this process."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Terms:
 
     Attributes:
         isolate: whether candidates get processes of their own.
-        timeout_s: seconds to set up and to time, each.
-        memory_limit: bytes beside the model; None for most of what is free.
-        budget_s: what the caller gave tuning in all.
-        deadline: `time.monotonic()` when candidates have had their share of that.
+        timeout_s: seconds to set up, and seconds to time.
+        memory_limit: bytes in addition to the model; None for most of what is free.
+        budget_s: seconds that the caller gave to all of tuning; None for no limit.
+        deadline: `time.monotonic()` when screening has used its share of them; None for no limit.
     """
 
     isolate: bool
@@ -38,16 +38,16 @@ class Terms:
 
 @dataclass
 class Screening:
-    """A run over candidates; a context manager, after which no process is left.
+    """One run over the candidates; a context manager that leaves no process behind.
 
     Attributes:
         module: the model.
         device: where it is.
         candidates: eager first.
-        terms: see above.
-        repeat: the command that tries a strategy again.
-        notes: what a reader of the report should know.
-        kept: what was built in this process, by candidate.
+        terms: what each may take.
+        repeat: makes the command that tries a strategy again.
+        notes: of the report; reasons why candidates could not be isolated are added.
+        kept: what was built in this process, by candidate; it grows.
     """
 
     module: nn.Module
@@ -60,12 +60,12 @@ class Screening:
     _workers: WorkerPool | None = None
 
     def __enter__(self) -> Screening:
-        """Begin to import, in another process, what candidates there will need."""
+        """Start the fork server, which begins to import what workers need."""
         if self.terms.isolate and len(self.candidates) > 1:
             try:
                 self._workers = WorkerPool(self.module, self.candidates[1:])
             except IsolationError as error:
-                self._not_apart(str(error))
+                self._note_not_isolated(str(error))
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -77,30 +77,30 @@ class Screening:
             self._workers = None
 
     def rows(self, evaluator: CandidateEvaluator, progress: Progress) -> Iterator[Row]:
-        """The row of each candidate, as it becomes known."""
+        """Yield the row of each candidate, as it becomes known."""
         eager, *others = self.candidates
         progress.step(eager.name)
         try:
             if self._workers is not None:
-                self._workers.ready()  # Nothing else runs while eager is timed.
+                self._workers.wait_until_ready()  # Nothing else runs while eager is timed.
         except IsolationError as error:
-            self._not_apart(str(error))
+            self._note_not_isolated(str(error))
             self._close()
-        yield self._here(eager, evaluator)
+        yield self._in_this_process(eager, evaluator)
         tried: set[str] = set()
         if self._workers is not None and others:
             try:
-                for row in self._apart(self._workers, others, evaluator, progress):
+                for row in self._in_workers(self._workers, others, evaluator, progress):
                     tried.add(row.strategy)
                     yield row
             except IsolationError as error:
-                self._not_apart(str(error))
+                self._note_not_isolated(str(error))
         for candidate in others:
             if candidate.name not in tried:
                 progress.step(candidate.name)
-                yield self._here(candidate, evaluator)
+                yield self._in_this_process(candidate, evaluator)
 
-    def _apart(
+    def _in_workers(
         self,
         workers: WorkerPool,
         candidates: Sequence[Candidate],
@@ -108,7 +108,7 @@ class Screening:
         progress: Progress,
     ) -> Iterator[Row]:
         terms = self.terms
-        limits = Limits.here(terms.timeout_s, self.device, terms.memory_limit)
+        limits = Limits.of_machine(terms.timeout_s, self.device, terms.memory_limit)
         workers.load(evaluator, limits)
         for candidate, found in workers.evaluate(
             candidates,
@@ -117,20 +117,20 @@ class Screening:
         ):
             progress.step(candidate.name)
             if isinstance(found, str):
-                self._not_apart(found)
-                yield self._here(candidate, evaluator)
+                self._note_not_isolated(found)
+                yield self._in_this_process(candidate, evaluator)
             elif found.status is Status.NOT_TRIED:
                 yield self._not_tried(candidate)
             else:
-                yield self.repeatable(found)
+                yield self.with_repeat(found)
 
-    def _not_apart(self, why: str) -> None:
+    def _note_not_isolated(self, why: str) -> None:
         note = f"Candidates were tried in this process, not in ones of their own: {why}."
         if note not in self.notes:
             self.notes.append(note)
 
-    def _here(self, candidate: Candidate, evaluator: CandidateEvaluator) -> Row:
-        """Try a candidate in this process, if there is time for it; eager in any case."""
+    def _in_this_process(self, candidate: Candidate, evaluator: CandidateEvaluator) -> Row:
+        """Try a candidate here, if there is time for it; eager in any case."""
         late = self.terms.deadline is not None and time.monotonic() > self.terms.deadline
         if late and candidate.name != EAGER:
             return self._not_tried(candidate)
@@ -139,7 +139,7 @@ class Screening:
             evaluator.time(trial)
         if trial.builts:
             self.kept[candidate.name] = trial.builts
-        return self.repeatable(trial.row)
+        return self.with_repeat(trial.row)
 
     def _not_tried(self, candidate: Candidate) -> Row:
         row = Row(candidate.name, Status.NOT_TRIED, complexity=candidate.complexity)
@@ -151,8 +151,8 @@ class Screening:
         row.remedy = "Give a larger budget, or name the strategies to try."
         return row
 
-    def repeatable(self, row: Row) -> Row:
-        """The row, with the command that repeats it, where something went wrong."""
+    def with_repeat(self, row: Row) -> Row:
+        """The same row; if something went wrong, with the command that tries it again."""
         if row.status not in (Status.OK, Status.SLOWER, Status.UNAVAILABLE, Status.NOT_TRIED):
             row.repeat = self.repeat(row.strategy)
         return row

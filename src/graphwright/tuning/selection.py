@@ -1,7 +1,4 @@
-"""Which candidate is chosen: who is near the best, and who of those comes first.
-
-The choice and the reason for it, in one sentence.
-"""
+"""Which candidates are near the best, which of them is chosen, and why, in one sentence."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from ..report.result import EAGER, Row, Status
 
 # Candidates within this factor of the best are timed again.
 FINALIST_FACTOR = 1.10
-# A gain below this factor is not worth a less simple candidate, however certain it is.
+# A smaller gain is not worth a more complex candidate, however certain it is.
 _WORTH_IT = 1.01
 
 
@@ -24,7 +21,7 @@ def eligible(report: Report) -> list[Row]:
 
 
 def cost(report: Report, row: Row) -> float:
-    """What is to be small: time relative to eager's, peak bytes, or seconds to a first answer."""
+    """The figure to minimize: time relative to eager, peak bytes, or seconds to a first answer."""
     if report.objective == "cold_start":
         return math.inf if row.cold_start_s is None else row.cold_start_s
     if report.objective == "memory" and row.peak_bytes is not None:
@@ -33,18 +30,17 @@ def cost(report: Report, row: Row) -> float:
 
 
 def _own_cost(report: Report, row: Row) -> float:
-    """What is to be small, by the row's own samples."""
+    """The figure to minimize, but with the row's absolute time in place of its ratio to eager."""
     if report.objective in ("memory", "cold_start") or row.screening is None:
         return cost(report, row)
     return statistics.median(row.screening.rounds(report.objective))
 
 
 def near_best(report: Report) -> list[Row]:
-    """The candidates to time again.
+    """The candidates to time again: those near the best by their ratio to eager or by their time.
 
-    Near the best by either measure: when eager itself wavers from one screening to the next, the
-    ratios of two candidates to it cannot be set against each other. Of those whose first answer is
-    asked for, and was not timed yet, nothing is known.
+    Both count, since ratios of different candidates cannot be compared when eager's own time varies
+    from one screening to the next. Candidates whose first answer was not timed yet are kept too.
     """
     rows = eligible(report)
     near = {row.strategy for row in rows if cost(report, row) == math.inf}
@@ -55,7 +51,7 @@ def near_best(report: Report) -> list[Row]:
 
 
 def ranked(report: Report, rows: list[Row]) -> list[Row]:
-    """Eligible rows among some, the one to choose first: the simplest within the best's noise."""
+    """The eligible ones of some rows, best first; within the noise of the best, simplest first."""
     rows = [row for row in rows if row.status is Status.OK]
     rows.sort(key=lambda row: cost(report, row))
     if not rows:
@@ -66,11 +62,11 @@ def ranked(report: Report, rows: list[Row]) -> list[Row]:
 
 
 def _ties(report: Report, row: Row, best: Row) -> bool:
-    """Whether a row is as good as the best, as far as these rounds can tell."""
+    """Whether a row is as good as the best within the noise."""
     if report.objective in ("memory", "cold_start"):
         return cost(report, row) <= _WORTH_IT * cost(report, best)
     if row.final is not None and best.final is not None:
-        # Set against each other directly: eager's noise would only widen both.
+        # Compare them directly: the ratios to eager have eager's noise in addition.
         low, _ = median_interval(row.final.ratios(best.final, report.objective))
         return low <= _WORTH_IT
     low, _ = median_interval(report.ratios(row))
@@ -78,10 +74,10 @@ def _ties(report: Report, row: Row, best: Row) -> bool:
     return low <= high * _WORTH_IT
 
 
-def sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
-    """Why this one, for a reader who looks at nothing else."""
+def reason_for(report: Report, chosen: Row, finalists: list[Row]) -> str:
+    """Why a candidate was chosen, for a reader who looks at nothing else."""
     if report.objective == "cold_start":
-        return _first_answer(report, chosen)
+        return _reason_for_cold_start(report, chosen)
     what = {
         "latency": "the lowest latency",
         "throughput": "the highest throughput",
@@ -111,8 +107,8 @@ def sentence(report: Report, chosen: Row, finalists: list[Row]) -> str:
     return text + "."
 
 
-def _first_answer(report: Report, chosen: Row) -> str:
-    """Why this one, where the first answer of a process is what counts."""
+def _reason_for_cold_start(report: Report, chosen: Row) -> str:
+    """Why a candidate was chosen for its early first answer."""
     text = f"{chosen.strategy} was chosen"
     late = len([row for row in report.rows if row.status is Status.NOT_TRIED])
     untried = f" The budget did not suffice for {late} more." if late else ""

@@ -1,7 +1,7 @@
-"""One candidate in this process: build it, verify it, measure it in turns with eager.
+"""Try one candidate in this process: build it, verify it, and time it in turns with eager.
 
-Whatever goes wrong becomes the candidate's row. Set-up and timing are apart, since several set-ups
-may overlap and timing may not.
+Whatever goes wrong is recorded in the candidate's row. Set-up and timing are separate steps, since
+several set-ups may run at once and timings may not.
 """
 
 from __future__ import annotations
@@ -32,23 +32,23 @@ from ..report.result import EAGER, Row, Status
 from ..report.table import memory
 from ..strategies.base import Built, Candidate
 
-# Slower than eager: the whole interval of the ratio lies above this.
+# A candidate is slower than eager if the whole interval of the ratio lies above this.
 _SLOWER = 1.02
-# What a candidate may keep of calls that are over, in bytes: some fill caches late.
+# Bytes that may stay allocated after timed calls; some candidates fill caches late.
 _LEAK = 256 * 2**20
 
 
 @dataclass
 class Trial:
-    """What is known of a candidate: its row, and what was built for each sample."""
+    """A candidate that is being tried: its row, and what was built for each sample."""
 
     candidate: Candidate
     row: Row
     meter: MemoryMeter
     builts: list[Built] = field(default_factory=list)
 
-    def parts(self, samples: Sequence[Sample]) -> list[Row]:
-        """The row of each sample: where there is one sample, the candidate's own."""
+    def sample_rows(self, samples: Sequence[Sample]) -> list[Row]:
+        """A row for each sample; with one sample, the candidate's own row."""
         if len(samples) == 1:
             return [self.row]
         name, rank = self.candidate.name, self.candidate.complexity
@@ -61,12 +61,12 @@ class CandidateEvaluator:
     """Evaluates candidates for one model.
 
     Args:
-        module: the model, or the module that stands for a function.
+        module: the model, or the module that wraps a function.
         samples: the calls to tune for.
         device: where they run.
-        objective: what `slower` is judged by.
-        screening_s: seconds of timing a candidate in turns with eager, over all samples.
-        dynamic_shapes: the dimensions that vary, as torch.export names them; None for none.
+        objective: decides which figure may make a candidate `slower`.
+        screening_s: seconds to time a candidate in turns with eager, over all samples.
+        dynamic_shapes: the dimensions that vary, as torch.export takes them; None for none.
     """
 
     def __init__(
@@ -89,11 +89,11 @@ class CandidateEvaluator:
 
     @property
     def model(self) -> Callable[..., Any]:
-        """What the caller would call: the function, where the module stands for one."""
+        """What the caller would call: the module, or the function that it wraps."""
         return self.module._function if isinstance(self.module, FunctionModule) else self.module
 
     def disagreement(self) -> str | None:
-        """How eager here differs from eager where the references were made, in words, or None."""
+        """How eager here differs from eager in the process of the references; None if it agrees."""
         for sample in self.samples:
             case = sample.reference.cases[0]
             try:
@@ -106,17 +106,17 @@ class CandidateEvaluator:
         return None
 
     def set_up(self, candidate: Candidate) -> Trial:
-        """Build a candidate for each sample and verify it; its row is OK if all went well."""
+        """Build a candidate for each sample and verify it. Its row is OK if all went well."""
         row = Row(candidate.name, Status.OK, complexity=candidate.complexity)
         trial = Trial(candidate, row, MemoryMeter(self.device))
         found = candidate.availability(self.device)
         if not found.available:
             row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
             return trial
-        ranged = self._ranged(trial)
+        ranged = self._build_for_range(trial)
         try:
-            for sample, part in zip(self.samples, trial.parts(self.samples), strict=True):
-                with self._told(row, sample):
+            for sample, part in zip(self.samples, trial.sample_rows(self.samples), strict=True):
+                with self._recorded(row, sample):
                     if ranged is None:
                         built, part.setup_s = self._build(candidate, sample.call)
                     else:
@@ -127,25 +127,25 @@ class CandidateEvaluator:
                     part.error = verdict.error
                     if not verdict.ok:
                         raise _Refused(Status.WRONG, verdict.reason)
-        except _Over:
+        except _IsOut:
             trial.builts.clear()
             if row.status is Status.FAILED:
                 found = candidate.availability(self.device, late=True)
                 if not found.available:
                     row.status, row.reason = Status.UNAVAILABLE, found.reason
                     row.remedy = found.remedy
-            self._leave(row)  # Verification does so by itself where it comes to its end.
-        self._sum_up(trial)
+            self._restore_after(row)  # Verification does so itself unless it is cut short.
+        self._combine_samples(trial)
         return trial
 
-    def _ranged(self, trial: Trial) -> tuple[Built, float] | None:
-        """What is built for all sizes at once, and the seconds of that; None where nothing is."""
+    def _build_for_range(self, trial: Trial) -> tuple[Built, float] | None:
+        """Build for all sizes at once: the result and its seconds; None if that is not possible."""
         if self.dynamic_shapes is None:
             return None
         ranged = trial.candidate.ranged(self.dynamic_shapes)
         if ranged is None:
             return None
-        # A size of 1 would be taken for a constant.
+        # Compilers take a size of 1 for a constant.
         largest = max(self.samples, key=lambda s: sum(t.numel() for t in s.call.tensors()))
         try:
             built, seconds = self._build(ranged, largest.call)
@@ -161,12 +161,12 @@ class CandidateEvaluator:
         """Whether what was built for a sample is right."""
         written = sorted(sample.reference.written)
         if built.holds_weights and written:
-            # Its samples may leave the values as they are, and no comparison tells.
+            # Samples may write what was there before, and then no comparison shows it.
             return Verdict(False, f"the model writes to its {written[0]}, and this to a copy")
         return verify(built.call, sample.reference, ulp=candidate.lossy_ulp)
 
-    def agrees(self, candidate: Candidate, built: Built, call: Call) -> str | None:
-        """What is wrong with the answer to a call of other sizes than the samples', or None."""
+    def problem_at(self, candidate: Candidate, built: Built, call: Call) -> str | None:
+        """What is wrong with the result of a call of other sizes than the samples', or None."""
         nearest = max(self.samples, key=lambda s: sum(t.numel() for t in s.call.tensors()))
         ref, ulp = nearest.reference, candidate.lossy_ulp
         try:
@@ -175,10 +175,10 @@ class CandidateEvaluator:
             verdict = compare(found, Case(call, eager, tensors_in(eager)), ref, ulp)
             if verdict.ok:
                 return None
-            # Both may be off: float64 says which.
+            # Eager and the candidate may both be off: compare both with float64.
             exact = exact_outcome(self.model, self.module, call, ref.state)[0]
             case = Case(call, eager, tensors_in(exact))
-            # Sizes differ in eager's own error too.
+            # Eager's own error depends on the sizes too: allow the larger one.
             allowed = {
                 name: ErrorMeasure(max(mine.rms, other.rms), max(mine.max, other.max))
                 for name, mine in case.eager_error.items()
@@ -192,16 +192,16 @@ class CandidateEvaluator:
             self.restore()
 
     def time(self, trial: Trial) -> None:
-        """Measure what was set up, in turns with eager, and judge it."""
+        """Time what was set up, in turns with eager, and say whether it is slower."""
         row = trial.row
         budget_s = self.screening_s / len(self.samples)
-        parts = trial.parts(self.samples)
+        parts = trial.sample_rows(self.samples)
         try:
             for sample, part, built in zip(self.samples, parts, trial.builts, strict=True):
-                with self._told(row, sample):
+                with self._recorded(row, sample):
                     mine = self.bound(built.call, sample.call)
                     part.peak_bytes = trial.meter.peak(mine)
-                    # Eager against itself shows how far apart two equal callables come out here.
+                    # The row of eager thus shows by how much two equal callables differ here.
                     calls = {"candidate": mine, "eager": self.bound(self.module, sample.call)}
                     before = trial.meter.kept()
                     measured = interleave(calls, self.timer, budget_s=budget_s)
@@ -209,34 +209,34 @@ class CandidateEvaluator:
                     part.notes += noise_notes(part.screening)
                     grown = trial.meter.kept() - before
                     if grown > _LEAK and row.strategy != EAGER:
-                        told = f"it leaks: {memory(grown)} are kept of calls that are over"
-                        raise _Refused(Status.MEMORY_EXCEEDED, told)
-        except _Over:
+                        why = f"it leaks: {memory(grown)} are kept of calls that are over"
+                        raise _Refused(Status.MEMORY_EXCEEDED, why)
+        except _IsOut:
             trial.builts.clear()
         finally:
-            self._leave(row)
-        self._sum_up(trial)
+            self._restore_after(row)
+        self._combine_samples(trial)
         self._judge(row)
 
     def bound(self, function: Callable[..., Any], call: Call) -> Callable[[], object]:
-        """A call with a sample's values, for timing."""
+        """A call to time: a function with its own copy of a sample's values."""
         mine = call.clone()
         args, kwargs = mine.args, dict(mine.kwargs)
         return lambda: function(*args, **kwargs)
 
     def restore(self) -> None:
-        """Leave the module's buffers and parameters as they were found."""
+        """Put the module's buffers and parameters back as they were."""
         state = self.samples[0].reference.state
         state.restore()
         state.corrupted()
 
-    def _leave(self, row: Row) -> None:
-        if row.status is not Status.CRASHED:  # Then nothing works on the device any more.
+    def _restore_after(self, row: Row) -> None:
+        if row.status is not Status.CRASHED:  # After a crash the device cannot be used.
             self.restore()
 
     def _build(self, candidate: Candidate, call: Call) -> tuple[Built, float]:
-        """Build and call once; set-up seconds cover both, as the first call often compiles."""
-        # Loading the kernels of a first eager call is nobody's set-up.
+        """Build and call once. The seconds cover both, since the first call often compiles."""
+        # The first eager call loads kernels, which is not the candidate's set-up.
         sample = call.clone()
         self.module(*sample.args, **sample.kwargs)
         self.timer.synchronize()
@@ -248,12 +248,12 @@ class CandidateEvaluator:
         self.timer.synchronize()
         return built, time.perf_counter() - start
 
-    def _told(self, row: Row, sample: Sample) -> _Told:
-        return _Told(row, sample.name if len(self.samples) > 1 else "")
+    def _recorded(self, row: Row, sample: Sample) -> _FailureInto:
+        return _FailureInto(row, sample.name if len(self.samples) > 1 else "")
 
-    def _sum_up(self, trial: Trial) -> None:
-        """What the rows of several shapes are together."""
-        row, parts = trial.row, trial.parts(self.samples)
+    def _combine_samples(self, trial: Trial) -> None:
+        """Combine the rows of several samples into the candidate's."""
+        row, parts = trial.row, trial.sample_rows(self.samples)
         if len(self.samples) == 1:
             return
         for part in parts:
@@ -271,10 +271,10 @@ class CandidateEvaluator:
                 setattr(row, figure, weighted(list(zip(weights, found, strict=True))))
 
     def _judge(self, row: Row) -> None:
-        """`slower` when eager is faster beyond doubt, by the measure that is asked for."""
+        """Mark a candidate as slower if eager is faster beyond the noise, by the objective."""
         if row.strategy == EAGER or row.screening is None or row.baseline is None:
             return
-        # Who asks for an early answer may pay for it in later ones.
+        # Whoever wants the first answer early accepts slower calls later.
         if row.status is not Status.OK or self.objective == "cold_start":
             return
         what = "throughput" if self.objective == "throughput" else "latency"
@@ -285,19 +285,19 @@ class CandidateEvaluator:
 
 
 class _Refused(Exception):
-    """A candidate ran, and may not be chosen."""
+    """A candidate ran and must not be chosen."""
 
     def __init__(self, status: Status, reason: str) -> None:
         super().__init__(reason)
         self.status = status
 
 
-class _Over(Exception):
-    """A candidate is out; its row says why."""
+class _IsOut(Exception):
+    """A candidate is out of the race; its row says why."""
 
 
-class _Told:
-    """Makes the row's status and reason of whatever is raised inside."""
+class _FailureInto:
+    """Turns whatever is raised inside its block into the status and reason of a row."""
 
     def __init__(self, row: Row, shape: str) -> None:
         self._row = row
@@ -315,15 +315,15 @@ class _Told:
             row.status = status_of(error)
             row.reason, row.remedy = in_words(error)
         row.reason = self._prefix + row.reason
-        raise _Over
+        raise _IsOut
 
 
 def status_of(error: BaseException) -> Status:
-    """What an exception says about the candidate that raised it."""
+    """The status of a candidate that raised an exception."""
     for cause in _causes(error):
         if isinstance(cause, torch.OutOfMemoryError | MemoryError):
             return Status.MEMORY_EXCEEDED
-        # Its device cannot be used any more by the process.
+        # This process cannot use the device any more.
         if isinstance(cause, torch.AcceleratorError):
             return Status.CRASHED
     return Status.FAILED

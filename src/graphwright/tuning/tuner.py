@@ -1,8 +1,8 @@
-"""tune(): try what this machine has, verify, measure in turns with eager, choose, report.
+"""tune(): try every candidate that this machine has, verify and time them, choose, and report.
 
-`Tuning` runs the steps and holds what is known so far, so that an interrupted run can still be
-shown. Candidates are tried in processes of their own (`isolation`) where that is possible, by the
-same `CandidateEvaluator` that tries them here otherwise.
+`Tuning` runs these steps and holds what is known so far, so that an interrupted run can still be
+shown. Candidates are tried in worker processes if possible, else in this process; both ways use
+`CandidateEvaluator`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..artifacts.tuned_module import Origin, TunedModule, assembled
+from ..artifacts.tuned_module import Origin, TunedModule, assemble
+from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.modules import FunctionModule
 from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
@@ -34,10 +35,10 @@ from ..strategies.base import Built, Candidate, Compiler, without_grad
 from ..strategies.registry import is_ours
 from . import choice_cache
 from .cold_start import ColdStarts
-from .final_rounds import Finals
+from .final_rounds import FinalRounds
 from .request import Request
 from .screening import Screening, Terms
-from .selection import near_best, ranked, sentence
+from .selection import near_best, ranked, reason_for
 from .trial import CandidateEvaluator, status_of
 
 if TYPE_CHECKING:
@@ -45,15 +46,17 @@ if TYPE_CHECKING:
 
 Objective = Literal["latency", "throughput", "memory", "cold_start"]
 
-# Whether candidates are tried in processes of their own when tune() is not told.
+# Whether candidates are tried in processes of their own if `isolate` is None.
 ISOLATED = True
-# Seconds of timing a candidate, in turns with eager, and of each finalist in common rounds.
+# Seconds to time one candidate in turns with eager.
 SCREENING_S = 1.0
+# Seconds to time each finalist in common rounds.
 FINAL_S_EACH = 2.0
+# The share of a time budget that is kept for the finalists.
+_FINALISTS_SHARE = 0.25
+# How notes about calls between the buckets begin.
 _BETWEEN = "Some calls between the buckets will be eager:"
 _RANGE = "What was built for all sizes at once answers the buckets alone:"
-# The share of a time budget that is kept for the finalists.
-_FOR_FINALISTS = 0.25
 
 
 def tune(
@@ -81,47 +84,48 @@ def tune(
 ) -> TunedModule:
     """Try every way to run a model that this machine has, verify each, and take the best.
 
-    The winner answers calls like the sample's (same shapes, dtypes, devices, plain values); any
-    other call goes to the model itself and is counted. Eager always competes, so the result is
-    never knowingly slower. Tuning changes neither the model nor the random-number state.
+    The winner answers calls like the sample's (same shapes, dtypes, devices, plain values). Any
+    other call falls back to the model itself and is counted. Eager always competes, so the result
+    is never knowingly slower. Tuning changes neither the model nor the random-number state.
 
     Each candidate is tried in a process of its own; one that crashes, hangs or takes too much
-    memory is a row of the report. The winner is built and verified again in this process.
+    memory becomes a row of the report. The winner is built and verified again in this process.
 
     Args:
         model: a module in eval mode, or a plain function of tensors.
         args: positional sample inputs, real values rather than zeros; a tuple.
         kwargs: keyword sample inputs.
-        samples: several calls to tune for in place of `args` and `kwargs`: each a tuple of
-            positional inputs, a dictionary of keyword ones, or a pair of both.
-        weights: the share of each of the samples among all calls, equal by default; with buckets a
+        samples: several calls to tune for, instead of `args` and `kwargs`: each a tuple of
+            positional inputs, a dictionary of keyword inputs, or a pair of both.
+        weights: the share of each sample among all calls, equal by default; with buckets a
             dictionary by size: `{1: 0.9, 16: 0.1}`, or `{(1, 128): …}` for several dimensions.
         dynamic_shapes: which dimensions of the arguments vary, as `graph()` takes it.
-        buckets: sizes of these dimensions to tune for, made of the sample's values. Calls between
-            them are filled up to one, as `graph()` does it, where that is proved to be harmless.
-        pad: what they are filled up with, as `graph()` takes it.
-        strategies: names such as "inductor+graph", strategies or candidates of your own; None
-            tries all that usually pay. Eager is always added.
-        objective: "latency" (one synchronised call), "throughput" (calls issued back to back),
-            "memory" (peak bytes) or "cold_start" (from the start of a process to the first right
-            answer, of what is loaded with `load` where it can be).
-        tolerance: accepted error relative to the output's root mean square. None asks for a root
-            mean square error of at most 3 times, and a largest error of at most 8 times, what
-            eager itself has against float64.
+        buckets: sizes of these dimensions to tune for; their calls are made of the sample's values.
+            Calls of other sizes are padded to a bucket, as `graph()` pads them, where padding is
+            proved to be harmless.
+        pad: the padding values, as `graph()` takes them.
+        strategies: names such as "inductor+graph", or strategies or candidates of your own; None
+            tries all that usually pay off. Eager is always added.
+        objective: "latency" (one synchronized call), "throughput" (calls issued back to back),
+            "memory" (peak bytes) or "cold_start" (seconds from the start of a process to the first
+            right answer; what `load` can load is loaded for that).
+        tolerance: accepted error relative to the output's root mean square. By default, the root
+            mean square error may be 3 times, and the largest error 8 times, that of eager against
+            float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
-        budget_s: seconds that tuning may take in all, finalists included; candidates that it does
-            not suffice for are reported as not tried. None for no limit.
+        budget_s: seconds that all of tuning may take; candidates that there is no time for are
+            reported as not tried. None for no limit.
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
-        memory_limit: bytes, or a text such as "2GiB", that one candidate may take beside the
-            model: of the GPU's memory for a model there, else of the host's. By default most of
+        memory_limit: bytes, or a text such as "2GiB", that one candidate may take in addition to
+            the model: memory of the GPU for a model there, else of the host. By default most of
             what is free.
         isolate: whether candidates are tried in processes of their own. False tries them in this
-            one, without these limits, as is done with a note for a model that cannot be pickled.
-        remember: whether to take the choice of an earlier run for the same model, inputs, machine
-            and versions (it is verified again), and to remember this one.
-        fresh: tune though a choice is remembered, which gives way to the new one.
-        audit: every so many calls of a winner that holds a copy of the weights, compare a checksum
-            of their values with what it was, which finds writes that PyTorch does not report
+            process, without these limits; so does, with a note, a model that cannot be pickled.
+        remember: whether to use the choice of an earlier run for the same model, inputs, machine
+            and versions, after verifying it again, and to store the choice of this run.
+        fresh: tune even if a choice is stored, and replace it.
+        audit: if the winner holds a copy of the weights, compare a checksum of the module's weights
+            every so many calls. This finds writes that PyTorch does not report
             (`weight.data.mul_()`, NumPy, a pointer).
         progress: whether to show progress on stderr; None shows it on a terminal.
 
@@ -176,8 +180,8 @@ class Tuning:
             args: likewise.
             kwargs: likewise.
             name: of the model, in the report.
-            repeat: the command that tries a strategy, given by its name, again; by default the
-                call of `tune` that does.
+            repeat: makes the command that tries a strategy again, from its name; by default a call
+                of `tune`.
             options: as for `tune`.
         """
         self._started = time.monotonic()
@@ -194,7 +198,7 @@ class Tuning:
         # What was built in this process, by name.
         self._kept: dict[str, list[Built]] = {}
         budget_s = asked.budget_s
-        deadline = None if budget_s is None else self._started + (1 - _FOR_FINALISTS) * budget_s
+        deadline = None if budget_s is None else self._started + (1 - _FINALISTS_SHARE) * budget_s
         isolate = ISOLATED if asked.isolate is None else asked.isolate
         terms = Terms(isolate, asked.timeout_s, asked.memory_limit, budget_s, deadline)
         self._screening = Screening(
@@ -202,19 +206,19 @@ class Tuning:
             asked.device,
             asked.candidates,
             terms,
-            repeat or asked.repeated,
+            repeat or asked.repeat_call,
             self.report.notes,
             self._kept,
         )
         self._evaluator: CandidateEvaluator | None = None
-        self._quiet = True
-        # The sizes that the choice was proved to answer all of; None until then.
+        self._same_under_no_grad = True
+        # The ranges of sizes that the choice was proved to answer; None until then.
         self._ranges: tuple[Range, ...] | None = None
 
     # ------------------------------------------------------------ the run
 
     def run(self, progress: Progress | None = None) -> TunedModule:
-        """Tune. On KeyboardInterrupt the report holds what was known, and the error goes on."""
+        """Tune. On KeyboardInterrupt, complete the report with what is known and raise it again."""
         listener = progress or Silent()
         with for_inference(), _same_random_state(self.asked.device):
             try:
@@ -237,7 +241,7 @@ class Tuning:
         recalled = None if key is None or self.asked.fresh else choice_cache.recall(key)
         if recalled is not None and recalled.chosen in self._by_name:
             progress.step("what was chosen before")
-            tuned = self._recalled(recalled)
+            tuned = self._tuned_from_cache(recalled)
             if tuned is not None:
                 return tuned
         with self._screening as screening:
@@ -247,30 +251,30 @@ class Tuning:
                 progress.row(row)
                 self._drop_the_beaten()
         if self.asked.objective == "cold_start":
-            self._first_answers(progress)
+            self._time_first_answers(progress)
         progress.step("finalists")
         self._final_rounds()
         chosen = self._choose()
         note = load_note()
         if note:
             self.report.notes.append(note)
-        self._look_between(chosen.strategy, self._kept[chosen.strategy])
+        self._check_other_sizes(chosen.strategy, self._kept[chosen.strategy])
         if key is not None:
             self.report.seconds = time.monotonic() - self._started
             choice_cache.remember(key, self.report)
-        # The watch that is handed out begins after the last change that tuning makes.
+        # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, self._kept[chosen.strategy])
 
     def _refer(self, progress: Progress) -> None:
-        """Run what candidates are judged by, once."""
+        """Make the references that candidates are compared with, once."""
         if self._evaluator is None:
             progress.step("float64 reference")
-            self._evaluator = self._referenced()
-            self._quiet = self._same_without_grad()
+            self._evaluator = self._make_evaluator()
+            self._same_under_no_grad = self._check_no_grad()
 
-    def _referenced(self) -> CandidateEvaluator:
-        """An evaluator of candidates against references of every sample."""
+    def _make_evaluator(self) -> CandidateEvaluator:
+        """An evaluator with a reference for every sample."""
         model = self.asked.module
         state = ModuleState(model)
         samples = []
@@ -293,19 +297,19 @@ class Tuning:
         )
 
     def _dynamic_shapes(self) -> Any:
-        """The dimensions that vary, from the smallest bucket to the largest."""
+        """The dimensions that vary, with bounds from the smallest bucket to the largest."""
         known = None if self.asked.buckets is None else self.asked.buckets.ranges()
         ends = {each.name: (each.low, each.high) for each in known or ()}
         return within(self.asked.dynamic_shapes, ends) if ends else self.asked.dynamic_shapes
 
     @property
     def evaluator(self) -> CandidateEvaluator:
-        """What evaluates candidates in this process, once the references were made."""
+        """Evaluates candidates in this process; exists once the references are made."""
         assert self._evaluator is not None
         return self._evaluator
 
-    def _same_without_grad(self) -> bool:
-        """Whether eager under no_grad gives the numbers of eager as the caller calls it."""
+    def _check_no_grad(self) -> bool:
+        """Whether eager under no_grad computes what it computes as the caller calls it."""
         ref = self.evaluator.samples[0].reference
         if not torch.is_grad_enabled() or verify(without_grad(self.asked.module), ref).ok:
             return True
@@ -318,7 +322,7 @@ class Tuning:
     # ------------------------------------------------------------ choosing
 
     def _drop_the_beaten(self) -> None:
-        """Let go of candidates that are out of the race, and of the memory they hold."""
+        """Drop candidates that are out of the race, with the memory that they hold."""
         near = {EAGER, *(row.strategy for row in near_best(self.report))}
         beaten = [name for name in self._kept if name not in near]
         for name in beaten:
@@ -326,8 +330,8 @@ class Tuning:
         if beaten:
             gc.collect()
 
-    def _first_answers(self, progress: Progress) -> None:
-        """Time from the start of a process to the first right answer of what is in the race."""
+    def _time_first_answers(self, progress: Progress) -> None:
+        """Time new processes until their first right answer, for candidates still in the race."""
         budget_s = self.asked.budget_s
         starts = ColdStarts(
             self.evaluator,
@@ -341,13 +345,13 @@ class Tuning:
                 if row.status is Status.OK:
                     progress.doing(f"first answer of {row.strategy}")
                     starts.time(row, self._by_name[row.strategy])
-                    self._screening.repeatable(row)
+                    self._screening.with_repeat(row)
                     self._drop_the_beaten()
 
     def _final_rounds(self) -> None:
         """Time the finalists again, here and in common rounds with eager."""
         self._drop_the_beaten()
-        finals = Finals(
+        rounds = FinalRounds(
             self.report,
             self.evaluator,
             self._kept,
@@ -356,22 +360,22 @@ class Tuning:
             FINAL_S_EACH,
             None if self.asked.budget_s is None else self._started + self.asked.budget_s,
         )
-        finals.run(self._screening.repeatable)
+        rounds.run(self._screening.with_repeat)
 
     @property
     def _by_name(self) -> dict[str, Candidate]:
         return {candidate.name: candidate for candidate in self.asked.candidates}
 
     def _ranked(self) -> list[Row]:
-        """Candidates that were built here, the one to choose first."""
+        """Candidates that were built in this process, best first."""
         return ranked(self.report, [r for r in self.report.rows if r.strategy in self._kept])
 
     def _choose(self) -> Row:
-        """The first of the ranking that is still right when it is verified again."""
+        """The best candidate that is still right when it is verified again."""
         for row in self._ranked():
             candidate = self._by_name[row.strategy]
             try:
-                why = self._wrong(candidate, self._kept[row.strategy])
+                why = self._problem(candidate, self._kept[row.strategy])
             except Exception as error:
                 row.status = status_of(error)
                 row.reason, row.remedy = in_words(error)
@@ -384,8 +388,8 @@ class Tuning:
         why = failed.reason if failed is not None else "it was not measured"
         raise ModelFailed(f"Eager itself could not be verified or timed: {why}")
 
-    def _wrong(self, candidate: Candidate, builts: Sequence[Built]) -> str | None:
-        """What is wrong with a candidate's answers to the samples, in words, or None."""
+    def _problem(self, candidate: Candidate, builts: Sequence[Built]) -> str | None:
+        """What is wrong with a candidate's results for the samples, in words; None if nothing."""
         for sample, built in zip(self.evaluator.samples, builts, strict=True):
             verdict = self.evaluator.verified(candidate, built, sample)
             if not verdict.ok:
@@ -393,7 +397,7 @@ class Tuning:
         return None
 
     def _conclude(self, chosen: Row | None = None) -> None:
-        """State the choice in one sentence; after an interruption, of what is known."""
+        """Put the choice and its reason into the report; `chosen` is None after an interruption."""
         report = self.report
         if chosen is None:
             rows = ranked(report, list(report.rows))
@@ -403,16 +407,16 @@ class Tuning:
             chosen = rows[0]
         report.chosen = chosen.strategy
         finalists = [r for r in report.rows if r.final is not None and r.status is Status.OK]
-        report.reason = sentence(report, chosen, finalists)
+        report.reason = reason_for(report, chosen, finalists)
 
-    def _possible(self, builts: Sequence[Built]) -> tuple[Range, ...]:
-        """The sizes that what was built may answer all of; none where it is for single sizes."""
+    def _possible_ranges(self, builts: Sequence[Built]) -> tuple[Range, ...]:
+        """The ranges of sizes that may be answered by what was built; none if it has one size."""
         if self.asked.buckets is None or not all(built.ranged for built in builts):
             return ()
         return self.asked.buckets.ranges() or ()
 
-    def _look_between(self, chosen: str, builts: Sequence[Built]) -> None:
-        """Prove what calls between the buckets may be answered by; notes where they may not."""
+    def _check_other_sizes(self, chosen: str, builts: Sequence[Built]) -> None:
+        """Check how calls between the buckets may be answered; notes say where they may not."""
         notes = [note for note in self.report.notes if not note.startswith((_BETWEEN, _RANGE))]
         buckets = self.asked.buckets
         if buckets is not None and chosen != EAGER:
@@ -420,9 +424,9 @@ class Tuning:
             why = buckets.unproved()
             if why is not None:
                 notes.append(f"{_BETWEEN} {why}.")
-            ranges = self._possible(builts)
-            for call in buckets.between() if ranges else ():
-                why = self.evaluator.agrees(self._by_name[chosen], builts[0], call)
+            ranges = self._possible_ranges(builts)
+            for call in buckets.calls_between() if ranges else ():
+                why = self.evaluator.problem_at(self._by_name[chosen], builts[0], call)
                 if why is not None:
                     notes.append(f"{_RANGE} for {call.name} {why}.")
                     ranges = ()
@@ -430,10 +434,10 @@ class Tuning:
             self._ranges = ranges
         self.report.notes[:] = notes
 
-    # ------------------------------------------------------------ the memory of choices
+    # ------------------------------------------------------------ the choice cache
 
-    def _key(self) -> choice_cache.Fingerprint | None:
-        """What the choice is remembered under; None where it is not."""
+    def _key(self) -> Fingerprint | None:
+        """The key of the choice in the cache; None if it is not cached."""
         if not self.asked.remember or not all(map(is_ours, self.asked.candidates)):
             return None
         options = {
@@ -448,12 +452,10 @@ class Tuning:
             "grad": torch.is_grad_enabled(),
         }
         calls = [(call.args, call.kwargs) for _, call in self.asked.calls]
-        return choice_cache.key_of(
-            self.asked.module, calls, self.asked.device, self.report.environment, options
-        )
+        return key_of(self.asked.module, calls, self.asked.device, self.report.environment, options)
 
-    def _recalled(self, found: Report) -> TunedModule | None:
-        """The choice of an earlier run, built and verified again; None where it is not right."""
+    def _tuned_from_cache(self, found: Report) -> TunedModule | None:
+        """The choice of an earlier run, built and verified again; None if it is wrong now."""
         name = found.chosen or EAGER
         self._refer(Silent())
         trial = self.evaluator.set_up(self._by_name[name])
@@ -466,28 +468,28 @@ class Tuning:
         found.recalled = found.created
         found.model = self.report.model
         self.report = found
-        self._look_between(name, trial.builts)
+        self._check_other_sizes(name, trial.builts)
         return self._tuned(name, trial.builts)
 
-    # ------------------------------------------------------------ what is handed out
+    # ------------------------------------------------------------ the result
 
     def _tuned(self, name: str, builts: Sequence[Built]) -> TunedModule:
-        """The module with one of the candidates to answer its calls."""
+        """The module with one candidate to answer its calls."""
         samples, buckets = self.evaluator.samples, self.asked.buckets
-        ranges = self._possible(builts) if self._ranges is None else self._ranges
-        return assembled(
+        ranges = self._possible_ranges(builts) if self._ranges is None else self._ranges
+        return assemble(
             self.asked.module,
             self.report,
             self.asked.signatures,
             Origin(self._by_name[name], builts, samples, self.asked.device, ranges),
             pure=all(sample.reference.pure for sample in samples),
-            quiet=self._quiet,
-            filling=None if buckets is None else buckets.filled,
+            same_under_no_grad=self._same_under_no_grad,
+            pad_with=None if buckets is None else buckets.padded_calls,
             audit=self.asked.audit,
         )
 
     def _restore(self) -> None:
-        """Leave the module's buffers and parameters as they were found."""
+        """Put the module's buffers and parameters back as they were."""
         if self._evaluator is not None:
             self._evaluator.restore()
 

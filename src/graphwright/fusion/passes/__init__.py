@@ -1,1 +1,1 @@
-"""The passes, a subject a file. Begin with base, which says what a pass is."""
+"""The passes, one subject per file. Begin with base, which says what a pass is."""

@@ -1,4 +1,4 @@
-"""Attention: its masks, and the one that is written out by hand."""
+"""Attention: its masks, and attention that a model writes out by hand."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a pass is, and what it says it did."""
+"""What a pass is, and what it reports."""
 
 from __future__ import annotations
 

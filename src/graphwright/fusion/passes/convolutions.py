@@ -1,4 +1,4 @@
-"""Convolutions in a graph: which they are, and what follows them."""
+"""Convolutions in a graph: their arguments, and the sum that follows them."""
 
 from __future__ import annotations
 

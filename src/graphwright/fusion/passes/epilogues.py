@@ -1,7 +1,4 @@
-"""Convolutions with what follows them: bias, activation, another tensor added.
-
-Convolutions by oneDNN: weights packed once, and what follows done in the cache.
-"""
+"""Convolutions with what follows them: bias, activation, sum; by cuDNN, oneDNN or our kernels."""
 
 from __future__ import annotations
 
@@ -20,6 +17,27 @@ from .layout import HALVES, wants_channels_last
 from .nans import Known, keeps_nan
 
 aten = torch.ops.aten
+# Activations that our kernels have, by operation.
+_KERNELS: dict[Any, str] = {
+    aten.relu.default: "relu",
+    aten.relu6.default: "relu6",
+    aten.hardswish.default: "hardswish",
+    aten.hardsigmoid.default: "hardsigmoid",
+    aten.silu.default: "silu",
+    aten.gelu.default: "gelu",
+    aten.hardtanh.default: "relu6",
+}
+# What may follow a convolution, as oneDNN names it, with its numbers and its algorithm. ReLU and
+# others that compare are not among them, since oneDNN turns NaN into 0: they work in place instead.
+_Attributes = tuple[str, list[float], str]
+_ONEDNN: dict[Any, Callable[[dict[str, Any]], _Attributes]] = {
+    aten.sigmoid.default: lambda a: ("sigmoid", [], ""),
+    aten.tanh.default: lambda a: ("tanh", [], ""),
+    aten.silu.default: lambda a: ("swish", [], ""),
+    aten.hardswish.default: lambda a: ("hardswish", [], ""),
+    aten.leaky_relu.default: lambda a: ("leaky_relu", [a["negative_slope"]], ""),
+    aten.gelu.default: lambda a: ("gelu", [], a["approximate"]),
+}
 
 
 def on_gpu(graph: fx.GraphModule, device: torch.device) -> list[Change]:
@@ -164,17 +182,6 @@ def _kernels_work(conv: Convolution) -> bool:
     return last and wants_channels_last(conv.weight)
 
 
-_KERNELS: dict[Any, str] = {
-    aten.relu.default: "relu",
-    aten.relu6.default: "relu6",
-    aten.hardswish.default: "hardswish",
-    aten.hardsigmoid.default: "hardsigmoid",
-    aten.silu.default: "silu",
-    aten.gelu.default: "gelu",
-    aten.hardtanh.default: "relu6",
-}
-
-
 def _activation_of(node: fx.Node) -> str | None:
     """The name of an activation that our kernel has."""
     given = arguments(node)
@@ -198,24 +205,6 @@ def _cudnn_works(conv: Convolution) -> bool:
 def _epilogues(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """Convolutions with what follows them."""
     return (by_onednn if device.type == "cpu" else on_gpu)(graph, device)
-
-
-EPILOGUES = Pass("convolutions", _epilogues, starts=(aten.conv2d.default,))
-
-
-aten = torch.ops.aten
-
-# What follows a convolution, as oneDNN names it: with its numbers, and its algorithm. Not ReLU and
-# others that compare: oneDNN makes 0 of NaN. They work in place on what the convolution has made.
-_Attributes = tuple[str, list[float], str]
-_ONEDNN: dict[Any, Callable[[dict[str, Any]], _Attributes]] = {
-    aten.sigmoid.default: lambda a: ("sigmoid", [], ""),
-    aten.tanh.default: lambda a: ("tanh", [], ""),
-    aten.silu.default: lambda a: ("swish", [], ""),
-    aten.hardswish.default: lambda a: ("hardswish", [], ""),
-    aten.leaky_relu.default: lambda a: ("leaky_relu", [a["negative_slope"]], ""),
-    aten.gelu.default: lambda a: ("gelu", [], a["approximate"]),
-}
 
 
 def _onednn_works(conv: Convolution) -> bool:
@@ -278,3 +267,6 @@ def by_onednn(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             what += ", relu in place"
         found.append(Change(f"{what} by oneDNN", tuple(names)))
     return found
+
+
+EPILOGUES = Pass("convolutions", _epilogues, starts=(aten.conv2d.default,))

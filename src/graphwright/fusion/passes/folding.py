@@ -1,4 +1,4 @@
-"""Work that need not be done at every call: what does nothing, constants, batch norms."""
+"""Work that need not be done at every call: no-ops, constants, batch norms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What models write out by hand and PyTorch has as one operation: RMS norms, GELU with tanh."""
+"""Operations that models write out by hand: RMS norm, and GELU with tanh."""
 
 from __future__ import annotations
 

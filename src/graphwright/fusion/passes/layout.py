@@ -1,4 +1,4 @@
-"""Memory layout: convolutions on channels_last, and eager's strides where they can be seen."""
+"""Memory layout: convolutions in channels_last, and eager's strides for results."""
 
 from __future__ import annotations
 

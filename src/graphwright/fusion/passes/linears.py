@@ -1,7 +1,4 @@
-"""Linear layers: with their activation in one kernel, and several of one input as one.
-
-Convolutions whose windows lie side by side (ViT's patches), as linear layers.
-"""
+"""Linear layers: with their activation, several of one input merged, and patches as one."""
 
 from __future__ import annotations
 
@@ -30,6 +27,10 @@ from .layout import HALVES
 from .nans import Known, keeps_nan
 
 aten = torch.ops.aten
+# Activations that are fused with the linear layer before them.
+_FOLLOWING = (aten.relu.default, aten.gelu.default, aten.silu.default)
+# Elements of 16 bits that 16 bytes hold; from which width on a copy of the result is worth it.
+_ALIGNED, _WIDE = 8, 2048
 
 
 def _activations(graph: fx.GraphModule, device: torch.device) -> list[Change]:
@@ -57,9 +58,6 @@ def _activations(graph: fx.GraphModule, device: torch.device) -> list[Change]:
         else:
             found.append(_with_cublas(graph, product, user, after, names))
     return found
-
-
-_FOLLOWING = (aten.relu.default, aten.gelu.default, aten.silu.default)
 
 
 @dataclass(frozen=True)
@@ -203,10 +201,6 @@ def _padded(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     return found
 
 
-# Elements of 16 bits that 16 bytes hold; from which width on a copy of the result is worth it.
-_ALIGNED, _WIDE = 8, 2048
-
-
 def _projections(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """Several linear layers of one input (queries, keys, values; gate and up) as one."""
     by_input: dict[fx.Node, list[fx.Node]] = {}
@@ -276,15 +270,6 @@ def _gates(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     return found
 
 
-PADDED = Pass("padded", _padded, devices=("cuda",), starts=(aten.linear.default,))
-GATES = Pass("gates", _gates, devices=("cuda",), starts=(aten.silu.default,))
-ACTIVATIONS = Pass("activations", _activations, devices=("cuda",), starts=_FOLLOWING)
-PROJECTIONS = Pass("projections", _projections, devices=("cuda",), starts=(aten.linear.default,))
-
-
-aten = torch.ops.aten
-
-
 def _patches(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """A convolution that takes each pixel once is a product of matrices.
 
@@ -336,4 +321,8 @@ def _as_linear(graph: fx.GraphModule, conv: Convolution) -> Change:
     return Change("windows side by side as a linear layer", (name,))
 
 
+PADDED = Pass("padded", _padded, devices=("cuda",), starts=(aten.linear.default,))
+GATES = Pass("gates", _gates, devices=("cuda",), starts=(aten.silu.default,))
+ACTIVATIONS = Pass("activations", _activations, devices=("cuda",), starts=_FOLLOWING)
+PROJECTIONS = Pass("projections", _projections, devices=("cuda",), starts=(aten.linear.default,))
 PATCHES = Pass("patches", _patches, devices=("cuda",), starts=(aten.conv2d.default,))

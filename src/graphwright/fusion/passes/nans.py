@@ -1,7 +1,7 @@
-"""Whether a library's fused kernel keeps NaN, asked of that very kernel.
+"""Whether a library's fused kernel keeps NaN; that very kernel is tried.
 
-cuDNN and cuBLASLt choose among many for each shape, and some of those for float32 have a ReLU that
-makes 0 of NaN, where PyTorch's own keeps it.
+cuDNN and cuBLASLt choose among many kernels for each shape. The ReLU of some float32 kernels turns
+NaN into 0, where PyTorch's own keeps it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Squeeze and excitation: a mean of each channel, and a factor for each.
-
-A max pool with the ReLU before it.
-"""
+"""Pooling: mean and factor of each channel (squeeze and excitation), and ReLU with max pool."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from .layout import wants_channels_last
 
 aten = torch.ops.aten
 
-# A program reads all pixels of some channels: of more of them PyTorch makes several.
+# A kernel's program reads all pixels of some channels; for more pixels PyTorch uses several.
 _MOST_PIXELS = 4096
 _GATES: dict[Any, str] = {
     aten.sigmoid.default: "sigmoid",
@@ -80,18 +77,6 @@ def _gated(graph: fx.GraphModule, node: fx.Node, x: Any, gate: Any) -> Change | 
     return Change("a factor a channel" + (" with its bias" if bias is not None else ""), names)
 
 
-MEANS = Pass(
-    "channel_means",
-    _means,
-    devices=("cuda",),
-    starts=(aten.adaptive_avg_pool2d.default, aten.mean.dim),
-)
-CHANNEL_GATES = Pass("channel_gates", _gates, devices=("cuda",), starts=tuple(_GATES))
-
-
-aten = torch.ops.aten
-
-
 def _pools(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """A max pool of what ReLU has left: in one pass over memory where nothing else wants that."""
     found = []
@@ -106,7 +91,7 @@ def _pools(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             list(given[name]) * (2 if len(given[name]) == 1 else 1)
             for name in ("kernel_size", "stride", "padding")
         )
-        # A ReLU behind a convolution costs nothing there, and once more nothing here.
+        # A ReLU after a convolution is fused with that, and repeating it here costs nothing.
         alone = only_user(relu) is node or only_user(relu, aten.max_pool2d.default) is node
         source = relu
         if alone and not is_op(inputs(relu)[0], aten.conv2d.default):
@@ -118,4 +103,11 @@ def _pools(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     return found
 
 
+MEANS = Pass(
+    "channel_means",
+    _means,
+    devices=("cuda",),
+    starts=(aten.adaptive_avg_pool2d.default, aten.mean.dim),
+)
+CHANNEL_GATES = Pass("channel_gates", _gates, devices=("cuda",), starts=tuple(_GATES))
 POOLS = Pass("pools", _pools, devices=("cuda",), starts=(aten.max_pool2d.default,))

@@ -1,1 +1,1 @@
-"""The recorder of the CPU: a tape of operations in one arena. Begin with recorder."""
+"""The CPU recorder: a tape of operations in one arena. Begin with recorder."""

@@ -1,9 +1,9 @@
-"""The CPU recorder's memory: bytes handed out, freed and reused as a CUDA memory pool does it.
+"""The CPU recorder's memory, which is handed out, freed and reused as in a CUDA memory pool.
 
 Rounding, segment sizes and best fit follow PyTorch's CUDA caching allocator
 (c10/cuda/CUDACachingAllocator.cpp), so that what overlaps there overlaps here. Freed bytes are
-filled with 0xFF, which is NaN in every floating-point format, so that a read that comes too late
-is seen.
+overwritten with 0xFF, which is NaN in every floating-point format, so that a read after the free
+shows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ POISON = 0xFF
 
 @dataclass
 class Segment:
-    """Bytes taken from the host at once, and the blocks that they are divided into."""
+    """Bytes taken from the host at once, divided into blocks."""
 
     memory: torch.Tensor
     small: bool
@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass(frozen=True)
 class Block:
-    """Bytes of a segment. `number` is never used twice, an address is."""
+    """Bytes of a segment. Unlike an address, a `number` is never reused."""
 
     number: int
     segment: Segment
@@ -57,15 +57,15 @@ class Block:
         return self.segment.address + self.offset
 
     def poison(self) -> None:
-        """Make what it holds useless."""
+        """Overwrite its bytes with NaN."""
         ctypes.memset(self.address, POISON, self.nbytes)
 
 
 class Arena:
-    """Memory for recordings; each block lives as long as the storage that was made of it.
+    """Memory for recordings; each block lives as long as the storage made of it.
 
     Attributes:
-        on_free: called with each block whose storage has died.
+        on_free: called with each block that is freed.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class Arena:
 
     @property
     def in_use(self) -> int:
-        """Bytes of the blocks that are alive."""
+        """Bytes of the live blocks."""
         return sum(block.nbytes for block in list(self._blocks.values()))
 
     def segments(self) -> tuple[int, ...]:
@@ -102,18 +102,18 @@ class Arena:
             ]
 
     def allocate(self, nbytes: int) -> torch.UntypedStorage:
-        """A storage of so many bytes; its memory returns to the arena when it dies."""
+        """A storage of `nbytes` bytes; its memory returns to the arena when it dies."""
         if nbytes == 0:
             return torch.UntypedStorage(0)
         with self._lock:
             block = self._take(-(-nbytes // ROUNDING) * ROUNDING)
-        # The storage keeps `buffer` alive, and nothing else does: its end is the block's.
+        # Only the storage keeps `buffer` alive: when it dies, the block is freed.
         buffer = (ctypes.c_char * nbytes).from_address(block.address)
         weakref.finalize(buffer, self._give_back, block).atexit = False
         return torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
 
     def block_of(self, tensor: torch.Tensor) -> Block | None:
-        """The block that a tensor's storage is, if it is one of this arena's."""
+        """The block of a tensor's storage, if it is in this arena."""
         return self._blocks.get(tensor.untyped_storage().data_ptr())
 
     def alias(self, tensor: torch.Tensor, block: Block) -> torch.Tensor:
@@ -129,16 +129,16 @@ class Arena:
         return alias._neg_view() if tensor.is_neg() else alias
 
     def trim(self) -> None:
-        """Hand back segments in which nothing is alive."""
+        """Hand back segments without live blocks."""
         with self._lock:
             self._segments[:] = [segment for segment in self._segments if segment.used]
-            self._drop_what_is_empty()
+            self._drop_empty_groups()
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Have what is allocated inside a `with` block lie in segments of its own, for good."""
+        """Give what is allocated inside a `with` block separate segments, for good."""
         with self._lock:
-            self._drop_what_is_empty()
+            self._drop_empty_groups()
             outer, self._current = self._current, []
             self._apart.append(self._current)
         try:
@@ -146,7 +146,7 @@ class Arena:
         finally:
             self._current = outer
 
-    def _drop_what_is_empty(self) -> None:
+    def _drop_empty_groups(self) -> None:
         self._apart = [
             group
             for group in self._apart

@@ -1,8 +1,7 @@
 """The CPU recorder: a tape of ATen operations, replayed inside an arena.
 
-It meets the contract of CUDA capture and shares its dangers: what a recording makes lies at fixed
-addresses in a pool whose memory is reused, tensors from outside are used by their addresses, and
-nothing that Python did is repeated.
+It behaves like CUDA capture, hazards included: results lie at fixed addresses in a pool whose
+memory is reused, tensors from outside are used by address, and nothing that Python did is repeated.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from ...calls.operations import (
 )
 from ...calls.signature import without_memory
 from ...errors import CaptureError, user_frame
-from ..conditions import capturing_seems_on, collection_off
+from ..conditions import garbage_collection_off, pretend_capturing
 from ..journal import Journal
 from ..recorder import Allocate, Prepared, Work
 from .arena import Arena, Block
@@ -40,14 +39,14 @@ _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empt
 _REMEDY = "A graph repeats device work only: compute with tensors, or do this outside the capture."
 
 
-class _HostReads(TorchFunctionMode):
-    """Refuses reads of values by Python that leave no trace among the operations."""
+class _RefuseHostReads(TorchFunctionMode):
+    """Refuses reads of values by Python that a dispatch mode does not see."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         if func is F.one_hot and _classes(args, kwargs) >= 0:
-            # On the CPU alone it reads its input to check it.
+            # On the CPU it reads its input to check it; on CUDA it does not.
             return one_hot(args[0], _classes(args, kwargs))
         name = getattr(func, "__name__", "")
         if name in FROM_DATA and any(isinstance(a, list | tuple) and tensors(a) for a in args):
@@ -64,8 +63,8 @@ def _classes(args: Any, kwargs: Mapping[str, Any] | None) -> int:
     return int(args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1))
 
 
-def _refuse_what_reads_values(func: Any, args: tuple[Any, ...]) -> None:
-    """Refuse operations whose result, or whose result's shape, Python gets to know."""
+def _refuse_value_reads(func: Any, args: tuple[Any, ...]) -> None:
+    """Refuse operations that give values, or shapes that depend on values, to Python."""
     if torch.Tag.data_dependent_output in func.tags:
         name = "Tensor.item(), or a tensor as a condition" if "local_scalar" in str(func) else ""
         raise CaptureError(
@@ -85,19 +84,19 @@ def _refuse_what_reads_values(func: Any, args: tuple[Any, ...]) -> None:
         )
 
 
-def _refuse_what_has_no_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+def _refuse_without_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse tensors that a tape cannot hold by their address."""
     for tensor in tensors((args, kwargs)):
-        kind = without_memory(tensor)
-        if kind is not None:
+        what = without_memory(tensor)
+        if what is not None:
             raise CaptureError(
-                f"{func} works on {kind}, which a graph cannot hold.",
+                f"{func} works on {what}, which a graph cannot hold.",
                 remedy="Use dense tensors of PyTorch's own class, or leave this part out of the "
                 "capture.",
             )
 
 
-def _fills_what_is_empty() -> bool:
+def _fills_new_memory() -> bool:
     """Whether PyTorch fills new memory with NaN."""
     deterministic = torch.are_deterministic_algorithms_enabled()
     return deterministic and torch._C._get_deterministic_fill_uninitialized_memory()
@@ -105,7 +104,7 @@ def _fills_what_is_empty() -> bool:
 
 @dataclass(frozen=True)
 class _Step:
-    """One operation, its arguments by address, and where its results belong."""
+    """One operation, its arguments by address, and where its results go."""
 
     func: Any
     args: tuple[Any, ...]
@@ -115,13 +114,18 @@ class _Step:
 
 
 class _Tape(Journal):
-    """Records each operation, and puts what it makes into the arena.
+    """Records each operation, and moves its results into the arena.
 
     Args:
         arena: where the results go.
-        known: storages from outside that a rehearsal of the same work has used, or None where
-            there was no rehearsal. What is new since then was made by code that the tape does
-            not see, and would be a constant in every replay.
+        known: storages from outside that a rehearsal of the same work used; None without a
+            rehearsal. A storage that is new since then was made by code that the tape does not see,
+            and would stay the same in every replay.
+
+    Attributes:
+        steps: operations, and blocks that died between them.
+        broken: whether a graph was destroyed meanwhile, which breaks a CUDA capture.
+        refusal: the last error that an operation was refused with.
     """
 
     def __init__(self, arena: Arena, known: Mapping[int, Any] | None) -> None:
@@ -141,12 +145,12 @@ class _Tape(Journal):
         return block if block is not None and block.number in self._mine else None
 
     def spoil(self) -> None:
-        """Make what was computed while recording useless: before a replay there is no result."""
+        """Overwrite what was computed while recording: before a replay there is no result."""
         for block in self._mine.values():
             block.poison()
 
     def freed(self, block: Block) -> None:
-        """A block died; each replay has to make it as useless at the same point."""
+        """Note that a block died; each replay overwrites it at the same point."""
         if self._mine.pop(block.number, None) and threading.get_ident() == self._thread:
             self.steps.append(block)
 
@@ -173,17 +177,17 @@ class _Tape(Journal):
             )
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, move its results into the arena, and note both."""
+        """Run an operation, move its results into the arena, and record both."""
         if func.namespace == "profiler":
-            return func(*args, **kwargs)  # Names a range of time.
+            return func(*args, **kwargs)  # It only names a range of time.
         if func is torch.ops.aten.lift_fresh.default:
             # torch.tensor([...]): a constant. The work may write to its own copy of it.
             func = torch.ops.aten.clone.default
             self._constants.add(args[0].untyped_storage()._cdata)
         try:
-            _refuse_what_has_no_memory(func, args, kwargs)
+            _refuse_without_memory(func, args, kwargs)
             self.before(func, args, kwargs)
-            _refuse_what_reads_values(func, args)
+            _refuse_value_reads(func, args)
         except CaptureError as error:
             self.refusal = error
             raise
@@ -197,15 +201,15 @@ class _Tape(Journal):
             target = None
             if isinstance(leaf, torch.Tensor):
                 storage = leaf.untyped_storage()
-                # A view, or the argument itself, is where it belongs already.
+                # A view, or the argument itself, needs no move.
                 if storage.nbytes() and storage.data_ptr() not in known:
                     leaves[index] = leaf = self._move(leaf, moved)
                     target = self._by_address(leaf)
             elif leaf is not None:
                 raise CaptureError(f"{func} gives Python a value, {leaf!r}.", remedy=_REMEDY)
             targets.append(target)
-        # What is not initialised has nothing to repeat, unless it is filled for reproducibility.
-        if (func._opname not in _UNINITIALISED or _fills_what_is_empty()) and (
+        # Uninitialized memory needs no step, unless PyTorch fills it for reproducibility.
+        if (func._opname not in _UNINITIALISED or _fills_new_memory()) and (
             any(t is not None for t in targets) or written(func, args, kwargs)
         ):
             where = pytree.tree_map_only(torch.Tensor, self._by_address, (args, kwargs))
@@ -234,7 +238,7 @@ class _Tape(Journal):
         return result
 
     def _by_address(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor at its address; a tape must not keep the pool's memory from being reused."""
+        """The tensor by address, so that the tape does not keep the pool's memory from reuse."""
         block = self.owns(tensor)
         return tensor.detach() if block is None else self._arena.alias(tensor, block)
 
@@ -259,7 +263,7 @@ class CpuRecording:
 
     @property
     def nodes(self) -> int:
-        """Its operations."""
+        """How many operations it repeats."""
         return sum(not isinstance(step, Block) for step in self._steps)
 
     def replay(self) -> None:
@@ -281,7 +285,7 @@ class CpuRecording:
                         target.copy_(result)
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Copy in, repeat, copy out."""
+        """Copy in, replay, copy out."""
         for feed, source in zip(self._feeds, sources, strict=True):
             ctypes.memmove(feed.data_ptr(), source.data_ptr(), feed.numel())
         self.replay()
@@ -291,7 +295,7 @@ class CpuRecording:
     def close(self) -> None:
         """Forget the steps and what they hold."""
         if _RECORDING.now:
-            # A CUDA graph that is destroyed on a stream's thread breaks the capture under way.
+            # On CUDA, destroying a graph on a thread that captures breaks the capture.
             _RECORDING.now.broken = True
         self._on_close()
         self._on_close = lambda: None
@@ -310,13 +314,13 @@ _RECORDING = _Recording()
 
 
 @contextlib.contextmanager
-def _as_capture(tape: _Tape) -> Iterator[None]:
-    """Have the tape see the operations of a `with` block, under the conditions of a capture."""
-    with collection_off(), capturing_seems_on(), compilers_off(), _HostReads(), tape:
+def _capture_conditions(tape: _Tape) -> Iterator[None]:
+    """Record the operations of a `with` block, under the conditions of a capture."""
+    with garbage_collection_off(), pretend_capturing(), compilers_off(), _RefuseHostReads(), tape:
         try:
             yield
         except Exception as error:
-            # TorchScript's interpreter replaces errors by its own, which say nothing.
+            # TorchScript's interpreter replaces errors by its own, which do not say why.
             if tape.refusal is not None and not isinstance(error, CaptureError):
                 why = tape.refusal
                 where = user_frame(error)
@@ -325,7 +329,7 @@ def _as_capture(tape: _Tape) -> Iterator[None]:
 
 
 class _CpuSegment:
-    """A tape of a part of a call."""
+    """A tape of one segment of a call."""
 
     recording: CpuRecording
 
@@ -336,15 +340,15 @@ class _CpuSegment:
         self.drains: Sequence[torch.Tensor] = ()
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """See the operations inside a `with` block."""
-        return _as_capture(self.tape)
+        """Record the operations inside a `with` block."""
+        return _capture_conditions(self.tape)
 
     def drain(self, drains: Sequence[torch.Tensor]) -> None:
-        """What is copied out."""
+        """Note what is copied out."""
         self.drains = drains
 
     def forget(self) -> None:
-        """Put back what was written to, and make useless what was computed."""
+        """Put back what was written to, and overwrite what was computed."""
         self.tape.undo()
         self.tape.spoil()
 
@@ -365,23 +369,23 @@ class CpuRecorder:
 
     @property
     def in_use(self) -> int:
-        """Bytes of it in which something lives."""
+        """Bytes of its live blocks."""
         return self._arena.in_use
 
     @contextlib.contextmanager
-    def warming(self, *, told: bool = True) -> Iterator[None]:
-        """Ordinary memory, ordinary operations."""
-        with capturing_seems_on() if told else contextlib.nullcontext():
+    def warming(self, *, pretend: bool = True) -> Iterator[None]:
+        """Run in ordinary memory, without recording."""
+        with pretend_capturing() if pretend else contextlib.nullcontext():
             yield
 
     def tidy(self) -> None:
-        """Nothing to do: the host's allocator sees to it."""
+        """Nothing to do: the host's allocator gives memory back by itself."""
 
     def relieve(self) -> None:
-        """The host's memory is nobody's concern."""
+        """Nothing to do, as for `tidy`."""
 
     def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Nothing to do: likewise."""
+        """Nothing to do, as for `tidy`."""
 
     def free_ranges(self) -> list[int]:
         """Sizes of the arena's free ranges."""
@@ -396,7 +400,7 @@ class CpuRecorder:
         """Record the work in an arena that is thrown away."""
         scratch = CpuRecorder(self.device)
         prepared = prepare(scratch.allocate)
-        with scratch._taping(None) as tape:
+        with scratch._record_tape(None) as tape:
             kept = work(prepared)
         for tensor in tensors(kept):
             tape.read(tensor)
@@ -417,9 +421,9 @@ class CpuRecorder:
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator] = (),
     ) -> CpuRecording:
-        """Record work; what it wrote to outside of its own memory is put back."""
+        """Record work; what it wrote outside of the arena is put back."""
         known, self._rehearsed = self._rehearsed, None
-        with self._taping(known) as tape:
+        with self._record_tape(known) as tape:
             made = work()
         for tensor in tensors(made):
             tape.read(tensor)
@@ -428,8 +432,8 @@ class CpuRecorder:
     @contextlib.contextmanager
     def open(self) -> Iterator[Callable[[], CpuRecording]]:
         """Record a `with` block."""
-        with self._taping(None) as tape:
-            # No run before it has shown whether it seeds its random numbers.
+        with self._record_tape(None) as tape:
+            # There was no earlier run to show whether it seeds its random numbers.
             tape.expect(default_generators(self.device))
             yield lambda: self._recorded(tape, (), ())
             tape.check_end()
@@ -438,7 +442,7 @@ class CpuRecorder:
     def segment(
         self, feeds: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
     ) -> Iterator[_CpuSegment]:
-        """Record a part of a call; what it computes is there for the parts that follow."""
+        """Record one segment of a call; what it computes is there for later segments."""
         segment = _CpuSegment(_Tape(self._arena, None), feeds)
         with self._active(segment.tape):
             yield segment
@@ -460,7 +464,7 @@ class CpuRecorder:
 
     @contextlib.contextmanager
     def _active(self, tape: _Tape) -> Iterator[None]:
-        """Have the tape told of blocks that die, and of graphs that are destroyed."""
+        """Have the tape notice blocks that die and graphs that are destroyed."""
         self._arena.on_free = tape.freed
         outer, _RECORDING.now = _RECORDING.now, tape
         try:
@@ -475,22 +479,22 @@ class CpuRecorder:
         self, tape: _Tape, feeds: Sequence[torch.Tensor], drains: Sequence[torch.Tensor]
     ) -> CpuRecording:
         self._live += 1
-        # What is copied out after each replay need not be kept until the next.
+        # What is copied out after each replay need not be kept until the next one.
         places = [self._by_address(drain) for drain in drains]
-        return CpuRecording(tape, feeds, places, self._closed_one, self.order)
+        return CpuRecording(tape, feeds, places, self._recording_closed, self.order)
 
     def _by_address(self, drain: torch.Tensor) -> torch.Tensor:
         block = self._arena.block_of(drain)
         return drain if block is None else self._arena.alias(drain, block)
 
-    def _closed_one(self) -> None:
+    def _recording_closed(self) -> None:
         self._live -= 1
 
     @contextlib.contextmanager
-    def _taping(self, known: Mapping[int, Any] | None) -> Iterator[_Tape]:
+    def _record_tape(self, known: Mapping[int, Any] | None) -> Iterator[_Tape]:
         tape = _Tape(self._arena, known)
         try:
-            with self._active(tape), _as_capture(tape):
+            with self._active(tape), _capture_conditions(tape):
                 yield tape
         finally:
             tape.undo()

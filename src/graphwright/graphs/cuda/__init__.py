@@ -1,1 +1,1 @@
-"""The recorder of GPUs: CUDA graphs, their memory, streams, driver. Begin with recorder."""
+"""The CUDA recorder: CUDA graphs, their memory, streams and driver calls. Begin with recorder."""

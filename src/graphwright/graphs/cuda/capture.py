@@ -1,8 +1,8 @@
-"""One capture as a CUDA graph, and the end of one that fails.
+"""One capture of a CUDA graph, and the clean-up after one that fails.
 
-A graph is captured in mode "thread_local", so that other threads may go on using the device
-(pytorch #174724), with Python's garbage collection off, since destroying an old graph inside a
-capture breaks it (pytorch #91302).
+The capture mode is "thread_local", so that other threads can go on using the device
+(pytorch #174724). Python's garbage collector is off, since destroying an old graph during a capture
+breaks it (pytorch #91302).
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
-from ..conditions import capturing_seems_on, collection_off
+from ..conditions import garbage_collection_off, pretend_capturing
 from ..recorder import Interrupted
 
 # One capture at a time in a process.
 _GATE = threading.RLock()
 _PATIENCE_S = 10.0
-# cudaErrorStreamCaptureInvalidated: what an operation reports that finds the capture broken. And
-# what the attempt after it was told once, not again in many runs; giving up clears that too.
+# The first is cudaErrorStreamCaptureInvalidated, of an operation that finds the capture broken. The
+# second was seen once, in the attempt after it; abandoning that attempt cures it too.
 _BROKEN_BY_OTHERS = re.compile("previous error during capture|already recording to mempool_id")
 
 
@@ -35,13 +35,13 @@ def capturing(
     generators: Sequence[torch.Generator],
     on_stream: contextlib.AbstractContextManager[None],
 ) -> Iterator[torch.cuda.CUDAGraph]:
-    """Capture what is issued inside; on an error the device and the pool are as before.
+    """Capture what is issued inside; after an error the device and the pool are as before.
 
     Args:
-        device: that is captured.
-        pool: of memory, a torch.cuda.MemPool.
-        generators: that may draw inside.
-        on_stream: makes the stream that is captured the current one.
+        device: the device.
+        pool: its memory, a torch.cuda.MemPool.
+        generators: random generators that may be drawn from inside.
+        on_stream: makes the capture stream the current one.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     default = torch.cuda.default_generators[device.index]
@@ -50,10 +50,10 @@ def capturing(
         graph.register_generator_state(generator)
     users = pool.use_count()
     with (
-        _others_do_not_synchronise(),
+        _hold_back_synchronize(),
         on_stream,
-        capturing_seems_on(),
-        collection_off(),
+        pretend_capturing(),
+        garbage_collection_off(),
     ):
         torch.cuda.synchronize(device)
         try:
@@ -79,8 +79,8 @@ def _abandon(
 ) -> None:
     """End a capture that failed.
 
-    Where the capture itself is broken its own end fails too, and then PyTorch leaves the
-    allocator and the random generators in capture mode (pytorch #190308).
+    If the capture itself is broken, ending it fails too, and PyTorch leaves the allocator and the
+    random generators in capture mode (pytorch #190308).
     """
     try:
         _end(graph)
@@ -88,13 +88,13 @@ def _abandon(
         return
     except Exception:
         pass
-    # Its destructor would end the process if it had not even begun.
+    # Its destructor would end the process if the capture had not even begun.
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(graph))
     with contextlib.suppress(RuntimeError):
         torch._C._cuda_endAllocateToPool(index, pool.id)
     while pool.use_count() > users:
         torch._C._cuda_releasePool(index, pool.id)
-    # A capture that succeeds, of nothing, takes the generators out of it. Giving them another
+    # A successful capture of nothing takes the generators out of capture mode. Giving them another
     # state object would too, but graphs that draw from them would not follow.
     nothing = torch.cuda.CUDAGraph(keep_graph=True)
     for generator in generators:
@@ -104,10 +104,10 @@ def _abandon(
 
 
 @contextlib.contextmanager
-def _others_do_not_synchronise() -> Iterator[None]:
-    """Let torch.cuda.synchronize() on other threads wait until the capture is over.
+def _hold_back_synchronize() -> Iterator[None]:
+    """Have torch.cuda.synchronize() on other threads wait until the capture is over.
 
-    It would break the capture, whatever its mode, and raise an error itself.
+    In any capture mode it would break the capture, and raise an error itself.
     """
     with _GATE:
         plain, owner = torch.cuda.synchronize, threading.get_ident()
@@ -125,7 +125,7 @@ def _others_do_not_synchronise() -> Iterator[None]:
 
 
 def _end(graph: torch.cuda.CUDAGraph) -> None:
-    """End a capture; that a graph is empty is nothing to warn of."""
+    """End a capture, without PyTorch's warning about empty graphs."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         graph.capture_end()

@@ -1,9 +1,9 @@
-"""The few functions of the CUDA driver that PyTorch does not show, by ctypes.
+"""The few functions of the CUDA driver that PyTorch does not expose, called through ctypes.
 
-An executable graph's copy nodes can be given other addresses between launches
+The copy nodes of an executable graph can be given other addresses between launches
 (cuGraphExecMemcpyNodeSetParams; what is already launched keeps its own). So the copies of a call's
 arguments and results are nodes of the graph itself, and a call is a single launch. libcuda's
-interface is stable, graph handles of runtime and driver are the same.
+interface is stable, and graph handles of runtime and driver are the same.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def libcuda() -> Any:
 
 
 def declared(found: ctypes.CDLL) -> ctypes.CDLL:
-    """The driver, with what its functions take that are given handles as numbers."""
+    """The driver, with argument types declared for functions that take handles as numbers."""
     pointer = ctypes.c_void_p
     found.cuGraphExecMemcpyNodeSetParams.argtypes = [pointer] * 4
     found.cuGraphNodeSetEnabled.argtypes = [pointer, pointer, ctypes.c_uint]
@@ -93,23 +93,23 @@ def check(code: int, what: str) -> None:
 
 
 def new_stream(device: torch.device) -> torch.cuda.Stream:
-    """A stream that nobody else is given.
+    """A stream that nobody else uses.
 
-    torch.cuda.Stream() hands out 32 streams in turn, and cuBLAS has one workspace a stream: graphs
-    that were captured on the same one must not run at once.
+    torch.cuda.Stream() hands out 32 streams in turn, and cuBLAS has one workspace per stream:
+    graphs that were captured on the same stream must not run at once.
     """
     if libcuda() is None:
         return torch.cuda.Stream(device)
     handle = ctypes.c_void_p()
     with torch.cuda.device(device):
-        torch.cuda.current_stream().query()  # Makes the context, if it is not there yet.
+        torch.cuda.current_stream().query()  # Makes the context, if there is none yet.
         check(libcuda().cuStreamCreate(ctypes.byref(handle), _NON_BLOCKING), "cuStreamCreate")
     return torch.cuda.ExternalStream(handle.value, device=device)
 
 
 @contextlib.contextmanager
-def anything_allowed() -> Iterator[None]:
-    """Let this thread do what a capture forbids, where it does not concern the capture."""
+def capture_mode_relaxed() -> Iterator[None]:
+    """Let this thread make calls that a capture forbids, if they do not concern the capture."""
     mode = ctypes.c_int(_RELAXED)
     exchange = libcuda().cuThreadExchangeStreamCaptureMode
     check(exchange(ctypes.byref(mode)), "cuThreadExchangeStreamCaptureMode")
@@ -120,10 +120,10 @@ def anything_allowed() -> Iterator[None]:
 
 
 def copy_onto_itself(memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
-    """Issue a copy of contiguous memory to where it lies.
+    """Issue a copy of contiguous memory onto itself.
 
-    PyTorch never does. In a graph it is a node that can be told from all others, and whose source
-    is given later, so that none has to be allocated.
+    PyTorch never does this, so in a graph its node can be told from all others. The source is set
+    before each launch, so that none has to be allocated.
     """
     place = memory.data_ptr()
     code = libcuda().cuMemcpyDtoDAsync_v2(place, place, memory.nbytes, stream.cuda_stream)
@@ -131,10 +131,10 @@ def copy_onto_itself(memory: torch.Tensor, stream: torch.cuda.Stream) -> None:
 
 
 class CopyNode:
-    """A copy inside an executable graph, one of whose two addresses is set before a launch.
+    """A copy node of an executable graph, whose source or target is set before a launch.
 
     Attributes:
-        address: where it points to now.
+        address: the address that was set last.
     """
 
     def __init__(self, executable: int, node: int, params: _Memcpy3D, end: str) -> None:
@@ -147,7 +147,7 @@ class CopyNode:
         self.address = 0
 
     def point_at(self, address: int) -> None:
-        """Copy from, or to, this address from the next launch on."""
+        """Use this address as source, or target, from the next launch on."""
         setattr(self._params, self._field, address)
         code = self._call(*self._arguments)
         if code:
@@ -155,24 +155,24 @@ class CopyNode:
         self.address = address
 
     def enable(self, on: bool) -> None:
-        """Copy from the next launch on, or not."""
+        """Turn the copy on or off from the next launch on."""
         executable, node, _, _ = self._arguments
         check(libcuda().cuGraphNodeSetEnabled(executable, node, on), "cuGraphNodeSetEnabled")
 
 
 class KernelFunction:
-    """A kernel from machine code on a device; it is never unloaded, as graphs may hold it.
+    """A kernel loaded from machine code; it is never unloaded, as graphs may hold it.
 
     Args:
         code: a cubin.
         symbol: the kernel's name in it.
-        sizes: bytes of each of its arguments. Beyond them it may take pointers: Triton's kernels
-            end with some to memory of their own, which most do not use.
+        sizes: bytes of each of its arguments. The kernel may take further pointers: Triton's
+            kernels end with some to scratch memory, which most do not use.
         device: a CUDA device.
 
     Raises:
-        CaptureError: the driver does not take it, or it takes other arguments, or the driver
-            cannot say so (before CUDA 12.4).
+        CaptureError: the driver refuses the code, the kernel takes other arguments, or the driver
+            cannot say which (before CUDA 12.4).
     """
 
     def __init__(self, code: bytes, symbol: str, sizes: Sequence[int], device: torch.device):
@@ -209,13 +209,13 @@ class KernelFunction:
         return sizes
 
     def launch(self, grid: int, threads: int, shared: int, values: Sequence[Any]) -> None:
-        """Launch it on the current stream of its device, which is the current one.
+        """Launch the kernel on the current stream of its device, which must be the current one.
 
         Args:
             grid: blocks.
-            threads: of a block.
+            threads: threads per block.
             shared: bytes of shared memory.
-            values: its arguments, as ctypes has them, of the sizes that were given.
+            values: its arguments as ctypes objects, of the declared sizes.
 
         Raises:
             CaptureError: the driver refuses.
@@ -223,7 +223,7 @@ class KernelFunction:
         if len(values) != self._taken:
             raise CaptureError(f"The kernel takes {self._taken} arguments, and not {len(values)}.")
         self._bind()
-        # Memory of this call's own: the lock is let go meanwhile, and another thread may launch.
+        # New memory for each call: the GIL is released meanwhile, and another thread may launch.
         given = [*values, *(ctypes.c_uint64() for _ in range(self._extra))]
         places = (ctypes.c_void_p * len(given))(*map(ctypes.addressof, given))
         stream = torch.cuda.current_stream(self._device).cuda_stream
@@ -231,9 +231,9 @@ class KernelFunction:
         check(libcuda().cuLaunchKernel(self._function, *size, stream, places, None), "launch")
 
     def _bind(self) -> None:
-        """Have a context: a thread that has not used CUDA yet has none.
+        """Set a context, since a thread that has not used CUDA yet has none.
 
-        Not by a call of the runtime's, which might end a capture that is under way elsewhere.
+        A call of the runtime's would do too, but might end a capture on another thread.
         """
         context = ctypes.c_void_p()
         if libcuda().cuCtxGetCurrent(ctypes.byref(context)) or not context.value:
@@ -242,12 +242,12 @@ class KernelFunction:
 
 
 def primary_context(device: torch.device) -> ctypes.c_void_p:
-    """The context that PyTorch uses on a device, made if need be, without Python's lock meanwhile.
+    """The context that PyTorch uses on a device, made if need be, with the GIL released.
 
-    It is counted, and never let go: PyTorch keeps the same one as long as the process.
+    It is never released: PyTorch keeps the same one as long as the process runs.
 
     Raises:
-        CaptureError: there is none.
+        CaptureError: there is no context.
     """
     driver, number, context = libcuda(), ctypes.c_int(), ctypes.c_void_p()
     if driver is None:

@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 import torch
 
 from ...errors import CaptureError
-from ..conditions import capturing_seems_on
+from ..conditions import pretend_capturing
 from ..journal import Journal, users_of
 from ..recorder import Allocate, Interrupted, Prepared, Work
 from . import driver
@@ -28,51 +28,56 @@ Drains = Callable[[Any], Sequence[torch.Tensor]]
 _ATTEMPTS = 5
 # Bytes up to which PyTorch's allocator packs tensors closely.
 _SMALL = 1 << 20
-# Parts of the memory that the allocator holds: what is much to be unused, and by how much it has to
-# have grown since something was handed back.
-_MUCH, _MORE = 0.25, 0.02
+# `relieve` hands memory back when more than this share of it is unused, and when it has grown by
+# this share since the last time.
+_UNUSED_SHARE, _GROWTH = 0.25, 0.02
 
-
-# Streams and workspaces that no recorder uses, by device.
-_FREE: dict[int, list[CaptureStream]] = {}
+# Capture streams that no recorder uses now, by device.
+_SPARE_STREAMS: dict[int, list[CaptureStream]] = {}
 
 
 class _CudaSegment:
-    """A part of a call under capture."""
+    """Captures one segment of a call."""
 
     recording: CudaRecording
 
     def __init__(self, outside: torch.cuda.Stream | None) -> None:
-        """`outside` is where what copies are caught by is allocated; None if they are no nodes."""
+        """Begin a segment.
+
+        Args:
+            outside: the stream on which targets for copies out of the drains are allocated; None if
+                these copies are not nodes of the graph.
+        """
         self._outside = outside
         self.drains: Sequence[torch.Tensor] = ()
         self.targets: list[torch.Tensor] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation is captured by being run."""
+        """Run an operation, which captures it."""
         return func(*args, **kwargs)
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
-        """All that is issued is captured."""
+        """Nothing to do: everything that is issued is captured."""
         return contextlib.nullcontext()
 
     def drain(self, drains: Sequence[torch.Tensor]) -> None:
         """Capture copies out of these."""
         self.drains = drains
         if self._outside is not None:
-            self.targets = _copied_out(drains, self._outside)
+            self.targets = _copy_out(drains, self._outside)
 
     def forget(self) -> None:
-        """Nothing was done."""
+        """Nothing to do: a capture computes nothing."""
 
 
 @contextlib.contextmanager
-def _another_seed(device: torch.device) -> Iterator[tuple[torch.Generator, torch.Tensor]]:
-    """Give the device's generator, with a seed of no meaning inside the block, and its state.
+def _other_seed(device: torch.device) -> Iterator[tuple[torch.Generator, torch.Tensor]]:
+    """Give the device's generator a random seed inside the block; yields it and its state.
 
-    A graph takes seed and offset when it is replayed. To seed inside of a capture has no effect
-    then, and PyTorch forbids it, but for the seed that is set already: that of the run before.
-    What is read and set back inside, as by torch.utils.checkpoint, is set back in a replay too.
+    A graph takes its seed and offset when it is replayed, so seeding during a capture has no
+    effect. PyTorch forbids it, unless the seed is the one already set: that of the run before, if
+    this block did not set another one. State that is read and set back inside, as
+    torch.utils.checkpoint does, is set back in a replay too.
     """
     generator = torch.cuda.default_generators[device.index]
     state = generator.get_state()
@@ -89,18 +94,18 @@ class CudaRecorder:
     def __init__(self, device: torch.device) -> None:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
-        free = _FREE.setdefault(index, [])
-        self._bench = free.pop() if free else CaptureStream(self.device)
-        self._stream = self._bench.stream
+        free = _SPARE_STREAMS.setdefault(index, [])
+        self._capture_stream = free.pop() if free else CaptureStream(self.device)
+        self._stream = self._capture_stream.stream
         self._pool: Any = None
         self._anchor: Any = None
         self._apart: list[tuple[Any, Any]] = []  # other pools, with their anchors
         self._live = 0
         self._relieved_at = 0.0
         self._last = torch.cuda.current_stream(self.device)
-        # Streams and workspaces are used again: neither can be given back.
-        self._end = weakref.finalize(self, free.append, self._bench)
-        self._end.atexit = False
+        # Streams and workspaces are reused, since neither can be freed.
+        self._release_stream = weakref.finalize(self, free.append, self._capture_stream)
+        self._release_stream.atexit = False
 
     @property
     def reserved(self) -> int:
@@ -113,7 +118,7 @@ class CudaRecorder:
         return sum(segment["allocated_size"] for segment in self._segments())
 
     def free_ranges(self) -> list[int]:
-        """Bytes of the unused blocks; segments of small blocks as a whole."""
+        """Bytes of each unused block, and of each segment of small blocks."""
         found = []
         for segment in [] if self._pool is None else _segments(self._pool):
             if segment["segment_type"] == "small":
@@ -123,37 +128,37 @@ class CudaRecorder:
         return found
 
     @contextlib.contextmanager
-    def warming(self, *, told: bool = True) -> Iterator[None]:
+    def warming(self, *, pretend: bool = True) -> Iterator[None]:
         """Run on the capture stream, in ordinary memory."""
-        told_of_it = capturing_seems_on() if told else PreparedThreads(self._bench)
-        with self._on_stream(), told_of_it, warnings.catch_warnings():
-            # Eager's backward, before, ran on another stream: that is how it is meant.
+        mode = pretend_capturing() if pretend else PreparedThreads(self._capture_stream)
+        with self._on_stream(), mode, warnings.catch_warnings():
+            # An earlier eager backward ran on another stream, which is intended.
             warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
             yield
 
     def tidy(self) -> None:
-        """Hand back what the allocator keeps."""
+        """Hand back the allocator's cached memory."""
         torch.cuda.empty_cache()
 
     def relieve(self) -> None:
-        """Hand back what the allocator keeps, if that is much and more than last time."""
+        """Hand back the allocator's cached memory, if it is much and has grown since last time."""
         reserved, allocated = self._held()
-        if reserved - allocated > _MUCH * reserved and reserved > self._relieved_at:
+        if reserved - allocated > _UNUSED_SHARE * reserved and reserved > self._relieved_at:
             self.tidy()
-            self._relieved_at = (1 + _MORE) * self._held()[0]
+            self._relieved_at = (1 + _GROWTH) * self._held()[0]
 
     def _held(self) -> tuple[int, int]:
-        """Bytes that the allocator holds, and those of them that are in use."""
+        """Bytes that the allocator holds, and how many of them are in use."""
         found = torch.cuda.memory_stats_as_nested_dict(self.device)
         reserved, allocated = (found[f"{what}_bytes"]["all"] for what in ("reserved", "allocated"))
         return reserved["current"], allocated["current"]
 
     def resettle(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Move tensors to segments that hold nothing else, and hand back those that they were in.
+        """Move tensors to new segments that hold nothing else, and hand back their old segments.
 
         A block in use keeps its whole segment from being handed back.
         """
-        moving = [t for t in tensors if t.nbytes > _SMALL and _is_alone(t)]
+        moving = [t for t in tensors if t.nbytes > _SMALL and _owns_its_memory(t)]
         if not moving:
             return
         pool = torch.cuda.MemPool()
@@ -161,7 +166,7 @@ class CudaRecorder:
             moved = [tensor.clone() for tensor in moving]
         for tensor, copy in zip(moving, moved, strict=True):
             tensor.data = copy
-        del moved, copy, pool  # Their memory outlives the pool, as that of graphs does.
+        del moved, copy, pool  # The tensors' memory outlives the pool.
         self.tidy()
 
     def rehearse(
@@ -171,7 +176,7 @@ class CudaRecorder:
         generators: Sequence[torch.Generator] = (),
     ) -> tuple[int, ...]:
         """Capture work into a pool that is thrown away."""
-        self.tidy()  # What earlier runs have left is of no use to a pool.
+        self.tidy()  # A pool cannot use what earlier runs left cached.
         scratch = torch.cuda.MemPool()
         try:
             prepared = prepare(self._allocator(scratch))
@@ -194,11 +199,11 @@ class CudaRecorder:
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator] = (),
     ) -> CudaRecording:
-        """Capture work with the copies into `feeds` before it and out of its drains after it."""
+        """Capture work between copies into its feeds and copies out of its drains."""
         if driver.libcuda() is None:
             return self._record_alone(work, feeds, drains, generators)
         outside = torch.cuda.current_stream(self.device)
-        body = functools.partial(_copied, work, feeds, drains, outside)
+        body = functools.partial(_work_with_copies, work, feeds, drains, outside)
         graph, (drained, targets) = self._capture(self._memory(), generators, body)
         graph.instantiate()
         nodes = find_copies(graph, feeds, [*zip(drained, targets, strict=True)])
@@ -214,7 +219,7 @@ class CudaRecorder:
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator],
     ) -> CudaRecording:
-        body = functools.partial(_alone, work, drains)
+        body = functools.partial(_work_alone, work, drains)
         graph, drained = self._capture(self._memory(), generators, body)
         graph.instantiate()
         return self._recording(graph, feeds, drained, None)
@@ -224,7 +229,7 @@ class CudaRecorder:
         """Capture a `with` block."""
         journal = Journal()
         with (
-            _another_seed(self.device) as (generator, start),
+            _other_seed(self.device) as (generator, start),
             self._capturing(self._memory(), ()) as graph,
             journal,
         ):
@@ -236,14 +241,14 @@ class CudaRecorder:
     def segment(
         self, feeds: Sequence[torch.Tensor], generators: Sequence[torch.Generator] = ()
     ) -> Iterator[_CudaSegment]:
-        """Capture a part of a call, with its copies as nodes where the driver lets us."""
+        """Capture one segment of a call, with its copies as nodes where the driver lets us."""
         outside = torch.cuda.current_stream(self.device)
         nodes: Sequence[CopyNode | None] | None = None
         by_nodes = driver.libcuda() is not None
         with self._capturing(self._memory(), generators) as graph:
             segment = _CudaSegment(outside if by_nodes else None)
             if by_nodes:
-                _copied_into(feeds)
+                _copy_in(feeds)
             yield segment
         graph.instantiate()
         if by_nodes:
@@ -251,13 +256,13 @@ class CudaRecorder:
             nodes = find_copies(graph, feeds, out_of)
             if nodes is None:
                 graph.reset()
-                raise CaptureError("The copies of a segment are not to be found in its graph.")
+                raise CaptureError("The copies of a segment were not found in its graph.")
         segment.recording = self._recording(graph, feeds, segment.drains, nodes)
 
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
-        """Use a pool that nothing else uses."""
-        self._drop_what_is_empty()
+        """Use a separate pool inside the block."""
+        self._drop_empty_pools()
         kept = self._pool, self._anchor
         self._pool = self._anchor = None
         try:
@@ -267,8 +272,8 @@ class CudaRecorder:
                 self._apart.append((self._pool, self._anchor))
             self._pool, self._anchor = kept
 
-    def _drop_what_is_empty(self) -> None:
-        """Give back pools of their own that no graph and no tensor uses."""
+    def _drop_empty_pools(self) -> None:
+        """Give back separate pools that no graph and no tensor uses."""
         kept = []
         for pool, anchor in self._apart:
             users = pool.use_count() - 1  # The anchor is one.
@@ -280,7 +285,7 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def scratch(self) -> Iterator[Callable[[], tuple[int, ...]]]:
-        """Use a pool that is thrown away."""
+        """Use a pool that is thrown away afterwards."""
         kept = self._pool, self._anchor, self._live, self._apart
         self._pool, self._anchor, self._apart = None, None, []
         try:
@@ -292,7 +297,7 @@ class CudaRecorder:
             torch.cuda.empty_cache()
 
     def order(self) -> None:
-        """On another stream than last time, wait for that one: the memory is shared."""
+        """On a new stream, wait for the last one: both use the pool's memory."""
         raw = torch._C._cuda_getCurrentRawStream(self.device.index)
         if raw != self._last.cuda_stream:
             stream = torch.cuda.current_stream(self.device)
@@ -300,7 +305,7 @@ class CudaRecorder:
             self._last = stream
 
     def trim(self) -> None:
-        """Give the pool's memory back once no graph works in it."""
+        """Give the pool's memory back, once no graph uses it."""
         if self._live or (self._pool is None and not self._apart):
             return
         torch.cuda.synchronize(self.device)
@@ -315,7 +320,7 @@ class CudaRecorder:
         """Give the memory back, and the stream to the next recorder."""
         self.trim()
         self._stream.wait_stream(self._last)
-        self._end()
+        self._release_stream()
 
     def _recording(
         self,
@@ -327,19 +332,19 @@ class CudaRecorder:
     ) -> CudaRecording:
         self._live += 1
         if nodes is not None:
-            drains = ()  # The graph knows where they lie; they need not be kept until a replay.
+            drains = ()  # The copy nodes have their addresses; they need not be kept alive.
         return CudaRecording(
-            graph, feeds, drains, nodes, external or [], self._closed_one, self.order
+            graph, feeds, drains, nodes, external or [], self._recording_closed, self.order
         )
 
-    def _closed_one(self) -> None:
+    def _recording_closed(self) -> None:
         self._live -= 1
 
     def _memory(self) -> Any:
         if self._pool is None:
             pool = torch.cuda.MemPool()
-            # An empty graph, never launched: PyTorch's allocator of pinned memory forgets a pool
-            # for good as soon as no graph uses it.
+            # An empty graph, never launched, keeps the pool in use: PyTorch's allocator of pinned
+            # memory forgets a pool for good as soon as no graph uses it.
             with self._capturing(pool, ()) as self._anchor:
                 pass
             self._pool = pool
@@ -358,11 +363,11 @@ class CudaRecorder:
 
     @contextlib.contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """Run on the capture stream, after and before what the current stream does.
+        """Run the block on the capture stream, in order with the current stream.
 
-        After the last replay too: what was made on that stream and is freed is used again there.
+        It waits for the last replay too: memory of the capture stream that is freed is reused.
         """
-        self._bench.prepare()
+        self._capture_stream.prepare()
         current = torch.cuda.current_stream(self.device)
         self._stream.wait_stream(current)
         self._stream.wait_stream(self._last)
@@ -375,7 +380,7 @@ class CudaRecorder:
     def _capture(
         self, pool: Any, generators: Sequence[torch.Generator], body: Callable[[], Made]
     ) -> tuple[torch.cuda.CUDAGraph, Made]:
-        """Capture what `body` issues; again, where another thread has broken the capture."""
+        """Capture what `body` issues, trying again if another thread breaks the capture."""
         for left in reversed(range(_ATTEMPTS)):
             try:
                 with self._capturing(pool, generators) as graph:
@@ -389,40 +394,44 @@ class CudaRecorder:
     def _capturing(
         self, pool: Any, generators: Sequence[torch.Generator]
     ) -> contextlib.AbstractContextManager[torch.cuda.CUDAGraph]:
-        """Capture what is issued inside; on an error the device and the pool are as before."""
+        """Capture what is issued inside on the capture stream."""
         return capturing(self.device, pool, generators, self._on_stream())
 
 
-# What is captured. No closures: an error's traceback would keep what they refer to alive.
+# What is captured. These are no closures: an error's traceback would keep their variables alive.
 
 
-def _alone(work: Work, drains: Drains) -> Sequence[torch.Tensor]:
+def _work_alone(work: Work, drains: Drains) -> Sequence[torch.Tensor]:
     return drains(work())
 
 
-def _copied(
+def _work_with_copies(
     work: Work,
     feeds: Sequence[torch.Tensor],
     drains: Drains,
     outside: torch.cuda.Stream,
 ) -> tuple[Sequence[torch.Tensor], list[torch.Tensor]]:
-    """Work between copies into its feeds and out of its drains; returns the drains' pairs."""
-    _copied_into(feeds)
+    """Work between copies into its feeds and out of its drains.
+
+    Returns:
+        the drains, and the memory that each was copied into.
+    """
+    _copy_in(feeds)
     drained = drains(work())
-    return drained, _copied_out(drained, outside)
+    return drained, _copy_out(drained, outside)
 
 
-def _copied_into(feeds: Sequence[torch.Tensor]) -> None:
-    """Copies whose source is given before each launch."""
+def _copy_in(feeds: Sequence[torch.Tensor]) -> None:
+    """Issue copies into the feeds; their sources are set before each launch."""
     for feed in feeds:
         if feed.numel():
             driver.copy_onto_itself(feed, torch.cuda.current_stream(feed.device))
 
 
-def _copied_out(drained: Sequence[torch.Tensor], outside: torch.cuda.Stream) -> list[torch.Tensor]:
-    """What these are copied into."""
-    # Not on the capturing stream, hence not in the pool.
-    with driver.anything_allowed(), torch.cuda.stream(outside):
+def _copy_out(drained: Sequence[torch.Tensor], outside: torch.cuda.Stream) -> list[torch.Tensor]:
+    """Issue copies out of the drains; returns the memory that they are copied into."""
+    # Allocated on another stream than the captured one, hence not in the pool.
+    with driver.capture_mode_relaxed(), torch.cuda.stream(outside):
         targets = [torch.empty_like(drain) for drain in drained]
     for drain, target in zip(drained, targets, strict=True):
         if drain.numel():
@@ -431,14 +440,14 @@ def _copied_out(drained: Sequence[torch.Tensor], outside: torch.cuda.Stream) -> 
 
 
 def _segments(pool: Any) -> list[dict[str, Any]]:
-    """A pool's segments, from a look at all of the allocator's.
+    """A pool's segments, picked from a snapshot of all of the allocator's segments.
 
-    The look at one pool that PyTorch offers, MemPool.snapshot(), corrupts Python's memory (2.11:
-    after some hundred calls the process dies of a segmentation fault).
+    PyTorch's snapshot of one pool, MemPool.snapshot(), corrupts Python's memory (2.11: after some
+    hundred calls the process dies of a segmentation fault).
     """
     return [s for s in torch.cuda.memory_snapshot() if tuple(s["segment_pool_id"]) == pool.id]
 
 
-def _is_alone(tensor: torch.Tensor) -> bool:
-    """Whether no other tensor sees its memory."""
+def _owns_its_memory(tensor: torch.Tensor) -> bool:
+    """Whether no other tensor shares its storage."""
     return users_of(tensor) == users_of(torch.empty(1))

@@ -1,4 +1,4 @@
-"""CUDA graphs as recordings: replay, and the copies between the caller's memory and theirs."""
+"""CUDA graphs as recordings: replay, and copies between the caller's memory and the graph's."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..static_tensors import flat
+from ..static_tensors import byte_view
 from . import driver
 from .driver import CopyNode
 
@@ -15,8 +15,8 @@ from .driver import CopyNode
 class CudaRecording:
     """A CUDA graph.
 
-    The copies into its feeds and out of its drains are nodes of the graph, if the driver lets us
-    set their addresses; else they are copied before and after.
+    The copies into its feeds and out of its drains are nodes of the graph if the driver lets us set
+    their addresses; else they are made before and after the launch.
     """
 
     def __init__(
@@ -32,7 +32,7 @@ class CudaRecording:
         self.order = order
         self.external = external
         self._graph: torch.cuda.CUDAGraph | None = graph
-        # The method in C++, without the one in Python around it.
+        # The C++ method, without the Python method around it.
         self._launch = super(torch.cuda.CUDAGraph, graph).replay
         self._feeds = feeds
         self._drains = drains
@@ -47,7 +47,7 @@ class CudaRecording:
 
     @property
     def nodes(self) -> int:
-        """Nodes of the graph, where the driver tells them."""
+        """Nodes of the graph; 0 if the driver does not say."""
         if self._graph is None or driver.libcuda() is None:
             return 0
         return driver.node_count(self._graph.raw_cuda_graph())
@@ -56,7 +56,7 @@ class CudaRecording:
         """Launch the graph without its copies."""
         assert self._graph is not None
         if self._copying and self._nodes is not None:
-            self._copy(False)
+            self._enable_copies(False)
         self._launch()
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
@@ -65,9 +65,9 @@ class CudaRecording:
         nodes = self._nodes
         if nodes is not None:
             if not self._copying:
-                self._copy(True)
+                self._enable_copies(True)
             if self._pair is not None:
-                # One argument, one result: what follows, unrolled.
+                # One argument, one result: the loop below, unrolled.
                 first, last = self._pair
                 address = sources[0].data_ptr()
                 if address != first.address:
@@ -86,10 +86,10 @@ class CudaRecording:
             return
         with torch.no_grad():
             for feed, source in zip(self._feeds, sources, strict=True):
-                feed.copy_(flat(source))
+                feed.copy_(byte_view(source))
             self._launch()
             for drain, target in zip(self._drains, targets, strict=True):
-                flat(target).copy_(drain)
+                byte_view(target).copy_(drain)
 
     def close(self) -> None:
         """Destroy the graph."""
@@ -102,7 +102,7 @@ class CudaRecording:
         self._feeds = self._drains = ()
         self.external = []
 
-    def _copy(self, on: bool) -> None:
+    def _enable_copies(self, on: bool) -> None:
         for node in self._nodes or ():
             if node is not None:
                 node.enable(on)
@@ -114,12 +114,12 @@ def find_copies(
     into: Sequence[torch.Tensor],
     out_of: Sequence[tuple[torch.Tensor, torch.Tensor]],
 ) -> list[CopyNode | None] | None:
-    """The nodes of copies into some memory and out of some; None if not all are to be found.
+    """Find the nodes that copy into the feeds and out of the drains; None if any is missing.
 
     Args:
-        graph: that they are in.
-        into: what has been copied onto itself, for want of a source.
-        out_of: what has been copied, and whereto.
+        graph: the captured graph.
+        into: the feeds, which were copied onto themselves as there was no source yet.
+        out_of: the drains, each with the memory that it was copied into.
     """
     found: dict[tuple[int, int, int], list[Any]] = {}
     for node, params in driver.copies(graph.raw_cuda_graph()):

@@ -1,4 +1,4 @@
-"""Streams for captures, with the memory that the libraries keep for each of them."""
+"""Capture streams, with the workspaces that libraries keep for each stream."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from . import driver
 
 
 class CaptureStream:
-    """A stream of our own and the memory of the libraries' workspaces on it.
+    """A stream that only captures use, and the memory of the libraries' workspaces for it.
 
-    cuBLAS keeps a workspace for each stream, and a graph its address. It lies in a memory pool from
-    which nothing else is ever allocated: when somebody clears the workspaces, as Inductor's graph
-    trees do, nothing else comes to lie where our graphs write.
+    cuBLAS keeps a workspace for each stream, and a graph keeps its address. The workspace lies in a
+    memory pool from which nothing else is allocated: when somebody clears the workspaces, as
+    Inductor's graph trees do, nothing else is put where our graphs write.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -24,7 +24,7 @@ class CaptureStream:
         self.memory = torch.cuda.MemPool()
 
     def prepare(self) -> None:
-        """Let cuBLAS and cuBLASLt have their workspace for this stream here, for this thread."""
+        """Have cuBLAS and cuBLASLt allocate this thread's workspaces for the stream."""
         device = self.stream.device
         with torch.cuda.stream(self.stream), torch.cuda.use_mem_pool(self.memory, device):
             x = torch.ones(16, 16, device=device)
@@ -33,19 +33,19 @@ class CaptureStream:
 
 
 class PreparedThreads(OperationMode):
-    """Inside of its block no thread works on a bench that was not prepared for it.
+    """Prepares the capture stream for each thread that runs operations inside its block.
 
-    There is a workspace for each thread too, and autograd runs a backward on one of its own.
+    Workspaces are kept for each thread too, and autograd runs a backward on its own thread.
     """
 
-    def __init__(self, bench: CaptureStream) -> None:
+    def __init__(self, capture_stream: CaptureStream) -> None:
         super().__init__()
-        self._bench = bench
+        self._capture_stream = capture_stream
         self._threads = {threading.get_ident()}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Prepare the thread, where it is a new one."""
+        """Run an operation, after preparing the stream for a thread that is new."""
         if threading.get_ident() not in self._threads:
             self._threads.add(threading.get_ident())
-            self._bench.prepare()
+            self._capture_stream.prepare()
         return func(*args, **kwargs)

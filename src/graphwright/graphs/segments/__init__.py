@@ -1,4 +1,5 @@
-"""Calls that one graph cannot hold: traced, cut where the host has a say, joined by what it saw.
+"""Calls that one graph cannot hold: divided into a tree of graphs where the host reads values.
 
-Begin with tree, which holds a call's segments; tracer and observation find where to cut.
+Begin with tree, which holds a call's segments. tracer and observation find where a call breaks,
+recording records the segments.
 """

@@ -13,39 +13,40 @@ from .segment import Break, Segment
 from .steps import Host, New, Step
 
 _MOST_LINES = 40
-_MOST_WAYS = 6
+_MOST_OUTCOMES = 6
+_LONGEST_OUTCOME = 40
+# Readable names for operations that read values.
 _READS = {"local_scalar_dense": "item", "clone": "contents", "to_copy": "contents"}
-_LONGEST = 40
 
 
-def drawn(root: Segment) -> list[str]:
-    """Its segments with their nodes and times, its breaks with what they gave and how often.
+def describe_tree(root: Segment) -> list[str]:
+    """Lines on segments with their nodes and times, and on breaks with their outcomes and counts.
 
-    The way that most calls go runs down the left edge; others are indented at the break where they
-    leave it.
+    The path that most calls take runs down the left edge; other paths are indented below the break
+    where they leave it.
     """
-    lines = list(_drawn(root, ""))
+    lines = list(_describe(root, ""))
     more = len(lines) - _MOST_LINES
     return [*lines[:_MOST_LINES], f"… and {more} lines more"] if more > 1 else lines
 
 
-def _drawn(node: Segment, indent: str) -> Iterator[str]:
+def _describe(node: Segment, indent: str) -> Iterator[str]:
     following: Segment | None = node
     while following is not None:
         node = following
         yield from (f"{indent}{line}" for line in _segment(node))
-        stop, following = node.stop, None
-        if stop is None:
+        break_, following = node.break_, None
+        if break_ is None:
             return
-        ways = sorted(stop.after.values(), key=lambda way: way.hits, reverse=True)
-        named = [(_outcome(way.arrival), way) for way in ways]
-        counts = [f"{name} {way.hits}×" for name, way in named[:_MOST_WAYS]]
-        counts += [f"{len(named) - _MOST_WAYS} more"] if named[_MOST_WAYS:] else []
-        yield f"{indent}break at {short(stop.place)}, {_spoken(stop)}: {', '.join(counts)}"
-        for name, way in named[1:]:
+        outcomes = sorted(break_.after.values(), key=lambda outcome: outcome.hits, reverse=True)
+        named = [(_outcome(outcome.arrival), outcome) for outcome in outcomes]
+        counts = [f"{name} {outcome.hits}×" for name, outcome in named[:_MOST_OUTCOMES]]
+        counts += [f"{len(named) - _MOST_OUTCOMES} more"] if named[_MOST_OUTCOMES:] else []
+        yield f"{indent}break at {short(break_.place)}, {_read_of(break_)}: {', '.join(counts)}"
+        for name, outcome in named[1:]:
             yield f"{indent}  {name}:"
-            yield from _drawn(way, f"{indent}  │ ")
-        following = ways[0] if ways else None
+            yield from _describe(outcome, f"{indent}  │ ")
+        following = outcomes[0] if outcomes else None
 
 
 def _segment(node: Segment) -> Iterator[str]:
@@ -60,7 +61,7 @@ def _segment(node: Segment) -> Iterator[str]:
 
 
 def hoisted(node: Segment) -> Counter[str | None]:
-    """How many copies from the host a segment does without, by their place."""
+    """How many copies from the host were hoisted out of a segment, by their place."""
     found: Counter[str | None] = Counter()
     for step in node.steps:
         if step.statics:
@@ -68,23 +69,23 @@ def hoisted(node: Segment) -> Counter[str | None]:
     return found
 
 
-def _spoken(stop: Break) -> str:
-    plain = stop.operation.removeprefix("aten.").partition(".")[0].lstrip("_")
+def _read_of(break_: Break) -> str:
+    plain = break_.operation.removeprefix("aten.").partition(".")[0].lstrip("_")
     return _READS.get(plain, plain)
 
 
 def short(place: str | None) -> str:
-    """A `file:line` without the folders."""
+    """A `file:line` without its folders."""
     return "an unknown line" if place is None else Path(place).name
 
 
 def _outcome(arrival: Step | None) -> str:
-    """What a break gave."""
+    """The outcome of a break in words."""
     if arrival is None:
         return ""
     parts = [_value(made) for made in arrival.made]
     text = ", ".join(part for part in parts if part)
-    return text if len(text) <= _LONGEST else text[: _LONGEST - 1] + "…"
+    return text if len(text) <= _LONGEST_OUTCOME else text[: _LONGEST_OUTCOME - 1] + "…"
 
 
 def _value(made: Any) -> str:

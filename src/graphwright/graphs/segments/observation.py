@@ -1,4 +1,4 @@
-"""Observing a call: its Python is run as it is, and what can be recorded of it is noted."""
+"""ObservingTracer: runs a call as eager code, and notes the steps that can be recorded."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from ...calls.operations import tensors, written
 from ...errors import CaptureError, first_line
 from ..static_tensors import StaticInputs
 from .steps import New, Step, bytes_of
-from .tracer import Differs, Tracer, place_now
+from .tracer import Differs, Tracer, current_place
 
 
 class ObservingTracer(Tracer):
-    """Does what comes after the known steps as eager code does, and notes it.
+    """Runs the operations after the known steps as eager code does, and notes them.
 
     Attributes:
-        script: the steps that it has done.
+        script: the steps that were run.
         problem: why they cannot be recorded, if they cannot.
     """
 
@@ -26,10 +26,10 @@ class ObservingTracer(Tracer):
         super().__init__(*args)
         self.script: list[Step] = []
         self.problem: CaptureError | None = None
-        self._exported: list[tuple[torch.Tensor, bytes]] = []
+        self._shared_out: list[tuple[torch.Tensor, bytes]] = []
 
     def by_arguments(self) -> Step | None:
-        """The first break whose outcome comes from the arguments, as far as tensors tell."""
+        """The first break whose outcome depends on the arguments, as far as tensors show."""
         reached: set[int] = set()
         for step in self.script:
             sources = step.sources
@@ -46,87 +46,87 @@ class ObservingTracer(Tracer):
 
     @property
     def wrote_outside(self) -> bool:
-        """Whether it wrote to memory that the call has not made."""
+        """Whether the call wrote to memory that it did not make."""
         return any(storage._cdata not in self.numbers for storage in self.written)
 
-    def on_its_own(self) -> None:
-        """From here on it is the call itself: it is not told of a capture, as eager code is not.
+    def known_steps_done(self) -> None:
+        """From here on the call is run for good: stop pretending that it is being captured.
 
-        Code that then does something else shows when this is recorded.
+        If it does something else then than under a capture, recording will notice.
         """
         self._pretence.close()
 
-    def asked(
+    def identify(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, constant: bool
     ) -> tuple[Any, ...]:
-        """As a walk does, but for what it cannot look into."""
+        """As `Tracer.identify`; what cannot be identified is refused, and the call goes on."""
         if self.problem is not None and self.all_known():
             return ()
         try:
-            return super().asked(args, kwargs, constant=constant)
+            return super().identify(args, kwargs, constant=constant)
         except Differs:
             raise
         except Exception as error:
             self.refuse(_as_problem(error))
             return ()
 
-    def _only_done(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation of a call that cannot be recorded any more."""
+    def _run_unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation of a call that can no longer be recorded."""
         result = func(*args, **kwargs)
         self.drew(func, args, kwargs)
         for tensor in tensors(result):
             self.made(tensor)
         return result
 
-    def exported(self, tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
-        """Code from outside gets hold of a tensor's memory: it must not be written to any more."""
+    def export(self, tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+        """Share a tensor's memory with code from outside: it must not be written to any more."""
         lost = self.numbers.get(tensor.untyped_storage()._cdata) in self._lost
         shared = content if lost else tensor.detach()
-        self._exported.append((shared, bytes_of(content)))
+        self._shared_out.append((shared, bytes_of(content)))
         return shared
 
     def _check_exported(self, writes: Sequence[torch.Tensor]) -> None:
-        """Whether somebody has written to memory that others hold, or is about to."""
+        """Refuse writes, past or imminent, to memory that was shared with code from outside."""
         places = {tensor.untyped_storage().data_ptr() for tensor in writes}
-        for tensor, held in self._exported:
+        for tensor, held in self._shared_out:
             if tensor.untyped_storage().data_ptr() in places or bytes_of(tensor) != held:
                 self.refuse(
                     CaptureError(
                         "The call writes to memory that NumPy or another library shares.",
-                        where=place_now(),
+                        where=current_place(),
                         remedy="Write to a copy: tensor.clone().numpy().",
                     )
                 )
 
     def finish(self, tree: Any) -> None:
-        """As a walk does; and look at what was shared."""
+        """As `Tracer.finish`; check shared memory and random generators too."""
         self._check_exported(())
         self.check_end()
         super().finish(tree)
 
     def refuse(self, error: CaptureError) -> None:
-        """It cannot be recorded, but it can be done."""
+        """Note that the call cannot be recorded, and go on."""
         self.problem = self.problem or error
 
-    def fresh(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: tuple[Any, ...]
+    def run_new(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: tuple[Any, ...]
     ) -> Any:
-        """Do an operation."""
+        """Run an operation and note its step."""
         if self.problem is not None:
-            return self._only_done(func, args, kwargs)
+            return self._run_unrecorded(func, args, kwargs)
         self._check_exported(written(func, args, kwargs))
-        stops = self.is_break(func, args, kwargs)
-        hosts = self.hosts_among(func, args, kwargs)
+        breaks = self.is_break(func, args, kwargs)
+        hosts = self.host_tensors(func, args, kwargs)
         statics = [tensor.to(self.device) for tensor in hosts]
         result = func(*args, **kwargs)
         self.drew(func, args, kwargs)
         try:
-            step = self.noted(func, asked, tensors((args, kwargs)), result, stops=stops)
+            step = self.step_of(func, arguments, tensors((args, kwargs)), result, breaks=breaks)
         except Exception as error:
             self.refuse(_as_problem(error))
             return result
         step.statics = statics
-        step.place = step.place or (place_now() if statics else None)
+        step.place = step.place or (current_place() if statics else None)
         self.script.append(step)
         return result
 
@@ -134,26 +134,28 @@ class ObservingTracer(Tracer):
 def reads_of_arguments(
     work: Callable[[list[Any]], Any], leaves: Sequence[Any], device: torch.device
 ) -> Step | None:
-    """Where a call lets the host know something that comes from its arguments; None if nowhere.
+    """The first read of values that depend on a call's arguments; None if there is none.
 
     Args:
-        work: the call, on the leaves of its arguments; what it writes to is put back.
+        work: runs the call on the leaves of its arguments; what it writes is put back.
         leaves: these.
-        device: where it runs.
+        device: where the call runs.
     """
     inputs = StaticInputs(leaves, lambda n: torch.empty(n, dtype=torch.uint8, device=device))
-    observation = ObservingTracer((), {}, inputs, device, set())
+    observer = ObservingTracer((), {}, inputs, device, set())
     try:
-        with observation.seen():
+        with observer.seen():
             work(inputs.leaves)
     except CaptureError:
-        return None  # It cannot be recorded either.
+        return None  # Then it cannot be recorded either.
     finally:
-        observation.undo()
-    return observation.by_arguments()
+        observer.undo()
+    return observer.by_arguments()
 
 
 def _as_problem(error: Exception) -> CaptureError:
     if isinstance(error, CaptureError):
         return error
-    return CaptureError(f"An operation cannot be followed: {first_line(error)}", where=place_now())
+    return CaptureError(
+        f"An operation cannot be followed: {first_line(error)}", where=current_place()
+    )

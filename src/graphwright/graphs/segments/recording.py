@@ -1,4 +1,4 @@
-"""Recording a call in segments, as an observation has found it."""
+"""RecordingTracer: records a call in segments, by the steps that an ObservingTracer noted."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ Finishing = Callable[[Tracer, Any], tuple[StaticOutputs | None, list[torch.Tenso
 
 
 class RecordingTracer(Tracer):
-    """Records what comes after the known steps, as an observation has found it.
+    """Records the steps after the known ones, which have to be those that were observed.
 
     Args:
         node: the first segment to record.
-        script: the observation's steps.
+        script: the observed steps.
         recorder: what records them.
-        feeds: for the first segment, memory that is filled before the call.
+        feeds: memory that is copied into before the first segment.
         generators: random generators that the call draws from.
         given: as for `Tracer`.
 
@@ -52,17 +52,22 @@ class RecordingTracer(Tracer):
         self._recorder = recorder
         self._feeds = feeds
         self._draws_from = generators
-        self._segment: SegmentRecorder | None = None
+        self._segment_recorder: SegmentRecorder | None = None
         self._ending = contextlib.ExitStack()
-        self._segments: list[SegmentRecorder] = []
+        self._segment_recorders: list[SegmentRecorder] = []
 
     def record(
         self, work: Callable[[StaticInputs], Any], inputs: StaticInputs, finish: Finishing
     ) -> None:
-        """Walk through the work. On an error nothing is left.
+        """Run the work and record it. After an error nothing is left.
+
+        Args:
+            work: runs the call on static inputs.
+            inputs: these.
+            finish: makes the static outputs, and names what is to be copied out.
 
         Raises:
-            Differs: it does something else than was observed.
+            Differs: the work does something else than was observed.
             CaptureError: it cannot be recorded.
         """
         try:
@@ -72,36 +77,36 @@ class RecordingTracer(Tracer):
                 self.finish(result)
                 if self._script:
                     raise Differs(f"{self._script[0].func} is missing")
-                segment = self._begin()
+                segment_recorder = self._begin()
                 node = self.nodes[-1]
                 node.results, drains = finish(self, result)
-                segment.drain(drains)
+                segment_recorder.drain(drains)
                 self._end(drained=bool(drains))
         except BaseException:
             for node in self.nodes:
                 node.close()
             raise
         finally:
-            for segment in reversed(self._segments):
-                segment.forget()
+            for segment_recorder in reversed(self._segment_recorders):
+                segment_recorder.forget()
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Any) -> None:
-        """Nothing is done that would have to be undone; what is used is held."""
+        """Note what is used, without copies for undoing: recorders undo by themselves."""
         self.operation = func
         for tensor in tensors((args, kwargs)):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self.read(tensor)
 
-    def fresh(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: tuple[Any, ...]
+    def run_new(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: tuple[Any, ...]
     ) -> Any:
         """Record an operation."""
-        if not self._script or not self._script[0].same(func, asked):
+        if not self._script or not self._script[0].same(func, arguments):
             raise Differs(f"{func} is new, or has other arguments")
         step = self._script.popleft()
-        segment, node = self._begin(), self.nodes[-1]
+        segment_recorder, node = self._begin(), self.nodes[-1]
         given = tensors((args, kwargs))
-        hosts = self.hosts_among(func, args, kwargs)
+        hosts = self.host_tensors(func, args, kwargs)
         if hosts:
             for host, static in zip(hosts, step.statics, strict=True):
                 if not self.is_made(host):
@@ -111,7 +116,7 @@ class RecordingTracer(Tracer):
             self._cut(step, Break(func, args, kwargs, step, content=self.content))
             return self.answered(step, given)
         try:
-            result = segment.run(func, args, kwargs)
+            result = segment_recorder.run(func, args, kwargs)
         except Exception:
             self.culprit = func
             raise
@@ -120,38 +125,38 @@ class RecordingTracer(Tracer):
                 if Geometry.of(leaf) != made.geometry:
                     raise Differs(f"{func} gives another shape")
                 self.made(leaf)
-                self._take(leaf.untyped_storage(), made.number)
+                self._adopt(leaf.untyped_storage(), made.number)
         node.steps.append(step)
         return result
 
-    def _cut(self, step: Step, stop: Break) -> None:
-        """End the segment at a break, and begin what follows its outcome."""
+    def _cut(self, step: Step, break_: Break) -> None:
+        """End the segment at a break, and begin the one that follows the observed outcome."""
         self._end()
         node = self.nodes[-1]
         known = node.memory_so_far()
         node.held = {n: s for n, s in self.living().items() if n not in known}
-        node.count, node.stop = self._count, stop
+        node.count, node.break_ = self._count, break_
         child = Segment.after(node, step, self._recorder.allocate)
         self._memory |= child.memory
         assert step.key is not None
-        stop.after[step.key] = child
+        break_.after[step.key] = child
         self.nodes.append(child)
 
     def _begin(self) -> SegmentRecorder:
-        if self._segment is None:
+        if self._segment_recorder is None:
             feeds = self._feeds if self.nodes[-1].parent is None else ()
-            self._segment = self._ending.enter_context(
+            self._segment_recorder = self._ending.enter_context(
                 self._recorder.segment(feeds, self._draws_from)
             )
-            self._segments.append(self._segment)
-        return self._segment
+            self._segment_recorders.append(self._segment_recorder)
+        return self._segment_recorder
 
     def _end(self, *, drained: bool = False) -> None:
-        segment, node = self._segment, self.nodes[-1]
-        self._segment = None
+        segment_recorder, node = self._segment_recorder, self.nodes[-1]
+        self._segment_recorder = None
         self._ending.close()
-        assert segment is not None
+        assert segment_recorder is not None
         if node.steps or drained or (node.parent is None and self._feeds):
-            node.recording = segment.recording
+            node.recording = segment_recorder.recording
         else:
-            segment.recording.close()
+            segment_recorder.recording.close()

@@ -1,8 +1,8 @@
-"""Breaks: what is run between two segments of a call, and what follows by what it gave.
+"""Segments of a call, the breaks between them, and constants hoisted out of them.
 
-A break is an operation that lets the host know something of the device: a value, a content, a
-shape. It is run between two graphs, and what it gave decides how the call goes on: each outcome
-that was met has a segment of its own behind it.
+A break is an operation that tells the host something about the device: a value, a tensor's
+content, a shape. It runs between two graphs, and its outcome decides how the call continues: for
+each outcome seen so far there is a segment that follows.
 """
 
 from __future__ import annotations
@@ -19,13 +19,14 @@ from torch.utils import _pytree as pytree
 from ...calls.operations import tensors
 from ..recorder import Allocate, Recording
 from ..static_tensors import Geometry, StaticOutputs, copy
-from .steps import Given, Host, New, Step, bytes_of, key_of, key_of_results, on_the_way_out
+from .steps import Given, Host, New, Step, bytes_of, describe_result, key_of, key_of_results
 
+# How many replays of a segment are timed.
 _TIMED = 5
 
 
 class HoistedConstant:
-    """Memory on the host, from outside of the call, and its copy on the device."""
+    """A tensor on the host, from outside of the call, and its copy on the device."""
 
     def __init__(self, host: torch.Tensor, static: torch.Tensor) -> None:
         self._host = host.detach()
@@ -33,7 +34,7 @@ class HoistedConstant:
         self._bytes: bytes | None = None
 
     def refresh(self) -> None:
-        """Copy it, the first time and whenever it has changed."""
+        """Copy it to the device, if it has changed since the last time."""
         now = bytes_of(self._host)
         if now != self._bytes:
             self._static.copy_(self._host)
@@ -41,12 +42,12 @@ class HoistedConstant:
 
 
 class Break:
-    """A break: the operation that is run between two segments.
+    """An operation that runs between two segments, since the host needs its outcome.
 
     Attributes:
         operation: its name.
         place: `file:line` of the user's code.
-        after: what follows, by what the operation gave.
+        after: the segment that follows, by the key of the outcome.
     """
 
     def __init__(
@@ -58,25 +59,25 @@ class Break:
         self._func = func
         self._args = args
         self._kwargs = kwargs
-        self._asked = step.asked
+        self._arguments = step.arguments
         self._content = content
         self._given = tensors((args, kwargs))
         scalar = torch.ops.aten._local_scalar_dense.default
         self._scalar: torch.Tensor | None = args[0] if func is scalar else None
 
     def run(self) -> tuple[Hashable, Any]:
-        """Run it: what its results are known by, and they themselves."""
+        """Run the operation; returns the key of the outcome, and the results."""
         if self._scalar is not None:
             value = self._scalar.item()
             return ((type(value), key_of(value)),), value
-        # In inference mode, tensors that were made in it and others may be written to.
+        # In inference mode both inference tensors and others may be written to.
         with torch.inference_mode(), torch._C._DisableAutocast():
             result = self._func(*self._args, **self._kwargs)
             leaves = pytree.tree_leaves(result)
             return key_of_results(leaves, [self._made(leaf, -1) for leaf in leaves]), result
 
     def step(self, key: Hashable, result: Any, count: int) -> Step:
-        """The step that it was this time; memory that it made is numbered from `count` on."""
+        """The step for this outcome; memory that the operation made is numbered from `count` on."""
         leaves, spec = pytree.tree_flatten(result)
         made: list[Any] = []
         numbers: dict[int, int] = {}
@@ -87,14 +88,14 @@ class Break:
                 number = numbers.setdefault(memory, count + len(numbers))
             made.append(self._made(leaf, number))
         real = [leaf for leaf, what in zip(leaves, made, strict=True) if isinstance(what, New)]
-        return Step(self._func, self._asked, tuple(made), spec, key=key, real=real)
+        return Step(self._func, self._arguments, tuple(made), spec, key=key, real=real)
 
     def _made(self, leaf: Any, number: int) -> Any:
         on_cuda = any(tensor.device.type != "cpu" for tensor in self._given)
         host = isinstance(leaf, torch.Tensor) and (
             self._content or (on_cuda and leaf.device.type == "cpu")
         )
-        made = on_the_way_out(leaf, self._given, host=host)
+        made = describe_result(leaf, self._given, host=host)
         if made is not None or leaf is None:
             return made
         nbytes = leaf.untyped_storage().nbytes()
@@ -103,24 +104,24 @@ class Break:
 
 @dataclass(eq=False)
 class Segment:
-    """A segment: what a call does from one break, or its begin, to the next, or its end.
+    """What a call does between two breaks, before the first break, or after the last one.
 
     Attributes:
         device: where it runs.
-        parent: the segment before the break that it comes after.
-        arrival: that break, with the outcome that leads here.
-        memory: by number, what the break's results are copied into.
-        targets: these results there.
-        steps: what it does.
+        parent: the segment before the preceding break; None for the first segment.
+        arrival: the preceding break, with the outcome that leads here.
+        memory: memory that this break's results are copied into, by number.
+        targets: the results in that memory.
+        steps: the operations.
         recording: its graph; None if it does nothing on the device.
-        held: by number, memory that it has made and that is needed later.
-        sources: memory on the host that it has a copy of.
-        stop: the break at its end; None at the call's.
-        count: how many pieces of memory the call has made up to there.
-        results: what the call returns, at its end.
-        back: positions of the arguments that are copied back as bytes.
-        back_by_element: likewise, element by element.
-        hits: how often calls have come by here.
+        held: memory that it made and that later segments need, by number.
+        sources: constants that were hoisted out of it.
+        break_: the break at its end; None if the call ends there.
+        count: how many pieces of memory the call has made up to its end.
+        results: what the call returns, if it ends there.
+        back: positions of the arguments that are then copied back as bytes.
+        back_by_element: positions of those that are copied back element by element.
+        hits: how often it ran.
     """
 
     device: torch.device
@@ -132,7 +133,7 @@ class Segment:
     recording: Recording | None = None
     held: dict[int, torch.UntypedStorage] = field(default_factory=dict)
     sources: list[HoistedConstant] = field(default_factory=list)
-    stop: Break | None = None
+    break_: Break | None = None
     count: int = 0
     results: StaticOutputs | None = None
     back: list[int] = field(default_factory=list)
@@ -142,7 +143,7 @@ class Segment:
 
     @classmethod
     def after(cls, parent: Segment, arrival: Step, allocate: Allocate) -> Segment:
-        """What follows a break, with memory for its results."""
+        """The segment that follows an outcome of a break, with memory for the results."""
         node = cls(parent.device, parent, arrival)
         news = [made for made in arrival.made if isinstance(made, New)]
         for made, real in zip(news, arrival.real, strict=True):
@@ -153,11 +154,11 @@ class Segment:
         return node
 
     def path(self) -> list[Segment]:
-        """The segments up to this one, from the first."""
+        """The segments from the first to this one."""
         return [self] if self.parent is None else [*self.parent.path(), self]
 
     def known(self) -> list[Step]:
-        """All steps up to the end of this segment, its break left out."""
+        """All steps up to the end of this segment, without its break."""
         found = []
         for node in self.path():
             found += [node.arrival] if node.arrival is not None else []
@@ -165,20 +166,20 @@ class Segment:
         return found
 
     def memory_so_far(self) -> dict[int, torch.UntypedStorage]:
-        """Memory of the call that lives at the end of this segment, by number."""
+        """Memory that the call made and that is alive at this segment's end, by number."""
         return {n: s for node in self.path() for n, s in (node.memory | node.held).items()}
 
     def below(self) -> Iterator[Segment]:
-        """This segment and all that come after it."""
+        """This segment and all that follow it on any path."""
         waiting = [self]
         while waiting:
             node = waiting.pop()
             yield node
-            if node.stop is not None:
-                waiting += node.stop.after.values()
+            if node.break_ is not None:
+                waiting += node.break_.after.values()
 
     def enter(self, result: Any) -> None:
-        """Copy what the break before has made to where this segment reads it."""
+        """Copy the results of the preceding break to where this segment reads them."""
         leaves = [leaf for leaf in pytree.tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         assert self.arrival is not None
         made = [what for what in self.arrival.made if isinstance(what, New | Host | Given)]
@@ -188,7 +189,7 @@ class Segment:
                 copy(source, target)
 
     def launch(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
-        """Run the segment."""
+        """Replay the segment; the first replays are timed."""
         recording = self.recording
         self.hits += 1
         if recording is None:
@@ -200,26 +201,26 @@ class Segment:
             recording.run(sources, targets)
 
     def close(self) -> None:
-        """Give its graph up, at once."""
-        recording = self.let_go()
+        """Close its graph at once."""
+        recording = self.take_recording()
         if recording is not None:
             recording.close()
 
-    def let_go(self) -> Recording | None:
-        """Give everything up but its graph, which is left to the caller."""
+    def take_recording(self) -> Recording | None:
+        """Drop everything but the recording, which the caller has to close."""
         recording, self.recording = self.recording, None
         self.memory, self.held = {}, {}
         self.targets, self.steps, self.sources = [], [], []
-        self.parent = self.arrival = self.stop = self.results = None
+        self.parent = self.arrival = self.break_ = self.results = None
         return recording
 
     @property
     def seconds(self) -> float | None:
-        """Seconds that a replay takes, the quickest of the first ones; None if there was none."""
+        """Seconds of the fastest timed replay; None if there was none."""
         taken = [
             t if isinstance(t, float) else t[0].elapsed_time(t[1]) / 1e3
             for t in self._times
-            if isinstance(t, float) or t[1].query()  # Else it is under way.
+            if isinstance(t, float) or t[1].query()  # Else it is still running.
         ]
         return min(taken) if taken else None
 

@@ -1,7 +1,7 @@
-"""What a walk through a call's Python sees, so that another walk can be compared with it.
+"""Steps: descriptions of a call's operations by which one run can be compared with another.
 
-A step is an operation: what it was asked, and what it made. Memory that the call itself makes is
-known by a number, in the order in which it is made; everything else by what it is.
+A step is an operation, its arguments and its results. Memory that the call makes is identified by a
+number, in the order in which it is made; everything else by what it is.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..static_tensors import Geometry
 
 @dataclass(frozen=True)
 class Given:
-    """A result that is one of the tensors that the operation was given."""
+    """A result that is one of the operation's arguments."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class New:
-    """A result in memory that the call makes: the memory's number and size, and the tensor's place.
+    """A result in memory that the call makes.
 
     Attributes:
-        number: which memory.
-        nbytes: its size.
-        offset: elements from its begin.
+        number: of the memory.
+        nbytes: bytes of the memory.
+        offset: of the result in it, in elements.
         geometry: shape, strides and dtype.
     """
 
@@ -41,17 +41,17 @@ class New:
     geometry: Geometry
 
     def at(self, storage: torch.UntypedStorage) -> torch.Tensor:
-        """Such a tensor in memory of that size."""
+        """Such a tensor in memory of the same size."""
         return self.geometry.at_element(storage, self.offset)
 
 
 @dataclass(frozen=True)
 class Placed:
-    """A result in the memory of an argument.
+    """A result in the memory of one of the call's arguments.
 
     Attributes:
-        place: which of the arguments' memory.
-        offset: elements from its begin.
+        place: which of the arguments' storages.
+        offset: of the result in it, in elements.
         geometry: shape, strides and dtype.
     """
 
@@ -62,32 +62,32 @@ class Placed:
 
 @dataclass(frozen=True)
 class Kept:
-    """A result in memory from outside of the call."""
+    """A result in memory from outside of the call: a weight, say."""
 
     tensor: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Host:
-    """A result on the host: its content, which each walk gets a copy of.
+    """A result on the host: its content, of which each run gets a copy.
 
     Attributes:
         tensor: the content.
-        into: which tensor that was given it was copied into; None if it is a tensor of its own.
+        into: index of the argument that it was copied into; None if it is a new tensor.
     """
 
     tensor: torch.Tensor
     into: int | None = None
 
 
-class Aside:
-    """A result that nothing but a backward pass uses, on the host or not, as the kernel likes."""
+class Unused:
+    """A result that only a backward pass uses; some kernels put it on the host, others do not."""
 
 
 class Outside:
-    """An argument from outside of the call, the same as another one if it is the same memory.
+    """An argument from outside of the call; equal to another one if it is the same memory.
 
-    Constants of Python's are other memory in every walk: these are the same if they hold the same.
+    Python's constants get new memory in every run: these are equal if their content is.
     """
 
     def __init__(self, tensor: torch.Tensor, *, constant: bool) -> None:
@@ -107,14 +107,14 @@ class Outside:
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors on the host hold the same, bit for bit."""
+    """Whether two tensors on the host hold the same bits; False for tensors elsewhere."""
     if a.device.type != "cpu" or b.device.type != "cpu":
         return False
     return a.dtype == b.dtype and a.shape == b.shape and bytes_of(a) == bytes_of(b)
 
 
 def bytes_of(tensor: torch.Tensor) -> bytes:
-    """What a tensor on the host holds."""
+    """The content of a tensor on the host."""
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         plain = tensor.detach().resolve_conj().resolve_neg().reshape(-1)
         if plain.numel() and plain.stride(0) != 1:
@@ -130,17 +130,17 @@ class Step:
 
     Attributes:
         func: the operation.
-        asked: what identifies its arguments.
-        made: its results: `Given`, `New`, `Placed`, `Kept`, `Host`, `Aside`, or a value.
-        spec: the tree that they are the leaves of.
-        key: what a break's results have to be again for what follows to hold; None for no break.
-        statics: what was copied to the device for it from the host.
-        real: what a break's results in memory of the call's own held.
-        place: `file:line` of the user's code, of a break.
+        arguments: what identifies its arguments.
+        made: its results: `Given`, `New`, `Placed`, `Kept`, `Host`, `Unused`, or a value.
+        spec: the tree of the results.
+        key: identifies the outcome of a break; None for other operations.
+        statics: copies on the device of its arguments on the host.
+        real: content of a break's results in memory that the call makes.
+        place: `file:line` of the user's code, of a break or a copy from the host.
     """
 
     func: Any
-    asked: tuple[Any, ...]
+    arguments: tuple[Any, ...]
     made: tuple[Any, ...]
     spec: Any
     key: Hashable | None = None
@@ -153,40 +153,40 @@ class Step:
         """What its tensor arguments are: numbers, `Outside`, or names of inputs."""
         return [
             what[0]
-            for what in self.asked
+            for what in self.arguments
             if isinstance(what, tuple) and what and _is_source(what[0])
         ]
 
-    def same(self, func: Any, asked: tuple[Any, ...]) -> bool:
-        """Whether another walk does the same here."""
-        return self.func is func and self.asked == asked
+    def same(self, func: Any, arguments: tuple[Any, ...]) -> bool:
+        """Whether another run does the same here."""
+        return self.func is func and self.arguments == arguments
 
 
 def _is_source(what: Any) -> bool:
     return isinstance(what, int | str | Outside) and not isinstance(what, bool)
 
 
-def on_the_way_out(leaf: Any, given: Sequence[torch.Tensor], *, host: bool) -> Any:
-    """A result as a step has it, unless it lies in memory of the call's own: then None.
+def describe_result(leaf: Any, given: Sequence[torch.Tensor], *, host: bool) -> Any:
+    """Describe a result for its step; None for a tensor that lies in memory on the device.
 
     Args:
         leaf: the result.
-        given: the tensors that the operation was given.
-        host: whether the host gets to know its content.
+        given: the tensors among the operation's arguments.
+        host: whether the host can see the result's content.
     """
     if not isinstance(leaf, torch.Tensor):
         return leaf
     index = next((i for i, tensor in enumerate(given) if tensor is leaf), None)
     if host:
         for tensor in given:
-            if tensor.is_cuda:  # The copy may be under way.
+            if tensor.is_cuda:  # The copy may still be running.
                 torch.cuda.current_stream(tensor.device).synchronize()
         return Host(leaf.detach().clone(), index)
     return None if index is None else Given(index)
 
 
 def key_of(value: Any) -> Hashable:
-    """What a value of Python is known by: its type and bits."""
+    """A key for a Python value that tells apart values of different types or bits."""
     if isinstance(value, float):
         return value if value and value == value else struct.pack("<d", value)
     if isinstance(value, complex):
@@ -195,11 +195,11 @@ def key_of(value: Any) -> Hashable:
 
 
 def key_of_results(leaves: Sequence[Any], made: Sequence[Any]) -> Hashable:
-    """What a break's results are known by: values by bits, host memory by content, others by shape.
+    """A key for the outcome of a break: values by bits, host memory by content, others by shape.
 
     Args:
         leaves: the results.
-        made: the same as a step has them.
+        made: their descriptions, as in `Step.made`.
     """
     parts: list[Hashable] = []
     for leaf, what in zip(leaves, made, strict=True):

@@ -1,12 +1,12 @@
-"""Walking through a call's Python, from the top, operation by operation.
+"""Tracer: runs a call's Python from the top, operation by operation.
 
-What is known from earlier walks is answered without being done again, each operation checked to be
-the same one. What comes after is done: an `Observation` runs it and sees where the host gets to
-know something of the device, which is a break; a `Tracing` records it.
+Operations that are known from earlier runs are answered without being run again, once each is
+checked to be the same. Operations after these are run: by an `ObservingTracer`, which finds the
+breaks where the host learns something about the device, or by a `RecordingTracer`, which records.
+Copies from the host are hoisted: the tensor is copied to the device before the call.
 
-Copies from the host are hoisted: what is copied lies in the device's memory before the call.
-
-Functions of torch that get values to the host, or from there, out of sight of the operations.
+`HostAccess` handles functions of torch that move values between host and device without an
+operation that a dispatch mode sees.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import contextlib
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
@@ -37,11 +37,10 @@ from ...calls.operations import (
 )
 from ...calls.signature import SCALARS, describe
 from ...errors import CaptureError, is_the_user_s
-from ..conditions import capturing_seems_on, collection_off
+from ..conditions import garbage_collection_off, pretend_capturing
 from ..journal import Journal
 from ..static_tensors import Geometry, StaticInputs
 from .steps import (
-    Aside,
     Given,
     Host,
     Kept,
@@ -49,38 +48,38 @@ from .steps import (
     Outside,
     Placed,
     Step,
+    Unused,
     bytes_of,
+    describe_result,
     key_of_results,
-    on_the_way_out,
 )
 
-if TYPE_CHECKING:
-    pass
-
 _WRITES_BY_INDEX = ("index_put_", "index_put", "_index_put_impl_")
-# A tensor of one number on the host is copied by these; to others it is a number.
+# These copy a one-number tensor on the host to the device; other operations take it as a number.
 _COPY_NUMBERS = ("index", *_WRITES_BY_INDEX, "where", "copy_", "_to_copy", "cat", "stack")
 _MEMORY_CHANGES = ("set_", "resize_", "resize_as_")
+# Methods that hand out the tensor's own memory.
+_EXPORTS = ("numpy", "__array__", "__dlpack__")
 
 
-class Unfollowed(CaptureError):
-    """What a call does cannot be followed."""
+class Untraceable(CaptureError):
+    """A call does something that the tracer cannot follow."""
 
 
-class Differs(Unfollowed):
-    """A walk did something else than an earlier one of the same call."""
+class Differs(Untraceable):
+    """A run did something else than an earlier run of the same call."""
 
     def __init__(self, what: str) -> None:
         super().__init__(
             f"The call's operations differ from one run to the next: {what}.",
-            where=place_now(),
+            where=current_place(),
             remedy="A graph cannot hold what depends on anything but the arguments, the module and "
             "the values that are read from the device: pass it as an argument.",
         )
 
 
-def place_now() -> str | None:
-    """`file:line` of the user's code that is being run."""
+def current_place() -> str | None:
+    """`file:line` of the user's code that is running now."""
     frame = sys._getframe(1)
     while frame is not None and (
         not is_the_user_s(frame.f_code.co_filename) or frame.f_code.co_filename.startswith("<")
@@ -95,16 +94,16 @@ class Tracer(Journal):
     """One run of a call's Python.
 
     Args:
-        known: the steps that are answered.
-        memory: by number, memory that they made and that lives on.
+        known: the steps that are answered without being run.
+        memory: memory that they made and that is still alive, by number.
         inputs: the call's static inputs.
         device: where the call runs.
-        separate: operations that a graph cannot hold, by experience.
+        unrecordable: operations that could not be recorded before.
 
     Attributes:
-        numbers: of memory that the call has made, by its identity.
-        content: whether the operation to come is there for its result's content.
-        frozen: memory on the host, from outside, that the host computes with, and what it held.
+        numbers: numbers of memory that the call made, by its identity.
+        content: whether the next operation is run for its result's content.
+        frozen: tensors on the host, from outside, that the host computes with, and their content.
     """
 
     supports_higher_order_operators = True  # torch's own switch
@@ -115,7 +114,7 @@ class Tracer(Journal):
         memory: Mapping[int, torch.UntypedStorage],
         inputs: StaticInputs,
         device: torch.device,
-        separate: set[Any],
+        unrecordable: set[Any],
     ) -> None:
         super().__init__()
         self.device = device
@@ -124,7 +123,7 @@ class Tracer(Journal):
         self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self._known = deque(known)
         self._memory = dict(memory)
-        self._separate = separate
+        self._unrecordable = unrecordable
         self._count = 0
         self._living: dict[int, StorageWeakRef] = {}
         self._references: list[StorageWeakRef] = []
@@ -141,15 +140,15 @@ class Tracer(Journal):
 
     @contextlib.contextmanager
     def seen(self) -> Iterator[None]:
-        """Have what is done inside the block pass by here."""
+        """Have operations inside the block go through this tracer."""
         with self._pretence:
-            self._pretence.enter_context(capturing_seems_on())
-            with collection_off(), compilers_off(), HostAccess(self), self:
+            self._pretence.enter_context(pretend_capturing())
+            with garbage_collection_off(), compilers_off(), HostAccess(self), self:
                 yield
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Let operations inside the block pass unseen."""
+        """Let operations inside the block run without being traced."""
         before, self._paused = self._paused, True
         try:
             yield
@@ -158,12 +157,12 @@ class Tracer(Journal):
 
     @property
     def on_cuda(self) -> bool:
-        """Whether the device is not the host itself."""
+        """Whether the device is another one than the host."""
         return self.device.type != "cpu"
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Answer an operation, or do it."""
-        if self._paused or _only_looks(func):
+        """Answer an operation if it is known, else run it."""
+        if self._paused or _is_view_only(func):
             return func(*args, **kwargs)
         if isinstance(func, HigherOrderOperator):
             self.refuse(CaptureError(f"{func.name()} cannot be divided into segments."))
@@ -175,43 +174,43 @@ class Tracer(Journal):
         if self._is_on_host(given, kwargs):
             return self._run_on_host(func, args, kwargs, constant=constant)
         self.before(func, args, kwargs)
-        asked = self.asked(args, kwargs, constant=constant)
+        arguments = self.identify(args, kwargs, constant=constant)
         if not self._known:
-            return self.fresh(func, args, kwargs, asked)
+            return self.run_new(func, args, kwargs, arguments)
         step = self._known.popleft()
-        if not step.same(func, asked):
+        if not step.same(func, arguments):
             raise Differs(f"{func} where {step.func} was, or with other arguments")
         answer = self.answered(step, given)
         if not self._known:
-            self.on_its_own()
+            self.known_steps_done()
         return answer
 
-    def on_its_own(self) -> None:
-        """What is known has come to its end."""
+    def known_steps_done(self) -> None:
+        """Called when the last known step was answered."""
 
-    def fresh(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], asked: tuple[Any, ...]
+    def run_new(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], arguments: tuple[Any, ...]
     ) -> Any:
-        """Do an operation that comes after what is known."""
+        """Run an operation that comes after the known steps."""
         raise NotImplementedError
 
     def all_known(self) -> bool:
-        """Whether nothing of what is known is left."""
+        """Whether all known steps were answered."""
         return not self._known
 
     def answered(self, step: Step, given: list[torch.Tensor]) -> Any:
-        """What a known step gave, without doing it."""
+        """The results of a known step, without running it."""
         leaves = []
         for made in step.made:
             if isinstance(made, Given):
                 leaf: Any = given[made.index]
             elif isinstance(made, New):
-                leaf = self._there(made)
+                leaf = self._restored(made)
             elif isinstance(made, Kept):
                 leaf = made.tensor.detach()
             elif isinstance(made, Placed):
                 leaf = made.geometry.at_element(self._storages[made.place], made.offset)
-            elif isinstance(made, Aside):
+            elif isinstance(made, Unused):
                 leaf = torch.empty((), dtype=torch.long)
             elif isinstance(made, Host):
                 leaf = made.tensor.clone() if made.into is None else given[made.into]
@@ -223,8 +222,8 @@ class Tracer(Journal):
             leaves.append(leaf)
         return pytree.tree_unflatten(leaves, step.spec)
 
-    def _there(self, made: New) -> torch.Tensor:
-        """A tensor that was made in an earlier walk, where it lies."""
+    def _restored(self, made: New) -> torch.Tensor:
+        """A tensor that an earlier run made, in its memory."""
         storage = self._memory.get(made.number)
         if storage is None:
             # It died before the break: nothing that follows can need its values.
@@ -232,25 +231,25 @@ class Tracer(Journal):
             self._memory[made.number] = storage
             self._lost.add(made.number)
         tensor = made.at(storage)
-        self._take(storage, made.number)
+        self._adopt(storage, made.number)
         if made.number in self._lost:
             del self._memory[made.number]
         return tensor
 
-    def _take(self, storage: torch.UntypedStorage, number: int) -> None:
-        """Memory of the call has come into the walk."""
+    def _adopt(self, storage: torch.UntypedStorage, number: int) -> None:
+        """Take over memory of the call under its number."""
         self.numbers[storage._cdata] = number
         self._living[number] = StorageWeakRef(storage)
-        # While the weak reference lives, the identity is given to no other memory.
+        # While the weak reference lives, the identity is not reused.
         self._references.append(self._living[number])
         self._count = max(self._count, number + 1)
 
-    def exported(self, tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
-        """What code from outside gets of a tensor whose content is known: here, a copy."""
+    def export(self, tensor: torch.Tensor, content: torch.Tensor) -> torch.Tensor:
+        """What code from outside gets for a tensor that it exports: here a copy of its content."""
         return content
 
     def living(self) -> dict[int, torch.UntypedStorage]:
-        """Memory that the call has made and that something still refers to, by number."""
+        """Memory that the call made and that is still alive, by number."""
         return {
             number: torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             for number, reference in self._living.items()
@@ -258,48 +257,48 @@ class Tracer(Journal):
         }
 
     def read(self, tensor: torch.Tensor) -> None:
-        """As the journal does, for memory that is not the call's own."""
+        """As `Journal.read`, for memory that the call did not make."""
         if tensor.untyped_storage()._cdata not in self.numbers:
             super().read(tensor)
 
-    def noted(
+    def step_of(
         self,
         func: Any,
-        asked: tuple[Any, ...],
+        arguments: tuple[Any, ...],
         given: list[torch.Tensor],
         result: Any,
         *,
-        stops: bool = False,
+        breaks: bool = False,
     ) -> Step:
-        """An operation was done: the step that it is.
+        """Describe an operation that was run as a step.
 
         Args:
             func: the operation.
-            asked: what identifies its arguments.
+            arguments: what identifies its arguments.
             given: the tensors among them.
             result: what it returned.
-            stops: whether it is a break.
+            breaks: whether it is a break.
         """
         leaves, spec = pytree.tree_flatten(result)
-        made = tuple(self._described(leaf, given, stops=stops) for leaf in leaves)
-        values = [m for m in made if not isinstance(m, Given | New | Placed | Kept | Aside | None)]
-        # Attention's numbers are lengths, known from shapes.
-        if not (stops or (values and not _is_attention(func))):
-            return Step(func, asked, made, spec)
+        made = tuple(self._described(leaf, given, breaks=breaks) for leaf in leaves)
+        values = [m for m in made if not isinstance(m, Given | New | Placed | Kept | Unused | None)]
+        # The numbers that attention returns are lengths, known from shapes.
+        if not (breaks or (values and not _is_attention(func))):
+            return Step(func, arguments, made, spec)
         real = [
             leaf.detach().clone() if isinstance(what, New) else None
             for leaf, what in zip(leaves, made, strict=True)
         ]
         kept = [each for each in real if each is not None]
         key = key_of_results(leaves, made)
-        return Step(func, asked, made, spec, key=key, real=kept, place=place_now())
+        return Step(func, arguments, made, spec, key=key, real=kept, place=current_place())
 
-    def _described(self, leaf: Any, given: list[torch.Tensor], *, stops: bool) -> Any:
-        host = isinstance(leaf, torch.Tensor) and self.is_for_the_host(leaf)
+    def _described(self, leaf: Any, given: list[torch.Tensor], *, breaks: bool) -> Any:
+        host = isinstance(leaf, torch.Tensor) and self.is_seen_by_host(leaf)
         if host and not self.content and _is_attention(self.operation):
             self.made(leaf)
-            return Aside()
-        made = on_the_way_out(leaf, given, host=host)
+            return Unused()
+        made = describe_result(leaf, given, host=host)
         if host:
             self.made(leaf)
         if made is not None or leaf is None:
@@ -309,7 +308,7 @@ class Tracer(Journal):
         storage = leaf.untyped_storage()
         number = self.numbers.get(storage._cdata)
         known = storage._cdata in self._inputs or storage._cdata in self.external
-        if stops and (known or number is not None) and storage.nbytes():
+        if breaks and (known or number is not None) and storage.nbytes():
             raise CaptureError(f"{self.operation} gives a view of what it was given.")
         if number is None:
             if storage._cdata in self._inputs and storage.nbytes():
@@ -319,17 +318,23 @@ class Tracer(Journal):
                 return Kept(leaf.detach())
             number = self._count
             self.made(leaf)
-        self._take(storage, number)
+        self._adopt(storage, number)
         return New(number, storage.nbytes(), leaf.storage_offset(), Geometry.of(leaf))
 
-    def is_for_the_host(self, leaf: torch.Tensor) -> bool:
-        """Whether the host gets to know the content of a result."""
+    def is_seen_by_host(self, leaf: torch.Tensor) -> bool:
+        """Whether the host can see the content of a result."""
         return self.content or (self.on_cuda and leaf.device.type == "cpu")
 
-    def asked(
+    def identify(
         self, args: tuple[Any, ...], kwargs: dict[str, Any], *, constant: bool
     ) -> tuple[Any, ...]:
-        """What identifies an operation's arguments, one of which may be a constant of Python's."""
+        """What identifies an operation's arguments.
+
+        Args:
+            args: of the operation.
+            kwargs: likewise.
+            constant: whether tensors among them are constants of Python's.
+        """
         leaves, spec = pytree.tree_flatten((args, kwargs))
         return (*[self._identified(leaf, constant) for leaf in leaves], spec)
 
@@ -342,26 +347,26 @@ class Tracer(Journal):
             raise Differs(f"{self.operation} uses a tensor that was gone before")
         if what is None:
             place = self._inputs.get(identity)
-            # On the host, beside another device, it is copied: what counts is what it holds.
+            # A tensor on the host is copied to the device: its content identifies it.
             constant = constant or (self.on_cuda and leaf.device.type == "cpu")
-            made = self.is_made(leaf)  # It may be written to later.
+            made = self.is_made(leaf)  # Then it may be written to later.
             what = f"input {place}"
             if place is None:
                 what = Outside(leaf.clone() if made else leaf, constant=constant)
         return what, leaf.shape, leaf.stride(), leaf.storage_offset(), leaf.dtype, leaf.is_conj()
 
     def finish(self, tree: Any) -> None:
-        """Look at the results: what they are views of, and whether their values are there."""
+        """Note what the results use, and check that their memory is still there."""
         for tensor in tensors(tree):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self.read(tensor)  # It may be a buffer that no operation has touched.
             if self.numbers.get(tensor.untyped_storage()._cdata) in self._lost:
                 raise Differs("it returns a tensor that was gone before")
 
-    # The host beside the device.
+    # Operations and tensors on the host, where the device is another one.
 
     def _is_on_host(self, given: list[torch.Tensor], kwargs: Mapping[str, Any]) -> bool:
-        """Whether an operation is the host's own affair."""
+        """Whether an operation runs on the host alone."""
         if not self.on_cuda or any(tensor.device.type != "cpu" for tensor in given):
             return False
         return torch.device(kwargs.get("device") or "cpu").type == "cpu"
@@ -379,7 +384,7 @@ class Tracer(Journal):
                 self.refuse(
                     CaptureError(
                         f"{func} writes to a tensor on the host, which a graph would not repeat.",
-                        where=place_now(),
+                        where=current_place(),
                         remedy="Do this outside the captured call.",
                     )
                 )
@@ -390,10 +395,10 @@ class Tracer(Journal):
             self.made(tensor)
         return result
 
-    def hosts_among(
+    def host_tensors(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> list[torch.Tensor]:
-        """Tensors on the host that have to be on the device for an operation."""
+        """Arguments on the host that an operation copies to the device."""
         if not self.on_cuda or (func._opname == "copy_" and args[0].device.type == "cpu"):
             return []
         given = tensors((args, kwargs))
@@ -404,8 +409,8 @@ class Tracer(Journal):
         return [t for t in hosts if copied or t.dim() or not self.is_made(t)]
 
     def is_break(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-        """Whether the host gets to know a value, or a shape, by an operation."""
-        if self.content or func in self._separate:
+        """Whether an operation tells the host a value or a shape, or cannot be recorded."""
+        if self.content or func in self._unrecordable:
             return True
         if torch.Tag.data_dependent_output in func.tags:
             return True
@@ -425,12 +430,12 @@ def _has_masks(indices: Iterable[torch.Tensor | None]) -> bool:
 
 
 def _is_attention(func: Any) -> bool:
-    """Whether PyTorch's operation returns the state of its random generator, mostly on the host."""
+    """Whether it is an attention operation, which returns its random state, mostly on the host."""
     return "attention" in func._opname and getattr(func, "namespace", "") == "aten"
 
 
-def _only_looks(func: Any) -> bool:
-    """Whether an operation gives another view of the same memory, and does nothing else."""
+def _is_view_only(func: Any) -> bool:
+    """Whether an operation only gives another view of the same memory."""
     if isinstance(func, HigherOrderOperator) or func is torch.ops.aten.lift_fresh.default:
         return False
     if torch.Tag.inplace_view in func.tags:
@@ -445,16 +450,12 @@ def replaced(tree: Any, old: list[torch.Tensor], new: Iterable[torch.Tensor]) ->
     return pytree.tree_map_only(torch.Tensor, lambda t: by_identity.get(id(t), t), tree)
 
 
-# They hand out the tensor's own memory.
-_EXPORTS = ("numpy", "__array__", "__dlpack__")
-
-
 class HostAccess(TorchFunctionMode):
-    """Sees these functions in a walk."""
+    """Makes functions of torch that a dispatch mode does not see visible to a tracer."""
 
-    def __init__(self, walk: Tracer) -> None:
+    def __init__(self, tracer: Tracer) -> None:
         super().__init__()
-        self._walk = walk
+        self._tracer = tracer
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
@@ -463,51 +464,51 @@ class HostAccess(TorchFunctionMode):
         name = getattr(func, "__name__", "")
         if name in FROM_DATA:
             return self._from_data(func, name, args, named)
-        if self._walk.on_cuda:
+        if self._tracer.on_cuda:
             if name in ("__getitem__", "__setitem__"):
                 args = (args[0], _indices(args[1]), *args[2:])
             return func(*args, **named)
         if func is F.one_hot and int(named.get("num_classes", args[1] if args[1:] else -1)) >= 0:
-            # On the CPU alone it reads its input to check it.
+            # On the CPU it reads its input to check it; on CUDA it does not.
             return one_hot(args[0], int(named.get("num_classes", args[-1])))
         if name == "tensor_split" and any(isinstance(a, torch.Tensor) for a in args[1:2]):
             args = (args[0], self._content(args[1]), *args[2:])
         elif name in HOST_READS and args and isinstance(args[0], torch.Tensor):
             content = self._content(args[0])
             if name in _EXPORTS:
-                content = self._walk.exported(args[0], content)
-            with self._walk.paused():
+                content = self._tracer.export(args[0], content)
+            with self._tracer.paused():
                 return func(content, *args[1:], **named)
         return func(*args, **named)
 
     def _content(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor on the host, whose content the host gets to know."""
-        walk, plain = self._walk, tensor.detach()
-        if walk.on_cuda:
+        """A copy of a tensor on the host, as a break: the host sees its content."""
+        tracer, plain = self._tracer, tensor.detach()
+        if tracer.on_cuda:
             return plain.cpu()
-        walk.content = True
+        tracer.content = True
         try:
             return plain.clone()
         finally:
-            walk.content = False
+            tracer.content = False
 
     def _from_data(self, func: Any, name: str, args: Any, kwargs: dict[str, Any]) -> Any:
-        """Make a tensor of Python's values, some of which may be tensors; on the host first."""
+        """Make a tensor from Python values and tensors, first on the host."""
         place = 1 if name == "new_tensor" else 0
         data = args[place] if len(args) > place else kwargs.get("data", kwargs.get("obj"))
         if isinstance(data, torch.Tensor):
             return func(*args, **kwargs)
         if tensors(data):
-            # On the CPU the dtype is found without the values.
+            # Dummies on the CPU give the dtype without a read of the values.
             like = pytree.tree_map_only(
                 torch.Tensor, lambda t: torch.empty(t.shape, dtype=t.dtype, device="cpu"), data
             )
             if kwargs.get("dtype") is None and name != "new_tensor":
-                with self._walk.paused():
+                with self._tracer.paused():
                     kwargs["dtype"] = torch.tensor(like).dtype
             data = pytree.tree_map_only(torch.Tensor, self._value, data)
             args = (*args[:place], data, *args[place + 1 :])
-        if not self._walk.on_cuda:
+        if not self._tracer.on_cuda:
             return func(*args, **kwargs)
         wanted = kwargs.pop("device", None)
         wanted = _device.CURRENT_DEVICE if wanted is None else wanted
@@ -525,7 +526,7 @@ class HostAccess(TorchFunctionMode):
 
 
 def _indices(index: Any) -> Any:
-    """Lists among indices as tensors on the host: else they get to the device unseen."""
+    """Turn lists among indices into tensors on the host, else no operation shows their copy."""
     if isinstance(index, tuple):
         return tuple(map(_indices, index))
     numbers = isinstance(index, list) and all(isinstance(i, bool | int) for i in index)

@@ -1,6 +1,7 @@
-"""Calls that the host has a say in: the tree of their segments, replayed, and grown when needed.
+"""SegmentTree: a call in segments, replayed, and extended when a call takes a new path.
 
-A way that a call has gone, and that is to be recorded.
+Each node of the tree is a segment; its children follow it, one for each outcome of the break at its
+end. A path through the tree is what one call does. `NewPath` records a path that was just met.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,40 +17,37 @@ from torch import nn
 from ...calls.operations import default_generators
 from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
-from ..memory import MemoryPool, in_units
+from ..memory import MemoryPool, format_bytes
 from ..recorder import Interrupted, Recorder
-from ..static_tensors import Finish, StaticInputs, StaticOutputs, copy, flat, is_dense
+from ..static_tensors import Finish, StaticInputs, StaticOutputs, byte_view, copy, is_dense
 from ..transaction import transaction
 from .observation import ObservingTracer
 from .recording import RecordingTracer
 from .segment import Break, Segment
 from .steps import New, Step, bytes_of
-from .tracer import Differs, Tracer, Unfollowed
-
-if TYPE_CHECKING:
-    pass
-
+from .tracer import Differs, Tracer, Untraceable
 
 MAX_PATHS = 64
 MAX_SEGMENTS = 256
-# How often, at the most, it is tried to record what could not be recorded, or to find an operation
-# that cannot.
+# How often to try to record again, or to find another operation that cannot be recorded.
 _ATTEMPTS = 8
-# From so many ways on, most calls have to go one that is known.
-_MANY = 16
+# From this many paths on, most calls must take a known one.
+_MANY_PATHS = 16
 
+# Runs a call on static inputs.
 Work = Callable[[StaticInputs], Any]
+# Closes another graph of the pool; False if there is none to close.
 MakeRoom = Callable[[], bool]
 
 
 @dataclass(frozen=True)
-class Plan:
-    """How to copy a call's arguments, and what it is.
+class CopyPlan:
+    """How a call's arguments are copied in, and whether its results are copied out.
 
     Attributes:
         sources: positions of the arguments that are copied in as bytes.
-        by_element: likewise, element by element.
-        fresh: whether the caller gets tensors of its own.
+        by_element: positions of those that are copied in element by element.
+        fresh: whether the caller gets new tensors, not the graph's own.
     """
 
     sources: Sequence[int]
@@ -61,24 +59,26 @@ class SegmentTree:
     """A call in segments.
 
     Args:
-        module: whose state it is.
-        pool: the memory that its graphs live in.
-        device: where it runs.
+        module: what is called.
+        pool: the memory that the graphs live in.
+        device: where the call runs.
 
     Attributes:
-        root: its first segment, once it is recorded.
-        inputs: its static inputs.
-        copies: how its arguments get there, and its results out.
-        external: memory from outside that it uses.
-        frozen: likewise on the host, where the host computes with it, and what it held.
-        generators: random generators that it draws from.
-        mutates: whether it writes to memory from outside on a way that was met later.
-        random: whether it draws random numbers there.
-        given_up: why it is answered by graphs no longer.
+        root: the first segment, once it is recorded.
+        inputs: the static inputs.
+        copy_plan: how arguments are copied into them, and results out.
+        external: memory from outside that the call uses.
+        frozen: tensors on the host, from outside, that the host computes with, and their content.
+        generators: random generators that the call draws from.
+        mutates: whether a path that was added later writes to memory from outside.
+        random: whether such a path draws random numbers.
+        given_up: why graphs no longer answer the call.
+        calls: how many calls were answered.
+        paths: how many paths were recorded.
     """
 
     inputs: StaticInputs
-    copies: Plan
+    copy_plan: CopyPlan
 
     def __init__(self, module: nn.Module, pool: MemoryPool, device: torch.device) -> None:
         self.root: Segment | None = None
@@ -93,12 +93,12 @@ class SegmentTree:
         self._module = module
         self._pool = pool
         self._device = device
-        self._separate: set[Any] = set()
+        self._unrecordable: set[Any] = set()
         self._script: list[Step] = []
         self._failures = 0
         self._segments = 0
 
-    # What is done once, for the call that is captured first.
+    # Done once, for the first call.
 
     def plan(
         self,
@@ -107,19 +107,19 @@ class SegmentTree:
         recorder: Recorder,
         generators: Sequence[torch.Generator],
     ) -> tuple[int, ...]:
-        """See where the call breaks, and record it in memory that is thrown away.
+        """Find where the call breaks, and record it in memory that is thrown away.
 
         Args:
             work: runs the call on static inputs.
             sample: the leaves of its arguments.
-            recorder: records it.
+            recorder: what records it.
             generators: random generators that it draws from.
 
         Returns:
-            bytes of each memory segment that it would take in an empty pool.
+            bytes of each memory segment that the call would take in an empty pool.
 
         Raises:
-            CaptureError: it cannot be recorded in segments either.
+            CaptureError: the call cannot be recorded in segments either.
         """
         self.generators = list(generators)
         held = (*self._module.parameters(), *self._module.buffers())
@@ -130,36 +130,36 @@ class SegmentTree:
                 remedy="Make the model under torch.no_grad().",
             )
         for _ in range(_ATTEMPTS):
-            inputs = StaticInputs(sample, functools.partial(_ordinary, self._device))
-            observation = ObservingTracer((), {}, inputs, self._device, self._separate)
+            inputs = StaticInputs(sample, functools.partial(_allocate_ordinary, self._device))
+            observer = ObservingTracer((), {}, inputs, self._device, self._unrecordable)
             try:
-                with recorder.warming(), observation.seen():
-                    observation.finish(work(inputs))
+                with recorder.warming(), observer.seen():
+                    observer.finish(work(inputs))
             finally:
-                observation.undo()
-            if observation.problem is not None:
-                raise observation.problem
-            self._script = observation.script
+                observer.undo()
+            if observer.problem is not None:
+                raise observer.problem
+            self._script = observer.script
             self._check_limits(sum(step.key is not None for step in self._script) + 1)
             with recorder.scratch() as sizes:
                 inputs = StaticInputs(sample, recorder.allocate)
                 root = Segment(self._device, None, None)
-                tracing = self.tracing(root, self._script, recorder, (), (), {}, inputs)
+                tracer = self.recording_tracer(root, self._script, recorder, (), (), {}, inputs)
                 try:
-                    tracing.record(work, inputs, _no_results)
+                    tracer.record(work, inputs, _no_results)
                 except torch.OutOfMemoryError:
                     raise
                 except Interrupted:
                     continue
                 except Exception:
-                    if tracing.culprit is None or tracing.culprit in self._separate:
+                    if tracer.culprit is None or tracer.culprit in self._unrecordable:
                         raise
-                    self._separate.add(tracing.culprit)
+                    self._unrecordable.add(tracer.culprit)
                     continue
                 taken = sizes()
-                for node in tracing.nodes:
+                for node in tracer.nodes:
                     node.close()
-                del root, tracing, inputs
+                del root, tracer, inputs
                 return taken
         raise CaptureError("Too many of its operations cannot be captured.")
 
@@ -167,28 +167,28 @@ class SegmentTree:
         self,
         work: Work,
         inputs: StaticInputs,
-        plan: Plan,
+        copy_plan: CopyPlan,
         mutated: Sequence[int],
         recorder: Recorder,
     ) -> Segment:
         """Record the call that was planned; returns its first segment."""
-        feeds = [flat(inputs.tensor(slot)) for slot in plan.sources]
-        finish = functools.partial(self.finish, inputs, plan, mutated)
+        feeds = [byte_view(inputs.tensor(slot)) for slot in copy_plan.sources]
+        finish = functools.partial(self.finish, inputs, copy_plan, mutated)
         for left in reversed(range(_ATTEMPTS)):
             root = Segment(self._device, None, None)
-            tracing = self.tracing(root, self._script, recorder, feeds, (), {}, inputs)
+            tracer = self.recording_tracer(root, self._script, recorder, feeds, (), {}, inputs)
             try:
-                tracing.record(work, inputs, finish)
+                tracer.record(work, inputs, finish)
                 break
             except Interrupted:
                 if not left:
                     raise
-        self._grown(tracing.nodes, tracing.external, tracing.frozen)
+        self._add_path(tracer.nodes, tracer.external, tracer.frozen)
         self.root = root
-        self.inputs, self.copies = inputs, plan
+        self.inputs, self.copy_plan = inputs, copy_plan
         return root
 
-    def tracing(
+    def recording_tracer(
         self,
         node: Segment,
         script: Sequence[Step],
@@ -198,27 +198,33 @@ class SegmentTree:
         memory: dict[int, torch.UntypedStorage],
         inputs: StaticInputs,
     ) -> RecordingTracer:
-        walk = known, memory, inputs, self._device, self._separate
-        return RecordingTracer(node, script, recorder, feeds, self.generators, *walk)
+        """A tracer that records what comes after the known steps, from a segment on."""
+        given = known, memory, inputs, self._device, self._unrecordable
+        return RecordingTracer(node, script, recorder, feeds, self.generators, *given)
 
     def finish(
-        self, inputs: StaticInputs, plan: Plan, mutated: Sequence[int], walk: Tracer, tree: Any
+        self,
+        inputs: StaticInputs,
+        copy_plan: CopyPlan,
+        mutated: Sequence[int],
+        tracer: Tracer,
+        tree: Any,
     ) -> tuple[StaticOutputs, list[torch.Tensor]]:
-        """At the end of a path: what the call returns, and what is to be copied out."""
-        assert isinstance(walk, RecordingTracer)
-        results, node = StaticOutputs(tree, inputs, walk.external), walk.nodes[-1]
-        node.back = [s for s in mutated if plan.fresh and is_dense(inputs.tensor(s))]
+        """At the end of a path: make the static outputs, and name what is to be copied out."""
+        assert isinstance(tracer, RecordingTracer)
+        results, node = StaticOutputs(tree, inputs, tracer.external), tracer.nodes[-1]
+        node.back = [s for s in mutated if copy_plan.fresh and is_dense(inputs.tensor(s))]
         node.back_by_element = [s for s in mutated if s not in node.back]
         drained = [*results.bases, *(inputs.tensor(slot) for slot in node.back)]
-        return results, [flat(tensor) for tensor in drained] if plan.fresh else []
+        return results, [byte_view(tensor) for tensor in drained] if copy_plan.fresh else []
 
-    def settle(self) -> None:
-        """It is recorded for good: what recording alone has needed can go."""
+    def drop_script(self) -> None:
+        """Drop what only recording needed, once the call is recorded for good."""
         for step in self._script:
             step.real = ()
         self._script = []
 
-    def _grown(
+    def _add_path(
         self,
         nodes: Sequence[Segment],
         external: dict[int, torch.UntypedStorage],
@@ -231,7 +237,7 @@ class SegmentTree:
 
     @property
     def recorder(self) -> Recorder:
-        """What records it."""
+        """What records the call."""
         return self._pool.recorder(self._device)
 
     def _check_limits(self, more: int) -> None:
@@ -242,7 +248,7 @@ class SegmentTree:
                 "steps.",
             )
 
-    # What is done at each call.
+    # Done at each call.
 
     def answer(
         self, leaves: Sequence[Any], finish: Finish | None, work: Work, make_room: MakeRoom
@@ -251,41 +257,43 @@ class SegmentTree:
 
         Args:
             leaves: of the arguments.
-            finish: makes what the caller gets of the leaves of what the work returned.
-            work: runs the call on static inputs, should it go a way that is new.
-            make_room: gives up a graph of the pool's; False if there is none.
+            finish: turns the leaves of the result into those that the caller gets.
+            work: runs the call on static inputs, if it takes a new path.
+            make_room: closes another graph of the pool; False if there is none to close.
 
         Raises:
-            Differs: the call did something else, on the way to a value that is new, than before.
+            Differs: on a new path, the call did something else up to the break than before.
         """
-        node, plan = self.root, self.copies
+        node, copy_plan = self.root, self.copy_plan
         assert node is not None
         self.calls += 1
         with torch.no_grad():
-            for slot in plan.by_element:
+            for slot in copy_plan.by_element:
                 copy(leaves[slot], self.inputs.tensor(slot))
-        sources: Sequence[torch.Tensor] = [leaves[slot] for slot in plan.sources]
+        sources: Sequence[torch.Tensor] = [leaves[slot] for slot in copy_plan.sources]
         while True:
             for source in node.sources:
                 source.refresh()
-            stop = node.stop
-            if stop is None:
-                return self._end(node, sources, leaves, finish)
+            break_ = node.break_
+            if break_ is None:
+                return self._replay_last(node, sources, leaves, finish)
             node.launch(sources, ())
             sources = ()
-            key, result = stop.run()
-            following = stop.after.get(key)
+            key, result = break_.run()
+            following = break_.after.get(key)
             if following is None:
-                arrival = stop.step(key, result, node.count)
-                observation, made, mutated = self._go_on(node, arrival, leaves, finish, work)
-                self._grow(node, arrival, observation, mutated, work, make_room)
+                arrival = break_.step(key, result, node.count)
+                observer, made, mutated = self._continue_eagerly(
+                    node, arrival, leaves, finish, work
+                )
+                self._extend(node, arrival, observer, mutated, work, make_room)
                 return made
             if following.targets:
                 following.enter(result)
             node = following
 
-    def look(self) -> None:
-        """Give up where the host would compute something else with memory of its own."""
+    def check_frozen(self) -> None:
+        """Give up if a tensor that the host computes with has changed."""
         for tensor, held in self.frozen.values():
             if bytes_of(tensor) != held:
                 self.given_up = CaptureError(
@@ -293,27 +301,28 @@ class SegmentTree:
                     remedy="Keep it on the device, or capture again: release().",
                 )
 
-    def _end(
+    def _replay_last(
         self,
         node: Segment,
         sources: Sequence[torch.Tensor],
         leaves: Sequence[Any],
         finish: Finish | None,
     ) -> Any:
+        """Replay the last segment of a path, and make the caller's results."""
         results = node.results
         assert results is not None
-        targets = [torch.empty_like(base) for base in results.bases] if self.copies.fresh else []
+        targets = [torch.empty_like(base) for base in results.bases] if self.copy_plan.fresh else []
         node.launch(sources, [*targets, *(leaves[slot] for slot in node.back)])
         for slot in node.back:
             torch.autograd.graph.increment_version(leaves[slot])
         with torch.no_grad():
             for slot in node.back_by_element:
                 copy(self.inputs.tensor(slot), leaves[slot])
-        if not self.copies.fresh:
+        if not self.copy_plan.fresh:
             return results.again(finish)
         return results.build(leaves, targets, finish)
 
-    def _go_on(
+    def _continue_eagerly(
         self,
         node: Segment,
         arrival: Step,
@@ -321,190 +330,175 @@ class SegmentTree:
         finish: Finish | None,
         work: Work,
     ) -> tuple[ObservingTracer, Any, list[int]]:
-        """Go on from a break whose outcome is new, as eager code does, in ordinary memory.
+        """Continue eagerly, in ordinary memory, from a break whose outcome is new.
 
         Returns:
-            what was observed, what the caller gets, and which arguments were written to.
+            the tracer that observed it, the caller's results, and the positions of the arguments
+            that were written to.
         """
         news = [made for made in arrival.made if isinstance(made, New)]
         pairs = zip(news, arrival.real, strict=True)
         memory = node.memory_so_far() | {m.number: real.untyped_storage() for m, real in pairs}
         with torch.inference_mode(False):
-            inputs = StaticInputs(self.inputs.leaves, functools.partial(_ordinary, self._device))
+            inputs = StaticInputs(
+                self.inputs.leaves, functools.partial(_allocate_ordinary, self._device)
+            )
             copies = {number: storage.clone() for number, storage in memory.items()}
         known = [*node.known(), arrival]
-        observation = ObservingTracer(known, copies, inputs, self._device, self._separate)
-        observation.expect({*self.generators, *default_generators(self._device)})
+        observer = ObservingTracer(known, copies, inputs, self._device, self._unrecordable)
+        observer.expect({*self.generators, *default_generators(self._device)})
         try:
-            with as_captured(), observation.seen():
+            with as_captured(), observer.seen():
                 tree = work(inputs)
-                observation.finish(tree)
-            if not observation.all_known():
+                observer.finish(tree)
+            if not observer.all_known():
                 raise Differs("operations are missing")
         except BaseException as error:
-            if isinstance(error, Unfollowed):
-                self.given_up = _told(error)
-                observation.undo()
+            if isinstance(error, Untraceable):
+                self.given_up = _without_traceback(error)
+                observer.undo()
             else:
-                self._write_back(observation, inputs, leaves)
+                self._write_back(observer, inputs, leaves)
             raise
-        mutated = self._write_back(observation, inputs, leaves)
-        observation.forget_what_stood_still()
-        self.mutates = self.mutates or observation.wrote_outside
-        self.random = self.random or bool(observation.generators)
-        outside = {i for i in observation.external if i not in observation.numbers}
+        mutated = self._write_back(observer, inputs, leaves)
+        observer.drop_unused_generators()
+        self.mutates = self.mutates or observer.wrote_outside
+        self.random = self.random or bool(observer.generators)
+        outside = {i for i in observer.external if i not in observer.numbers}
         try:
             results = StaticOutputs(tree, inputs, outside)
         except CaptureError as error:
-            self.given_up = _told(error)
-            return observation, tree, mutated
+            self.given_up = _without_traceback(error)
+            return observer, tree, mutated
         made = results.again(finish)
-        if self.copies.fresh:
+        if self.copy_plan.fresh:
             made = results.build(leaves, [base.clone() for base in results.bases], finish)
-        return observation, made, mutated
+        return observer, made, mutated
 
     def _write_back(
-        self, observation: ObservingTracer, inputs: StaticInputs, leaves: Sequence[Any]
+        self, observer: ObservingTracer, inputs: StaticInputs, leaves: Sequence[Any]
     ) -> list[int]:
-        """Copy the arguments that were written to back to the caller's; their positions."""
-        mutated = [s for s in inputs.slots if observation.wrote_to(inputs.tensor(s))]
+        """Copy arguments that were written to back to the caller's; returns their positions."""
+        mutated = [s for s in inputs.slots if observer.wrote_to(inputs.tensor(s))]
         with torch.no_grad():
             for slot in mutated:
                 copy(inputs.tensor(slot), leaves[slot])
         return mutated
 
-    def _grow(
+    def _extend(
         self,
         node: Segment,
         arrival: Step,
-        observation: ObservingTracer,
+        observer: ObservingTracer,
         mutated: Sequence[int],
         work: Work,
         make_room: MakeRoom,
     ) -> None:
-        """Record the way that a call has gone; where that is not possible, give up."""
-        if observation.problem is not None:
-            self.given_up = _told(observation.problem)
+        """Record the new path that a call took; if that is impossible, give up."""
+        if observer.problem is not None:
+            self.given_up = _without_traceback(observer.problem)
         if self.given_up is not None or self.root is None:
-            return  # The second: the function itself has released its graphs.
-        assert node.stop is not None
+            return  # Without a root, the function itself has released its graphs.
+        assert node.break_ is not None
         assert arrival.key is not None
         before = self._pool.reserved
-        way = NewPath(self, node, arrival, observation.script, mutated, work)
+        path = NewPath(self, node, arrival, observer.script, mutated, work)
         try:
-            self._check_worth(node.stop)
-            self._check_limits(1 + sum(step.key is not None for step in observation.script))
-            self.generators += [g for g in observation.generators if g not in self.generators]
-            observation.exchange()
+            self._check_worth(node.break_)
+            self._check_limits(1 + sum(step.key is not None for step in observer.script))
+            self.generators += [g for g in observer.generators if g not in self.generators]
+            observer.exchange()
             try:
-                with transaction(self._pool, self._module, way.forget) as undo:
+                with transaction(self._pool, self._module, path.forget) as state:
                     if self._pool.limit is not None:
-                        self._make_room(way.size(), make_room)
-                    undo.check()
-                    way.record()
-                    undo.check()
-                    undo.refuse_host_randomness(self._device, observation.generators)
+                        self._make_room(path.size(), make_room)
+                    state.check()
+                    path.record()
+                    state.check()
+                    state.refuse_host_randomness(self._device, observer.generators)
             except Exception as error:
-                # What is set up once may be all that differs: the next call will tell.
+                # It may differ only since something was set up once: the next call will tell.
                 self._failures += 1
                 memory = isinstance(error.__cause__, torch.OutOfMemoryError)
                 others = isinstance(error, Interrupted)
-                again = (way.culprit is not None and not memory) or isinstance(error, Differs)
+                again = (path.culprit is not None and not memory) or isinstance(error, Differs)
                 if not (again or others) or self._failures > _ATTEMPTS:
                     raise
                 if not others:
-                    self._separate |= {way.culprit} - {None}
+                    self._unrecordable |= {path.culprit} - {None}
                 return
             finally:
-                observation.exchange()
-            node.stop.after[arrival.key] = way.nodes[0]
-            for step in (arrival, *observation.script):
+                observer.exchange()
+            node.break_.after[arrival.key] = path.nodes[0]
+            for step in (arrival, *observer.script):
                 step.real = ()
-            for made in way.nodes:
+            for made in path.nodes:
                 made.hits = 1
-            self._grown(way.nodes, way.external, way.frozen)
-            self._pool.note()
+            self._add_path(path.nodes, path.external, path.frozen)
+            self._pool.update_high_water()
             if self._pool.over_limit(before):
                 self._make_room((), make_room)
         except GraphwrightError as error:
-            self.given_up = _told(error)
+            self.given_up = _without_traceback(error)
         except Exception as error:
-            self.given_up = CaptureError(f"A way that it goes failed: {first_line(error)}")
+            self.given_up = CaptureError(f"Recording a new path failed: {first_line(error)}")
 
     def _make_room(self, segments: Sequence[int], make_room: MakeRoom) -> None:
-        """Have room in the pool for what takes such segments."""
+        """Make room in the pool for a path that takes these memory segments."""
         limit = self._pool.limit
         assert limit is not None
         alone = sum(segments) > limit
         while self._pool.reserved + self._pool.predicted(segments) > limit:
             if alone or not make_room():
                 raise CaptureError(
-                    "With another way that it goes, it takes more than the pool's limit of "
-                    f"{in_units(limit)}.",
+                    f"With another path, the call takes more than the pool's limit of "
+                    f"{format_bytes(limit)}.",
                     remedy="Raise the pool's limit, or allow eviction with "
                     "MemoryPool(limit, evict=True).",
                 )
 
-    def _check_worth(self, stop: Break) -> None:
-        """Whether calls go ways that are known, most of them.
-
-        Raises:
-            CaptureError: they do not.
-        """
+    def _check_worth(self, break_: Break) -> None:
+        """Raise CaptureError if too many calls take new paths for recording to be worthwhile."""
         new = self.paths + 1
-        rare = new >= _MANY and self.calls < 2 * new
+        rare = new >= _MANY_PATHS and self.calls < 2 * new
         if new <= MAX_PATHS and not rare:
             return
         raise CaptureError(
-            f"{self.calls} calls went {new} ways, by the values that {stop.operation} read.",
-            where=stop.place,
+            f"{self.calls} calls took {new} paths, by the values that {break_.operation} read.",
+            where=break_.place,
             remedy="Read no values that differ from call to call: compute with tensors.",
         )
 
     def forget(self) -> None:
-        """Give the graphs up, when it can be done safely; the call can be recorded again."""
+        """Have the graphs closed when that is safe; the call can be recorded again."""
         root, self.root = self.root, None
         for node in [] if root is None else list(root.below()):
-            recording = node.let_go()
-            if recording is not None and node is not root:  # That one is the graph's own.
+            recording = node.take_recording()
+            if recording is not None and node is not root:  # The root's belongs to the graph.
                 self._pool.retire(recording)
 
 
-def _told(error: GraphwrightError) -> CaptureError:
-    """The same without a traceback, whose frames hold tensors."""
-    return CaptureError(error.what, where=error.where, remedy=error.remedy)
-
-
-def _ordinary(device: torch.device, nbytes: int) -> torch.Tensor:
-    return torch.empty(nbytes, dtype=torch.uint8, device=device)
-
-
-def _no_results(walk: Tracer, tree: Any) -> tuple[None, list[torch.Tensor]]:
-    """Of what is recorded only to see what it takes."""
-    return None, []
-
-
 class NewPath:
-    """A way that a call has gone, to be recorded.
+    """A new path that a call took, to be recorded.
 
     Args:
-        branches: what it belongs to.
-        node: the last segment that was known.
+        tree: the tree that it extends.
+        node: the last known segment.
         arrival: the break after it, with its new outcome.
-        script: what came then.
+        script: the steps that came then.
         mutated: positions of the arguments that were written to.
         work: runs the call on static inputs.
 
     Attributes:
         nodes: the segments that were recorded.
         external: memory from outside that they use.
-        frozen: likewise on the host, with what it held.
-        culprit: an operation that cannot be recorded.
+        frozen: tensors on the host, from outside, that the host computes with, and their content.
+        culprit: an operation that could not be recorded.
     """
 
     def __init__(
         self,
-        branches: SegmentTree,
+        tree: SegmentTree,
         node: Segment,
         arrival: Step,
         script: Sequence[Step],
@@ -515,35 +509,49 @@ class NewPath:
         self.external: dict[int, torch.UntypedStorage] = {}
         self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self.culprit: Any = None
-        self._of = branches, node, arrival, script, mutated, work
+        self._given = tree, node, arrival, script, mutated, work
 
     def record(self) -> None:
-        """Record it."""
-        branches, node, arrival, script, mutated, work = self._of
-        recorder, inputs = branches.recorder, branches.inputs
+        """Record the path's segments."""
+        tree, node, arrival, script, mutated, work = self._given
+        recorder, inputs = tree.recorder, tree.inputs
         child = Segment.after(node, arrival, recorder.allocate)
         memory = node.memory_so_far() | child.memory
         known = [*node.known(), arrival]
-        tracing = branches.tracing(child, script, recorder, (), known, memory, inputs)
-        finish = functools.partial(branches.finish, inputs, branches.copies, mutated)
+        tracer = tree.recording_tracer(child, script, recorder, (), known, memory, inputs)
+        finish = functools.partial(tree.finish, inputs, tree.copy_plan, mutated)
         try:
-            tracing.record(work, inputs, finish)
+            tracer.record(work, inputs, finish)
         except Exception:
-            self.culprit = tracing.culprit
+            self.culprit = tracer.culprit
             raise
-        self.nodes, self.external, self.frozen = tracing.nodes, tracing.external, tracing.frozen
+        self.nodes, self.external, self.frozen = tracer.nodes, tracer.external, tracer.frozen
 
     def size(self) -> tuple[int, ...]:
-        """Bytes of each memory segment that it would take in an empty pool."""
-        branches = self._of[0]
-        with branches.recorder.scratch() as sizes:
+        """Bytes of each memory segment that the path would take in an empty pool."""
+        tree = self._given[0]
+        with tree.recorder.scratch() as sizes:
             self.record()
             taken = sizes()
             self.forget()
         return taken
 
     def forget(self) -> None:
-        """Give up what was recorded."""
+        """Close what was recorded."""
         nodes, self.nodes = self.nodes, []
         for node in nodes:
             node.close()
+
+
+def _without_traceback(error: GraphwrightError) -> CaptureError:
+    """A copy of an error without its traceback, whose frames hold tensors."""
+    return CaptureError(error.what, where=error.where, remedy=error.remedy)
+
+
+def _allocate_ordinary(device: torch.device, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+def _no_results(tracer: Tracer, tree: Any) -> tuple[None, list[torch.Tensor]]:
+    """Stands for `SegmentTree.finish` in a recording that only measures memory."""
+    return None, []

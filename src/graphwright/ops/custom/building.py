@@ -1,8 +1,8 @@
-"""Libraries that are built once: by their content, the flags, the compiler and PyTorch's version.
+"""Building libraries once: by their content, the flags, the compiler and PyTorch's version.
 
-A library is built in a folder of its own that gets its name when it is complete, under a lock that
-ends with the process that holds it. So two processes do not build the same one twice, and one that
-is killed leaves nothing that another one would take for a library.
+A library is built in a folder of its own, which gets its name when it is complete, under a lock
+that ends with the process that holds it. So two processes do not build the same one twice, and a
+process that is killed leaves nothing that another one would take for a library.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What compilers and the loader say of a source, as a sentence with the user's own line."""
+"""Errors of compilers and of the loader, as a sentence with the user's own line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""extension(): a source in C++ or CUDA becomes operators of PyTorch in one call."""
+"""extension(): turn a source in C++ or CUDA into operators of PyTorch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an operator of the user's is: its schema, its fake, its derivative; and how it is called."""
+"""The user's operators: their schema, fake implementation and derivative, and calling them."""
 
 from __future__ import annotations
 
@@ -20,6 +20,27 @@ _TAKEN = frozenset({"aten", "prim", "prims", "c10", "torch", "graphwright"})
 # What an Extension has besides its functions.
 _ATTRIBUTES = frozenset({"name", "libraries"})
 _PARSED_AS = "graphwright_schema"
+_NO_CALL = re.compile("Expected a value of type|expected at most|missing value for arg")
+# By the test of torch.library.opcheck.
+_COMPLAINTS = {
+    "test_schema": (
+        "does something that its schema does not say",
+        "Mark what it writes to, as in Tensor(a!) x; return a copy instead of an argument.",
+    ),
+    "test_autograd_registration": (
+        "has an autograd that does not work",
+        "Pass backward, and setup_context for what it needs.",
+    ),
+    "test_faketensor": (
+        "has a fake that returns something else than the function",
+        "Let both return the same shapes, dtypes, strides and devices.",
+    ),
+    "": (
+        "does not do under torch.compile what it does by itself",
+        "See whether fake and backward return what they should: a gradient, or None, for each "
+        "argument.",
+    ),
+}
 
 
 @dataclass(frozen=True)
@@ -225,9 +246,6 @@ def writes(schema: torch.FunctionSchema) -> bool:
     return any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments)
 
 
-_NO_CALL = re.compile("Expected a value of type|expected at most|missing value for arg")
-
-
 def check(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = None) -> None:
     """torch.library.opcheck, whose complaint becomes a sentence.
 
@@ -250,25 +268,3 @@ def check(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any] | None = 
         raise ExtensionError(
             f"{operator.name()} {what}: {first_line(cause)}", remedy=remedy
         ) from error
-
-
-# By the test of torch.library.opcheck.
-_COMPLAINTS = {
-    "test_schema": (
-        "does something that its schema does not say",
-        "Mark what it writes to, as in Tensor(a!) x; return a copy instead of an argument.",
-    ),
-    "test_autograd_registration": (
-        "has an autograd that does not work",
-        "Pass backward, and setup_context for what it needs.",
-    ),
-    "test_faketensor": (
-        "has a fake that returns something else than the function",
-        "Let both return the same shapes, dtypes, strides and devices.",
-    ),
-    "": (
-        "does not do under torch.compile what it does by itself",
-        "See whether fake and backward return what they should: a gradient, or None, for each "
-        "argument.",
-    ),
-}

@@ -1,4 +1,4 @@
-"""Registering an operator with PyTorch, so that nothing is lost where PyTorch would be silent."""
+"""Registering operators with PyTorch, with checks where PyTorch itself is silent."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from torch.utils import _pytree as pytree
 
 from ...errors import ExtensionError, OptionError, first_line
 from .operator import Function, parsed, refuse_tangents, writes
+
+_DIGESTS: set[str] = set()
+_TAG = re.compile(r"( ?graphwright:[0-9a-f]{64})?$")
 
 
 def register(library: torch.library.Library, space: str, name: str, function: Function) -> None:
@@ -236,10 +239,6 @@ def _written(
 def suffix_of(before: int) -> str:
     """What names have in addition that this process has used so often before."""
     return f"__{before + 1}" if before else ""
-
-
-_DIGESTS: set[str] = set()
-_TAG = re.compile(r"( ?graphwright:[0-9a-f]{64})?$")
 
 
 def known_to_caches(digest: str) -> None:

@@ -1,8 +1,8 @@
 """The user's C++ and CUDA as one translation unit that can register its functions.
 
-Nothing registers itself when the library is loaded: what it holds is put under names by a call of
-`graphwright_register`, which gives errors back as text. Files are included, so that the compiler
-finds their headers, and names their lines, as it would without us.
+Nothing registers itself when the library is loaded. A call of `graphwright_register` puts its
+functions under their names, and returns errors as text. The user's files are included, so that the
+compiler finds their headers and names their lines as usual.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""triton_op(): a function that launches Triton kernels becomes an operator of PyTorch."""
+"""triton_op(): turn a function that launches Triton kernels into an operator of PyTorch."""
 
 from __future__ import annotations
 
@@ -15,6 +15,11 @@ from ...calls.fingerprint import described
 from ...errors import ExtensionError, OptionError, first_line
 from .operator import Operator, Token, check_name
 from .registration import derivative, known_to_caches, refusing_kernel, suffix_of
+
+_LOCK = threading.Lock()
+_MADE: dict[str, list[tuple[_Recipe, Operator]]] = {}
+# Libraries take what they have registered with them when they go.
+_KEPT: list[torch.library.Library] = []
 
 
 def triton_op(
@@ -84,10 +89,6 @@ class _Recipe:
         return hashlib.sha256(described(code).encode()).hexdigest()
 
 
-_LOCK = threading.Lock()
-_MADE: dict[str, list[tuple[_Recipe, Operator]]] = {}
-
-
 def _made(recipe: _Recipe, samples: Iterable[tuple[Any, ...]] = ()) -> Operator:
     """The operator of a recipe: the one that there is, if it is the same."""
     with _LOCK:
@@ -124,10 +125,6 @@ def _defined(recipe: _Recipe, name: str) -> Operator:
         backward, setup_context = derivative(name, recipe.backward, recipe.setup_context)
         made.register_autograd(backward, setup_context=setup_context)
     return Operator(name, functools.partial(_made, recipe), recipe.digest)
-
-
-# Libraries take what they have registered with them when they go.
-_KEPT: list[torch.library.Library] = []
 
 
 def _only_on_a_gpu(name: str, *args: Any, **kwargs: Any) -> Any:

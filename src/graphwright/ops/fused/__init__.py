@@ -1,6 +1,6 @@
-"""Our own fused operators: a reference in PyTorch beside each kernel.
+"""Our own fused operators, each with a reference in PyTorch and kernels.
 
-kernels/ holds the kernels, of which nothing is imported before it is called; fused_operator defines
-an operator, registry lists them, launch_cache keeps compiled launches. Rewriting graphs to use them
-belongs to fusion. Begin with fused_operator.
+kernels/ holds the kernels, which are imported when they are first called. fused_operator defines an
+operator, registry lists all of them, launch_cache saves compiled launches. Rewriting graphs to use
+them belongs to fusion. Begin with fused_operator.
 """

@@ -1,4 +1,4 @@
-"""Activations with what is added to or multiplied with them, in one pass over memory."""
+"""Activations with a bias or a product, in one pass over memory."""
 
 from __future__ import annotations
 

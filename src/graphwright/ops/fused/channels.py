@@ -1,4 +1,4 @@
-"""Images by channels: what squeeze-and-excitation takes of and does to them, and their layout."""
+"""Channels of images: their means and factors (squeeze and excitation), and channels_last."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The operators' implementations in C++ for the CPU: built when somebody asks for them."""
+"""Implementations of operators in C++ for the CPU, built on request."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions of each channel by itself, with their bias and activation in the same pass."""
+"""Depthwise convolutions, with their bias and activation in the same pass."""
 
 from __future__ import annotations
 

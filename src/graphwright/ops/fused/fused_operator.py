@@ -1,8 +1,8 @@
-"""How an operator gets from its reference to PyTorch: schema, fake, gradients, kernel.
+"""Defining an operator from its reference: schema, fake implementation, gradients, kernel.
 
-The reference is the operator on every device, the fake of FakeTensor, and what the backward pass
-differentiates. A kernel takes over on CUDA where it applies, and gives the layout that the
-reference gives, so that what was traced holds.
+The reference is the operator on every device and its fake implementation, and the backward pass
+differentiates it. On CUDA a kernel replaces it where it applies. The kernel's result has the layout
+of the reference's, so that what was traced stays true.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ import torch
 
 from . import launch_cache
 
-# It must live as long as the process: with it go its operators.
+# Operators exist as long as their library: keep it as long as the process lives.
 LIBRARY = torch.library.Library("graphwright", "FRAGMENT")
 Function = Callable[..., Any]
 
 
 @functools.cache
 def triton_works() -> bool:
-    """Whether Triton can be imported; asked when the first kernel is wanted, not before."""
-    prepare_triton().join()  # Else the kernel would hash once more, beside it.
+    """Whether Triton can be imported; first asked when a kernel is needed."""
+    prepare_triton().join()  # Else the kernel would compute the hash a second time.
     try:
         importlib.import_module("triton")
     except Exception:
@@ -37,7 +37,7 @@ def triton_works() -> bool:
 
 @functools.cache
 def prepare_triton() -> threading.Thread:
-    """Begin what the first kernel of a process would wait for: Triton's hash of its own files.
+    """Begin to compute Triton's hash of its own files, which the first kernel would wait for.
 
     It takes a third of a second, nearly all of it without Python's lock.
     """
@@ -66,12 +66,12 @@ class FusedOperator:
     launch: Function
 
     def without_kernel(self, *args: Any) -> Any:
-        """The plain way, in the dtype of the inputs under autocast too, as the kernel has it."""
+        """Compute `plain`; under autocast too in the dtype of the inputs, as the kernel does."""
         with _no_autocast(args[0].device.type):
             return self.plain(*args)
 
     def on_gpu(self, *args: Any) -> Any:
-        """The kernel where it applies, else the plain way."""
+        """Run the kernel if it applies, else `plain`."""
         launch = launch_cache.known(self.name, args)
         if launch is None:
             if not (triton_works() and self.applies(*args)):

@@ -1,9 +1,9 @@
-"""Launches of our kernels, written down: a later process needs no Triton and no compiler for them.
+"""Saved launches of our kernels: a later process needs neither Triton nor a compiler for them.
 
-A call of one of our operators is one kernel, whose binary, grid and arguments follow from the
-shapes, strides, dtypes and alignment of what it is given. `noting` writes that down, `answering`
-lets it answer calls of the same kind: by the CUDA driver, without the import of Triton, which
-takes half a second, or its compiler, which takes one or two where its cache is empty.
+A call of one of our operators is one kernel. Its binary, grid and arguments follow from the shapes,
+strides, dtypes and alignment of its inputs. `noting` records them, and `answering` answers calls of
+the same kind by the CUDA driver. That saves the import of Triton, which takes half a second, and
+its compiler, which takes one or two if its cache is empty.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from ..._version import __version__
 from ...errors import CaptureError
 from ...graphs.cuda.driver import KernelFunction
 
-# More shared memory has to be asked for by a kernel's attributes.
+# More shared memory would need an attribute of the kernel.
 _SHARED = 48 * 1024
 _ALIGNED = 16  # Triton compiles for pointers that this divides, or for any.
-# What a kernel takes, by what it is called here.
+# Types of kernel arguments, by their names here.
 _NUMBERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
 _TYPES = _NUMBERS | {"input": ctypes.c_uint64, "result": ctypes.c_uint64}
+_LOCK = threading.Lock()
+_LOADED: dict[tuple[Any, ...], KernelFunction] = {}
+_FOLDER = Path(__file__).parent
 
 
 @dataclass(frozen=True)
@@ -52,14 +55,10 @@ class Binary:
     shared: int
 
 
-_LOCK = threading.Lock()
-_LOADED: dict[tuple[Any, ...], KernelFunction] = {}
-
-
 def _loaded(
     code: bytes, symbol: str, sizes: tuple[int, ...], device: torch.device
 ) -> KernelFunction | None:
-    """A kernel on a device, once; None where the driver does not take it, now at least."""
+    """A kernel on a device, loaded once; None if the driver refuses it."""
     key = code, symbol, sizes, device
     found = _LOADED.get(key)
     if found is None:
@@ -68,7 +67,7 @@ def _loaded(
                 found = _LOADED.get(key) or KernelFunction(*key)
                 _LOADED[key] = found
         except CaptureError:
-            return None  # It is another GPU's, say, or the driver is too old.
+            return None  # For example, it is for another GPU, or the driver is too old.
     return found
 
 
@@ -97,11 +96,11 @@ class Launch:
         return tuple(ctypes.sizeof(_TYPES[kind]) for kind, _ in self.arguments)
 
     def function(self, device: torch.device) -> KernelFunction | None:
-        """The kernel on a device; None where the driver does not take it."""
+        """The kernel on a device; None if the driver refuses it."""
         return _loaded(self.binary.code, self.binary.symbol, self.sizes, device)
 
     def __call__(self, function: KernelFunction, *args: Any) -> Any:
-        """The operator's results, by its function on the device of its arguments."""
+        """Launch `function`, the kernel on the device of the arguments; the operator's results."""
         device = args[0].device
         results = [
             torch.empty_strided(shape, stride, dtype=dtype, device=device)
@@ -129,9 +128,9 @@ _HERE = _Here()
 
 @contextlib.contextmanager
 def noting() -> Iterator[dict[str, Launch]]:
-    """Write down what our operators launch in this thread; complete when this is left.
+    """Record what our operators launch in this thread; complete when the block ends.
 
-    Nothing is, where the sources have changed since: which of them run is not known then.
+    It stays empty if the source files have changed since this process has read them.
     """
     notes: dict[str, Launch | None] = {}
     found: dict[str, Launch] = {}
@@ -146,9 +145,9 @@ def noting() -> Iterator[dict[str, Launch]]:
 
 @contextlib.contextmanager
 def answering(launches: Mapping[str, Launch]) -> Iterator[None]:
-    """Let these answer calls of their kinds in this thread.
+    """Let launches answer the calls that they fit, in this thread.
 
-    What torch.compile makes of the work does without: it would have to watch this thread's state.
+    Under torch.compile they are not used: it would have to guard on this thread's state.
     """
     if torch.compiler.is_dynamo_compiling():  # This frame: the other one is true of all threads.
         yield
@@ -161,7 +160,7 @@ def answering(launches: Mapping[str, Launch]) -> Iterator[None]:
 
 
 def known(name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
-    """What answers a call of an operator, if anything does."""
+    """The saved launch that answers a call of an operator; None if there is none."""
     answers = _HERE.answers
     kind = kind_of(name, args) if answers else ""
     launch = answers.get(kind) if kind else None
@@ -170,7 +169,7 @@ def known(name: str, args: Sequence[Any]) -> Callable[..., Any] | None:
 
 
 def kind_of(name: str, args: Sequence[Any]) -> str:
-    """All of a call that its launch depends on."""
+    """Everything in a call that its launch depends on, as text; empty if it cannot be saved."""
     parts = [name]
     places: list[int] = []
     devices = set()
@@ -179,7 +178,7 @@ def kind_of(name: str, args: Sequence[Any]) -> str:
             place = arg.data_ptr()
             devices.add(arg.device)
             places.append(place)
-            # Arguments that are the same memory are told apart by nothing else.
+            # `first` tells calls apart in which one tensor is several arguments.
             first, aligned = places.index(place), place % _ALIGNED == 0
             parts.append(f"{arg.dtype} {(*arg.shape,)} {arg.stride()} {aligned} {first}")
         else:
@@ -202,7 +201,7 @@ def launched(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants
 
 
 def noted(name: str, launch: Callable[..., Any], *args: Any) -> Any:
-    """What an operator's launch returns; written down where that is wanted."""
+    """Run an operator's launch; record it inside of `noting`."""
     notes = _HERE.notes
     if notes is None:
         return launch(*args)
@@ -213,7 +212,7 @@ def noted(name: str, launch: Callable[..., Any], *args: Any) -> Any:
         if kind and kind not in notes:
             try:
                 notes[kind] = _launch_of(args, result, _HERE.launched)
-            except (AttributeError, KeyError, TypeError):  # Another Triton's.
+            except (AttributeError, KeyError, TypeError):  # Another version of Triton.
                 notes[kind] = None
         return result
     finally:
@@ -223,7 +222,7 @@ def noted(name: str, launch: Callable[..., Any], *args: Any) -> Any:
 def _launch_of(
     args: Sequence[Any], result: Any, launches: Sequence[tuple[Any, Sequence[int], Sequence[Any]]]
 ) -> Launch | None:
-    """A call, as it can be made again; None where it is more than one simple kernel."""
+    """A call as a launch to repeat; None if it is more than one simple kernel."""
     results = result if isinstance(result, tuple) else (result,)
     if len(launches) != 1 or not all(isinstance(each, torch.Tensor) for each in results):
         return None
@@ -267,9 +266,9 @@ def _tensors(args: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
 
 
 def edition_of(folder: Path) -> str | None:
-    """Of the sources of our operators: launches of others may compute something else.
+    """A digest of our operators' sources, since launches of other sources may differ.
 
-    None where there are none to be read, as in a ZIP file.
+    None if there are no files to read, as in a ZIP archive.
     """
     digest = hashlib.sha256(__version__.encode())
     files = sorted(file for file in folder.rglob("*.py") if file.is_file())
@@ -282,7 +281,6 @@ def edition_of(folder: Path) -> str | None:
     return digest.hexdigest() if files else None
 
 
-_FOLDER = Path(__file__).parent
 EDITION = edition_of(_FOLDER)  # Now: files may change while a process lives.
 
 
@@ -301,12 +299,12 @@ def written(launches: Mapping[str, Launch]) -> str:
 
 
 def read(text: str) -> dict[str, Launch]:
-    """What `written` gave: code of the GPU's, to be read from those alone who are trusted.
+    """Read what `written` gave; it is GPU code, so read it only if its author is trusted.
 
-    Nothing where other kernels than these are written down.
+    The result is empty if it belongs to other sources than these.
 
     Raises:
-        Exception: it makes no sense: one of what Python raises then, or zlib.error.
+        Exception: the text makes no sense; any exception of Python's, or zlib.error.
     """
     given = json.loads(text)
     if EDITION is None or given.get("edition") != EDITION:

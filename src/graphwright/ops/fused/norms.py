@@ -1,4 +1,4 @@
-"""Norms, and sums with their norm: what a transformer does at each residual connection."""
+"""Norms, and sums with their norm, as at each residual connection of a transformer."""
 
 from __future__ import annotations
 

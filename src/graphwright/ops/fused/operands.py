@@ -1,4 +1,4 @@
-"""What kernels ask of tensors: dtypes, and rows that one stride tells apart."""
+"""Checks whether kernels can take a tensor (dtype, rows, sizes), and sizes of windows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ import torch
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 # Kernels count rows and columns in 32 bits; offsets of rows are taken in 64.
 LIMIT = 2**31 - 2**16
+# Elements of a window: kernels unroll it.
+LARGEST_WINDOW = 49
+# A number for both dimensions of an image, or one for each.
+Pair = int | list[int] | tuple[int, ...]
 
 
 def takes(x: torch.Tensor) -> bool:
@@ -62,20 +66,13 @@ def has_rows(x: torch.Tensor) -> bool:
     return row_stride(x) is not None and x.numel() // x.shape[-1] < LIMIT and x.shape[-1] < LIMIT
 
 
-# The window is unrolled in the kernel.
-LARGEST_WINDOW = 49
-
-
-Pair = int | list[int] | tuple[int, ...]
-
-
 def two(value: Pair) -> tuple[int, int]:
-    """A size for both dimensions, or one for each."""
+    """The sizes for both dimensions."""
     if isinstance(value, int):
         return value, value
     return (value[0], value[-1])
 
 
 def pooled_size(size: int, kernel: int, stride: int, padding: int) -> int:
-    """How many windows there are along a dimension."""
+    """How many windows fit along a dimension."""
     return (size + 2 * padding - kernel) // stride + 1

@@ -1,4 +1,4 @@
-"""ReLU and max pooling in one pass: what a convolutional network begins with."""
+"""ReLU and max pooling in one pass, as at the start of convolutional networks."""
 
 from __future__ import annotations
 

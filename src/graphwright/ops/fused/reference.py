@@ -1,15 +1,16 @@
-"""What our operators compute, in PyTorch's own operations: the definition of each of them."""
+"""The definition of each of our operators, in PyTorch's own operations."""
 
 from __future__ import annotations
 
 import torch
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
-# That follow a convolution: names in torch.nn.functional, and GELU's approximation.
+from .operands import Pair
+
+# Activations after a convolution, by their names in torch.nn.functional, and GELU with tanh.
 ACTIVATIONS = (
     *("none", "relu", "relu6", "hardswish", "hardsigmoid", "sigmoid", "silu", "gelu", "gelu_tanh"),
 )
-Pair = int | list[int] | tuple[int, ...]
 
 
 def layer_norm(

@@ -1,9 +1,9 @@
-"""Our operators: chains of PyTorch's operations in one pass over memory.
+"""The list of our operators: chains of PyTorch's operations in one pass over memory.
 
 Each is torch.ops.graphwright.NAME with a fake implementation and gradients, so torch.compile and
-torch.export take it as one node, and a capture as one operation. On CUDA it is a kernel in Triton
-where Triton is installed and the kernel applies, elsewhere PyTorch's own operations; on the CPU
-it is C++ for some, once `compile_for_cpu` has built that.
+torch.export take it as one node, and a capture as one operation. On CUDA it is a Triton kernel if
+Triton is installed and the kernel applies, elsewhere PyTorch's own operations. On the CPU some of
+them are C++, once `compile_for_cpu` has built that.
 """
 
 from __future__ import annotations

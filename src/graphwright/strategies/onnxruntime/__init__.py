@@ -1,3 +1,3 @@
-"""ONNX Runtime: export, session and the plan of a call. Begin with strategy."""
+"""ONNX Runtime: export, session, and how the exported model is called. Begin with strategy."""
 
 from .strategy import OnnxRuntime as OnnxRuntime

@@ -1,4 +1,4 @@
-"""Operations that ONNX Runtime computes unlike PyTorch, for values that no sample need hold."""
+"""Operations that ONNX Runtime computes unlike PyTorch for some values."""
 
 from __future__ import annotations
 

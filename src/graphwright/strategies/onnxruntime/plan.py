@@ -1,4 +1,4 @@
-"""How an exported model is called: what `call.json` beside it holds."""
+"""How an exported model is called, as stored in `call.json` beside it."""
 
 from __future__ import annotations
 

@@ -118,8 +118,8 @@ class Session:
                     result.record_stream(current)
             return results
 
-    def fallen(self, provider: str = "") -> list[str]:
-        """A note on the nodes that another provider than the device's own runs, if there are."""
+    def nodes_elsewhere(self, provider: str = "") -> list[str]:
+        """A note on nodes that run on another provider than the device's own, if there are any."""
         provider = provider or PROVIDERS[self._device.type]
         unknown = ["which nodes run on the CPU is unknown: this ONNX Runtime does not tell"]
         if not hasattr(self._session, "get_provider_graph_assignment_info"):

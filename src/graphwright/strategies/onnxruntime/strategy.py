@@ -169,7 +169,9 @@ class OnnxRuntime:
         # It lives as long as what can save it. TemporaryDirectory would warn when collected.
         weakref.finalize(session, shutil.rmtree, folder, ignore_errors=True)
         session(samples)
-        return Built(without_grad(call), session.fallen(), True, without_grad(launch), save=save)
+        return Built(
+            without_grad(call), session.nodes_elsewhere(), True, without_grad(launch), save=save
+        )
 
 
 @contextlib.contextmanager
@@ -276,7 +278,7 @@ def _imports(name: str) -> bool:
 
 
 def _device(samples: Sequence[torch.Tensor], model: nn.Module | None) -> torch.device:
-    """Where the call is at home: on the GPU, if a tensor of it or of the model is."""
+    """The device of a call: the GPU, if a tensor of it or of the model is there."""
     held = [] if model is None else [*model.parameters(), *model.buffers()]
     devices = [tensor.device for tensor in (*samples, *held)]
     return next((device for device in devices if device.type != "cpu"), devices[0])

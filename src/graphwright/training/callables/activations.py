@@ -1,6 +1,7 @@
-"""Sets of activations: the memory of one forward, from when it runs until its backward has.
+"""Sets of activations: the graphs of one forward and its backward, and the memory between them.
 
-The node of autograd that a replayed forward leaves behind.
+A set is in use from its forward until its backward has run. `Replay` is the autograd node that a
+replayed forward leaves behind.
 """
 
 from __future__ import annotations
@@ -17,19 +18,23 @@ from ...graphs.recorder import Recording
 from ...graphs.static_tensors import Geometry, StaticInputs, copy, is_dense
 from .outputs import Outputs
 
+# Seconds that a backward waits for a capture on another thread.
 _PATIENCE_S = 60.0
+# Runs the forward. Returns its differentiable outputs, the lease of its backward if there is to be
+# one, and the parameters and buffers that the backward reads.
+Forward = Callable[[], tuple[Sequence[torch.Tensor], "Lease | None", Sequence[torch.Tensor]]]
 
 
 @dataclass(frozen=True)
 class Backward:
-    """A backward that was recorded.
+    """A recorded backward.
 
     Attributes:
-        recording: it.
+        recording: its graph.
         given: static gradients of the outputs.
-        gradients: shapes of the gradients of what the forward was given, None where there is none.
-        reach: for each output, positions of the gradients that depend on its own.
-        device: where they are.
+        gradients: geometries of the gradients of the forward's inputs; None for one without.
+        reach: for each output, positions of the gradients that depend on its own gradient.
+        device: where these tensors are.
     """
 
     recording: Recording
@@ -40,14 +45,14 @@ class Backward:
 
 
 @dataclass(frozen=True)
-class Copies:
-    """How arguments get into static inputs, and back where the call writes to them; by position.
+class InputCopies:
+    """How arguments are copied into static inputs, and back if the call writes to them.
 
     Attributes:
-        sources: those that are copied in as bytes.
-        by_element: those that are copied in element by element.
-        back: those that are copied back as bytes.
-        back_by_element: likewise, element by element.
+        sources: positions of arguments that are copied in as bytes.
+        by_element: of those that are copied in element by element.
+        back: of those that are copied back as bytes.
+        back_by_element: of those that are copied back element by element.
     """
 
     sources: Sequence[int]
@@ -56,8 +61,8 @@ class Copies:
     back_by_element: Sequence[int]
 
     @classmethod
-    def of(cls, inputs: StaticInputs, mutated: Sequence[int]) -> Copies:
-        """Those of a call that writes to some of its arguments."""
+    def of(cls, inputs: StaticInputs, mutated: Sequence[int]) -> InputCopies:
+        """The copies of a call that writes to the arguments at some positions."""
         sources = [slot for slot in inputs.slots if inputs.in_one_range(slot)]
         back = [slot for slot in mutated if is_dense(inputs.tensor(slot))]
         return cls(
@@ -73,18 +78,19 @@ class Activations:
     """A recorded forward with its backward, and the memory between them.
 
     Attributes:
-        inputs: its static inputs.
-        copies: how they are filled.
-        outputs: what it returns.
+        inputs: the static inputs.
+        copies: how arguments are copied into them.
+        outputs: what the forward returns.
         forward: its graph.
-        backward: that of its backward; None where there is none.
-        saved: parameters and buffers that the backward reads where they are.
-        held: what the forward computes and the backward may read: nothing else may lie there.
-        turn: counts the forwards.
+        backward: its backward; None if there is none.
+        saved: parameters and buffers that the backward reads in place.
+        held: keeps alive what the forward computes for the backward, so that its memory is not
+            used for anything else.
+        turn: the number of the last forward.
     """
 
     inputs: StaticInputs
-    copies: Copies
+    copies: InputCopies
     outputs: Outputs
     forward: Recording | None
     backward: Backward | None
@@ -95,17 +101,17 @@ class Activations:
 
     @property
     def free(self) -> bool:
-        """Whether no backward is to come."""
+        """Whether no backward may still come."""
         lease = self.lease
         return lease is None or lease.done
 
     @property
     def lease(self) -> Lease | None:
-        """The last forward that a backward may come for."""
+        """The lease of the last forward; None once nobody can call its backward."""
         return None if self._lease is None else self._lease()
 
     def begin(self, lease: Lease | None) -> None:
-        """Another forward is about to run."""
+        """Another forward is about to run, for which `lease` is given out."""
         self.turn += 1
         self._lease = None
         if lease is not None:
@@ -113,7 +119,7 @@ class Activations:
             self._lease = weakref.ref(lease)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Replay the forward for a call's arguments; what it returns, as `outputs` plans it."""
+        """Replay the forward for a call's arguments; its results, in the order of `outputs`."""
         assert self.forward is not None
         self.forward.order()
         copies, results = self.copies, self.outputs.results
@@ -125,7 +131,7 @@ class Activations:
             [*targets, *(leaves[slot] for slot in copies.back)],
         )
         for slot in copies.back:
-            # Written to behind autograd's back: what was saved of it for a backward is stale.
+            # Autograd did not see this write: have it notice stale saved tensors.
             torch.autograd.graph.increment_version(leaves[slot])
         for slot in copies.back_by_element:
             copy(self.inputs.tensor(slot), leaves[slot])
@@ -133,7 +139,7 @@ class Activations:
         return made
 
     def recordings(self) -> list[Recording]:
-        """Its graphs, which are given up."""
+        """Give up the graphs and return them, for the pool to retire."""
         found = [] if self.forward is None else [self.forward]
         found += [] if self.backward is None else [self.backward.recording]
         self.forward = self.backward = None
@@ -142,32 +148,34 @@ class Activations:
 
 
 class Lease:
-    """A forward whose backward may come; it lives as long as its node of autograd.
+    """The right of one forward to its backward; lives as long as the forward's autograd node.
 
     Attributes:
+        pair: the graphs that the forward belongs to.
+        activations: the set that the forward ran in.
         done: whether the backward has run.
-        turn: which forward it was.
+        turn: the number of the forward.
     """
 
     def __init__(self, pair: Any, activations: Activations) -> None:
-        """`pair` is kept alive, with its graphs."""
+        """`pair` is kept alive, together with its graphs."""
         self.pair = pair
         self.activations = activations
         self.done = False
         self.turn = 0
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-        """Gradients of what the forward was given; the caller owns them.
+        """The gradients of the forward's inputs; the caller owns them.
 
         Args:
-            grads: of its differentiable outputs.
+            grads: the gradients of its differentiable outputs.
 
         Raises:
             CaptureError: another forward has used the memory, the graph is closed, or there is no
                 backward.
         """
         lock = self.pair.pool.lock
-        # A capture on another thread has it, and may need the thread that this one is on.
+        # A capture on another thread may hold it and wait for this thread in turn.
         if not lock.acquire(timeout=_PATIENCE_S):
             raise CaptureError(
                 f"The backward of {self.pair.name} waits for a capture on another thread, which "
@@ -183,7 +191,7 @@ class Lease:
         return made
 
     def _ready(self) -> Backward:
-        """The graph of the backward, if what it needs is there."""
+        """The recorded backward, if what it needs is still there."""
         chosen = self.activations
         if self.pair.no_backward is not None:
             raise CaptureError(
@@ -208,7 +216,7 @@ class Lease:
 def run_backward(
     backward: Backward, grads: Sequence[torch.Tensor | None]
 ) -> list[torch.Tensor | None]:
-    """Replay a backward; its gradients are in memory of the caller's own."""
+    """Replay a backward and return its gradients, which the caller owns."""
     with torch.no_grad():
         backward.recording.order()
         sources = [as_given(g, like) for g, like in zip(grads, backward.given, strict=True)]
@@ -221,7 +229,7 @@ def run_backward(
     fresh = iter(targets)
     made = [None if g is None else next(fresh) for g in backward.gradients]
     if any(grad is None for grad in grads):
-        # As in eager: None, not zero, for what the loss does not depend on.
+        # As in eager: None rather than zero for inputs that the loss does not depend on.
         used = zip(backward.reach, grads, strict=True)
         reached = frozenset[int]().union(*(places for places, grad in used if grad is not None))
         made = [g if place in reached else None for place, g in enumerate(made)]
@@ -229,7 +237,7 @@ def run_backward(
 
 
 def as_given(grad: torch.Tensor | None, static: torch.Tensor) -> torch.Tensor:
-    """A gradient with the strides of the static one; zero where the output was not used."""
+    """A gradient with the strides of the static one; zeros if the output was not used."""
     if grad is None:
         return torch.zeros_like(static)
     plain = grad.layout is torch.strided and not (grad.is_conj() or grad.is_neg())
@@ -240,20 +248,15 @@ def as_given(grad: torch.Tensor | None, static: torch.Tensor) -> torch.Tensor:
     return made
 
 
-# Runs the forward: what is differentiable of its outputs, who waits for the backward, and what that
-# reads where it is.
-Forward = Callable[[], tuple[Sequence[torch.Tensor], Lease | None, Sequence[torch.Tensor]]]
-
-
 class Replay(torch.autograd.Function):
-    """Forward and backward of a graphed callable, by replay."""
+    """The autograd function of a graphed callable: both passes are replays."""
 
     @staticmethod
     def forward(ctx: Any, run: Forward, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Run the forward; `tensors` is what gradients are for."""
+        """Run the forward; `tensors` are those that gradients are computed for."""
         outputs, ctx.lease, saved = run()
-        # Autograd sees whether these are written to before the backward. With nothing saved it
-        # would not see a second backward either.
+        # Autograd then notices if these are written to before the backward. Without any saved
+        # tensor it would not notice a second backward.
         ctx.save_for_backward(*saved, torch.empty(0, device="cpu"))
         ctx.set_materialize_grads(False)
         return tuple(outputs)
@@ -277,5 +280,5 @@ class Replay(torch.autograd.Function):
 
 
 def _is_batched(grad: torch.Tensor) -> bool:
-    """Whether it stands for many, of vmap as it is now or as autograd still uses it."""
+    """Whether it is a batch of gradients, from vmap or from autograd's older way."""
     return grad.layout is torch.strided and not torch._C._has_storage(grad)

@@ -1,8 +1,8 @@
-"""The graphs of one kind of call: its forward and its backward, once for each set of activations.
+"""The graphs of one call signature: its forward and backward, once for each set of activations.
 
-What a forward computes for its backward has memory of its own, which nothing else in the pool uses:
-forwards and backwards may run in any order. (torch.cuda.make_graphed_callables lets backwards use
-the memory of activations, and is silently wrong in any other order than that of the captures.)
+What a forward computes for its backward has memory of its own, which nothing else in the pool uses.
+So forwards and backwards may run in any order. (torch.cuda.make_graphed_callables lets backwards
+use the memory of activations, and is silently wrong in any order but that of the captures.)
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from ...graphs.warmup import Warmed, warm
 from .activations import Activations, Lease, Replay
 from .forward_backward import Passes
 from .outputs import Outputs
-from .pair_recorder import Taking
+from .pair_recorder import PairRecorder
 
-# Pools in which a pair is being captured.
+# Pools, by id, in which a pair is being captured.
 BUSY: set[int] = set()
-# How often it is tried to record what other threads have broken.
+# How often a recording is tried that other threads interrupt.
 _ATTEMPTS = 5
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -46,7 +46,7 @@ class CapturedPair(Graph):
     Attributes:
         signature: the call's.
         grad: whether gradients were on.
-        no_backward: why there is none, where the call has differentiable results.
+        no_backward: why there is no backward although results are differentiable; else None.
     """
 
     def __init__(
@@ -60,19 +60,19 @@ class CapturedPair(Graph):
         warmup: int,
         allow_unused: bool,
     ) -> None:
-        """Look at the arguments; nothing runs yet.
+        """Check the arguments; nothing runs yet.
 
         Args:
             forward: what is called.
-            owner: its module; a plain function as a FunctionModule.
+            owner: its module; a FunctionModule for a plain function.
             args: sample arguments.
-            kwargs: likewise.
-            pool: the memory that it will live in.
-            warmup: how often it is run unobserved.
-            allow_unused: whether what requires grad may have none.
+            kwargs: sample keyword arguments.
+            pool: the memory that the graphs will live in.
+            warmup: how many runs are not observed.
+            allow_unused: whether tensors that require grad may get no gradient.
 
         Raises:
-            CaptureError: the call cannot be captured, by the look of its arguments.
+            CaptureError: a call with such arguments cannot be captured.
         """
         try:
             refuse_weights(owner)
@@ -102,18 +102,18 @@ class CapturedPair(Graph):
 
     @property
     def in_use(self) -> bool:
-        """Whether a backward of it may come."""
+        """Whether a backward may still come."""
         return not all(chosen.free for chosen in self._sets)
 
     def replay(self) -> None:
-        """Not for these: they are called."""
+        """Raise CaptureError: a pair is called, not replayed."""
         raise CaptureError(
             f"{self.name} has a graph for its forward and one for its backward.",
             remedy="Call what make_graphed_callables() has returned.",
         )
 
     def watch(self) -> None:
-        """From now on, notice what makes the graphs out of date."""
+        """Begin to notice changes that make the graphs outdated."""
         self._watch = ModuleWatch(self._owner, values=False, training=True)
         self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
         known = {id(p): p for p in (*self._owner.parameters(), *self._passes.trained)}
@@ -126,18 +126,18 @@ class CapturedPair(Graph):
 
     @property
     def trained(self) -> list[torch.Tensor]:
-        """What it gives gradients to, beside arguments."""
+        """The tensors that get gradients in addition to arguments."""
         return list(self._passes.trained)
 
-    def look_at(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Have it fit only as long as these are trained, or not, as they are now."""
+    def also_watch(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Fit calls only while `requires_grad` of these tensors is what it is now."""
         known = {id(parameter) for parameter in self._parameters}
         new = [tensor for tensor in tensors if id(tensor) not in known]
         self._parameters += new
         self._trained += [tensor.requires_grad for tensor in new]
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether it can answer a call, as the module is now."""
+        """Whether it can answer a call, with the module as it is now."""
         grad = torch.is_grad_enabled()
         if self.state is not GraphState.READY or (grad and not self.grad):
             return False
@@ -148,14 +148,14 @@ class CapturedPair(Graph):
         )
 
     def changed(self) -> str | None:
-        """What has changed in the module since, in words."""
+        """What has changed in the module since the capture, in words."""
         watch = self._watch
         assert watch is not None
         return watch.changed()
 
     @property
     def stale(self) -> bool:
-        """Whether it can never be right again."""
+        """Whether it can never answer a call again."""
         return self.state is not GraphState.READY or (
             self._watch is not None and self._watch.rebound()
         )
@@ -163,7 +163,7 @@ class CapturedPair(Graph):
     # Capture.
 
     def warm(self) -> None:
-        """Run the call until it is warm.
+        """Warm up the call.
 
         Raises:
             CaptureError: it cannot be captured.
@@ -177,10 +177,10 @@ class CapturedPair(Graph):
             self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
 
     def record(self, sets: int) -> None:
-        """Record the call, which is warm, in the pool.
+        """Record the call in the pool, after `warm`.
 
         Args:
-            sets: of activations.
+            sets: how many sets of activations.
 
         Raises:
             MemoryBudgetExceeded: it does not fit under the pool's limit.
@@ -189,18 +189,18 @@ class CapturedPair(Graph):
         warmed = self._warmed
         assert warmed is not None
         with self.pool.lock:
-            # The least that it takes: of several sets, the backwards share memory.
+            # At least this much: several sets take more, but their backwards share memory.
             predicted = self.pool.predicted(warmed.segments)
             prediction = MemoryPrediction(predicted, warmed.segments, warmed.contributors)
             try:
                 self.pool.admit(self, prediction)
                 recorder = self.pool.recorder(self._device)
                 before = recorder.reserved
-                recorder.order()  # A replay may be at work in the memory of the inputs.
+                recorder.order()  # A replay may still use the memory of the inputs.
                 with self._transaction(GraphState.CAPTURING):
-                    taking = Taking(self._passes, warmed, recorder, self.pool)
+                    pair_recorder = PairRecorder(self._passes, warmed, recorder, self.pool)
                     for _ in range(sets):
-                        self._sets.append(self._take(taking))
+                        self._sets.append(self._record_set(pair_recorder))
                 if self.pool.over_limit(before):
                     raise self.pool.exceeded(self, prediction)
             except BaseException as error:
@@ -211,15 +211,15 @@ class CapturedPair(Graph):
             forward = self._sets[0].forward
             assert forward is not None
             self._held = [warmed.external]
-            self._started(forward, before, predicted)
+            self._set_recording(forward, before, predicted)
             self._sample = []
             self.state = GraphState.READY
             self.pool.add(self)
 
-    def _take(self, taking: Taking) -> Activations:
+    def _record_set(self, pair_recorder: PairRecorder) -> Activations:
         for left in reversed(range(_ATTEMPTS)):
             try:
-                return taking.record(self._sample)
+                return pair_recorder.record(self._sample)
             except Interrupted as error:
                 if not left:
                     raise
@@ -245,7 +245,7 @@ class CapturedPair(Graph):
             CaptureError: all activations wait for their backwards.
         """
         if self.signature.flat is not None:
-            # All are tensors; keyword arguments lie in the order of their names.
+            # All arguments are tensors; keyword arguments come sorted by name.
             leaves: Sequence[Any] = (*args, *[kwargs[name] for name in self._keywords])
         else:
             leaves, _ = flatten(args, kwargs)
@@ -253,40 +253,40 @@ class CapturedPair(Graph):
         passes = self._passes
         answer: list[tuple[Outputs, list[Any]]] = []
         if torch.is_grad_enabled() and passes.differentiable:
-            run = functools.partial(self._run, leaves, answer, lend=True)
+            run = functools.partial(self._run, leaves, answer, with_backward=True)
             given = [leaves[slot] for slot in passes.wanted]
-            # The node must not hold what it is a part of.
+            # `Replay` must not hold its own outputs: the node would keep itself alive.
             outputs = Replay.apply(run, *given, *passes.trained)  # type: ignore[no-untyped-call]
         else:
             outputs = None
             with torch.no_grad():
-                self._run(leaves, answer, lend=False)
+                self._run(leaves, answer, with_backward=False)
         plan, made = answer[0]
         return plan.finish(made, outputs)
 
     def _run(
-        self, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]], *, lend: bool
+        self, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]], *, with_backward: bool
     ) -> tuple[list[torch.Tensor], Lease | None, Sequence[torch.Tensor]]:
-        """Run a forward; `answer` gets what it returns, and how the caller gets that."""
+        """Run a forward; `answer` gets its results, and how the caller's are made of them."""
         with self.pool.lock:
             self._ready()
             chosen = self._choose()
-            lease = Lease(self, chosen) if lend else None
+            lease = Lease(self, chosen) if with_backward else None
             chosen.begin(lease)
             made = chosen.run(leaves)
-            # Written to behind autograd's back: what was saved of them is stale.
+            # Autograd did not see these writes: have it notice stale saved tensors.
             torch.autograd.graph.increment_version(self._written)
             answer.append((chosen.outputs, made))
             return [made[p] for p in chosen.outputs.differentiable], lease, chosen.saved
 
     def _choose(self) -> Activations:
-        """Activations that no backward waits for; rather such that none can come for."""
+        """A set of activations that no backward will need, preferably one without a live lease."""
         for attempt in range(2):
             free = [chosen for chosen in self._sets if chosen.free]
             if free:
                 return min(free, key=lambda chosen: chosen.lease is not None)
             if not attempt:
-                gc.collect()  # A forward that was dropped may be part of a cycle.
+                gc.collect()  # Outputs that were dropped may be held by a cycle.
         raise CaptureError(
             f"{self.name} is called while {len(self._sets)} of its forwards wait for their "
             "backwards; one more would overwrite what they need.",
@@ -308,7 +308,7 @@ class CapturedPair(Graph):
                 )
 
     def _forget(self) -> None:
-        """Give up what was recorded."""
+        """Give up the recordings."""
         self._recording = None
         for chosen in self._sets:
             for recording in chosen.recordings():
@@ -325,7 +325,7 @@ class CapturedPair(Graph):
 
 
 def _with_hooks(owner: nn.Module) -> nn.Module:
-    """A module that also holds what hooks of its children reach, to see whether they keep state."""
+    """A module that also holds what its submodules' hooks reach, so that their state is seen."""
     holder = nn.Module()
     holder._modules[""] = owner
     for child in owner.modules():

@@ -1,12 +1,8 @@
-"""Running a call's forward and backward on static inputs, as they are to be recorded.
+"""A call's forward and backward on static inputs, run in the way that they will be recorded.
 
-What a part of a call uses and makes, seen while it is recorded.
-
-The tensors that a call's gradients go to, and what stands in for them while it is recorded.
-
-A gradient is accumulated by a node of autograd that belongs to the tensor, remembers the stream of
-its first use, and runs the tensor's hooks. A capture must do none of that: it works on stand-ins,
-which share the tensors' memory and nothing else.
+Autograd accumulates a gradient in a node that belongs to the tensor, remembers the stream of its
+first use, and runs the tensor's hooks. A capture must do none of that. So the passes work on
+stand-ins for the trained tensors, which share their memory and nothing else.
 """
 
 from __future__ import annotations
@@ -29,17 +25,22 @@ from ...errors import CaptureError, first_line
 from ...graphs.conditions import autocast_cache_apart
 from ...graphs.static_tensors import Geometry, StaticInputs, is_dense
 
+# Functions that act on the tensor object, not on its memory: they must not go to a stand-in.
+_ON_OBJECT = ("__hash__", "register_hook", "register_post_accumulate_grad_hook")
+_DESCRIPTOR: Any = torch.Tensor.grad
+_GRAD = _DESCRIPTOR.__get__
+
 
 class Passes:
     """The two passes of a call.
 
     Attributes:
-        wanted: positions of the arguments that gradients are for.
-        trained: parameters, and whatever else the call reaches, that gradients are for.
-        outputs: what is differentiable of what the last forward has returned, each tensor once.
-        differentiable: whether there was any.
-        read: parameters and buffers that the backward reads where they are.
-        no_backward: why gradients cannot be had, though there was.
+        wanted: positions of the arguments that get gradients.
+        trained: parameters, and other tensors that the call reaches, that get gradients.
+        outputs: the differentiable results of the last forward, each tensor once.
+        differentiable: whether there were any.
+        read: parameters and buffers that the backward reads in place.
+        no_backward: why the backward failed although there were; None if it did not.
     """
 
     def __init__(
@@ -56,11 +57,11 @@ class Passes:
 
         Args:
             call: the forward.
-            owner: its module; a plain function as a FunctionModule.
+            owner: its module; a FunctionModule for a plain function.
             args: sample arguments.
-            kwargs: likewise.
+            kwargs: sample keyword arguments.
             grad: whether gradients are on.
-            strict: refuse what requires grad and has none.
+            strict: refuse tensors that require grad and get no gradient.
         """
         sample, self._spec = flatten(args, kwargs)
         self._call = call
@@ -91,25 +92,25 @@ class Passes:
         self._everywhere = False
 
     def both(self, inputs: StaticInputs) -> Any:
-        """Forward and backward; returns the results and the gradients for gradients of one."""
+        """Run forward and backward: the results, and gradients for output gradients of 1."""
         self._runs += 1
         try:
             tree = self.forward(inputs)
             grads: Sequence[torch.Tensor | None] = ()
             if self.outputs and self.no_backward is None:
                 ones = [torch.ones_like(output) for output in self.outputs]
-                seen = Seen()
+                memory = MemoryObserver()
                 try:
-                    with seen if self._runs == 1 else contextlib.nullcontext():
+                    with memory if self._runs == 1 else contextlib.nullcontext():
                         grads = self.backward(ones)
                 except (RuntimeError, NotImplementedError) as error:
-                    # The first run is eager: such a call has no backward without graphs either.
+                    # The first run is eager: without graphs the call has no backward either.
                     if self._runs > 1 or isinstance(error, torch.OutOfMemoryError):
                         raise
                     self.no_backward = first_line(error)
                 if self._runs == 1:
                     own = [*self._owner.parameters(), *self._owner.buffers(), *self.trained]
-                    used = {id(t): t for t in own if t.untyped_storage()._cdata in seen.used}
+                    used = {id(t): t for t in own if t.untyped_storage()._cdata in memory.used}
                     self.read = list(used.values())
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree), grads
         finally:
@@ -142,10 +143,9 @@ class Passes:
         return tree
 
     def backward(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
-        """Gradients of the arguments and of what is trained, for those of the outputs."""
+        """Gradients of the wanted arguments and of trained tensors, given those of the outputs."""
         found: list[torch.Tensor | None] = [None] * (len(self.wanted) + len(self.trained))
-        # What the forward has cast is cast back by its own nodes: a backward belongs outside of
-        # autocast.
+        # The forward's own nodes undo its casts, so a backward runs outside of autocast.
         with torch._C._DisableAutocast():
             grads = torch.autograd.grad(
                 self.outputs, self._asked, given, allow_unused=True, retain_graph=True
@@ -165,7 +165,7 @@ class Passes:
         return found
 
     def reach(self) -> list[frozenset[int]]:
-        """For each output, places of the gradients that depend on its own."""
+        """For each output, positions of the gradients that depend on its own gradient."""
         places = {id(leaf): place for leaf, place in zip(self._asked, self._places, strict=True)}
         return [
             frozenset(places[id(leaf)] for leaf in leaves_behind([output], 0))
@@ -173,11 +173,15 @@ class Passes:
         ]
 
     def forget(self) -> None:
-        """Let go of what the backward needs."""
+        """Release what the backward needs."""
         self.outputs, self._asked, self._places = [], [], []
 
     def check_writes(self, mutated: Sequence[int]) -> None:
-        """Refuse a forward that writes to an argument that requires grad."""
+        """Refuse a forward that writes to an argument that requires grad.
+
+        Args:
+            mutated: positions of the arguments that it writes to.
+        """
         if written := [self._all_names[slot] for slot in mutated if slot in self.wanted]:
             raise CaptureError(
                 f"The call writes to {', '.join(written)}, which requires grad.",
@@ -185,13 +189,13 @@ class Passes:
             )
 
     def _ask(self, own: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
-        """Find the places of the leaves' gradients; leaves that are new are trained, too."""
+        """Find the positions of the leaves' gradients; a new leaf becomes a trained tensor."""
         places = {id(tensor): place for place, tensor in enumerate(own)}
         real = {id(t): len(self.wanted) + n for n, t in enumerate(self.trained)}
         self._asked, self._places = [], []
         for leaf in leaves:
             place = places.get(id(leaf), real.get(id(leaf)))
-            # From the next run on, something stands in for it too.
+            # A trained tensor itself was reached: from the next run on, replace arguments too.
             self._everywhere = self._everywhere or id(leaf) in real
             if place is None:
                 place = len(self._names)
@@ -199,7 +203,7 @@ class Passes:
                 self._names.append("a tensor that the call reaches")
                 real[id(leaf)] = place
             if id(leaf) not in places and leaf._backward_hooks and self._runs > 1:
-                # Its hooks would run in the graph, and once more outside.
+                # Its hooks would run in the graph, and again outside of it.
                 raise CaptureError(
                     "A tensor with hooks is used where nothing can stand in for it.",
                     remedy="Pass it as an argument, or make it a parameter of the module.",
@@ -234,7 +238,7 @@ def _resolved(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _dense(grad: torch.Tensor) -> torch.Tensor:
-    """A gradient that fills its memory."""
+    """A gradient as a dense strided tensor."""
     if grad.layout is not torch.strided:
         raise CaptureError(
             f"A gradient is a {grad.layout} tensor, whose memory a graph cannot hold.",
@@ -244,11 +248,13 @@ def _dense(grad: torch.Tensor) -> torch.Tensor:
     return grad if is_dense(grad) else grad.contiguous()
 
 
-class Seen(OperationMode):
-    """A dispatch mode that keeps nothing alive of what is made inside of its block.
+class MemoryObserver(OperationMode):
+    """A dispatch mode that notes which memory operations use and which they make.
+
+    It keeps nothing alive that is made inside its block.
 
     Attributes:
-        used: by identity, memory that was used and not made.
+        used: by identity, memory that was used and not made in the block.
     """
 
     def __init__(self) -> None:
@@ -258,7 +264,7 @@ class Seen(OperationMode):
         self._users: dict[int, Any] = {}
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation and look at its tensors."""
+        """Run an operation and note the memory of its tensors."""
         constant = func is torch.ops.aten.lift_fresh.default
         for tensor in _dense_tensors(args, kwargs):
             storage = tensor.untyped_storage()
@@ -269,23 +275,23 @@ class Seen(OperationMode):
         for tensor in _dense_tensors(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in self.used:
-                # While the weak reference lives, the address of the handle is not reused.
+                # While the weak reference lives, the handle's address is not reused.
                 self._made.setdefault(storage._cdata, StorageWeakRef(storage))
         return result
 
-    def living(self) -> list[torch.UntypedStorage]:
-        """What was made and lives."""
+    def still_alive(self) -> list[torch.UntypedStorage]:
+        """Memory that was made in the block and is still in use."""
         found = [
             torch.UntypedStorage._new_with_weak_ptr(reference.cdata)
             for reference in self._made.values()
         ]
         return [storage for storage in found if storage is not None]
 
-    def refuse_what_is_new(self, known: Container[int]) -> None:
+    def refuse_unknown(self, known: Container[int]) -> None:
         """Refuse memory that is neither known nor made by an operation.
 
         Raises:
-            CaptureError: a replay would use it for ever.
+            CaptureError: there is some; every replay would use the memory of the capture.
         """
         for key, storage in self.used.items():
             if key not in known and storage.nbytes():
@@ -300,17 +306,11 @@ def _dense_tensors(*trees: Any) -> list[torch.Tensor]:
     return [t for t in tensors(trees) if t.layout is torch.strided and not t.is_nested]
 
 
-# What belongs to the tensor itself, not to its memory.
-_OF_ITS_OWN = ("__hash__", "register_hook", "register_post_accumulate_grad_hook")
-_DESCRIPTOR: Any = torch.Tensor.grad
-_GRAD = _DESCRIPTOR.__get__
-
-
 class StandIns(TorchFunctionMode):
-    """Inside its block, what a module computes goes by stand-ins of some tensors.
+    """Inside its block a module computes with stand-ins in place of some tensors.
 
-    They take the place of the modules' parameters and, where that is not enough, of arguments of
-    PyTorch's functions. (torch.compile would compile anew for each mode that sees functions.)
+    Stand-ins replace the modules' parameters and, if that is not enough, arguments of PyTorch's
+    functions. (The latter only if needed: torch.compile compiles again under a function mode.)
 
     Attributes:
         tensors: the stand-ins, in the order of the tensors.
@@ -319,38 +319,40 @@ class StandIns(TorchFunctionMode):
     def __init__(
         self, module: nn.Module, originals: Sequence[torch.Tensor], *, everywhere: bool
     ) -> None:
-        """`everywhere` is for modules that hold parameters in other places too."""
+        """`everywhere` replaces arguments too: for modules that hold parameters in other places."""
         super().__init__()
         self.tensors = [_stand_in(tensor) for tensor in originals]
         self._originals = originals
-        self._of = {id(t): s for t, s in zip(originals, self.tensors, strict=True)}
-        # nn.RNN and its kind hold them in a list, too, and would make that list anew.
+        self._stand_in_for = {id(t): s for t, s in zip(originals, self.tensors, strict=True)}
+        # nn.RNN and the like also hold them in a list, which they would make again.
         self._holders: list[Any] = [
             m._parameters for m in module.modules() if not isinstance(m, nn.RNNBase)
         ]
         held = {id(p) for h in self._holders if isinstance(h, dict) for p in h.values()}
-        self._seeing = everywhere or any(id(tensor) not in held for tensor in originals)
+        self._replaces_arguments = everywhere or any(id(tensor) not in held for tensor in originals)
         self._held: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def __enter__(self) -> StandIns:
         for holder in self._holders:
-            if isinstance(holder, dict) and any(id(p) in self._of for p in holder.values()):
+            if isinstance(holder, dict) and any(
+                id(p) in self._stand_in_for for p in holder.values()
+            ):
                 self._held.append((holder, dict(holder)))
                 for name, parameter in holder.items():
-                    if id(parameter) in self._of:
-                        holder[name] = self._of[id(parameter)]
-        if self._seeing:
+                    if id(parameter) in self._stand_in_for:
+                        holder[name] = self._stand_in_for[id(parameter)]
+        if self._replaces_arguments:
             super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *exc: Any) -> None:
-        if self._seeing:
+        if self._replaces_arguments:
             super().__exit__(*exc)  # type: ignore[no-untyped-call]
         replaced = False
         mine = {id(s) for s in self.tensors}
         for holder, held in self._held:
             for name, parameter in held.items():
-                if id(parameter) in self._of:
+                if id(parameter) in self._stand_in_for:
                     replaced |= id(holder.get(name)) not in mine
                     holder[name] = parameter
         self._held = []
@@ -370,13 +372,13 @@ class StandIns(TorchFunctionMode):
         args: Any = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        if getattr(func, "__name__", "") in _OF_ITS_OWN or func == _GRAD:
+        if getattr(func, "__name__", "") in _ON_OBJECT or func == _GRAD:
             return func(*args, **(kwargs or {}))
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._for, (args, dict(kwargs or {})))
+        args, kwargs = pytree.tree_map_only(torch.Tensor, self._replace, (args, dict(kwargs or {})))
         return func(*args, **kwargs)
 
-    def _for(self, tensor: torch.Tensor) -> torch.Tensor:
-        return self._of.get(id(tensor), tensor)
+    def _replace(self, tensor: torch.Tensor) -> torch.Tensor:
+        return self._stand_in_for.get(id(tensor), tensor)
 
 
 def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
@@ -392,24 +394,24 @@ def _stand_in(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def next_node() -> int:
-    """The number that the next node of autograd on this thread gets."""
+    """The sequence number that the next autograd node on this thread will get."""
     number: int = torch._C._autograd._get_sequence_nr()
     return number
 
 
 def leaves_behind(outputs: Sequence[torch.Tensor], since: int) -> list[torch.Tensor]:
-    """The leaves that gradients of some outputs go to.
+    """The leaves that the gradients of some outputs reach.
 
     Args:
-        outputs: what a call has returned, as far as it requires grad.
-        since: the number of the first node that the call can have made.
+        outputs: the results of a call that require grad.
+        since: the sequence number of the first node that the call can have made.
 
     Raises:
-        CaptureError: a gradient goes on into what was computed before the call.
+        CaptureError: a gradient flows on into what was computed before the call.
     """
     found: list[torch.Tensor] = []
     waiting = [output.grad_fn for output in outputs if output.grad_fn is not None]
-    seen: set[Any] = set()  # Holds the nodes, which have no identity of their own otherwise.
+    seen: set[Any] = set()  # Holds the nodes themselves: while unheld they have no identity.
     while waiting:
         node: Any = waiting.pop()
         if node in seen:

@@ -1,4 +1,4 @@
-"""make_graphed_callables(): forward and backward of modules and functions as graphs."""
+"""make_graphed_callables(): run forward and backward of modules and functions as graphs."""
 
 from __future__ import annotations
 
@@ -57,39 +57,40 @@ def make_graphed_callables(
     activation_sets: int = 1,
     on_miss: OnMiss = "capture",
 ) -> Any:
-    """Have forwards and backwards of callables run as graphs; for training.
+    """Make forwards and backwards of callables run as graphs, for training.
 
-    It takes what `torch.cuda.make_graphed_callables` takes. A graphed callable goes where the
-    callable went: gradients reach its arguments, the parameters of a module, and for a function
-    what it names or closes over; they are the caller's own, and no replay changes them. A module is
-    returned itself, its `forward` replaced: graphs answer while its training mode is that of now,
-    the original forward otherwise. Hooks of the module itself run around the graphs. Of what
-    `graph()`, `fuse()` or `tune()` has made, the module inside is taken and returned: these answer
-    without gradients.
+    It takes the arguments of `torch.cuda.make_graphed_callables`. A graphed callable is used like
+    the original: gradients reach its arguments, the parameters of a module, and what a function
+    names or closes over. They belong to the caller, and no replay changes them. A module itself is
+    returned with its `forward` replaced: graphs answer while its training mode is the present one,
+    else the original forward does. Hooks of the module itself run around the graphs. For a result
+    of `graph()`, `fuse()` or `tune()`, which gives no gradients, the module inside it is used and
+    returned.
 
-    Calls of other kinds (shapes, dtypes, strides, plain values, autocast, parameters that were
-    rebound, hooks, modes of submodules) go by `on_miss`. Inside of another capture, torch.compile
-    or a dispatch mode the original runs. `forward.statistics` of a module, `statistics` of a
-    function, tell how calls went.
+    What happens to other calls (other shapes, dtypes, strides, plain values, autocast, rebound
+    parameters, hooks, modes of submodules) is up to `on_miss`. Inside another capture,
+    torch.compile or a dispatch mode, the original runs. `forward.statistics` of a module, and
+    `statistics` of a function, count how calls went.
 
-    An output that the loss does not use counts with a gradient of zero where the others' gradients
-    meet its own. Tensors that a function reaches through containers are not watched for others in
-    their place. Side effects of Python are not repeated: state that is seen to change is refused,
-    such as a list that hooks of submodules append to.
+    An output that the loss does not use gets a gradient of zero where its backward joins that of
+    other outputs. If a function reaches tensors through containers, their replacement by other
+    tensors goes unnoticed. Side effects in Python are not repeated. State that is seen to change is
+    refused, such as a list that hooks of submodules append to.
 
     Args:
         callables: a module or function, or a tuple of them. They may run in any order.
-        sample_args: arguments of one call: a tuple, or one for each callable. Any tensors, plain
-            values and containers of them; requires_grad as in later calls. They are not written to.
-        num_warmup_iters: ordinary runs before the capture, beside those that observe it. What runs
-            change (batch-norm statistics, random numbers, gradients) is put back.
-        allow_unused_input: whether arguments and parameters that require grad may go without one.
+        sample_args: arguments of one call, as a tuple; for a tuple of callables, one tuple for
+            each. Tensors, plain values and containers of them, with requires_grad as in later
+            calls. They are not written to.
+        num_warmup_iters: ordinary runs before the capture, in addition to those that observe it.
+            What runs change (batch-norm statistics, random numbers, gradients) is put back.
+        allow_unused_input: whether arguments and parameters that require grad may get no gradient.
         pool: memory to share with other graphs. A handle of PyTorch's, from
-            `torch.cuda.graph_pool_handle()`, is accepted and has no effect: there is a new pool.
+            `torch.cuda.graph_pool_handle()`, is accepted without effect: a new pool is made.
         sample_kwargs: keyword arguments of that call: a dictionary, or one for each callable.
-        activation_sets: how many forwards of one kind may wait for their backwards at once. A
-            forward waits no longer once its backward has run or its outputs were let go of.
-        on_miss: a call of another kind is captured in the same pool ("capture"), runs without
+        activation_sets: how many forwards of one signature may wait for their backwards at once. A
+            forward no longer waits once its backward has run or its outputs were dropped.
+        on_miss: a call that no graph fits is captured in the same pool ("capture"), runs without
             graphs ("eager"), or raises SignatureError ("error").
 
     Returns:
@@ -97,7 +98,7 @@ def make_graphed_callables(
 
     Raises:
         CaptureError: a call cannot be captured; names the operation, the line and the remedy.
-            Later calls raise it where all activations are in use, and backwards where another
+            Later calls raise it if all activation sets are in use. Backwards raise it if another
             forward has overwritten what they need, and for create_graph=True.
         MemoryBudgetExceeded: it does not fit under the pool's limit.
         OptionError: an argument makes no sense.
@@ -129,9 +130,9 @@ def make_graphed_callables(
     ]
     made: list[CapturedPair] = []
     try:
-        # All are warm before the first is recorded: what warm-ups leave is free by then.
+        # Warm up all before the first is recorded: what warm-ups leave behind is free by then.
         for forward, (args, kwargs) in zip(forwards, calls, strict=True):
-            made.append(forward.pair(args, kwargs))
+            made.append(forward.new_pair(args, kwargs))
             made[-1].warm()
         for pair in made:
             pair.record(activation_sets)
@@ -143,7 +144,7 @@ def make_graphed_callables(
         if isinstance(fn, nn.Module):
             fn.forward = forward
     for forward, pair in zip(forwards, made, strict=True):
-        forward.begin(pair)
+        forward.add(pair)
     results = tuple(
         fn if isinstance(fn, nn.Module) else forward
         for fn, forward in zip(each, forwards, strict=True)
@@ -154,7 +155,7 @@ def make_graphed_callables(
 def _calls(
     callables: Sequence[Any], sample_args: Any, sample_kwargs: Any, *, several: bool
 ) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Sample arguments of each callable."""
+    """The sample arguments of each callable, checked."""
     args = sample_args if several else (sample_args,)
     kwargs = sample_kwargs if several and sample_kwargs is not None else (sample_kwargs,)
     if several and sample_kwargs is None:
@@ -183,7 +184,7 @@ def _calls(
 
 
 def _inside(fn: Any) -> Any:
-    """What graph(), fuse() or tune() was given: the results of these give no gradients."""
+    """The module or function inside a result of graph(), fuse() or tune()."""
     while isinstance(fn, StandIn) and not isinstance(fn, GraphedForward):
         fn = fn._graphwright_stands_for
         fn = fn._function if isinstance(fn, FunctionModule) else fn
@@ -219,7 +220,7 @@ def _check(fn: Any, name: str) -> None:
 
 
 def _own_pool(pool: Any) -> MemoryPool:
-    """A new pool, for None and for handles of PyTorch's."""
+    """A new pool, for None and for a handle of PyTorch's."""
     if pool is None or (isinstance(pool, tuple) and all(isinstance(n, int) for n in pool)):
         return MemoryPool()
     raise OptionError(f"pool is a MemoryPool, a handle of PyTorch's or None, not {pool!r}.")

@@ -1,4 +1,4 @@
-"""What takes the place of a callable: calls go to the graphs of their kind, or to the original."""
+"""GraphedForward replaces a callable: calls go to the graphs that fit, or to the original."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from ...graphs.memory import MemoryPool
 from ...graphs.turns import turns_of
 from .captured_pair import BUSY, CapturedPair
 
-# So many kinds of calls have graphs at once; the least recently used ones give way.
-_KINDS = 32
+# How many pairs of graphs are kept; beyond that the least recently used one is closed.
+_MAX_PAIRS = 32
 
 
 @dataclass
@@ -34,7 +34,7 @@ class TrainingCallStatistics:
 
     Attributes:
         replays: forwards that a graph answered.
-        captures: kinds of calls that were captured.
+        captures: call signatures that were captured.
         eager: forwards of the original, by reason.
     """
 
@@ -62,12 +62,12 @@ class GraphedForward(StandIn):
         sets: int,
         on_miss: OnMiss,
     ) -> None:
-        """As `make_graphed_callables`, which checks the arguments."""
+        """The arguments are those of `make_graphed_callables`, which checks them."""
         self._module = fn if isinstance(fn, nn.Module) else None
         replaced: Any = fn if self._module is None else vars(self._module).get("forward")
         if isinstance(replaced, GraphedForward):
             replaced = replaced._replaced
-        # None for the forward of the module's class, whichever that is by the time of a call.
+        # None for the forward of the module's class, looked up at each call.
         self._replaced: Callable[..., Any] | None = replaced
         self._owner = FunctionModule(self.original) if self._module is None else self._module
         self._mode = self._owner.training
@@ -85,7 +85,7 @@ class GraphedForward(StandIn):
 
     @property
     def original(self) -> Callable[..., Any]:
-        """What is called without graphs."""
+        """The callable without graphs."""
         if self._replaced is not None:
             return self._replaced
         forward: Callable[..., Any] = type(self._module).forward.__get__(self._module)  # type: ignore[union-attr]  # a module, where nothing was replaced
@@ -100,25 +100,25 @@ class GraphedForward(StandIn):
         """Answer a call.
 
         Raises:
-            CaptureError: more forwards wait for their backwards than there are activations for.
-            SignatureError: it is of another kind, and on_miss is "error".
+            CaptureError: more forwards wait for their backwards than there are activation sets.
+            SignatureError: no graph fits, and on_miss is "error".
         """
-        aside = self._aside()
-        if aside is not None:
-            self.statistics.eager[aside] += 1
-            return self._original(args, kwargs)
+        why = self._why_original()
+        if why is not None:
+            self.statistics.eager[why] += 1
+            return self._call_original(args, kwargs)
         with self.pool.lock:
             pair = self._find(args, kwargs)
         if pair is None:
             if self._on_miss != "capture":
-                return self._without(args, kwargs)
+                return self._answer_miss(args, kwargs)
             if self._was_refused(args, kwargs):
                 self.statistics.eager["it could not be captured"] += 1
-                return self._original(args, kwargs)
+                return self._call_original(args, kwargs)
             try:
                 pair = self._capture(args, kwargs)
             except GraphwrightError as error:
-                return self._given_up(args, kwargs, error)
+                return self._give_up(args, kwargs, error)
         result = pair.call(args, kwargs)
         self.statistics.replays += 1
         return result
@@ -131,8 +131,8 @@ class GraphedForward(StandIn):
                 return pair
         return None
 
-    def pair(self, args: Any, kwargs: Any) -> CapturedPair:
-        """Graphs for a call, which are not captured yet."""
+    def new_pair(self, args: Any, kwargs: Any) -> CapturedPair:
+        """A pair of graphs for a call, not captured yet."""
         return CapturedPair(
             self.original,
             self._owner,
@@ -143,21 +143,21 @@ class GraphedForward(StandIn):
             allow_unused=self._allow_unused,
         )
 
-    def begin(self, pair: CapturedPair) -> None:
-        """Use graphs that were captured from now on."""
+    def add(self, pair: CapturedPair) -> None:
+        """Use a captured pair from now on."""
         pair.watch()
-        # What one kind of call trains may be frozen in another.
+        # A parameter that one pair trains may be frozen in the calls of another.
         for other in (*self._pairs, pair):
             for tensor in other.trained:
                 if all(tensor is not known for known in self._ever_trained):
                     self._ever_trained.append(tensor)
         for other in (*self._pairs, pair):
-            other.look_at(self._ever_trained)
+            other.also_watch(self._ever_trained)
         self.statistics.captures += 1
         self._pairs.insert(0, pair)
 
     def close(self) -> None:
-        """Close all graphs; calls run without, where they are not captured anew."""
+        """Close all graphs; later calls capture theirs again or run the original."""
         for pair in self._pairs:
             pair.close()
         self._pairs = []
@@ -166,7 +166,7 @@ class GraphedForward(StandIn):
         return f"<graphed {getattr(self.original, '__qualname__', self.original)!s}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        # Of a module that is copied, hence without graphs.
+        # A module is being copied: its copy has no graphs.
         return copy.deepcopy(self.original, memo)
 
     def __reduce__(self) -> Any:
@@ -174,14 +174,14 @@ class GraphedForward(StandIn):
             return copy.copy, (self.original,)
         return getattr, (self._module, "forward")
 
-    def _aside(self) -> str | None:
-        """Why the original has to run, whatever the call is."""
+    def _why_original(self) -> str | None:
+        """Why the original must run, whatever the call is; None if a graph may."""
         if self._module is not None and self._module.training is not self._mode:
             return f"the module is in {'training' if self._module.training else 'eval'} mode"
         if capturing_now() or (self._on_cuda() and torch.cuda.is_current_stream_capturing()):
             return "inside another capture"
         if id(self.pool) in BUSY:
-            # Maybe it is autograd's thread, in a backward that the capture waits for.
+            # This may be autograd's thread, in a backward that the capture waits for.
             return "another thread captures in the same pool"
         if torch.compiler.is_compiling() or inside_transform():
             return "inside of torch.compile, a transform or a dispatch mode"
@@ -193,40 +193,40 @@ class GraphedForward(StandIn):
         return self.pool.device is not None and self.pool.device.type == "cuda"
 
     def _capture(self, args: Any, kwargs: Any) -> CapturedPair:
-        # Before the lock: an eager call of another thread, which is waited for, may want it too.
+        # Before the lock: it waits for eager calls of other threads, which may need the lock.
         with self._turns.alone(), self.pool.lock:
-            # Another thread may have been quicker.
+            # Another thread may have captured it meanwhile.
             found = self._find(args, kwargs)
-            return self._captured(args, kwargs) if found is None else found
+            return self._capture_new(args, kwargs) if found is None else found
 
-    def _captured(self, args: Any, kwargs: Any) -> CapturedPair:
+    def _capture_new(self, args: Any, kwargs: Any) -> CapturedPair:
         self._pairs = [pair for pair in self._pairs if not pair.stale]
-        while len(self._pairs) >= _KINDS:
+        while len(self._pairs) >= _MAX_PAIRS:
             idle = next((p for p in reversed(self._pairs) if not p.in_use), None)
             if idle is None:
                 break
             self._pairs.remove(idle)
             idle.close()
-        pair = self.pair(args, kwargs)
+        pair = self.new_pair(args, kwargs)
         try:
             pair.warm()
             pair.record(self._sets)
         except BaseException:
             pair.close()
             raise
-        self.begin(pair)
+        self.add(pair)
         return pair
 
-    def _without(self, args: Any, kwargs: Any) -> Any:
+    def _answer_miss(self, args: Any, kwargs: Any) -> Any:
         if self._on_miss == "error":
             raise SignatureError(
                 f"The call is of another kind than was captured: {self._difference(args, kwargs)}.",
                 remedy="Use on_miss='capture' or on_miss='eager'.",
             )
         self.statistics.eager["a call of another kind"] += 1
-        return self._original(args, kwargs)
+        return self._call_original(args, kwargs)
 
-    def _original(self, args: Any, kwargs: Any) -> Any:
+    def _call_original(self, args: Any, kwargs: Any) -> Any:
         with self._turns.calling():
             return self.original(*args, **kwargs)
 
@@ -238,18 +238,18 @@ class GraphedForward(StandIn):
 
     def _was_refused(self, args: Any, kwargs: Any) -> bool:
         grad = torch.is_grad_enabled()
-        return any(was is grad and kind.fits(args, kwargs) for kind, was in self._refused)
+        return any(was is grad and each.fits(args, kwargs) for each, was in self._refused)
 
-    def _given_up(self, args: Any, kwargs: Any, error: GraphwrightError) -> Any:
-        """Run what cannot be captured; if that works, say once that it is slow."""
-        result = self._original(args, kwargs)
+    def _give_up(self, args: Any, kwargs: Any, error: GraphwrightError) -> Any:
+        """Run a call that cannot be captured; if that works, warn once that it has no graph."""
+        result = self._call_original(args, kwargs)
         self.statistics.eager["it could not be captured"] += 1
         try:
             signature = CallSignature.of(args, kwargs)
         except SignatureError:
             signature = None
         if signature is not None:
-            self._refused = [*self._refused[-_KINDS:], (signature, torch.is_grad_enabled())]
+            self._refused = [*self._refused[-_MAX_PAIRS:], (signature, torch.is_grad_enabled())]
         warnings.warn(
             f"{self!r} runs a call without graphs: {error.what}", stacklevel=levels_above()
         )

@@ -1,7 +1,7 @@
-"""How to hand out what a recorded forward returned, so that gradients find their way back.
+"""How a replayed forward's results are returned, so that autograd gets gradients for them.
 
-Results that share memory do so again in what the caller gets: as views of one another that
-autograd knows, or not at all.
+Results that share memory share it again in what the caller gets, as views that autograd knows.
+Where that is impossible, the call is refused.
 """
 
 from __future__ import annotations
@@ -20,31 +20,31 @@ from ...graphs.static_tensors import Geometry, StaticInputs, StaticOutputs, is_d
 class _View(NamedTuple):
     """A result that is a view of another one."""
 
-    root: int
-    first: int  # where the same tensor stands for the first time
+    root: int  # position of that one
+    first: int  # position of the first occurrence of this tensor
     geometry: Geometry
     offset: int  # in elements
     detached: bool
 
 
 class Outputs:
-    """What a forward returned, in the graph's memory, and how the caller gets it.
+    """What a forward returned in the graph's memory, and how the caller's results are made of it.
 
     Attributes:
-        results: of those that are not made of others.
-        differentiable: among these, positions of tensors with a gradient, each tensor once.
+        results: the results that are not views of others.
+        differentiable: positions, among these, of tensors that get a gradient, each tensor once.
     """
 
     def __init__(self, tree: Any, inputs: StaticInputs, external: Container[int]) -> None:
-        """Plan how to hand out what the forward returned.
+        """Plan how to return the results of a forward.
 
         Args:
-            tree: what it returned.
+            tree: its results.
             inputs: its static inputs.
-            external: memory from outside, by identity.
+            external: memory from outside of the call, by identity.
 
         Raises:
-            CaptureError: two results share memory in a way that autograd could not follow.
+            CaptureError: two results share memory in a way that autograd cannot follow.
         """
         leaves, self._spec = pytree.tree_flatten(tree)
         static = {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
@@ -61,7 +61,7 @@ class Outputs:
                     )
         for group in _sharing(leaves):
             self._relate(group, leaves, tree)
-        # The graph of autograd must not live on in what is kept.
+        # Kept tensors must not keep autograd's graph alive.
         plain = {
             id(leaf): leaf.detach() if leaf.requires_grad else leaf
             for leaf in leaves
@@ -83,16 +83,16 @@ class Outputs:
                     self.differentiable.append(place)
                 self._nth[place] = known[id(leaf)]
 
-    def of(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
-        """Among what a forward of this kind has returned, what gradients are given for."""
+    def select_differentiable(self, leaves: Sequence[Any]) -> list[torch.Tensor]:
+        """The differentiable ones among the leaves of another forward's results."""
         return [leaves[self._kept[place]] for place in self.differentiable]
 
     def finish(self, made: Sequence[Any], outputs: Sequence[torch.Tensor] | None) -> Any:
-        """What the caller gets.
+        """The results for the caller.
 
         Args:
-            made: of `results`.
-            outputs: the differentiable ones as autograd has returned them; None without it.
+            made: new tensors and values for `results`.
+            outputs: the differentiable ones as autograd has returned them; None without autograd.
         """
         by_index: dict[int, Any] = {}
         for place, index in enumerate(self._kept):
@@ -109,7 +109,7 @@ class Outputs:
         return pytree.tree_unflatten([by_index[i] for i in range(len(by_index))], self._spec)
 
     def _relate(self, group: Sequence[int], leaves: Sequence[Any], tree: Any) -> None:
-        """Make all views of one, where some tensors of one storage overlap."""
+        """If some tensors of one storage overlap, plan to make all of them views of one."""
         first: dict[int, int] = {}
         for index in group:
             first.setdefault(id(leaves[index]), index)
@@ -144,7 +144,7 @@ def _view(tensor: torch.Tensor, root: torch.Tensor, at: int, first: int) -> _Vie
 
 
 def _is_view_of(tensor: torch.Tensor, root: torch.Tensor) -> bool:
-    """Whether a tensor, in memory that another one covers, is a view of that for autograd too."""
+    """Whether autograd too takes a tensor in the memory of another one for a view of it."""
     if tensor.dtype != root.dtype:
         return False
     if not tensor.requires_grad:
@@ -157,7 +157,7 @@ def _is_view_of(tensor: torch.Tensor, root: torch.Tensor) -> bool:
 
 
 def _sharing(leaves: Sequence[Any]) -> list[list[int]]:
-    """Positions of tensors that have elements, those of one storage together."""
+    """Positions of nonempty tensors, grouped by storage."""
     groups: dict[int, list[int]] = {}
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided and leaf.numel():
@@ -166,7 +166,7 @@ def _sharing(leaves: Sequence[Any]) -> list[list[int]]:
 
 
 def _are_apart(tensors: Sequence[torch.Tensor]) -> bool:
-    """Whether no two tensors of one storage have an element in common."""
+    """Whether no two of some tensors in one storage share an element."""
     ordered = sorted(tensors, key=torch.Tensor.data_ptr)
     ends = [t.data_ptr() + span(t) for t in ordered]
     if all(end <= t.data_ptr() for end, t in zip(ends, ordered[1:], strict=False)):

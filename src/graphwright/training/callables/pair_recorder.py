@@ -1,4 +1,4 @@
-"""Recording a call's forward and backward, once for each set of activations."""
+"""Record a call's forward and backward, once for each set of activations."""
 
 from __future__ import annotations
 
@@ -12,29 +12,25 @@ from torch.utils import _pytree as pytree
 from ...errors import CaptureError
 from ...graphs.memory import MemoryPool
 from ...graphs.recorder import Recorder, SegmentRecorder
-from ...graphs.static_tensors import Geometry, StaticInputs, flat, is_dense
+from ...graphs.static_tensors import Geometry, StaticInputs, byte_view, is_dense
 from ...graphs.warmup import Warmed
-from .activations import Activations, Backward, Copies
-from .forward_backward import Passes, Seen
+from .activations import Activations, Backward, InputCopies
+from .forward_backward import MemoryObserver, Passes
 from .outputs import Outputs
 
 
-class Taking:
-    """Records the passes of a call, which is warm.
+class PairRecorder:
+    """Records the forward and the backward of a call that is warm.
 
     Args:
-        passes: what is recorded.
-        warmed: what warm-up has found out.
-        recorder: by what.
-        pool: where.
+        passes: the forward and backward to record.
+        warmed: what warm-up has shown about them.
+        recorder: the recorder of the device.
+        pool: the pool that the graphs live in.
     """
 
     def __init__(
-        self,
-        passes: Passes,
-        warmed: Warmed,
-        recorder: Recorder,
-        pool: MemoryPool,
+        self, passes: Passes, warmed: Warmed, recorder: Recorder, pool: MemoryPool
     ) -> None:
         self._passes = passes
         self._warmed = warmed
@@ -42,17 +38,17 @@ class Taking:
         self._pool = pool
 
     def record(self, sample: Sequence[Any]) -> Activations:
-        """Record forward and backward, with memory of their own.
+        """Record forward and backward as a new set of activations.
 
         Raises:
-            CaptureError: they cannot be recorded; nothing is left of them.
+            CaptureError: they cannot be recorded; nothing of them is left in the pool.
         """
         known = {storage._cdata for storage in self._warmed.external}
         segments: list[SegmentRecorder] = []
         done: Activations | None = None
         try:
-            # Activations live on between the replays of other graphs, and may lie in the memory of
-            # none of them. What a backward needs is not needed after it.
+            # Activations must survive replays of other graphs, so they share memory with none.
+            # What a backward needs is not needed after it, so backwards may share memory.
             with self._recorder.apart():
                 inputs = StaticInputs(sample, self._recorder.allocate)
                 done = self._forward(inputs, known, segments)
@@ -73,23 +69,23 @@ class Taking:
         self, inputs: StaticInputs, known: set[int], segments: list[SegmentRecorder]
     ) -> Activations:
         known |= {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
-        copies = Copies.of(inputs, self._warmed.mutated)
-        feeds = [flat(inputs.tensor(slot)) for slot in copies.sources]
-        seen = Seen()
+        copies = InputCopies.of(inputs, self._warmed.mutated)
+        feeds = [byte_view(inputs.tensor(slot)) for slot in copies.sources]
+        memory = MemoryObserver()
         with self._recorder.segment(feeds, self._warmed.generators) as segment:
             segments.append(segment)
-            with segment.watching(), self._looking(seen):
+            with segment.watching(), self._observing(memory):
                 tree = self._passes.forward(inputs)
             outputs = Outputs(tree, inputs, {s._cdata for s in self._warmed.external})
-            self._passes.outputs = outputs.of(pytree.tree_leaves(tree))
-            back = [flat(inputs.tensor(slot)) for slot in copies.back]
-            segment.drain([*map(flat, outputs.results.bases), *back])
+            self._passes.outputs = outputs.select_differentiable(pytree.tree_leaves(tree))
+            back = [byte_view(inputs.tensor(slot)) for slot in copies.back]
+            segment.drain([*map(byte_view, outputs.results.bases), *back])
         try:
-            seen.refuse_what_is_new(known)
+            memory.refuse_unknown(known)
         except CaptureError:
             self._pool.retire(segment.recording)
             raise
-        known |= {storage._cdata for storage in seen.living()}
+        known |= {storage._cdata for storage in memory.still_alive()}
         return Activations(inputs, copies, outputs, segment.recording, None, (), [])
 
     def _backward(
@@ -98,27 +94,29 @@ class Taking:
         allocate = self._pool.shared_bytes()
         given = [_like(output, allocate) for output in self._passes.outputs]
         known |= {grad.untyped_storage()._cdata for grad in given}
-        seen = Seen()
-        with self._recorder.segment(list(map(flat, given)), self._warmed.generators) as segment:
+        memory = MemoryObserver()
+        with self._recorder.segment(
+            list(map(byte_view, given)), self._warmed.generators
+        ) as segment:
             segments.append(segment)
             reach = self._passes.reach()
-            with segment.watching(), self._looking(seen):
+            with segment.watching(), self._observing(memory):
                 grads = self._passes.backward(given)
-            segment.drain([flat(grad) for grad in grads if grad is not None])
+            segment.drain([byte_view(grad) for grad in grads if grad is not None])
         shapes = [None if grad is None else Geometry.of(grad) for grad in grads]
         device = self._recorder.device
         done.backward = Backward(segment.recording, given, shapes, reach, device)
-        seen.refuse_what_is_new(known)
+        memory.refuse_unknown(known)
         done.saved = self._passes.read
-        # What autograd has saved lives on with its nodes.
+        # The nodes keep alive what autograd has saved.
         done.held = [output.grad_fn for output in self._passes.outputs]
 
-    def _looking(self, seen: Seen) -> contextlib.AbstractContextManager[Any]:
-        """See the operations, where they are recorded one by one.
+    def _observing(self, memory: MemoryObserver) -> contextlib.AbstractContextManager[Any]:
+        """Observe memory on the CPU, where operations are recorded one by one.
 
-        A capture goes without: under a dispatch mode, torch.compile would not run what it made.
+        A CUDA capture does without: under a dispatch mode, compiled functions would not run.
         """
-        return seen if self._recorder.device.type == "cpu" else contextlib.nullcontext()
+        return memory if self._recorder.device.type == "cpu" else contextlib.nullcontext()
 
 
 def _like(output: torch.Tensor, allocate: Callable[[int], torch.Tensor]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""A training step as it is captured, and what one run of it shows."""
+"""The function of a training step that is captured, and a first look at what it uses."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from ...graphs.python_state import PythonState, grad_of
 from ...graphs.recorder import Recorder
 from ...graphs.static_tensors import StaticInputs
 from .components import Discovery, OptimizersKept
-from .optimizers import Rate, unasked
+from .optimizers import LearningRate, skip_capture_checks
 
 Grads = Sequence[torch.Tensor | None]
 
 
 class Body:
-    """A step as it is captured: from given gradients on, with what it leaves in them returned.
+    """A step as it is captured: it begins with given gradients and returns those it leaves.
 
     Args:
         step: the user's function.
-        module: what it reaches.
+        module: holds the modules that it reaches.
         parameters: all that it trains.
-        optimizers: that it uses.
+        optimizers: those that it uses.
         rates: their learning rates.
-        scaler: the GradScaler that it uses, if it does.
+        scaler: the GradScaler that it uses, if any.
 
     Attributes:
         start: the gradients that the step begins with.
-        function: the same as a plain function.
+        function: `run` as a plain function of the step's arguments.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class Body:
         module: nn.Module,
         parameters: Sequence[torch.Tensor],
         optimizers: Sequence[Optimizer],
-        rates: Sequence[Rate],
+        rates: Sequence[LearningRate],
         scaler: GradScaler | None,
     ) -> None:
         self.step = step
@@ -65,7 +65,7 @@ class Body:
             return self.run(args, kwargs)
 
         function.__name__ = name_of_step(step)
-        function.__wrapped__ = step  # type: ignore[attr-defined]  # what is watched is behind it
+        function.__wrapped__ = step  # type: ignore[attr-defined]  # for ModuleWatch
         self.function: Callable[..., Any] = function
 
     def run(self, args: Args, kwargs: Kwargs) -> tuple[Any, list[torch.Tensor | None]]:
@@ -74,14 +74,14 @@ class Body:
         Raises:
             CaptureError: it sets an option of an optimizer.
         """
-        give(self.parameters, self.start)
+        set_grads(self.parameters, self.start)
         kept = OptimizersKept(self.optimizers)
         try:
             with contextlib.ExitStack() as stack:
                 for rate in self.rates:
-                    stack.enter_context(rate.in_place())
-                stack.enter_context(unasked(self.optimizers))
-                result = plainly(self.step, args, kwargs)
+                    stack.enter_context(rate.as_tensor())
+                stack.enter_context(skip_capture_checks(self.optimizers))
+                result = run_detached(self.step, args, kwargs)
             changed = kept.changed_options()
             if changed:
                 raise CaptureError(
@@ -96,19 +96,19 @@ class Body:
         except BaseException:
             kept.put_back()
             if self.scaler is not None:
-                self.scaler._per_optimizer_states.clear()  # What it knows of an unfinished step.
+                self.scaler._per_optimizer_states.clear()  # They are of the unfinished step.
             raise
         finally:
-            give(self.parameters, self.start)
+            set_grads(self.parameters, self.start)
 
 
 def name_of_step(step: Callable[..., Any]) -> str:
-    """What a step is called."""
+    """The name of a step's function."""
     return getattr(step, "__name__", type(step).__name__)
 
 
-def plainly(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-    """What a step returns, as tensors that do not require grad."""
+def run_detached(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Run a step; its results as tensors that do not require grad."""
     with torch.enable_grad():
         result = step(*args, **kwargs)
     return pytree.tree_map_only(
@@ -116,8 +116,8 @@ def plainly(step: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     )
 
 
-def give(parameters: Sequence[torch.Tensor], grads: Grads) -> None:
-    """Give parameters their gradients."""
+def set_grads(parameters: Sequence[torch.Tensor], grads: Grads) -> None:
+    """Set the gradients of parameters."""
     for parameter, grad in zip(parameters, grads, strict=True):
         if grad_of(parameter) is not grad:
             parameter.grad = grad
@@ -129,55 +129,58 @@ def grads_of(parameters: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
 
 
 @dataclass
-class Look:
+class Usage:
     """What first runs of a step have shown.
 
     Attributes:
-        goes_on: positions of the parameters whose gradients it goes on from.
-        untouched: of those whose gradients it leaves alone.
-        modules: that ran.
-        optimizers: that did a step.
+        grads_read: positions of the parameters whose gradients it begins with, such as to add to
+            them.
+        grads_untouched: positions of those whose gradients it neither reads nor changes.
+        modules: modules that ran.
+        optimizers: optimizers that did a step.
     """
 
-    goes_on: frozenset[int] = frozenset()
-    untouched: frozenset[int] = frozenset()
+    grads_read: frozenset[int] = frozenset()
+    grads_untouched: frozenset[int] = frozenset()
     modules: list[nn.Module] = field(default_factory=list)
     optimizers: list[Optimizer] = field(default_factory=list)
 
 
-def look_at(body: Body, args: Args, kwargs: Kwargs, recorder: Recorder, copies: Copies) -> Look:
-    """Run a step once or twice, to see what it uses; what the runs change is put back.
+def observe_usage(
+    body: Body, args: Args, kwargs: Kwargs, recorder: Recorder, copies: Copies
+) -> Usage:
+    """Run a step once or twice to see what it uses; what the runs change is put back.
 
-    Gradients that a step never looks at make no difference to it. In the first run all are stood
-    in for by tensors of one element, which cannot be added to, so that a step that does fails.
+    In the first run, expanded tensors of one element stand in for all gradients. They cannot be
+    added to, so a step that adds to gradients fails and is run again with tensors of full size.
 
     Args:
         body: the step.
-        args: of the step.
-        kwargs: likewise.
-        recorder: what it will be recorded by.
-        copies: where what it writes to is kept meanwhile.
+        args: its arguments.
+        kwargs: its keyword arguments.
+        recorder: the recorder that will record it.
+        copies: holds the values of what it writes to meanwhile.
     """
-    look = Look(goes_on=frozenset(range(len(body.parameters))))  # If no run comes to its end.
+    usage = Usage(grads_read=frozenset(range(len(body.parameters))))  # Holds if no run succeeds.
     for small in (True, False):
         stand_ins = [_stand_in(p, small=small) for p in body.parameters]
-        ends, used = _run_once(body, args, kwargs, recorder, copies, stand_ins, look)
+        ends, used = _run_once(body, args, kwargs, recorder, copies, stand_ins, usage)
         if ends is None:
             continue
-        look.goes_on = frozenset(
+        usage.grads_read = frozenset(
             i
             for i, s in enumerate(stand_ins)
             if s is not None and s.untyped_storage()._cdata in used
         )
         same = {i for i, (a, b) in enumerate(zip(ends, stand_ins, strict=True)) if a is b}
-        look.untouched = frozenset(same) - look.goes_on
-        if not (small and look.goes_on):
+        usage.grads_untouched = frozenset(same) - usage.grads_read
+        if not (small and usage.grads_read):
             break
-    return look
+    return usage
 
 
 def _stand_in(parameter: torch.Tensor, *, small: bool) -> torch.Tensor | None:
-    """Frozen parameters too: a step may zero the gradients that they have."""
+    """A stand-in for a gradient, of frozen parameters too: a step may zero theirs."""
     if not parameter.is_leaf:
         return None
     if not small:
@@ -193,38 +196,38 @@ def _run_once(
     recorder: Recorder,
     copies: Copies,
     start: Grads,
-    look: Look,
+    usage: Usage,
 ) -> tuple[Grads | None, dict[int, torch.UntypedStorage]]:
-    """The gradients that a run leaves, None if it fails, and memory from outside that it used."""
+    """Run a step: the gradients that it leaves, or None if it fails, and outside memory it used."""
     before, body.start = body.start, start
     leaves, spec = flatten(args, kwargs)
     undo = PythonState(body.module, body.parameters)
     journal = Journal(copies)
-    seen = Discovery(body.parameters)
+    discovery = Discovery(body.parameters)
     failed = True
     try:
-        inputs = StaticInputs(leaves, _ordinary(recorder.device))
+        inputs = StaticInputs(leaves, _allocator(recorder.device))
         args, kwargs = unflatten(inputs.leaves, spec)
-        with as_captured(), recorder.warming(told=False), compilers_off(), journal:
-            with warnings.catch_warnings(), seen:
+        with as_captured(), recorder.warming(pretend=False), compilers_off(), journal:
+            with warnings.catch_warnings(), discovery:
                 warnings.simplefilter("ignore")  # of gradients with other strides than parameters
                 _, ends = body.run(args, kwargs)
         failed = False
         return ends, journal.external
     except Exception:
-        return None, {}  # If it is a failure of its own, it will come again.
+        return None, {}  # If the step itself fails, it will fail again.
     finally:
         body.start = before
         journal.undo()
         known = {id(optimizer) for optimizer in body.optimizers}
-        seen.put_gradients_back()
-        if failed or any(id(optimizer) not in known for optimizer in seen.optimizers):
-            seen.put_optimizers_back()
+        discovery.put_gradients_back()
+        if failed or any(id(optimizer) not in known for optimizer in discovery.optimizers):
+            discovery.put_optimizers_back()
         undo.restore(python=True)
         recorder.tidy()
-        look.modules += seen.modules
-        look.optimizers += seen.optimizers
+        usage.modules += discovery.modules
+        usage.optimizers += discovery.optimizers
 
 
-def _ordinary(device: torch.device) -> Callable[[int], torch.Tensor]:
+def _allocator(device: torch.device) -> Callable[[int], torch.Tensor]:
     return lambda nbytes: torch.empty(nbytes, dtype=torch.uint8, device=device)

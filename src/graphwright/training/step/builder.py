@@ -1,4 +1,4 @@
-"""What a training step works with, as it is now, and how a graph is made of it."""
+"""StepBuilder finds what a training step works with at present, and captures it as a graph."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ...errors import CaptureError
 from ...graphs.journal import Copies
 from ...graphs.memory import MemoryPool
 from ..distributed import refuse_distributed
-from .body import Body, Look, grads_of, look_at
+from .body import Body, Usage, grads_of, observe_usage
 from .captured_step import CapturedStep
 from .components import (
     OptimizersKept,
@@ -27,30 +27,25 @@ from .components import (
     parameters_of,
     scaler_of,
 )
-from .optimizers import Rate, check_scaling, make_capturable
+from .optimizers import LearningRate, check_scaling, make_capturable
 
-# So often may a look at a step find modules or optimizers that were not known.
+# How often a run of a step may show modules or optimizers that were not known.
 _ATTEMPTS = 4
 
 
-def _has_state(module: nn.Module) -> bool:
-    """Whether it makes a difference which module it is: others may be made in every run."""
-    return any(True for _ in (*module.parameters(), *module.buffers()))
-
-
 class StepBuilder:
-    """The optimizers, parameters and modules of a step.
+    """Captures a step with the optimizers, parameters and modules that it uses at present.
 
     Args:
         step: the user's function.
-        optimizers: those that were given; what the step names, or is seen to use, is found.
-        scaler: likewise.
+        optimizers: those that the user gave; others that the step names or uses are found.
+        scaler: the GradScaler that the user gave; one that the step names is found.
         follow: whether learning rates are expected to change.
 
     Attributes:
         parameters: all that the step trains.
         rates: the learning rates of its optimizers.
-        lends: whether gradients are handed out where graphs leave them.
+        lends: whether the caller gets gradients in the graphs' own memory, or as copies.
     """
 
     def __init__(
@@ -67,20 +62,21 @@ class StepBuilder:
         self._follow = follow
         self._ran: list[nn.Module] = []
         self._found: list[Optimizer] = []
-        self._by_group: dict[tuple[int, int], Rate] = {}
-        self._named = self._names()
+        self._by_group: dict[tuple[int, int], LearningRate] = {}
+        self._named = self._find_named()
         self.lends = True
         self.parameters: Sequence[torch.Tensor] = ()
-        self.rates: list[Rate] = []
+        self.rates: list[LearningRate] = []
 
     def refresh(self) -> None:
         """Copy learning rates that have changed to where graphs read them."""
         for rate in self.rates:
             rate.refresh()
 
-    def _names(self) -> list[Any]:
-        kinds = Optimizer, GradScaler
-        return [value for _, value in values_behind(self._step) if isinstance(value, kinds)]
+    def _find_named(self) -> list[Any]:
+        """The optimizers and GradScalers that the step names."""
+        classes = Optimizer, GradScaler
+        return [value for _, value in values_behind(self._step) if isinstance(value, classes)]
 
     def capture(self, args: Args, kwargs: Kwargs, pool: MemoryPool, warmup: int) -> CapturedStep:
         """Make a graph of the step as it is now; what its runs change is put back.
@@ -89,9 +85,9 @@ class StepBuilder:
             CaptureError: it cannot be captured.
             MemoryBudgetExceeded: it does not fit under the pool's limit.
         """
-        named = self._names()
+        named = self._find_named()
         if list(map(id, named)) != list(map(id, self._named)):
-            # What was found beside the optimizer of then may be of no use any more.
+            # What was found with the former optimizers may be out of use.
             self._ran, self._found, self._named = [], [], named
         for _ in range(_ATTEMPTS):
             body, device = self._body((args, kwargs))
@@ -101,12 +97,12 @@ class StepBuilder:
             copies = Copies(recorder.relieve)
             grads = [None if g is None else g.detach() for g in grads_of(body.parameters)]
             try:
-                look = look_at(body, args, kwargs, recorder, copies)
-                if self._is_new(look, body):
+                usage = observe_usage(body, args, kwargs, recorder, copies)
+                if self._learn(usage, body):
                     continue
-                # The state that a first step makes stays, and lies where its activations were.
+                # The state that a first step makes stays, and lies among its freed activations.
                 recorder.resettle(optimizers.made_since())
-                return self._graph(body, args, kwargs, pool, warmup, look, copies, grads)
+                return self._record(body, args, kwargs, pool, warmup, usage, copies, grads)
             except BaseException:
                 schedulers.put_back()
                 raise
@@ -117,20 +113,20 @@ class StepBuilder:
             remedy="Make them once, outside of the step.",
         )
 
-    def _graph(
+    def _record(
         self,
         body: Body,
         args: Args,
         kwargs: Kwargs,
         pool: MemoryPool,
         warmup: int,
-        look: Look,
+        usage: Usage,
         copies: Copies,
         grads: Sequence[torch.Tensor | None],
     ) -> CapturedStep:
         self.refresh()
-        # As objects of our own, so that the caller's are not held.
-        body.start = [g if i in look.goes_on else None for i, g in enumerate(grads)]
+        # These are our own tensor objects: the caller's must not be held.
+        body.start = [g if i in usage.grads_read else None for i, g in enumerate(grads)]
         try:
             graph = CapturedStep(
                 body,
@@ -138,7 +134,7 @@ class StepBuilder:
                 kwargs,
                 pool=pool,
                 warmup=warmup,
-                look=look,
+                usage=usage,
                 copies=copies,
                 lends=self.lends,
             )
@@ -153,17 +149,17 @@ class StepBuilder:
             body.start = []
         return graph
 
-    def _is_new(self, look: Look, body: Body) -> bool:
-        """Whether a look has found what was not known; from now on it is."""
-        optimizers = [o for o in look.optimizers if all(o is not k for k in body.optimizers)]
+    def _learn(self, usage: Usage, body: Body) -> bool:
+        """Remember modules and optimizers that were not known; whether there were any."""
+        optimizers = [o for o in usage.optimizers if all(o is not k for k in body.optimizers)]
         known = set(body.module.modules())
-        modules = [m for m in look.modules if m not in known and _has_state(m)]
+        modules = [m for m in usage.modules if m not in known and _has_state(m)]
         self._found += optimizers
         self._ran += modules
         return bool(optimizers or modules)
 
     def _body(self, batch: Any) -> tuple[Body, torch.device]:
-        """The step with what it is made of now."""
+        """The step with what it uses at present, and the device of all that."""
         module = StepModule(self._step, self._ran)
         refuse_distributed(module)
         optimizers = optimizers_of(self._step, [*self._given, *self._found])
@@ -185,15 +181,20 @@ class StepBuilder:
         self.parameters, self.rates = parameters, self._rates(optimizers, device)
         return Body(self._step, module, parameters, optimizers, self.rates, scaler), device
 
-    def _rates(self, optimizers: Sequence[Optimizer], device: torch.device) -> list[Rate]:
+    def _rates(self, optimizers: Sequence[Optimizer], device: torch.device) -> list[LearningRate]:
         known, self._by_group = self._by_group, {}
         for optimizer in optimizers:
             for index in range(len(optimizer.param_groups)):
                 key = id(optimizer), index
                 rate = known.get(key)
                 if rate is None or not rate.belongs_to(optimizer):
-                    rate = Rate(optimizer, index, device)
+                    rate = LearningRate(optimizer, index, device)
                     if (self._follow or rate.is_scheduled) and rate.can_change:
-                        rate.change()
+                        rate.move_to_tensor()
                 self._by_group[key] = rate
         return list(self._by_group.values())
+
+
+def _has_state(module: nn.Module) -> bool:
+    """Whether a module has parameters or buffers; one without may be made in every run."""
+    return any(True for _ in (*module.parameters(), *module.buffers()))

@@ -1,6 +1,6 @@
-"""What a training function is made of: its parameters, device, optimizers and scaler.
+"""Finding a step's parameters, device, modules and optimizers, and putting their state back.
 
-Which modules and optimizers a run of a step uses, wherever the step has them from.
+Some are given or named by the step; others show only in a run (`Discovery`).
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ def optimizers_of(step: Callable[..., Any], given: Iterable[Optimizer]) -> list[
 
 
 def scaler_of(step: Callable[..., Any], given: GradScaler | None) -> GradScaler | None:
-    """The GradScaler that was given, or that a function names; None where none scales."""
+    """The GradScaler that was given or that a function names; None if none scales."""
     named = (value for _, value in values_behind(step) if isinstance(value, GradScaler))
     scaler = next(named, None) if given is None else given
     return scaler if scaler is not None and scaler.is_enabled() else None
 
 
 def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[torch.Tensor]:
-    """The parameters of a module and of optimizers, each once."""
+    """The parameters of a module and of optimizers, without duplicates."""
     found = {id(parameter): parameter for parameter in module.parameters()}
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -47,10 +47,10 @@ def parameters_of(module: nn.Module, optimizers: Iterable[Optimizer]) -> list[to
 
 
 def device_of_training(parameters: Sequence[torch.Tensor], batch: Any) -> torch.device:
-    """Where it all is.
+    """The one device of parameters and batch.
 
     Raises:
-        CaptureError: on several devices.
+        CaptureError: there are several devices, or none.
     """
     devices = {p.device for p in parameters}
     theirs = {t.device for t in tensors_of(batch)}
@@ -72,11 +72,11 @@ def _names(devices: Iterable[torch.device]) -> str:
 
 
 class StepModule(FunctionModule):
-    """A step as a module that holds what the step names, and modules that ran in it."""
+    """A step as a module: it holds the modules that the step names, and those that ran in it."""
 
     def __init__(self, step: Callable[..., Any], ran: Iterable[nn.Module]) -> None:
         super().__init__(step)
-        # Memory that a graph uses, by identity: other tensors may come and go.
+        # Storages that a graph uses, by identity; other tensors may be replaced.
         self.used: Container[int] | None = None
         known = set(self.modules())
         for module in ran:
@@ -85,21 +85,21 @@ class StepModule(FunctionModule):
                 known |= set(module.modules())
 
     def ignores(self, value: Any) -> bool:
-        """Whether something that the step names may be replaced: a tensor that no graph uses."""
+        """Whether a value that the step names may be replaced: a tensor that no graph uses."""
         if not isinstance(value, torch.Tensor) or self.used is None:
             return False
         return value.untyped_storage()._cdata not in self.used
 
 
 class Discovery:
-    """Notices the modules and optimizers that run inside its block, as they were before.
+    """Notes the modules and optimizers that run inside its block, with their former state.
 
     Args:
-        known: parameters whose gradients others put back.
+        known: parameters whose gradients the caller puts back.
 
     Attributes:
-        modules: in the order in which they were first called.
-        optimizers: likewise.
+        modules: in the order of their first calls.
+        optimizers: in the order of their first steps.
     """
 
     def __init__(self, known: Iterable[torch.Tensor]) -> None:
@@ -123,12 +123,12 @@ class Discovery:
             handle.remove()
 
     def put_gradients_back(self) -> None:
-        """Give parameters that were not known their gradients back."""
+        """Put back the gradients of parameters that were not known."""
         for parameter, grad in self._grads:
             parameter.grad = grad
 
     def put_optimizers_back(self) -> None:
-        """Give optimizers their states and options back."""
+        """Put back the states and options of the optimizers."""
         self._kept.put_back()
 
     def _called(self, module: nn.Module, args: Any) -> None:
@@ -146,7 +146,7 @@ class Discovery:
 
 
 class OptimizersKept:
-    """The states and options of optimizers as they were, but for the content of tensors."""
+    """The states and options of optimizers, to put back later; values of tensors are not kept."""
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._kept: list[tuple[Optimizer, dict[Any, dict[str, Any]], list[dict[str, Any]]]] = []
@@ -154,12 +154,12 @@ class OptimizersKept:
             self.add(optimizer)
 
     def add(self, optimizer: Optimizer) -> None:
-        """Keep those of another one too."""
+        """Keep those of one more optimizer."""
         states = {p: dict(state) for p, state in optimizer.state.items()}
         self._kept.append((optimizer, states, [dict(group) for group in optimizer.param_groups]))
 
     def changed_options(self) -> list[str]:
-        """Names of options that are others by now."""
+        """Names of options that have changed since."""
         return [
             key
             for optimizer, _, groups in self._kept
@@ -169,7 +169,7 @@ class OptimizersKept:
         ]
 
     def made_since(self) -> list[torch.Tensor]:
-        """Tensors of states that were not there."""
+        """Tensors of states that were made since."""
         return [
             value
             for optimizer, states, _ in self._kept
@@ -180,7 +180,7 @@ class OptimizersKept:
         ]
 
     def put_back(self) -> None:
-        """Give all that back."""
+        """Put states and options back."""
         for optimizer, states, groups in self._kept:
             for parameter in list(optimizer.state):
                 if parameter not in states:
@@ -195,14 +195,14 @@ class OptimizersKept:
 
 
 class SchedulersKept:
-    """The state of the schedulers that a function names, as it was."""
+    """The state of the schedulers that a function names, to put back later."""
 
     def __init__(self, function: Any) -> None:
         found = [v for _, v in values_behind(function) if isinstance(v, LRScheduler)]
         self._kept = [(scheduler, dict(vars(scheduler))) for scheduler in found]
 
     def put_back(self) -> None:
-        """Give it back."""
+        """Put it back."""
         for scheduler, before in self._kept:
             vars(scheduler).clear()
             vars(scheduler).update(before)

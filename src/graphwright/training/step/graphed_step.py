@@ -1,4 +1,4 @@
-"""graph_step(): one whole training iteration as one graph."""
+"""graph_step(): run a whole training iteration as one graph."""
 
 from __future__ import annotations
 
@@ -25,18 +25,19 @@ from ...errors import (
 )
 from ...graphs.conditions import capturing_now, only_for_inference, under_hooks_for_saved_tensors
 from ...graphs.graph import GraphState
-from ...graphs.memory import MemoryPool, in_units
-from .body import name_of_step, plainly
+from ...graphs.memory import MemoryPool, format_bytes
+from .body import name_of_step, run_detached
 from .builder import StepBuilder
-from .captured_step import GRAPHS, CapturedStep
+from .captured_step import ALL_STEPS, CapturedStep
 
 OnMiss = Literal["capture", "eager", "error"]
 
+# Reasons for eager steps, as the statistics count them.
 _FIRST = "first step of an optimizer"
 _REFUSED = "it cannot be captured"
-# So often an option of an optimizer that is in the kernels may change.
+# After more changes of constant options of optimizers, no new graphs are captured.
 _MAX_CHANGES = 8
-# After so many replays in a row, what has changed before counts no longer.
+# After this many replays in a row, former changes no longer count.
 _SETTLED = 100
 
 
@@ -45,8 +46,8 @@ class StepStatistics:
     """How the steps went so far.
 
     Attributes:
-        replays: steps that a graph did.
-        eager: steps that ran eagerly, by the reason.
+        replays: steps that were replayed.
+        eager: steps that ran eagerly, by reason.
         captures: graphs that were captured.
         nbytes: bytes that the pool holds.
     """
@@ -77,7 +78,7 @@ class GraphedStep:
         max_graphs: int,
         warmup: int,
     ) -> None:
-        """As `graph_step`, which see."""
+        """The arguments are those of `graph_step`."""
         self.pool = pool
         self._step = step
         self._scheduler = scheduler
@@ -85,15 +86,15 @@ class GraphedStep:
         self._max_graphs = max_graphs
         self._warmup = warmup
         self._statistics = StepStatistics()
-        self._graphs: list[CapturedStep] = []  # the last one used first
+        self._graphs: list[CapturedStep] = []  # most recently used first
         self._warned: set[str] = set()
         self._last_miss = ""
         self._changes = 0
-        self._in_a_row = 0
-        self._kinds: list[CallSignature] = []  # of batches that had a graph
-        self._refused: list[tuple[CallSignature, str]] = []  # kinds of batches, with the reason
+        self._replays_in_a_row = 0
+        self._captured: list[CallSignature] = []  # signatures that had a graph
+        self._refused: list[tuple[CallSignature, str]] = []  # signatures, with the reason
         self._closed = False
-        self._workings = StepBuilder(step, optimizers, scaler, follow=scheduler is not None)
+        self._builder = StepBuilder(step, optimizers, scaler, follow=scheduler is not None)
         if any(tensor.requires_grad for tensor in tensors_of(sample)):
             raise CaptureError(
                 "An argument of the step requires grad; a captured step gives it no gradient.",
@@ -113,13 +114,13 @@ class GraphedStep:
         """Do one step.
 
         Returns:
-            what the step returns; tensors are the caller's own and never require grad. Nothing
-            waits for the device.
+            The step's results. Tensors belong to the caller and do not require grad. Nothing waits
+            for the device.
 
         Raises:
-            SignatureError: with on_miss="error", where no graph fits the batch.
+            SignatureError: no graph fits the batch, and on_miss is "error".
         """
-        # Nothing could be trained in inference mode.
+        # Inference mode would forbid training.
         with self.pool.lock, torch.inference_mode(False):
             result = self._answer(batch, kwargs)
         if self._scheduler is not None:
@@ -127,15 +128,15 @@ class GraphedStep:
         return result
 
     def explain(self) -> str:
-        """What runs now and why, what it costs, and how the steps went so far."""
+        """The graphs and their memory, learning rates, and how the steps went so far, in words."""
         now = self.statistics
         lines = [
             f"{name_of_step(self._step)}: {len(self._ready())} graphs, "
-            f"{in_units(now.nbytes)} of memory",
+            f"{format_bytes(now.nbytes)} of memory",
             f"{now.replays} steps replayed, {now.captures} captures",
         ]
         lines += [f"  {graph.name}: {graph.nodes} nodes" for graph in self._ready()]
-        for rate in self._workings.rates:
+        for rate in self._builder.rates:
             where = "a constant of the graph" if rate.tensor is None else "read from a tensor"
             lines.append(f"learning rate of {rate}: {where}")
         lines += [f"{count} steps eager: {why}" for why, count in now.eager.most_common()]
@@ -144,7 +145,7 @@ class GraphedStep:
         return "\n".join(lines)
 
     def release(self) -> None:
-        """Close all graphs; the next steps capture theirs again."""
+        """Close all graphs; the next steps capture them again."""
         with self.pool.lock:
             for graph in self._graphs:
                 graph.close()
@@ -153,7 +154,7 @@ class GraphedStep:
             self.pool.trim()
 
     def close(self) -> None:
-        """Close all graphs for good; steps are eager."""
+        """Close all graphs for good; later steps are eager."""
         self._closed = True
         self.release()
 
@@ -177,7 +178,7 @@ class GraphedStep:
 
     def _answer(self, args: Args, kwargs: Kwargs, *, again: bool = False) -> Any:
         if self._closed or self.pool.closed:
-            return self._eagerly("closed", args, kwargs)
+            return self._run_eagerly("closed", args, kwargs)
         if only_for_inference() or (inside_transform() and not capturing_now()):
             raise CaptureError(
                 f"The training step {name_of_step(self._step)} is part of a call that is captured, "
@@ -185,42 +186,44 @@ class GraphedStep:
                 remedy="Call the step where that call is made.",
             )
         if capturing_now():
-            return self._eagerly("inside another capture", args, kwargs)
+            return self._run_eagerly("inside another capture", args, kwargs)
         if under_hooks_for_saved_tensors():
-            return self._eagerly("under hooks for saved tensors", args, kwargs)
+            return self._run_eagerly("under hooks for saved tensors", args, kwargs)
         if self._graphs:
-            self.pool.order()  # What graphs read may be written to here.
+            self.pool.order()  # Code here may write to what graphs read.
         graph = self._find(args, kwargs)
         if graph is None:
             if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
-                return self._eagerly("an argument requires grad", args, kwargs)
-            graph, kind, why = self._new(args, kwargs)
+                return self._run_eagerly("an argument requires grad", args, kwargs)
+            graph, reason, why = self._capture_if_allowed(args, kwargs)
             if graph is None:
-                return self._missed(kind, why, args, kwargs)
-        home = graph.home
-        if not home.intact() and not home.bring():
-            if not home.lacks():
+                return self._fall_back(reason, why, args, kwargs)
+        memory = graph.optimizer_memory
+        if not memory.intact() and not memory.copy_back():
+            if not memory.misses_state():
                 self._drop(graph)
                 if again:
                     why = "the state of an optimizer is of another kind every time"
-                    return self._missed(_REFUSED, why, args, kwargs)
+                    return self._fall_back(_REFUSED, why, args, kwargs)
                 return self._answer(args, kwargs, again=True)
-            if not home.begin():
-                # The first step of an optimizer makes its state, which no graph does.
-                return self._eagerly(_FIRST, args, kwargs)
-        self._workings.refresh()
+            if not memory.make_initial_states():
+                # The first step of an optimizer makes its state, which a graph cannot do.
+                return self._run_eagerly(_FIRST, args, kwargs)
+        self._builder.refresh()
         try:
             result = graph.step(args, kwargs)
-        except SignatureError as error:  # It shares memory with the weights, say.
-            return self._missed("an argument is one that no graph takes", error.what, args, kwargs)
+        except SignatureError as error:  # For example, an argument shares memory with weights.
+            return self._fall_back(
+                "an argument is one that no graph takes", error.what, args, kwargs
+            )
         self._statistics.replays += 1
-        self._in_a_row += 1
-        if self._in_a_row >= _SETTLED:
+        self._replays_in_a_row += 1
+        if self._replays_in_a_row >= _SETTLED:
             self._changes = 0
         return result
 
     def _find(self, args: Args, kwargs: Kwargs) -> CapturedStep | None:
-        """The graph that does just this step."""
+        """The graph that fits this step; None if there is none."""
         for index, graph in enumerate(self._graphs):
             if (
                 graph.state is GraphState.READY
@@ -229,11 +232,11 @@ class GraphedStep:
                 and graph.settings.difference() is None
                 and graph.begins_here()
             ):
-                if graph.holds():
-                    # Somebody has a view of its gradients: the memory is theirs, and from now on
-                    # gradients are handed out as copies.
+                if graph.is_viewed():
+                    # Someone holds a view of its gradients: leave them that memory, and from now
+                    # on give the caller copies of gradients.
                     self._drop(graph)
-                    self._workings.lends = False
+                    self._builder.lends = False
                     return None
                 if index:
                     self._graphs.insert(0, self._graphs.pop(index))
@@ -242,22 +245,29 @@ class GraphedStep:
 
     def _drop(self, graph: CapturedStep) -> None:
         self._graphs.remove(graph)
-        with self._counted():
+        with self._recount_users():
             graph.close()
 
     @contextlib.contextmanager
-    def _counted(self) -> Iterator[None]:
-        """A graph may go on from gradients that another one leaves: that is no view of others."""
-        before = [(graph, graph.users()) for graph in list(GRAPHS)]
-        yield  # What fails leaves nothing of its own.
+    def _recount_users(self) -> Iterator[None]:
+        """Count uses of gradients that graphs gain or lose in the block as our own.
+
+        A graph may begin with gradients that another one leaves.
+        """
+        before = [(graph, graph.users()) for graph in list(ALL_STEPS)]
+        yield  # A failure leaves no uses behind.
         for graph, users in before:
             graph.expect_users(users)
 
-    def _new(self, args: Args, kwargs: Kwargs) -> tuple[CapturedStep | None, str, str]:
-        """A graph for a step that none fits; or why there is none."""
-        why = self._why(args, kwargs)
+    def _capture_if_allowed(
+        self, args: Args, kwargs: Kwargs
+    ) -> tuple[CapturedStep | None, str, str]:
+        """A new graph for a step that no graph fits; or the reason why not, and the details."""
+        why = self._difference(args, kwargs)
         self._drop_stale()
-        if self._on_miss != "capture" and not any(k.fits(args, kwargs) for k in self._kinds):
+        if self._on_miss != "capture" and not any(
+            each.fits(args, kwargs) for each in self._captured
+        ):
             return None, "no graph fits", why
         if self._changes > _MAX_CHANGES:
             return None, "what it is made of changes again and again", why
@@ -274,48 +284,48 @@ class GraphedStep:
                 self._refused.append((CallSignature.of(args, kwargs), reason))
             return None, _REFUSED, reason
 
-    def _missed(self, kind: str, why: str, args: Args, kwargs: Kwargs) -> Any:
+    def _fall_back(self, reason: str, why: str, args: Args, kwargs: Kwargs) -> Any:
         self._last_miss = why
         if self._on_miss == "error":
             raise SignatureError(
                 f"No graph of {name_of_step(self._step)} fits this step: {why}",
                 remedy="Make one for this batch with graph_step(), or allow on_miss='capture'.",
             )
-        result = self._eagerly(kind, args, kwargs)
-        if self._on_miss == "capture" and kind not in self._warned:
-            self._warned.add(kind)
+        result = self._run_eagerly(reason, args, kwargs)
+        if self._on_miss == "capture" and reason not in self._warned:
+            self._warned.add(reason)
             warnings.warn(
-                f"A step runs eagerly, since {kind}: {why}",
+                f"A step runs eagerly, since {reason}: {why}",
                 RuntimeWarning,
                 stacklevel=levels_above(),
             )
         return result
 
-    def _eagerly(self, kind: str, args: Args, kwargs: Kwargs) -> Any:
-        self._statistics.eager[kind] += 1
-        return plainly(self._step, args, kwargs)
+    def _run_eagerly(self, reason: str, args: Args, kwargs: Kwargs) -> Any:
+        self._statistics.eager[reason] += 1
+        return run_detached(self._step, args, kwargs)
 
     # A capture.
 
     def _capture(self, args: Args, kwargs: Kwargs) -> CapturedStep:
-        """Capture the step as it is now; what its runs change is put back."""
-        with self.pool.lock, self._counted():
-            graph = self._workings.capture(args, kwargs, self.pool, self._warmup)
+        """Capture the step as it is now; what the runs change is put back."""
+        with self.pool.lock, self._recount_users():
+            graph = self._builder.capture(args, kwargs, self.pool, self._warmup)
         self._graphs.insert(0, graph)
-        if all(graph.signature != kind for kind in self._kinds):
-            self._kinds.append(graph.signature)
+        if all(graph.signature != known for known in self._captured):
+            self._captured.append(graph.signature)
         self._statistics.captures += 1
-        self._in_a_row = 0
+        self._replays_in_a_row = 0
         return graph
 
     def _drop_stale(self) -> None:
-        """Close graphs that no step will fit again; have changing learning rates in tensors."""
+        """Close graphs that will never fit again; move learning rates that change to tensors."""
         changed = self._graphs[0].settings.difference() if self._graphs else None
         if changed is not None:
-            rates = [r for r in self._workings.rates if r.tensor is None and r.can_change]
+            rates = [r for r in self._builder.rates if r.tensor is None and r.can_change]
             if any(rate.option == changed for rate in rates):
                 for rate in rates:
-                    rate.change()
+                    rate.move_to_tensor()
             else:
                 self._changes += 1
         for graph in list(self._graphs):
@@ -326,8 +336,8 @@ class GraphedStep:
     def _ready(self) -> list[CapturedStep]:
         return [graph for graph in self._graphs if graph.state is GraphState.READY]
 
-    def _why(self, args: Args, kwargs: Kwargs) -> str:
-        """What is different about a step that no graph fits."""
+    def _difference(self, args: Args, kwargs: Kwargs) -> str:
+        """How a step differs from what the last graph was captured for, in words."""
         if not self._graphs:
             return "its graphs were closed, or something that they were made of has changed"
         graph = self._graphs[0]
@@ -351,35 +361,35 @@ def graph_step(
     max_graphs: int = 8,
     warmup: int = 3,
 ) -> GraphedStep:
-    """Make one graph of a whole training iteration.
+    """Capture a whole training iteration as one graph.
 
-    The step is run a few times here, and all that these runs change is put back: parameters,
-    buffers, gradients, random numbers, and the optimizers' states. The first step of an optimizer
-    makes its state and is eager; so is a batch that no graph is captured for.
+    The step is run a few times here. All that these runs change is put back: parameters, buffers,
+    gradients, random numbers, and the optimizers' states. The first step of an optimizer makes its
+    state and is eager, as are steps on batches that no graph is captured for.
 
     Args:
         step: does one iteration on a batch: zero_grad, forward, loss, backward, clipping,
-            `optimizer.step()`, moving averages; it may go through several micro-batches. What it
-            returns, the loss above all, is returned as tensors that do not require grad. It reads
-            nothing back from the device, and leaves `scheduler.step()` out.
-        sample_batch: the step's arguments: a tuple, or a single one.
-        optimizer: those that the step uses; what the step itself names is found. SGD, or whatever
-            has the option `capturable` (which is switched on) or `fused=True`; on the CPU SGD or
-            `fused=True`.
-        scaler: the GradScaler that the step uses; its optimizers have to be fused.
-        scheduler: its `step()` is called after each step. One that is not given may be called
-            outside; a learning rate that changes is followed in either case.
-        pool: memory to share with other graphs; by default a pool of its own.
-        on_miss: what a batch of another kind does: "capture" a graph of its own, go "eager", or
-            "error".
-        max_graphs: graphs to capture; steps that need another one are eager, with a warning.
-        warmup: ordinary runs before the capture, beside those that observe and rehearse it.
+            `optimizer.step()`, moving averages; it may use several micro-batches. Its results,
+            above all the loss, are returned as tensors that do not require grad. It must not read
+            anything back from the device, nor call `scheduler.step()`.
+        sample_batch: the step's arguments: a tuple, or a single argument.
+        optimizer: the optimizers that the step uses; those that the step itself names are found.
+            SGD, or an optimizer with the option `capturable` (which is switched on) or with
+            `fused=True`; on the CPU SGD or `fused=True`.
+        scaler: the GradScaler that the step uses; its optimizers must be fused.
+        scheduler: its `step()` is called after each step. A scheduler that is not given may be
+            called outside; changes of learning rates take effect in both cases.
+        pool: memory to share with other graphs; by default a new pool.
+        on_miss: what to do if no graph fits a batch: "capture" another graph, run it "eager", or
+            raise an "error".
+        max_graphs: how many graphs to capture; steps that need more are eager, with a warning.
+        warmup: ordinary runs before the capture, in addition to those that observe and rehearse it.
 
     Returns:
-        a GraphedStep, to be called as the step is.
+        A GraphedStep, which is called like the step.
 
     Raises:
-        CaptureError: the step cannot be captured; names the operation, the line and the remedy.
+        CaptureError: the step cannot be captured; it names the operation, the line and the remedy.
         MemoryBudgetExceeded: it does not fit under the pool's limit.
         OptionError: an option makes no sense.
     """

@@ -1,8 +1,8 @@
-"""What a graph asks of optimizers: all that they compute with on the device, and where it was.
+"""Making optimizers fit for a graph: their state on the device, in memory that stays the same.
 
-A graph repeats kernels. What an optimizer keeps on the host, a step count or a learning rate, goes
-into the kernels' arguments and stays what it was at capture; so the count is kept on the device
-(PyTorch's option `capturable`), and a learning rate that changes is read from a tensor.
+A graph repeats kernels with the arguments of the capture. A step count or learning rate on the host
+would stay what it was then. So step counts are kept on the device (PyTorch's option `capturable`),
+and a learning rate that changes is read from a tensor.
 """
 
 from __future__ import annotations
@@ -21,15 +21,20 @@ from ...errors import CaptureError
 
 Group = dict[str, Any]
 
-# Not read by step(): the parameters, and what schedulers keep for themselves.
+# Entries of a group that step() does not read as options: parameters, and notes of schedulers.
 _NO_OPTIONS = frozenset({"params", "initial_lr", "max_lr", "min_lr", "param_names"})
+# Methods that check for a capture before a step, by PyTorch's version.
+_CAPTURE_CHECKS = (
+    "_cuda_graph_capture_health_check",
+    "_accelerator_graph_capture_health_check",
+)
 
 
 def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
-    """Have an optimizer keep its step count on the device, where that is all that it needs.
+    """Have an optimizer keep its step count on the device.
 
     Raises:
-        CaptureError: it needs more than that.
+        CaptureError: that alone does not make it fit for a graph.
     """
     name = type(optimizer).__name__
     for group in optimizer.param_groups:
@@ -53,32 +58,28 @@ def make_capturable(optimizer: Optimizer, device: torch.device) -> None:
             state["step"] = step.to(device, torch.float32)
 
 
-# What an optimizer asks before a step, by PyTorch's version.
-_HEALTH = ("_cuda_graph_capture_health_check", "_accelerator_graph_capture_health_check")
-
-
 @contextlib.contextmanager
-def unasked(optimizers: Sequence[Optimizer]) -> Iterator[None]:
-    """Keep optimizers from asking for a capture: `make_capturable` has seen to it.
+def skip_capture_checks(optimizers: Sequence[Optimizer]) -> Iterator[None]:
+    """Switch off the optimizers' own checks for a capture, since `make_capturable` has checked.
 
-    PyTorch 2.11 asks about the GPU where the parameters are on the host.
+    PyTorch 2.11 asks the GPU even if the parameters are on the host.
     """
     for optimizer in optimizers:
-        vars(optimizer).update(dict.fromkeys(_HEALTH, _nothing))
+        vars(optimizer).update(dict.fromkeys(_CAPTURE_CHECKS, _do_nothing))
     try:
         yield
     finally:
         for optimizer in optimizers:
-            for name in _HEALTH:
+            for name in _CAPTURE_CHECKS:
                 del vars(optimizer)[name]
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     pass
 
 
 def check_scaling(optimizers: Sequence[Optimizer]) -> None:
-    """Refuse optimizers for which a GradScaler asks the device whether to skip a step.
+    """Refuse optimizers for which a GradScaler reads from the device whether to skip a step.
 
     Raises:
         CaptureError: one is not fused.
@@ -92,37 +93,37 @@ def check_scaling(optimizers: Sequence[Optimizer]) -> None:
             )
 
 
-class Rate:
-    """The learning rate of one group as a graph reads it.
+class LearningRate:
+    """The learning rate of one parameter group, as a graph reads it.
 
     Attributes:
-        tensor: where it is read from; None while it is a constant of the kernels.
+        tensor: the tensor that it is read from; None while it is a constant of the kernels.
     """
 
     def __init__(self, optimizer: Optimizer, index: int, device: torch.device) -> None:
         self._optimizer = optimizer
         self._index = index
         self._device = device
-        self._filled: float | None = None
+        self._copied: float | None = None
         self.tensor: torch.Tensor | None = None
 
     @property
     def group(self) -> Group:
-        """Its group, as it is now."""
+        """The parameter group, as it is now."""
         return self._optimizer.param_groups[self._index]
 
     @property
     def option(self) -> tuple[Optimizer, int, str]:
-        """What `Settings.difference` calls it."""
+        """The name that `Settings.difference` has for it."""
         return self._optimizer, self._index, "lr"
 
     def belongs_to(self, optimizer: Optimizer) -> bool:
-        """Whether it is one of this optimizer's."""
+        """Whether it is a rate of this optimizer."""
         return self._optimizer is optimizer
 
     @property
     def is_scheduled(self) -> bool:
-        """Whether a scheduler of PyTorch's has been attached to its optimizer."""
+        """Whether a scheduler of PyTorch's is attached to the optimizer."""
         return hasattr(self._optimizer.step, "_wrapped_by_lr_sched")
 
     def __str__(self) -> str:
@@ -137,28 +138,28 @@ class Rate:
         fused = bool(group.get("fused")) or isinstance(self._optimizer, SGD)
         return fused or bool(group.get("capturable"))
 
-    def change(self) -> None:
-        """From now on it is read from a tensor."""
+    def move_to_tensor(self) -> None:
+        """Have graphs read it from a tensor from now on."""
         with torch.inference_mode(False):
             self.tensor = torch.zeros((), dtype=torch.float32, device=self._device)
-        self._filled = None
+        self._copied = None
 
     def refresh(self) -> None:
-        """Copy the number in that the group has now."""
+        """Copy the group's present number into the tensor."""
         if self.tensor is None or self._index >= len(self._optimizer.param_groups):
             return
         now = self.group["lr"]
         with torch.no_grad():
             if isinstance(now, torch.Tensor):
                 self.tensor.copy_(now)
-                self._filled = None
-            elif now != self._filled:
+                self._copied = None
+            elif now != self._copied:
                 self.tensor.fill_(now)
-                self._filled = now
+                self._copied = now
 
     @contextlib.contextmanager
-    def in_place(self) -> Iterator[None]:
-        """Have the optimizer see the tensor.
+    def as_tensor(self) -> Iterator[None]:
+        """Put the tensor, if there is one, into the group in place of the number.
 
         Raises:
             CaptureError: the step has set the learning rate itself.
@@ -189,12 +190,15 @@ class Rate:
 
 
 class Settings:
-    """What of optimizers and a GradScaler is in kernels as an argument: what is no tensor."""
+    """Options of optimizers and a GradScaler that are no tensors, hence constants of kernels."""
 
     def __init__(
-        self, optimizers: Sequence[Optimizer], rates: Sequence[Rate], scaler: GradScaler | None
+        self,
+        optimizers: Sequence[Optimizer],
+        rates: Sequence[LearningRate],
+        scaler: GradScaler | None,
     ) -> None:
-        free = {(id(r._optimizer), r._index) for r in rates if r.tensor is not None}
+        in_tensors = {(id(r._optimizer), r._index) for r in rates if r.tensor is not None}
         self._groups = [
             (o, [list(map(id, group["params"])) for group in o.param_groups]) for o in optimizers
         ]
@@ -204,12 +208,12 @@ class Settings:
         for optimizer in optimizers:
             for index, group in enumerate(optimizer.param_groups):
                 for key, value in group.items():
-                    variable = key == "lr" and (id(optimizer), index) in free
+                    variable = key == "lr" and (id(optimizer), index) in in_tensors
                     if not (key in _NO_OPTIONS or variable or isinstance(value, torch.Tensor)):
                         self._held.append((optimizer, index, key, value))
 
     def difference(self) -> tuple[Any, int, str] | None:
-        """Which option is another one by now: whose, of which group, and the option's name."""
+        """An option that has changed: its owner, the index of its group, and its name; or None."""
         for optimizer, groups in self._groups:
             if [list(map(id, group["params"])) for group in optimizer.param_groups] != groups:
                 return optimizer, 0, "params"
@@ -223,22 +227,22 @@ class Settings:
 
 
 def _factors(scaler: GradScaler | None) -> tuple[float, ...]:
-    """What a GradScaler has as numbers."""
+    """The numbers that a GradScaler computes with."""
     if scaler is None:
         return ()
     return scaler._growth_factor, scaler._backoff_factor, scaler._growth_interval
 
 
 class OptimizerMemory:
-    """Where the tensors of optimizers and of a GradScaler are that a graph works on.
+    """The memory of optimizers' states and of a GradScaler that a graph reads and writes.
 
-    Loading a state puts other tensors in their place; their values are brought home. Whoever keeps
-    a tensor that was at home, as `state_dict()` does, keeps its values.
+    Loading a state replaces its tensors; `copy_back` then copies their values to this memory.
+    Whoever holds a tensor in this memory, such as one from `state_dict()`, keeps its values.
 
     Args:
-        optimizers: that the step uses.
-        scaler: likewise.
-        used: storages that the graph uses, by identity; states elsewhere are not its own.
+        optimizers: the optimizers that the step uses.
+        scaler: the GradScaler that it uses, if any.
+        used: storages that the graph uses, by identity; other states do not concern it.
     """
 
     def __init__(
@@ -263,13 +267,13 @@ class OptimizerMemory:
         self._scale = {k: v for k, v in attributes.items() if isinstance(v, torch.Tensor)}
         shown = [t for _, _, state in self._states for t in _tensors(state)]
         shown += [*(value for *_, value in self._groups), *self._scale.values()]
-        # The memory itself, whatever becomes of the tensors that others see of it.
+        # Each tensor that others see, and one of our own in the same memory, which stays there.
         self._memory = {id(tensor): (tensor, tensor.detach()) for tensor in shown}
-        self._unseen = True
-        self._index()
+        self._never_replaced = True
+        self._list_expected()
 
-    def _index(self) -> None:
-        """What states hold, by optimizer, for a quick look."""
+    def _list_expected(self) -> None:
+        """List the expected tensors of each optimizer's states, so that `intact` is quick."""
         self._expected: list[tuple[Optimizer, list[Any], list[Any]]] = []
         for optimizer in self._optimizers:
             theirs = [(p, state) for o, p, state in self._states if o is optimizer]
@@ -277,9 +281,9 @@ class OptimizerMemory:
             self._expected.append((optimizer, [p for p, _ in theirs], values))
 
     def intact(self) -> bool:
-        """Whether all of them are where they were."""
+        """Whether all tensors are still in this memory."""
         here = self._intact()
-        self._unseen = self._unseen and not here
+        self._never_replaced = self._never_replaced and not here
         return here
 
     def _intact(self) -> bool:
@@ -295,14 +299,14 @@ class OptimizerMemory:
                 return False
         return all(vars(self._scaler).get(key) is value for key, value in self._scale.items())
 
-    def lacks(self) -> bool:
-        """Whether something has no state that had one: its first step is to come."""
+    def misses_state(self) -> bool:
+        """Whether a parameter's state was removed: its first step is still to come."""
         return any(not o.state.get(p) for o, p, _ in self._states)
 
-    def begin(self) -> bool:
-        """Make the state that optimizers have before their first step, where that is all zeros.
+    def make_initial_states(self) -> bool:
+        """Make the states that are missing, if they are all zeros before the first step.
 
-        False where an optimizer's first step is another one than those that follow.
+        False if an optimizer's first step differs from later ones.
         """
         new = [entry for entry in self._states if not entry[0].state.get(entry[1])]
         if not all(_starts_from_zeros(optimizer) for optimizer, _, _ in new):
@@ -312,16 +316,18 @@ class OptimizerMemory:
                 first = dict(kept)
                 for key, value in kept.items():
                     if isinstance(value, torch.Tensor):
-                        # Once somebody has seen it, it may be in a state that was saved.
-                        first[key] = value.zero_() if self._unseen else torch.zeros_like(value)
+                        # Once it was replaced, someone else may hold it, such as a saved state.
+                        first[key] = (
+                            value.zero_() if self._never_replaced else torch.zeros_like(value)
+                        )
                 optimizer.state[parameter].update(first)
-        return self.intact() or self.bring()
+        return self.intact() or self.copy_back()
 
-    def bring(self) -> bool:
-        """Copy what is elsewhere home; False if there is something else than there was."""
-        if self.lacks():
+    def copy_back(self) -> bool:
+        """Copy values of other tensors to this memory; False if states have another structure."""
+        if self.misses_state():
             return False
-        self._unseen = False
+        self._never_replaced = False
         pairs: list[tuple[Any, Any, Any]] = []
         for optimizer, parameter, kept in self._states:
             state = optimizer.state.get(parameter)
@@ -340,7 +346,7 @@ class OptimizerMemory:
             if isinstance(value, torch.Tensor):
                 now = holder[key]
                 if moves.setdefault(id(value), now) is not now:
-                    return False  # Groups that shared one learning rate have two by now.
+                    return False  # Groups that shared one learning rate now have two.
         shown = self._move(moves)
         for holder, key, value in pairs:
             holder[key] = shown.get(id(value), value)
@@ -352,22 +358,22 @@ class OptimizerMemory:
         self._memory = {id(new): (new, self._memory[old][1]) for old, new in shown.items()}
         for optimizer, parameter, kept in self._states:
             state = optimizer.state[parameter]
-            state.clear()  # In the order that they had.
+            state.clear()  # To restore the order of its entries.
             state.update(kept)
-        self._index()
+        self._list_expected()
         return True
 
     def _move(self, moves: Mapping[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Have the memory hold what these tensors hold; what is seen of it from now on."""
+        """Copy the values of tensors to this memory; the tensors that replace them."""
         shown: dict[int, torch.Tensor] = {}
         copied: list[tuple[torch.Tensor, torch.Tensor]] = []
         with torch.no_grad():
             for key, now in moves.items():
                 before, memory = self._memory[key]
                 if now is before or now.data_ptr() == memory.data_ptr():
-                    shown[key] = now  # Another graph has brought it here.
+                    shown[key] = now  # Another graph has copied it here.
                     continue
-                # Clones: two may have changed places.
+                # Clones, since two tensors may have been swapped.
                 copied.append((memory, now.clone()))
                 if before.data_ptr() == memory.data_ptr():
                     before.data = before.clone()
@@ -383,7 +389,7 @@ def _tensors(state: Mapping[str, Any]) -> list[torch.Tensor]:
 
 def _starts_from_zeros(optimizer: Optimizer) -> bool:
     if type(optimizer) is SGD:
-        # Its first step takes the gradient for the momentum as it is.
+        # Its first step takes the gradient as the momentum, without dampening.
         return all(group["dampening"] == 0 for group in optimizer.param_groups)
     return type(optimizer) in (Adam, AdamW)
 

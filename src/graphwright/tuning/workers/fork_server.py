@@ -1,4 +1,7 @@
-"""The process that forks one for each candidate, as seen from the caller's."""
+"""The process that workers are forked from, as the caller's process sees it.
+
+The other side is `fork_server_main`. Requests and answers are JSON messages over a socket.
+"""
 
 from __future__ import annotations
 
@@ -14,30 +17,32 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from .process import kill, last_line
+from .process import kill_group, last_line
 from .task import IsolationError
 
-# Seconds until a new process has to answer.
-START_S = 120.0
-# Seconds that it has to end by itself.
-_END_S = 5.0
-# Says, in the environment, that a process is one of a candidate's.
+# Seconds that a new process has to give its first answer.
+START_TIMEOUT_S = 120.0
+# Seconds that it has to end after it was asked to.
+_END_TIMEOUT_S = 5.0
+# This environment variable marks the processes that candidates run in.
 CANDIDATE = "GRAPHWRIGHT_CANDIDATE"
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
-# Bytes of the longest message on a control socket.
-MESSAGE = 1 << 20
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
+# Bytes of the longest message on the control socket.
+MAX_MESSAGE = 1 << 20
 
 
 class ForkServerGone(IsolationError):
-    """The process that candidates are started from has ended, or does not answer."""
+    """The fork server has ended or does not answer."""
 
 
 class ForkServer:
-    """A process that imports modules once and is forked for each candidate.
+    """A process that imports modules once and forks a worker for each candidate.
+
+    The imports begin at once; `wait_until_ready` waits for them.
 
     Args:
-        modules: what to import; it begins at once, and `ready` waits for it.
-        threads: of torch.compile's own processes, for each candidate.
+        modules: names of the modules to import.
+        threads: how many threads torch.compile may compile with in each worker.
 
     Raises:
         IsolationError: no process can be started or forked here.
@@ -49,33 +54,38 @@ class ForkServer:
         self._is_ready = False
         try:
             with contextlib.ExitStack() as stack:
-                self._begin(stack, modules, threads)
+                self._start(stack, modules, threads)
                 stack.pop_all()
         except (OSError, ValueError, TypeError) as error:
             raise IsolationError(f"no process could be started: {error}") from error
 
-    def _begin(self, stack: contextlib.ExitStack, modules: Sequence[str], threads: int) -> None:
+    def _start(self, stack: contextlib.ExitStack, modules: Sequence[str], threads: int) -> None:
         root = str(Path(__file__).resolve().parents[3])
-        given = {"TORCHINDUCTOR_COMPILE_THREADS": str(threads), **os.environ, CANDIDATE: "1"}
-        environment = {
-            **given,
-            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-            "PYTHONSAFEPATH": "1",  # Modules of the folder that one is in are not for this.
-            # Else a mere question for a GPU starts CUDA, which does not survive a fork; nor do
-            # threads, which each child has as many of as the caller.
-            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-            **dict.fromkeys(_THREADS, "1"),
+        worker_environment = {
+            "TORCHINDUCTOR_COMPILE_THREADS": str(threads),
+            **os.environ,
+            CANDIDATE: "1",
         }
-        # An empty entry is the folder that this process is in.
+        environment = {
+            **worker_environment,
+            "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
+            "PYTHONSAFEPATH": "1",  # Import nothing from the current folder.
+            # Without this, merely asking for a GPU starts CUDA, which does not survive a fork.
+            "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
+            # Threads do not survive a fork either; each worker has as many as the caller.
+            **dict.fromkeys(_THREAD_VARIABLES, "1"),
+        }
+        # An empty entry of sys.path means the current folder.
         path = [os.path.abspath(entry) for entry in sys.path]
-        # Children are killed, or end at once: what they leave in temporary folders goes with this.
-        self._scratch = tempfile.mkdtemp(prefix="gw-")  # Paths of sockets are short.
+        # Workers are killed or exit at once, so they leave temporary files: all are kept in one
+        # folder, which is removed with the fork server.
+        self._scratch = tempfile.mkdtemp(prefix="gw-")  # Short: paths of sockets are limited.
         stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
         self._log: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed with the process
         stack.callback(self._log.close)
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         stack.callback(self._control.close)
-        self._control.settimeout(START_S)
+        self._control.settimeout(START_TIMEOUT_S)
         with theirs:
             handle = theirs.fileno()
             command = [
@@ -99,55 +109,63 @@ class ForkServer:
             path=path,
             argv=sys.argv,
             modules=list(modules),
-            environment=given,
+            environment=worker_environment,
             scratch=self._scratch,
         )
 
-    def ready(self) -> None:
-        """Wait until it can be forked."""
+    def wait_until_ready(self) -> None:
+        """Wait until the modules are imported and workers can be forked.
+
+        Raises:
+            IsolationError: importing a module has started CUDA, which does not survive a fork.
+        """
         if not self._is_ready:
-            if not self._answer()["forks"]:
+            if not self._receive()["can_fork"]:
                 raise IsolationError("a module that the model needs starts CUDA when imported")
             self._is_ready = True
 
     def fork(self, handles: Sequence[int]) -> int:
-        """The process number of a child with these handles; see `fork_server_main`."""
-        self.ready()
-        self._send("fork", handles)
-        return int(self._answer()["child"])
+        """Start a worker and return its process number.
 
-    def reap(self, child: int) -> int:
-        """How a child that has ended did so: its exit status, or minus a signal's number."""
-        self._send("reap", child=child)
-        return int(self._answer()["status"])
+        Args:
+            handles: the worker's files, in the order that `fork_server_main` expects.
+        """
+        self.wait_until_ready()
+        self._send("fork", handles)
+        return int(self._receive()["worker"])
+
+    def reap(self, worker: int) -> int:
+        """Wait for a worker to end: its exit status, or minus the number of the fatal signal."""
+        self._send("reap", worker=worker)
+        return int(self._receive()["status"])
 
     def close(self) -> None:
-        """End the process, which ends all that was started under it."""
+        """End the process, which ends everything that was started under it."""
         self._control.close()
         try:
-            self._process.wait(_END_S)
+            self._process.wait(_END_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            kill(self._process.pid)
+            kill_group(self._process.pid)
             self._process.wait()
         self._log.close()
         shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _send(self, what: str, handles: Sequence[int] = (), **more: Any) -> None:
-        message = json.dumps({"do": what, **more}).encode()
+    def _send(self, request: str, handles: Sequence[int] = (), **arguments: Any) -> None:
+        message = json.dumps({"request": request, **arguments}).encode()
         try:
             socket.send_fds(self._control, [message], list(handles))
         except OSError as error:
-            raise ForkServerGone(self._gone()) from error
+            raise self._gone() from error
 
-    def _answer(self) -> dict[str, Any]:
+    def _receive(self) -> dict[str, Any]:
         try:
-            answer = self._control.recv(MESSAGE)
+            message = self._control.recv(MAX_MESSAGE)
         except OSError as error:
-            raise ForkServerGone(self._gone()) from error
-        if not answer:
-            raise ForkServerGone(self._gone())
-        found: dict[str, Any] = json.loads(answer)
-        return found
+            raise self._gone() from error
+        if not message:
+            raise self._gone()
+        answer: dict[str, Any] = json.loads(message)
+        return answer
 
-    def _gone(self) -> str:
-        return f"the process for candidates does not answer: {last_line(self._log)}"
+    def _gone(self) -> ForkServerGone:
+        return ForkServerGone(f"the process for candidates does not answer: {last_line(self._log)}")

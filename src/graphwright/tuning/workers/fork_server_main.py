@@ -1,11 +1,12 @@
-"""Candidates are tried under this process.
+"""The program of the fork server, and of the workers that are forked from it.
 
-Run as `python -m graphwright.tuning.workers.fork_server_main CONTROL PARENT`.
+Run as `python -m graphwright.tuning.workers.fork_server_main CONTROL PARENT`. CONTROL is the handle
+of a socket to the process that tunes, PARENT that process's number.
 
-It imports what the model needs, once, and forks a child for each candidate that it is asked to
-try; it runs nothing of the candidate's itself. A child loads the model and its references from a
-file, evaluates one candidate, and sends the row. CONTROL is a socket to the process that tunes,
-PARENT that process's number: when it ends, so does all that was started here.
+The fork server imports what the model needs, once, and forks a worker for each candidate; it never
+runs a candidate itself. A worker loads the model and its references from a file, evaluates one
+candidate and leaves its row in another file. When the process that tunes ends, so does everything
+that was started here.
 """
 
 from __future__ import annotations
@@ -28,28 +29,31 @@ from typing import Any
 import torch
 
 from ...errors import first_line
-from .fork_server import MESSAGE
-from .process import _CHILD_SUBREAPER, _prctl, when_parent_ends
-from .task import Task, lend_globals
+from .fork_server import MAX_MESSAGE
+from .process import adopt_orphans, end_with_parent
+from .task import Task, publish_globals
 
-# How often what was left by what was left is looked for.
-_GENERATIONS = 50
+# Killing orphans may leave further orphans: how often to look again.
+_MAX_GENERATIONS = 50
 
 
-class _ForkingServer:
-    """Forks children on request, says how they ended, and ends what is left of them."""
+class _Server:
+    """Forks workers on request, reports how they ended, and ends what they leave behind."""
 
     def __init__(self, control: socket.socket) -> None:
         self._control = control
-        self._children: set[int] = set()
+        self._workers: set[int] = set()
         self._scratch = ""
         self._environment: dict[str, str] = {}
 
     def run(self) -> None:
-        """Answer requests until the other side is gone."""
+        """Answer requests until the other side closes the socket.
+
+        A request names one of the methods `prepare`, `fork` and `reap`, with its arguments.
+        """
         while message := _receive(self._control):
-            request, handles = message
-            answer = getattr(self, request.pop("do"))(handles, **request)
+            arguments, handles = message
+            answer = getattr(self, arguments.pop("request"))(handles, **arguments)
             self._control.sendall(json.dumps(answer).encode())
 
     def prepare(
@@ -61,9 +65,9 @@ class _ForkingServer:
         environment: dict[str, str],
         scratch: str,
     ) -> dict[str, Any]:
-        """Import what children will need; what cannot be imported is left to them.
+        """Import what workers will need; a module that cannot be imported is left to them.
 
-        Their temporary files are put in a folder that is removed with this process.
+        Their temporary files go to `scratch`, which is removed with this process.
         """
         sys.path[:], sys.argv[1:] = path, argv[1:]
         self._scratch = scratch
@@ -74,26 +78,31 @@ class _ForkingServer:
         if "torch._inductor" in sys.modules:
             from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 
-            # What is compiled is kept where it always is, which is among temporary files.
+            # By default Inductor's cache lies under TMPDIR; keep it where the caller has it.
             self._environment.setdefault("TORCHINDUCTOR_CACHE_DIR", default_cache_dir())
-        # Children need not look for garbage in what is there already, nor copy its pages.
+        # Workers then neither collect what is here already nor copy its pages.
         gc.collect()
         gc.freeze()
-        return {"forks": not torch.cuda.is_initialized()}
+        return {"can_fork": not torch.cuda.is_initialized()}
 
     def fork(self, handles: list[int]) -> dict[str, Any]:
-        """Start a child that talks, prints, loads its task and writes through these handles."""
-        mother = os.getpid()
-        child = os.fork()
-        if child:
-            self._children.add(child)
+        """Start a worker.
+
+        Args:
+            handles: of its channel, its log, the file with the task, and the file that holds the
+                candidate and gets its row.
+        """
+        server = os.getpid()
+        worker = os.fork()
+        if worker:
+            self._workers.add(worker)
             for handle in handles:
                 os.close(handle)
-            return {"child": child}
-        channel, log, payload, paper = handles
+            return {"worker": worker}
+        channel, log, task, exchange = handles
         try:
             os.setsid()
-            when_parent_ends(signal.SIGKILL, mother)
+            end_with_parent(server, signal.SIGKILL)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             self._control.close()
             os.dup2(log, 1)
@@ -101,8 +110,8 @@ class _ForkingServer:
             os.close(log)
             os.environ.clear()
             os.environ.update(self._environment)
-            tempfile.tempdir = None  # It is asked for again.
-            serve(socket.socket(fileno=channel), payload, paper)
+            tempfile.tempdir = None  # Have it read TMPDIR again.
+            evaluate(socket.socket(fileno=channel), task, exchange)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -112,28 +121,28 @@ class _ForkingServer:
                 sys.stderr.flush()
             os._exit(1)
 
-    def reap(self, handles: list[int], child: int) -> dict[str, Any]:
-        """How a child ended: its exit status, or minus the signal that ended it."""
-        _, status = os.waitpid(child, 0)
-        self._children.discard(child)
-        self._end_orphans()
+    def reap(self, handles: list[int], worker: int) -> dict[str, Any]:
+        """Wait for a worker to end: its exit status, or minus the number of the fatal signal."""
+        _, status = os.waitpid(worker, 0)
+        self._workers.discard(worker)
+        self._kill_orphans()
         return {"status": os.waitstatus_to_exitcode(status)}
 
-    def end(self) -> None:
-        """Kill every child with whatever it has started."""
-        for child in self._children:
+    def close(self) -> None:
+        """Kill every worker and whatever it has started."""
+        for worker in self._workers:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-        self._children.clear()
-        self._end_orphans()
+                os.killpg(worker, signal.SIGKILL)
+        self._workers.clear()
+        self._kill_orphans()
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
 
-    def _end_orphans(self) -> None:
-        """Kill what a candidate has started in a session apart; it is this process's by now."""
-        for _ in range(_GENERATIONS):
+    def _kill_orphans(self) -> None:
+        """Kill what candidates have started in other sessions; this process has adopted it."""
+        for _ in range(_MAX_GENERATIONS):
             with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as listed:
-                orphans = set(map(int, listed.read().split())) - self._children
+                orphans = set(map(int, listed.read().split())) - self._workers
             if not orphans:
                 return
             for orphan in orphans:
@@ -143,29 +152,35 @@ class _ForkingServer:
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
-    data, handles, _, _ = socket.recv_fds(control, MESSAGE, 4)
-    return (json.loads(data), handles) if data else None
+    message, handles, _, _ = socket.recv_fds(control, MAX_MESSAGE, 4)
+    return (json.loads(message), handles) if message else None
 
 
-def serve(channel: socket.socket, payload: int, paper: int) -> None:
-    """Evaluate the candidate that is pickled in a file, and leave its row there."""
+def evaluate(channel: socket.socket, task_handle: int, exchange: int) -> None:
+    """Evaluate one candidate in this worker.
+
+    Args:
+        channel: tells the caller's process how far this is, and waits for its word; see `pool`.
+        task_handle: of the file with the task.
+        exchange: handle of the file with the pickled candidate, which its row replaces.
+    """
 
     def say(what: str, **more: str) -> None:
         channel.send(json.dumps({"say": what, **more}).encode())
 
     try:
-        with mmap.mmap(payload, 0, access=mmap.ACCESS_READ) as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # A warning would stand in the log as the last word.
+        with mmap.mmap(task_handle, 0, access=mmap.ACCESS_READ) as file, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # The log's last line should be the candidate's.
             readable: Any = file
             task: Task = torch.load(readable, weights_only=False)
-            lend_globals()
+            publish_globals()
         task.settings.apply()
         mode = torch.inference_mode if task.settings.inference else contextlib.nullcontext
         with mode():
             evaluator = task.evaluator()
             why = evaluator.disagreement()
-        packed = os.pread(paper, os.fstat(paper).st_size, 0)
-        candidate, device_bytes = pickle.loads(packed)
+        pickled = os.pread(exchange, os.fstat(exchange).st_size, 0)
+        candidate, device_bytes = pickle.loads(pickled)
     except Exception as error:
         why = first_line(error, 160)
     if why is not None:
@@ -174,39 +189,39 @@ def serve(channel: socket.socket, payload: int, paper: int) -> None:
     say("loaded")
     channel.recv(1)
     if device_bytes is not None:
-        place = evaluator.device
-        total = torch.cuda.get_device_properties(place).total_memory
-        allowed = device_bytes + torch.cuda.memory_reserved(place)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), place)
+        device = evaluator.device
+        total = torch.cuda.get_device_properties(device).total_memory
+        allowed = device_bytes + torch.cuda.memory_reserved(device)
+        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
     with mode():
         trial = evaluator.set_up(candidate)
         if trial.builts:
             say("ready")
             channel.recv(1)
             evaluator.time(trial)
-    os.ftruncate(paper, 0)
-    os.pwrite(paper, trial.row.to_json().encode(), 0)
+    os.ftruncate(exchange, 0)
+    os.pwrite(exchange, trial.row.to_json().encode(), 0)
     say("row")
 
 
 def main() -> None:
-    """Serve the process that holds the other end of the control socket."""
+    """Serve the process at the other end of the control socket."""
     control, parent = map(int, sys.argv[1:])
-    nursery = _ForkingServer(socket.socket(fileno=control))
+    server = _Server(socket.socket(fileno=control))
 
-    def over(*_: object) -> None:
-        nursery.end()
+    def terminate(*_: object) -> None:
+        server.close()
         os._exit(1)
 
-    signal.signal(signal.SIGTERM, over)
-    # The caller may ignore it, and with it ignored nobody can be waited for.
+    signal.signal(signal.SIGTERM, terminate)
+    # If the caller ignores this signal, so does this process, and it could wait for no worker.
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    _prctl(_CHILD_SUBREAPER, 1)
+    adopt_orphans()
     try:
-        when_parent_ends(signal.SIGTERM, parent)
-        nursery.run()
+        end_with_parent(parent, signal.SIGTERM)
+        server.run()
     finally:
-        nursery.end()
+        server.close()
 
 
 if __name__ == "__main__":

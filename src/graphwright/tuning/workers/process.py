@@ -1,4 +1,4 @@
-"""Processes: how they end, what they have said last, how much memory they hold."""
+"""Helpers for processes on Linux: end them, outlive none, read their output and memory use."""
 
 from __future__ import annotations
 
@@ -8,9 +8,13 @@ import os
 import signal
 from typing import IO
 
+# Options of prctl(2).
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
 
-def kill(pid: int) -> None:
-    """Kill a process and all of its group."""
+
+def kill_group(pid: int) -> None:
+    """Kill a process and its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
@@ -18,37 +22,43 @@ def kill(pid: int) -> None:
 
 
 def last_line(log: IO[bytes]) -> str:
-    """The last line that a process printed."""
+    """The last line that a process printed, at most 300 characters of it."""
     end = log.seek(0, os.SEEK_END)
     log.seek(max(0, end - 4096))
     lines = log.read().decode(errors="replace").split("\n")
     return next((line.strip() for line in reversed(lines) if line.strip()), "")[:300]
 
 
-def resident(pid: int) -> int:
-    """Bytes of memory of its own that a process holds; 0 where that cannot be told."""
+def resident_bytes(pid: int) -> int:
+    """Bytes of private and shared memory that a process holds; 0 if that cannot be read.
+
+    Pages of files are not counted.
+    """
     with contextlib.suppress(OSError, ValueError):
-        with open(f"/proc/{pid}/status", encoding="ascii") as handle:
-            kept = ("RssAnon:", "RssShmem:")
-            return sum(int(line.split()[1]) for line in handle if line.startswith(kept)) * 1024
+        with open(f"/proc/{pid}/status", encoding="ascii") as status:
+            counted = ("RssAnon:", "RssShmem:")
+            return sum(int(line.split()[1]) for line in status if line.startswith(counted)) * 1024
     return 0
 
 
-# Options of prctl(2).
-_PDEATHSIG = 1
+def end_with_parent(parent: int, signum: int) -> None:
+    """Have the kernel send this process a signal when its parent ends, even if that was killed.
+
+    Args:
+        parent: the parent's process number; this process exits if it has already ended.
+        signum: the signal to send.
+    """
+    _prctl(_PR_SET_PDEATHSIG, signum)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
-_CHILD_SUBREAPER = 36
+def adopt_orphans() -> None:
+    """Become the parent of descendants whose own parent ends, so that they can be found."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def _prctl(option: int, value: int) -> None:
-    """prctl(2), where there is one."""
+    """Call prctl(2), if the C library has it."""
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(option, value)
-
-
-def when_parent_ends(signum: int, parent: int) -> None:
-    """Let the kernel send a signal to this process then, also where the parent was killed."""
-    _prctl(_PDEATHSIG, signum)
-    if os.getppid() != parent:
-        os._exit(1)

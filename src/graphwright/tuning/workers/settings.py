@@ -1,7 +1,8 @@
-"""The settings of a process that change what a model computes or how fast, to repeat elsewhere."""
+"""Settings that change what a model computes or how fast: read in one process, set in another."""
 
 from __future__ import annotations
 
+import importlib
 import operator
 import sys
 from dataclasses import dataclass
@@ -31,17 +32,17 @@ def _set(name: str, value: Any) -> None:
 
 @dataclass(frozen=True)
 class Settings:
-    """What one process has set: to be taken in one and applied in another.
+    """The settings of one process and thread.
 
     Attributes:
-        switches: of `signature.switches`: autocast, default dtype, back ends.
-        device: that tensors are made on where nothing is said.
-        threads: of operators on the CPU.
+        switches: those of `signature.switches`: autocast, default dtype, back ends.
+        device: the default device of new tensors.
+        threads: how many threads operators on the CPU use.
         grad: whether gradients are on.
-        inference: whether inference mode is.
-        warn_only: whether operators that are not deterministic only warn.
-        flags: further ones, by their names in torch.
-        compilers: what was set of torch.compile's options, as Python, by module.
+        inference: whether inference mode is on.
+        warn_only: whether nondeterministic operators only warn.
+        flags: other flags, by their names in torch.
+        compilers: the options of torch.compile that were changed, as Python source by module.
     """
 
     switches: tuple[Any, ...]
@@ -54,8 +55,8 @@ class Settings:
     compilers: dict[str, str]
 
     @classmethod
-    def taken(cls) -> Settings:
-        """Those of this process and thread."""
+    def current(cls) -> Settings:
+        """The settings of this process and thread."""
         names = ("torch._dynamo.config", "torch._inductor.config")
         return cls(
             switches=switches(),
@@ -71,13 +72,11 @@ class Settings:
         )
 
     def apply(self) -> None:
-        """Set them in this process and thread for good; inference mode is left to the caller.
+        """Set them in this process and thread for good; entering inference mode is the caller's.
 
         Raises:
-            RuntimeError: one cannot be set here.
+            RuntimeError: a setting cannot be set here.
         """
-        import importlib
-
         # In the order of `switches`.
         cpu, cuda, dtype, deterministic, mkldnn, cudnn, benchmark, *rest = self.switches
         matmul, conv, mkldnn_matmul, flash, efficient, math, cudnn_sdp = rest

@@ -1,4 +1,4 @@
-"""What a process needs to evaluate candidates as this one would, in a file without a name."""
+"""What a worker needs to evaluate candidates as the caller's process would, and its file."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ class IsolationError(Exception):
 
 @dataclass
 class Task:
-    """What a child needs to evaluate a candidate as the caller's process would."""
+    """What a worker needs to evaluate a candidate as the caller's process would.
+
+    All but `settings` are attributes of `CandidateEvaluator`.
+    """
 
     module: nn.Module
     samples: list[Sample]
@@ -40,7 +43,7 @@ class Task:
 
     @classmethod
     def of(cls, evaluator: CandidateEvaluator) -> Task:
-        """What an evaluator in this process does, with the settings of this moment."""
+        """The task of an evaluator in this process, with this thread's present settings."""
         return cls(
             evaluator.module,
             evaluator.samples,
@@ -48,11 +51,11 @@ class Task:
             evaluator.objective,
             evaluator.screening_s,
             evaluator.dynamic_shapes,
-            Settings.taken(),
+            Settings.current(),
         )
 
     def evaluator(self) -> CandidateEvaluator:
-        """An evaluator in this process, which has loaded the task."""
+        """An evaluator in the process that has loaded this task."""
         state = ModuleState(self.module)
         for sample in self.samples:
             sample.reference.state = state
@@ -66,17 +69,17 @@ class Task:
         )
 
 
-def written(task: Task) -> IO[bytes]:
-    """The task in a file that has no name: it goes when the last process that holds it does.
+def write_task(task: Task) -> IO[bytes]:
+    """Write a task to a file without a name, which lasts as long as a process holds it open.
 
     Raises:
-        IsolationError: it cannot be pickled.
+        IsolationError: the task cannot be pickled or written.
     """
     import cloudpickle
 
     file = tempfile.TemporaryFile(prefix="graphwright-")  # noqa: SIM115  # handed out
     try:
-        with by_value():
+        with pickling_by_value():
             torch.save(task, file, pickle_module=cloudpickle)
         file.flush()
     except BaseException as error:
@@ -90,15 +93,15 @@ def written(task: Task) -> IO[bytes]:
 
 
 @contextlib.contextmanager
-def by_value() -> Iterator[None]:
-    """Pickle what modules define that another process could not import, not just their names."""
+def pickling_by_value() -> Iterator[None]:
+    """Have cloudpickle store definitions, not just names, of modules that cannot be imported."""
     import cloudpickle
 
     known = cloudpickle.list_registry_pickle_by_value()
     with contextlib.ExitStack() as stack:
         for name, module in list(sys.modules.items()):
             ours = getattr(module, "__name__", None) == name and getattr(module, "__file__", None)
-            if not ours or "." in name or name in known or name == "__main__" or _found(name):
+            if not ours or "." in name or name in known or name == "__main__" or _importable(name):
                 continue
             with contextlib.suppress(ValueError):
                 cloudpickle.register_pickle_by_value(module)
@@ -106,7 +109,7 @@ def by_value() -> Iterator[None]:
         yield
 
 
-def _found(name: str) -> bool:
+def _importable(name: str) -> bool:
     """Whether another process would find a module by its name."""
     for finder in sys.meta_path:
         with contextlib.suppress(Exception):
@@ -115,10 +118,10 @@ def _found(name: str) -> bool:
     return False
 
 
-def lend_globals() -> None:
-    """Have modules show what functions see as globals that were pickled by value from them.
+def publish_globals() -> None:
+    """Put the globals of functions that were pickled by value into the modules they name.
 
-    Dynamo looks there for what such a function calls. What is there already stays.
+    Dynamo looks there for what such a function calls. What a module has already stays.
     """
     for function in gc.get_objects():
         if type(function) is not types.FunctionType:
@@ -127,7 +130,7 @@ def lend_globals() -> None:
         name = seen.get("__name__")
         if not isinstance(name, str):
             continue
-        # A module that is not there could not be imported either: `by_value` has looked.
+        # A missing module could not be imported either: `pickling_by_value` has checked.
         module = sys.modules.setdefault(name, types.ModuleType(name))
         if vars(module) is seen:
             continue
@@ -135,9 +138,9 @@ def lend_globals() -> None:
             vars(module).setdefault(key, value)
 
 
-def modules_of(module: nn.Module) -> list[str]:
-    """Modules that define a model's classes, to be imported once for all children."""
-    owner: Any = module._function if isinstance(module, FunctionModule) else None
-    names = {type(child).__module__ for child in module.modules()}
-    names.add(getattr(owner, "__module__", None) or "torch")
+def modules_to_import(module: nn.Module) -> list[str]:
+    """Names of the Python modules that define a model's classes."""
+    function: Any = module._function if isinstance(module, FunctionModule) else None
+    names = {type(part).__module__ for part in module.modules()}
+    names.add(getattr(function, "__module__", None) or "torch")
     return sorted(names - {"__main__"})

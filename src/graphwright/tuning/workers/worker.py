@@ -1,7 +1,7 @@
-"""One candidate's process, as seen from the caller's.
+"""One worker, as the caller's process sees it.
 
-What a candidate may have written is never unpickled: a child says short things in JSON through a
-socket of whole messages, and leaves its row as JSON in a file.
+Nothing that a candidate may have written is unpickled: a worker sends short JSON messages through a
+socket and leaves its row as JSON in a file.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import IO
 from ...report.result import Row
 from ...strategies.base import Candidate
 from .fork_server import ForkServer
-from .process import kill, last_line, resident
+from .process import kill_group, last_line, resident_bytes
 
-# What a child may print, in bytes, and the length of what it may say.
-MOST_PRINTED = 64 << 20
-_SAID = 1 << 16
+# Bytes that a worker may print.
+MAX_PRINTED = 64 << 20
+# Bytes of a worker's longest message.
+_MAX_MESSAGE = 1 << 16
 
 
 @dataclass(eq=False)
@@ -32,50 +33,55 @@ class Worker:
 
     Attributes:
         candidate: what it evaluates.
-        seconds: that its set-up may take, and its timing.
-        host_bytes: of memory that it may take beyond what it holds with the model loaded.
-        began: `time.monotonic()` when what it does now began.
+        timeout_s: seconds that set-up may take, and timing.
+        host_bytes: memory that it may take beyond what it holds with the model loaded.
+        pid: its process number.
+        channel: the socket for messages in both directions.
+        log: the file that it prints to.
+        exchange: the file with the pickled candidate, which its row replaces.
+        pidfd: becomes readable when it ends; None where the system has no such handle.
+        phase_began: `time.monotonic()` when it began to load, to set up or to time.
         loaded: whether it has loaded the model.
-        held: bytes that it held then.
-        ready: whether it is set up.
+        loaded_bytes: what it held then.
+        ready: whether it is set up and waits to be timed.
         row: the result, once there is one.
-        unfit: why it cannot stand for the caller's process, if it cannot.
+        unfit: why it cannot stand in for the caller's process, if it cannot.
     """
 
     candidate: Candidate
-    seconds: float
+    timeout_s: float
     host_bytes: int
     pid: int
     channel: socket.socket
     log: IO[bytes]
-    paper: IO[bytes]
+    exchange: IO[bytes]
     pidfd: int | None
-    began: float = field(default_factory=time.monotonic)
+    phase_began: float = field(default_factory=time.monotonic)
     loaded: bool = False
-    held: int = 0
+    loaded_bytes: int = 0
     ready: bool = False
     row: Row | None = None
     unfit: str | None = None
 
     @classmethod
-    def born(
+    def start(
         cls,
-        nursery: ForkServer,
+        server: ForkServer,
         candidate: Candidate,
-        packed: bytes,
-        payload: int,
-        seconds: float,
+        pickled: bytes,
+        task: int,
+        timeout_s: float,
         host_bytes: int,
     ) -> Worker:
-        """Start a process.
+        """Fork a worker.
 
         Args:
-            nursery: what forks it.
+            server: forks it.
             candidate: what it evaluates.
-            packed: the same, pickled.
-            payload: handle of the file with the model.
-            seconds: see above.
-            host_bytes: likewise.
+            pickled: the candidate and its limit of device memory, pickled.
+            task: handle of the file with the task.
+            timeout_s: see the class.
+            host_bytes: see the class.
 
         Raises:
             IsolationError: none can be started.
@@ -83,89 +89,90 @@ class Worker:
         """
         with contextlib.ExitStack() as stack:
             log = stack.enter_context(tempfile.TemporaryFile())
-            paper = stack.enter_context(tempfile.TemporaryFile())
-            paper.write(packed)
-            paper.flush()
+            exchange = stack.enter_context(tempfile.TemporaryFile())
+            exchange.write(pickled)
+            exchange.flush()
             ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             stack.callback(ours.close)
             with theirs:
-                handles = (theirs.fileno(), log.fileno(), payload, paper.fileno())
-                pid = nursery.fork(handles)
+                pid = server.fork((theirs.fileno(), log.fileno(), task, exchange.fileno()))
             pidfd = None
             with contextlib.suppress(OSError, AttributeError):
                 pidfd = os.pidfd_open(pid)
             stack.pop_all()
         ours.setblocking(False)
-        return cls(candidate, seconds, host_bytes, pid, ours, log, paper, pidfd)
+        return cls(candidate, timeout_s, host_bytes, pid, ours, log, exchange, pidfd)
 
     @property
-    def over(self) -> bool:
+    def done(self) -> bool:
         """Whether there is nothing more to wait for."""
         return self.row is not None or self.unfit is not None
 
     @property
     def handles(self) -> list[int]:
-        """What becomes readable when it says something or ends."""
+        """What becomes readable when it sends a message or ends."""
         return [self.channel.fileno(), *([] if self.pidfd is None else [self.pidfd])]
 
-    def say(self, what: str) -> None:
-        """Tell it to go on."""
+    def go_on(self) -> None:
+        """Tell it to begin its next phase."""
         with contextlib.suppress(OSError):
-            self.channel.send(what.encode())
+            self.channel.send(b"!")
 
-    def hear(self) -> bool:
-        """Take in what it has said; whether its end of the channel is closed."""
+    def read_messages(self) -> bool:
+        """Take in all messages that have arrived; whether its end of the channel is closed."""
         while True:
             try:
-                said = self.channel.recv(_SAID)
+                message = self.channel.recv(_MAX_MESSAGE)
             except BlockingIOError:
                 return False
             except OSError:
                 return True
-            if not said:
+            if not message:
                 return True
+            # A candidate may have written to the channel: ignore what is no message.
             with contextlib.suppress(ValueError, TypeError, KeyError, AttributeError):
-                self._take(json.loads(said))
+                self._take_in(json.loads(message))
 
-    def _take(self, said: dict[str, str]) -> None:
-        what = said["say"]
+    def _take_in(self, message: dict[str, str]) -> None:
+        what = message["say"]
         if what == "loaded":
-            self.loaded, self.held, self.began = True, resident(self.pid), time.monotonic()
+            self.loaded, self.loaded_bytes = True, resident_bytes(self.pid)
+            self.phase_began = time.monotonic()
         elif what == "ready":
             self.ready = True
         elif what == "unfit":
-            self.unfit = str(said["why"])[:300]
+            self.unfit = str(message["why"])[:300]
         elif what == "row":
-            size = os.fstat(self.paper.fileno()).st_size
-            row = Row.from_json(os.pread(self.paper.fileno(), size, 0).decode())
+            size = os.fstat(self.exchange.fileno()).st_size
+            row = Row.from_json(os.pread(self.exchange.fileno(), size, 0).decode())
             row.strategy, row.complexity = self.candidate.name, self.candidate.complexity
             self.row = row
 
-    def has_ended(self, patience_s: float) -> bool:
+    def has_ended(self, timeout_s: float) -> bool:
         """Whether the process ends within some seconds."""
         if self.pidfd is None:
             return True
-        return bool(select.select([self.pidfd], [], [], patience_s)[0])
+        return bool(select.select([self.pidfd], [], [], timeout_s)[0])
 
     @property
-    def printed(self) -> int:
-        """Bytes that it has printed."""
+    def printed_bytes(self) -> int:
+        """How much it has printed."""
         return os.fstat(self.log.fileno()).st_size
 
     @property
-    def last_words(self) -> str:
+    def last_line(self) -> str:
         """The last line that it has printed."""
         return last_line(self.log)
 
     def stop(self, row: Row) -> None:
-        """End it and all of its group at once, with this row."""
-        kill(self.pid)  # Nobody has waited for it: the number is still its own.
+        """Kill it and its process group, and make this its row."""
+        kill_group(self.pid)  # Not waited for yet, so the number is still its own.
         self.row = row
 
-    def let_go(self) -> None:
-        """Close what connects this process with it."""
+    def close(self) -> None:
+        """Close its files; the process itself is not touched."""
         self.channel.close()
         self.log.close()
-        self.paper.close()
+        self.exchange.close()
         if self.pidfd is not None:
             os.close(self.pidfd)

@@ -1,1 +1,1 @@
-"""The kernels in Triton. Importing a module of these imports Triton."""
+"""The Triton kernels. Importing one of these modules imports Triton."""

@@ -1,4 +1,4 @@
-"""How a kernel's work is cut up: formulas rather than trials at run time."""
+"""How many elements a program takes: formulas instead of trials at run time."""
 
 from __future__ import annotations
 

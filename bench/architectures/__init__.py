@@ -1,0 +1,1 @@
+"""Which architectures of transformers take buckets, on the CPU."""

@@ -1,0 +1,1 @@
+"""Calls that a plain capture does not take, as graph() answers them."""

@@ -1,0 +1,1 @@
+"""graph(buckets=…): a model over batch × length, and what padding costs."""

@@ -1,0 +1,1 @@
+"""capture() and graph() beside eager, a capture by hand and PyTorch's own ways to one."""

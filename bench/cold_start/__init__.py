@@ -1,0 +1,1 @@
+"""Seconds from the start of a process to its first right answer."""

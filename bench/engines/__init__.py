@@ -1,0 +1,1 @@
+"""Other engines beside eager, in one table."""

@@ -1,0 +1,1 @@
+"""fuse() beside eager, TorchScript and Inductor."""

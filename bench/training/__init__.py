@@ -1,0 +1,1 @@
+"""Training steps: graph_step() beside eager and PyTorch's own ways."""

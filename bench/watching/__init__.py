@@ -1,0 +1,1 @@
+"""What looking for changes costs at every call, beside another checkout."""
