@@ -725,6 +725,7 @@ def test_importing_the_operators_imports_no_triton() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.skipif(INTERPRETED or COMPILED, reason="it is what the others run in")
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's kernels are what is tested there")

@@ -13,6 +13,7 @@ from graphwright.report.result import Status
 ENGINES = ("onnxruntime", "aot_inductor", "xla")
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.parametrize("name", ["mlp", "cnn", "rnn", "conv_relu_pool", "minilm"])
 def test_an_engine_is_measured_or_says_why_not(name: str) -> None:

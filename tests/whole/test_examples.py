@@ -68,6 +68,7 @@ def test_minilm_embeds_real_sentences(capsys: pytest.CaptureFixture[str]) -> Non
     assert "Nearest in meaning" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_minilm_is_served_by_buckets(capsys: pytest.CaptureFixture[str]) -> None:
     told = importlib.import_module("minilm_buckets").main(count=12, smallest=(8, 32))
     assert told.graphs == 2
@@ -101,6 +102,7 @@ def test_digits_are_learnt_by_a_graphed_step(capsys: pytest.CaptureFixture[str])
     assert printed.count("\n") > 10
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_an_operator_of_one_s_own_is_measured_beside_pytorch_s(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

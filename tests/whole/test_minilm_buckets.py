@@ -65,6 +65,7 @@ def log_uniform(high: int, draw: random.Random) -> int:
     return min(high, int((high + 1) ** draw.random()))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_a_thousand_calls_are_right_and_none_is_captured(device: torch.device) -> None:
     model, tokens = embedder(device)
