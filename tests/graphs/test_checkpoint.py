@@ -73,6 +73,9 @@ def captured(module: nn.Module, x: torch.Tensor) -> tuple[gw.Graph, torch.Tensor
     """A block with forward and backward as a graph, its output and its gradient."""
     step, outs = step_of(module), [torch.zeros_like(x) for _ in range(2)]
     side = torch.cuda.Stream() if x.is_cuda else None
+    if side is not None:
+        # The gradient may lie where an earlier one was, which the default stream may yet read.
+        side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):  # type: ignore[arg-type]
         step(x)
     if side is not None:
