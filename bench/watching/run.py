@@ -19,7 +19,7 @@ import torch
 from graphwright.report.environment import environment
 
 from ..common.processes import command, variables
-from ..common.record import ROOT
+from ..common.record import ROOT, write
 
 HERE = ROOT / "src"
 SCHEMA = "graphwright.bench.watching"
@@ -124,7 +124,7 @@ def run(other: Path, out: Path, commit: str, count: int) -> int:
         "rounds": found,
     }
     where = out / f"watching-{'h200' if device.type == 'cuda' else 'cpu'}.json"
-    where.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    write(where, result)
     print(f"{'model':<10}{'':<20}{'before':>10}{'now':>10}{'ratio':>8}")
     for model in found["now"][0]:
         for what in found["now"][0][model]:

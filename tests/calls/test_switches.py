@@ -286,7 +286,7 @@ def test_first_use_of_attention_changes_no_switch(monkeypatch: pytest.MonkeyPatc
         with torch.no_grad():
             for _ in range(3):
                 graphed(q)
-            assert graphed.statistics().captures == 1
+            assert graphed.statistics.captures == 1
             assert torch.equal(graphed(q), attention(q))
     finally:
         torch._C._set_sdp_priority_order(before)
