@@ -866,6 +866,59 @@ def a_capture_bears_other_threads(device: torch.device) -> None:
     assert not errors, errors
 
 
+def broken_pools_stay(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(cuda.CudaRecorder, "_set_aside", lambda *args: None)
+
+
+@hazard(10, broken_pools_stay, only="cuda", isolated=True)
+def a_capture_that_another_thread_breaks_is_made_again(device: torch.device) -> None:
+    captures = itertools.count(1)
+
+    def waits() -> None:
+        with contextlib.suppress(RuntimeError):
+            torch._C._cuda_synchronize()  # Not held back, as what began before the capture.
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        y = torch.relu(x @ x)
+        if torch._C._cuda_isCurrentStreamCapturing() and next(captures) in (1, 3):
+            other = threading.Thread(target=waits)
+            other.start()
+            other.join()
+        return y @ x
+
+    model, pool, x = net(device), gw.MemoryPool(), rand(device, 16, 16)
+    with torch.no_grad():
+        kept = gw.capture(model, x, pool=pool)
+        graph = gw.capture(work, x, pool=pool)  # Rehearsed twice, captured twice.
+        assert next(captures) == 5
+        after = gw.capture(model, x, pool=pool)
+        x = rand(device, 16, 16)
+        for call, eager in ((kept, model), (graph, work), (after, model)):
+            same(call(x), eager(x))
+    for each in (kept, graph, after):
+        each.close()
+    assert in_use(device, pool)[0] == 0
+    assert pool.reserved == 0
+
+
+@hazard(10, broken_pools_stay, only="cuda", isolated=True)
+def a_block_that_breaks_its_capture_leaves_the_pool(device: torch.device) -> None:
+    model, pool, x = net(device), gw.MemoryPool(), rand(device, 16, 16)
+    kept = gw.capture(model, x, pool=pool)
+
+    def block() -> None:
+        with gw.capturing(pool=pool):
+            (x + 1).sum().item()
+
+    refused(gw.CaptureError, block)
+    after = gw.capture(model, x, pool=pool)
+    x = rand(device, 16, 16)
+    for graph in (kept, after):
+        same(graph(x), model(x).detach())
+        graph.close()
+    assert pool.reserved == 0
+
+
 # 11. Garbage collection during a capture.
 
 

@@ -12,7 +12,7 @@ import ctypes
 import re
 import threading
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ def capturing(
     pool: Any,
     generators: Sequence[torch.Generator],
     on_stream: contextlib.AbstractContextManager[None],
+    set_aside: Callable[[Any], None],
 ) -> Iterator[torch.cuda.CUDAGraph]:
     """Capture what is issued inside; after an error the device and the pool are as before.
 
@@ -42,6 +43,7 @@ def capturing(
         pool: its memory, a torch.cuda.MemPool.
         generators: random generators that may be drawn from inside.
         on_stream: makes the capture stream the current one.
+        set_aside: is told of a pool that nothing can be captured into any more.
     """
     graph = torch.cuda.CUDAGraph(keep_graph=True)
     default = torch.cuda.default_generators[device.index]
@@ -76,16 +78,20 @@ def _abandon(
     pool: Any,
     users: int,
     generators: Sequence[torch.Generator],
-) -> None:
+) -> bool:
     """End a capture that failed.
 
-    If the capture itself is broken, ending it fails too, and PyTorch leaves the allocator and the
-    random generators in capture mode (pytorch #190308).
+    If the capture itself is broken, ending it fails too, and PyTorch leaves the allocators and the
+    random generators in capture mode (pytorch #190308). All are taken out of it but the allocator
+    of pinned memory, which nobody can reach: it refuses to begin with the same pool again.
+
+    Returns:
+        whether the pool can be captured into again.
     """
     try:
         _end(graph)
         graph.reset()
-        return
+        return True
     except Exception:
         pass
     # Its destructor would end the process if the capture had not even begun.
@@ -101,6 +107,7 @@ def _abandon(
         nothing.register_generator_state(generator)
     nothing.capture_begin(capture_error_mode="thread_local")
     _end(nothing)
+    return False
 
 
 @contextlib.contextmanager

@@ -177,16 +177,12 @@ class CudaRecorder:
     ) -> tuple[int, ...]:
         """Capture work into a pool that is thrown away."""
         self.tidy()  # A pool cannot use what earlier runs left cached.
-        scratch = torch.cuda.MemPool()
-        try:
-            prepared = prepare(self._allocator(scratch))
-            graph, kept = self._capture(scratch, generators, functools.partial(work, prepared))
-            sizes = tuple(segment["total_size"] for segment in _segments(scratch))
+        with self.scratch() as sizes:
+            prepared = prepare(self.allocate)
+            graph, kept = self._capture(generators, functools.partial(work, prepared))
+            taken = sizes()
             del graph, prepared, kept
-            return sizes
-        finally:
-            del scratch
-            torch.cuda.empty_cache()
+            return taken
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Bytes of the pool."""
@@ -204,7 +200,7 @@ class CudaRecorder:
             return self._record_alone(work, feeds, drains, generators)
         outside = torch.cuda.current_stream(self.device)
         body = functools.partial(_work_with_copies, work, feeds, drains, outside)
-        graph, (drained, targets) = self._capture(self._memory(), generators, body)
+        graph, (drained, targets) = self._capture(generators, body)
         graph.instantiate()
         nodes = find_copies(graph, feeds, [*zip(drained, targets, strict=True)])
         if nodes is None:
@@ -220,7 +216,7 @@ class CudaRecorder:
         generators: Sequence[torch.Generator],
     ) -> CudaRecording:
         body = functools.partial(_work_alone, work, drains)
-        graph, drained = self._capture(self._memory(), generators, body)
+        graph, drained = self._capture(generators, body)
         graph.instantiate()
         return self._recording(graph, feeds, drained, None)
 
@@ -230,7 +226,7 @@ class CudaRecorder:
         journal = Journal()
         with (
             _other_seed(self.device) as (generator, start),
-            self._capturing(self._memory(), ()) as graph,
+            self._capturing(()) as graph,
             journal,
         ):
             yield lambda: self._recording(graph, (), (), None, list(journal.external.values()))
@@ -245,7 +241,7 @@ class CudaRecorder:
         outside = torch.cuda.current_stream(self.device)
         nodes: Sequence[CopyNode | None] | None = None
         by_nodes = driver.libcuda() is not None
-        with self._capturing(self._memory(), generators) as graph:
+        with self._capturing(generators) as graph:
             segment = _CudaSegment(outside if by_nodes else None)
             if by_nodes:
                 _copy_in(feeds)
@@ -291,8 +287,7 @@ class CudaRecorder:
         try:
             yield lambda: tuple(segment["total_size"] for segment in self._segments())
         finally:
-            if self._anchor is not None:
-                self._anchor.reset()
+            self._let_go_of_pools()
             self._pool, self._anchor, self._live, self._apart = kept
             torch.cuda.empty_cache()
 
@@ -309,12 +304,15 @@ class CudaRecorder:
         if self._live or (self._pool is None and not self._apart):
             return
         torch.cuda.synchronize(self.device)
+        self._let_go_of_pools()
+        torch.cuda.empty_cache()
+
+    def _let_go_of_pools(self) -> None:
         for _, anchor in (*self._apart, (self._pool, self._anchor)):
             if anchor is not None:
                 anchor.reset()
         self._pool = self._anchor = None
         self._apart = []
-        torch.cuda.empty_cache()
 
     def close(self) -> None:
         """Give the memory back, and the stream to the next recorder."""
@@ -345,10 +343,16 @@ class CudaRecorder:
             pool = torch.cuda.MemPool()
             # An empty graph, never launched, keeps the pool in use: PyTorch's allocator of pinned
             # memory forgets a pool for good as soon as no graph uses it.
-            with self._capturing(pool, ()) as self._anchor:
+            with self._capturing((), pool) as anchor:
                 pass
-            self._pool = pool
+            self._pool, self._anchor = pool, anchor
         return self._pool
+
+    def _set_aside(self, pool: Any) -> None:
+        """Capture into another pool from now on: this one's graphs stay, and no more can join."""
+        if pool is self._pool:
+            self._apart.append((pool, self._anchor))
+            self._pool = self._anchor = None
 
     def _segments(self) -> list[dict[str, Any]]:
         pools = [pool for pool, _ in (*self._apart, (self._pool, None)) if pool is not None]
@@ -378,12 +382,12 @@ class CudaRecorder:
             current.wait_stream(self._stream)
 
     def _capture(
-        self, pool: Any, generators: Sequence[torch.Generator], body: Callable[[], Made]
+        self, generators: Sequence[torch.Generator], body: Callable[[], Made]
     ) -> tuple[torch.cuda.CUDAGraph, Made]:
         """Capture what `body` issues, trying again if another thread breaks the capture."""
         for left in reversed(range(_ATTEMPTS)):
             try:
-                with self._capturing(pool, generators) as graph:
+                with self._capturing(generators) as graph:
                     made = body()
                 return graph, made
             except Interrupted:
@@ -392,10 +396,11 @@ class CudaRecorder:
         raise AssertionError("unreachable")
 
     def _capturing(
-        self, pool: Any, generators: Sequence[torch.Generator]
+        self, generators: Sequence[torch.Generator], pool: Any = None
     ) -> contextlib.AbstractContextManager[torch.cuda.CUDAGraph]:
-        """Capture what is issued inside on the capture stream."""
-        return capturing(self.device, pool, generators, self._on_stream())
+        """Capture what is issued inside on the capture stream, by default into our memory."""
+        pool = self._memory() if pool is None else pool
+        return capturing(self.device, pool, generators, self._on_stream(), self._set_aside)
 
 
 # What is captured. These are no closures: an error's traceback would keep their variables alive.
