@@ -23,9 +23,11 @@ from ..recorder import Interrupted
 # One capture at a time in a process.
 _GATE = threading.RLock()
 _PATIENCE_S = 10.0
-# The first is cudaErrorStreamCaptureInvalidated, of an operation that finds the capture broken. The
-# second was seen once, in the attempt after it; abandoning that attempt cures it too.
-_BROKEN_BY_OTHERS = re.compile("previous error during capture|already recording to mempool_id")
+# What an operation says that finds the capture broken: cudaErrorStreamCaptureInvalidated, or of
+# a library that nothing was launched. cuBLAS and cuDNN have no other cause for it in a capture.
+_BROKEN_BY_OTHERS = re.compile(
+    "previous error during capture|(CUBLAS|CUDNN)_STATUS_EXECUTION_FAILED"
+)
 
 
 @contextlib.contextmanager
@@ -63,7 +65,8 @@ def capturing(
             yield graph
             _end(graph)
         except BaseException as error:
-            _abandon(graph, device.index, pool, users, others)
+            if not _abandon(graph, device.index, pool, users, others):
+                set_aside(pool)
             if isinstance(error, RuntimeError) and _BROKEN_BY_OTHERS.search(str(error)):
                 raise Interrupted(
                     "Another thread has broken the capture.",

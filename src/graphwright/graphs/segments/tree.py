@@ -129,7 +129,7 @@ class SegmentTree:
                 "written to.",
                 remedy="Make the model under torch.no_grad().",
             )
-        for _ in range(_ATTEMPTS):
+        for left in reversed(range(_ATTEMPTS)):
             inputs = StaticInputs(sample, functools.partial(_allocate_ordinary, self._device))
             observer = ObservingTracer((), {}, inputs, self._device, self._unrecordable)
             try:
@@ -150,6 +150,8 @@ class SegmentTree:
                 except torch.OutOfMemoryError:
                     raise
                 except Interrupted:
+                    if not left:
+                        raise
                     continue
                 except Exception:
                     if tracer.culprit is None or tracer.culprit in self._unrecordable:
