@@ -78,6 +78,12 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def captures_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However few calls a graph answers: for tests that change things after each call."""
+    monkeypatch.setattr("graphwright.dispatch.capture_budget.WORTH_CALLS", 0)
+
+
+@pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors this small are faster on one; and no other thread draws random numbers."""
     monkeypatch.setattr("graphwright.graphs.python_state.threading.active_count", lambda: 1)

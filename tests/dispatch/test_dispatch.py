@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import warnings
 import weakref
+from dataclasses import dataclass
 from typing import Any
 
 import numpy
@@ -243,3 +244,51 @@ def test_the_grad_mode_counts_where_numbers_depend_on_it() -> None:
 def test_wrong_options_are_all_named() -> None:
     with pytest.raises(gw.OptionError, match=r"outputs.*on_miss.*max_gr.*audit.*cannot be called"):
         gw.graph(3, outputs="x", on_miss="y", max_graphs=0, audit=0)  # type: ignore[call-overload]
+
+
+class Generating(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.linear(x)
+        return y
+
+    def generate(self, x: torch.Tensor, times: int = 2) -> torch.Tensor:
+        """What calls the module itself."""
+        for _ in range(times):
+            x = self(x)
+        return x
+
+
+def test_generate_says_once_that_its_calls_are_eager() -> None:
+    model, x = Generating().eval(), torch.randn(2, 4)
+    graphed = gw.graph(model)
+    with pytest.warns(RuntimeWarning, match=r"generate\(\) of Generating calls the module") as told:
+        made = graphed.generate(x, times=3)
+    assert told[0].filename == __file__
+    torch.testing.assert_close(made, model.generate(x, times=3))
+    assert graphed.generate.__doc__ == "What calls the module itself."
+    graphed.generate(x)
+    gw.graph(model).generate(x)
+    with pytest.raises(AttributeError):
+        _ = gw.graph(nn.Linear(4, 4)).generate
+
+
+@dataclass
+class Batch:
+    """No tree that torch knows of."""
+
+    x: torch.Tensor
+
+
+def test_gradients_of_tensors_in_unknown_objects_are_not_lost() -> None:
+    model = nn.Linear(4, 4).eval()
+    graphed = gw.graph(lambda batch: model(batch.x))
+    x = torch.randn(2, 4, requires_grad=True)
+    graphed(Batch(x)).sum().backward()
+    assert x.grad is not None
+    assert graphed.statistics.eager == {"an argument that cannot be captured": 1}
+    with torch.no_grad():
+        assert not graphed(Batch(x)).requires_grad

@@ -263,6 +263,7 @@ def stays_right(way: str, case: Case, *, all_fields: bool) -> None:
 QUICK = {"graph": NAMES, "capture": NAMES, "fuse": FEW, "tune": FEW}
 
 
+@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.parametrize(
     ("way", "case"),
     [
@@ -276,6 +277,7 @@ def test_a_field_that_the_model_heeds_is_heeded(way: str, case: Case) -> None:
     stays_right(way, case, all_fields=False)
 
 
+@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
 @pytest.mark.parametrize("way", WAYS)

@@ -122,6 +122,7 @@ def subject(make: Callable[..., Any], device: torch.device, pool: gw.MemoryPool)
     return made
 
 
+@pytest.mark.usefixtures("captures_pay")
 @pytest.mark.long
 @pytest.mark.parametrize("calls", [10_000])
 def test_every_output_is_eager_s(device: torch.device, calls: int) -> None:

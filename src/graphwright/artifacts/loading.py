@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.modules import FunctionModule
+from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.serialization import read_tensors, unpacked
 from ..calls.signature import SWITCHES, CallSignature, Range, switches
 from ..calls.snapshots import run, same_bits
@@ -467,7 +467,7 @@ def _module_for(model: Callable[..., Any] | None) -> nn.Module:
     if isinstance(model, TunedModule):
         model = model.module
     module = model if isinstance(model, nn.Module) else FunctionModule(model)
-    if module.training:
+    if should_be_in_eval_mode(module):
         raise ArtifactError("The model is in training mode.", remedy="Call model.eval() first.")
     if any(tensor.is_meta for tensor in weights_of(module).values()):
         raise ArtifactError(

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.modes import opaque
-from ..calls.modules import ModuleProxy, in_training
+from ..calls.modules import ModuleProxy, any_in_training, in_training
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -278,7 +278,7 @@ class TunedModule(ModuleProxy):
             # A graph would keep the winner's copies of the weights without its owner's knowledge.
             choice.last_difference = CAPTURED
             return choice.eager(CAPTURED, choice.module, args, kwargs)
-        if not choice.module.training:
+        if not in_training(choice.module):
             for short in choice.shortcuts:
                 result = short(args, kwargs)
                 if result is not MISS:
@@ -289,8 +289,8 @@ class TunedModule(ModuleProxy):
             choice.last_difference = TRANSFORMED
             return choice.eager(TRANSFORMED, choice.module, args, kwargs)
         if torch.is_grad_enabled() and (
-            choice.module.training
-            or (choice.watch is None and any(map(in_training, choice.module.modules())))
+            in_training(choice.module)
+            or (choice.watch is None and any_in_training(choice.module))
             # A call that fits requires grad exactly where the sample did.
             or (found[0].wants_grad if found is not None else _wants_grad(args, kwargs))
         ):
@@ -309,7 +309,7 @@ class TunedModule(ModuleProxy):
                 choice.calls[way] += 1
                 return result
             kind = CHANGED
-        if torch.is_grad_enabled() and any(map(in_training, choice.module.modules())):
+        if torch.is_grad_enabled() and any_in_training(choice.module):
             choice.last_difference = "a part of the module is in training mode"
             return choice.eager(GRADIENTS, choice.module, args, kwargs)
         return choice.eager(

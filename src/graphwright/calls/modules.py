@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import functools
 import types
+import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from ..errors import levels_above
 from .dependencies import Called, Dependencies, StandIn
 from .modes import opaque
 
 # What torch.compile keeps on the module that it returns. A proxy must not show it: another
 # torch.compile would take the proxy for compiled, or refuse it.
 _OF_TORCH_COMPILE = ("_torchdynamo_orig_callable", "_torchdynamo_wrapper_id", "get_compiler_config")
+# Modules whose users were warned that a method bypasses what stands for them.
+_WARNED_OF: weakref.WeakSet[nn.Module] = weakref.WeakSet()
 
 
 class _HiddenAttribute:
@@ -26,6 +31,24 @@ class _HiddenAttribute:
 
     def __set__(self, owner: object, value: Any) -> None:
         raise AttributeError
+
+
+def _warning_once(module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
+    """A method that loses what a proxy is there for, and says so at its first call."""
+
+    @functools.wraps(method)
+    def warned(*args: Any, **kwargs: Any) -> Any:
+        if module not in _WARNED_OF:
+            _WARNED_OF.add(module)
+            warnings.warn(
+                f"{method.__name__}() of {type(module).__name__} calls the module itself: these "
+                "calls are eager and are not counted.",
+                RuntimeWarning,
+                stacklevel=levels_above(),
+            )
+        return method(*args, **kwargs)
+
+    return warned
 
 
 class ModuleProxy(nn.Module, StandIn):
@@ -90,7 +113,10 @@ class ModuleProxy(nn.Module, StandIn):
         if name == "_original" or name in _OF_TORCH_COMPILE:
             raise AttributeError(name)
         # Methods of the module's class; what they call is the module, not this object.
-        return getattr(self._original, name)
+        found = getattr(self._original, name)
+        if name == "generate" and isinstance(found, types.MethodType):
+            return _warning_once(self._original, found)
+        return found
 
     def __setattr__(self, name: str, value: Any) -> None:
         # By the module's own class, which may have a property of that name.
@@ -111,6 +137,37 @@ class ModuleProxy(nn.Module, StandIn):
 def in_training(module: nn.Module) -> bool:
     """Whether a module is in training mode; a frozen ScriptModule has no mode."""
     return bool(getattr(module, "training", False))
+
+
+def should_be_in_eval_mode(module: nn.Module) -> bool:
+    """Whether a module is in training mode and could be in another.
+
+    What torch.export made says that it is in training mode, whatever it was exported in; what it
+    computes is fixed, and its eval() raises.
+    """
+    replaced = module.__dict__.get("eval")
+    exported = str(getattr(replaced, "__module__", "")).startswith("torch.export")
+    return in_training(module) and not exported
+
+
+def any_in_training(module: nn.Module) -> bool:
+    """Whether a module or one inside of it is in training mode."""
+    return first_in_training(module) is not None
+
+
+def first_in_training(module: nn.Module) -> nn.Module | None:
+    """The first of a module and those inside of it that is in training mode."""
+    # Faster than to go through `modules()`.
+    waiting, seen = [module], {id(module)}
+    while waiting:
+        part = waiting.pop()
+        if in_training(part):
+            return part
+        for inner in part._modules.values():
+            if inner is not None and id(inner) not in seen:
+                seen.add(id(inner))
+                waiting.append(inner)
+    return None
 
 
 class FunctionModule(Called):

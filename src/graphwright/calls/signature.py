@@ -30,6 +30,7 @@ Kwargs = Mapping[str, Any]
 Call = tuple[Any, ...] | Mapping[str, Any] | tuple[tuple[Any, ...], Mapping[str, Any]]
 
 SCALARS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device)
+_QUICK_VALUES = frozenset((bool, int, float, str, type(None)))
 # For checks at each call: module-level names are found faster than attributes.
 _PLAIN_TYPES = (torch.Tensor, nn.Parameter)
 _STRIDED = torch.strided
@@ -124,6 +125,17 @@ def argument_names(args: Args, kwargs: Kwargs) -> list[str]:
     for key, value in sorted(kwargs.items()):
         names += leaf_names(value, key)
     return names
+
+
+def require_grad(args: Args, kwargs: Kwargs) -> bool:
+    """Whether any tensor among the arguments requires grad."""
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if isinstance(value, torch.Tensor):
+            if value.requires_grad:
+                return True
+        elif type(value) not in _QUICK_VALUES and any(t.requires_grad for t in tensors_of(value)):
+            return True
+    return False
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
@@ -560,6 +572,25 @@ class CallSignature:
         """Whether any tensor of the call requires grad."""
         return any(len(leaf) == 5 and leaf[4] for leaf in self.leaves)
 
+    @functools.cached_property
+    def kind(self) -> Any:
+        """What calls share that differ in plain values alone; None if there are no such values."""
+        leaves = tuple(leaf if len(leaf) == 5 else leaf[0] for leaf in self.leaves)
+        if all(len(leaf) == 5 for leaf in self.leaves):
+            return None
+        return (self.spec, leaves, self.aliases, self.switches)
+
+    def differing_value(self, other: CallSignature) -> str | None:
+        """The first argument in which two calls differ, if they differ in plain values alone."""
+        if (self.spec, self.aliases, self.switches) != (other.spec, other.aliases, other.switches):
+            return None
+        pairs = [*zip(self.leaves, other.leaves, strict=True)]
+        found = [index for index, (a, b) in enumerate(pairs) if a != b]
+        if not found or any(len(a) == 5 or a[0] is not b[0] for a, b in (pairs[i] for i in found)):
+            return None
+        args, kwargs = unflatten(range(len(self.leaves)), self.spec)
+        return argument_names(args, kwargs)[found[0]]
+
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call has this signature; takes a microsecond or two."""
         if torch._C._len_torch_dispatch_stack():  # The guard does not see make_fx's mode.
@@ -827,14 +858,39 @@ def _strides_differ(shape: Sequence[int], strides: Any, expected: Sequence[int])
 
 
 def quick_key(args: Args, kwargs: Kwargs) -> Any:
-    """A key that is quickly made, of the arguments' shapes; None if not all are tensors."""
+    """A key that is quickly made, of shapes and plain values; None for other arguments."""
+    key: list[Any] = []
     try:
-        shapes = [arg.shape for arg in args]
-        if kwargs:
-            return (*shapes, *kwargs, *[value.shape for value in kwargs.values()])
-        return tuple(shapes)
-    except (AttributeError, RuntimeError):  # A nested tensor has no shape.
+        for value in (*args, *kwargs.values()) if kwargs else args:
+            if isinstance(value, torch.Tensor):
+                key.append(value.shape)
+            elif type(value) in _QUICK_VALUES and value == value:  # NaN would be another each time.
+                key.append(value)
+            else:
+                return None
+    except RuntimeError:  # A nested tensor has no shape.
         return None
+    return (*key, *kwargs) if kwargs else tuple(key)
+
+
+def kind_key(args: Args, kwargs: Kwargs) -> Any:
+    """A key of calls that differ in plain values alone; None for other arguments, or if all agree.
+
+    It is quickly made, and does not say all that a signature does.
+    """
+    key: list[Any] = []
+    plain = False
+    for value in (*args, *kwargs.values()):
+        if isinstance(value, torch.Tensor):
+            if value.is_nested:
+                return None
+            key.append(value.shape)
+        elif type(value) in _QUICK_VALUES:
+            plain = True
+            key.append(type(value))
+        else:
+            return None
+    return (*key, *kwargs) if plain else None
 
 
 def arguments_of(call: Call) -> tuple[Args, Kwargs]:

@@ -6,7 +6,9 @@ either can be run repeatedly and compared with itself.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -275,7 +277,11 @@ def outputs_by_name(result: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
 
 
 def run(
-    model: Model, call: Call, state: ModuleState, look: Callable[[Any, Call], None] | None = None
+    model: Model,
+    call: Call,
+    state: ModuleState,
+    look: Callable[[Any, Call], None] | None = None,
+    mode: AbstractContextManager[Any] | None = None,
 ) -> Outcome:
     """Call a model on clones of the inputs, from a given state, and keep what it did.
 
@@ -284,6 +290,7 @@ def run(
         call: the inputs.
         state: the state to start from.
         look: called with what the model returned and the cloned call, before copies are made.
+        mode: what the model alone runs under, not the copies and comparisons around it.
 
     Raises:
         SignatureError: the model returned something that cannot be compared.
@@ -291,7 +298,8 @@ def run(
     state.restore()
     mine = call.clone()
     before, given = state.marks(), [_version(tensor) for tensor in mine.tensors()]
-    result = model(*mine.args, **mine.kwargs)
+    with contextlib.nullcontext() if mode is None else mode:
+        result = model(*mine.args, **mine.kwargs)
     written = frozenset(name for name, mark in state.marks().items() if mark != before[name])
     wrote = given != [_version(tensor) for tensor in mine.tensors()]
     if look is not None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.modules import should_be_in_eval_mode
 from ..errors import TargetError, first_line, user_frame
 
 _RETURNS = "Return (model, args) or (model, args, kwargs), or give the inputs with --input."
@@ -69,7 +70,7 @@ def load_target(
     if given:
         args, kwargs = given, {}
     notes = []
-    if isinstance(model, nn.Module) and model.training:
+    if isinstance(model, nn.Module) and should_be_in_eval_mode(model):
         model.eval()
         notes.append("The model came in training mode; it was tuned in eval mode.")
     try:

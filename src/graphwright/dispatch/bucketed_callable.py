@@ -6,6 +6,7 @@ padding is proved to change nothing.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -33,10 +34,13 @@ from ..shapes.dimensions import portable
 from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
 from ..shapes.selection import BucketSelector
+from .capture_budget import CaptureBudget
 from .graph_cache import CacheEntry
 from .graphed_callable import (
+    MAX_QUICK,
     SHARED,
     UNCAPTURED,
+    UNPAID,
     GraphedCallable,
     Miss,
     UncapturedCall,
@@ -45,10 +49,12 @@ from .graphed_callable import (
 )
 from .statistics import Tally
 
-# Shapes of calls whose padding is remembered.
-_MAX_QUICK = 1 << 16
 # Failed proofs after which a family of calls stays eager.
 _MAX_FAILURES = 3
+_MANY_FAMILIES = (
+    "most calls differ in more than the named sizes; pass plain values that change as tensors, and "
+    "name all sizes that vary"
+)
 
 
 @dataclass(eq=False)
@@ -102,10 +108,17 @@ class BucketedCallable(GraphedCallable):
         self._recent_bucket: CacheEntry | None = None
         self._failures = 0
 
+    def _new_budgets(self) -> None:
+        super()._new_budgets()
+        self._for_families = CaptureBudget()
+
     def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         if isinstance(found, _PaddedCall):
             return self._answer_padded(found, args, kwargs)
-        return self._find(args, kwargs)
+        return super()._answer_unusual(found, args, kwargs)
+
+    def _waiting_budget(self, args: Args, kwargs: Kwargs) -> CaptureBudget | None:
+        return None  # Most calls are padded to one that has a graph.
 
     def _answer_uncaptured(self, call: UncapturedCall) -> Any:
         try:
@@ -116,6 +129,7 @@ class BucketedCallable(GraphedCallable):
     def _answer_from_buckets(self, call: UncapturedCall) -> Any:
         selector, state = self._selector, call.state
         args, kwargs = call.args, call.kwargs
+        known, began = list(state.families), time.perf_counter()
         try:
             family, sizes = selector.family(state.families, call.signature, args, kwargs, call.grad)
         except SignatureError as error:
@@ -125,6 +139,23 @@ class BucketedCallable(GraphedCallable):
                 return self._capture_and_answer(call, sizes)
             why = "an argument's dimensions lie in memory in another order than a bucket's"
             return self._missed("another order in memory", why, args, kwargs, sizes)
+        if not known or any(family is other for other in known) or self.on_miss != "capture":
+            return self._answer_from_family(call, family, sizes)
+        # A family has proofs and graphs of its own, as for a plain value that is new in each call.
+        if self._for_families.waits:
+            state.families = known
+            return self._wait(self._for_families, UNPAID, args, kwargs, sizes)
+        try:
+            return self._answer_from_family(call, family, sizes)
+        finally:
+            seconds = time.perf_counter() - began
+            self._for_families.spend(seconds, self._answered(), _MANY_FAMILIES)
+
+    def _answer_from_family(
+        self, call: UncapturedCall, family: ShapeFamily, sizes: tuple[int, ...]
+    ) -> Any:
+        selector, state = self._selector, call.state
+        args, kwargs = call.args, call.kwargs
         if self.on_miss != "capture" and not family.prepared:
             return self._missed(
                 "no graph fits", "prepare() was not called for this kind", args, kwargs, sizes
@@ -165,7 +196,7 @@ class BucketedCallable(GraphedCallable):
         full = CallSignature.of(padded, named)
         entry = self._entry_for(replace(call, args=padded, kwargs=named, signature=full))
         if isinstance(entry, Miss):
-            return self._missed(entry.category, entry.reason, args, kwargs, plan.sizes)
+            return self._answer_miss(entry, args, kwargs, plan.sizes)
         graph = entry.graph
         assert graph is not None
         entry.sizes = plan.bucket
@@ -185,7 +216,7 @@ class BucketedCallable(GraphedCallable):
         )
         key = quick_key(args, kwargs)
         if key is not None and entry.pure and call.signature.flat is not None:
-            if len(self._quick) >= _MAX_QUICK:
+            if len(self._quick) >= MAX_QUICK:
                 self._quick.clear()
             self._quick[key] = padded_call
         return self._run_padded(padded_call, args, kwargs, leaves, values)
@@ -292,10 +323,12 @@ class BucketedCallable(GraphedCallable):
         args: Args,
         kwargs: Kwargs,
         sizes: tuple[int, ...] | None = None,
+        *,
+        as_called: bool = False,
     ) -> Any:
         if category == PADDING and self.on_miss == "error":
             raise self._padding_error(reason)
-        return super()._missed(category, reason, args, kwargs, sizes)
+        return super()._missed(category, reason, args, kwargs, sizes, as_called=as_called)
 
     def _forget(self, entry: CacheEntry) -> None:
         super()._forget(entry)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from ..calls.modules import FunctionModule, in_training
-from ..calls.signature import Args, CallSignature, Kwargs
+from ..calls.modules import FunctionModule, any_in_training
+from ..calls.signature import Args, CallSignature, Kwargs, quick_key
 from ..calls.watch import ModuleWatch, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from ..shapes.verdicts import Verdicts
 
 _MAX_STATES = 4
+# Refusals that are remembered for a state.
+_MAX_REFUSED = 1024
 # These use other kernels, with other numbers in padded places, when gradients are off.
 _DEPEND_ON_GRAD_MODE = (
     nn.MultiheadAttention,
@@ -42,6 +44,8 @@ class StateGraphs:
     # By the call's signature and, if `by_grad_mode`, the gradient mode.
     entries: dict[tuple[CallSignature, bool | None], CacheEntry] = field(default_factory=dict)
     families: list[ShapeFamily] = field(default_factory=list)
+    # Whether a call was to be captured in it.
+    is_used: bool = False
 
 
 @dataclass(eq=False)
@@ -61,6 +65,8 @@ class CacheEntry:
     hits: int = 0
     # The named sizes, if there are buckets.
     sizes: tuple[int, ...] | None = None
+    # The `quick_key` of the call that it was captured for.
+    key: Any = None
 
     @property
     def ready(self) -> bool:
@@ -108,6 +114,7 @@ class GraphCache:
         self._states: list[StateGraphs] = []
         self._current: StateGraphs | None = None
         self._order: dict[CapturedCall, CacheEntry] = {}  # least recently used first
+        self._by_key: dict[Any, list[CacheEntry]] = {}
 
     def module(self) -> nn.Module:
         """What holds the function's parameters."""
@@ -127,25 +134,46 @@ class GraphCache:
 
     def in_training(self) -> bool:
         """Whether any part of the module is in training mode."""
-        return any(map(in_training, self.module().modules()))
+        return any_in_training(self.module())
 
-    def state(self) -> StateGraphs:
-        """The module's current state; graphs whose weights were replaced are closed."""
+    def known_state(self) -> StateGraphs | None:
+        """The module's current state, if it was in it before."""
         with self.pool.lock:
             for state in self._states:
                 if state.watch.changed() is None:
                     self._current = state
                     return state
+        return None
+
+    def state(self) -> StateGraphs:
+        """The module's current state; graphs whose weights were replaced are closed."""
+        with self.pool.lock:
+            known = self.known_state()
+            if known is not None:
+                return known
             for state in [s for s in self._states if s.watch.rebound()]:
                 self._drop(state)
             if len(self._states) >= _MAX_STATES:
                 self._drop(self._states[0])
             module = self.module()
-            training = any(map(in_training, module.modules()))
+            training = any_in_training(module)
             watch = ModuleWatch(module, values=False)
             self._current = StateGraphs(watch, training, _by_grad_mode(module))
             self._states.append(self._current)
             return self._current
+
+    @property
+    def current(self) -> StateGraphs | None:
+        """The state that the module was found in last."""
+        return self._current
+
+    def has_graph(self, key: Any) -> bool:
+        """Whether there is a graph for a call of some `quick_key`, in any state of the module."""
+        return any(entry.ready for entry in self._by_key.get(key, ()))
+
+    def is_full(self) -> bool:
+        """Whether a new graph takes the place of another."""
+        return len(self._order) >= self._max_graphs
 
     def unread(self) -> list[str]:
         """A line on objects of the module that cannot be watched, if there are any."""
@@ -183,6 +211,9 @@ class GraphCache:
         # Not the error itself: the frames of its traceback hold tensors.
         cls = MemoryBudgetExceeded if isinstance(error, MemoryBudgetExceeded) else CaptureError
         error = cls(error.what, where=error.where, remedy=error.remedy)
+        refused = [key for key, entry in state.entries.items() if entry.graph is None]
+        if len(refused) >= _MAX_REFUSED:
+            del state.entries[refused[0]]
         state.entries[signature, grad] = CacheEntry(
             signature, state, None, False, grad, error, version
         )
@@ -198,7 +229,7 @@ class GraphCache:
                 return entry  # Another thread was faster.
             graph = self._new(args, kwargs)
             graph.warm()
-            return self._record(graph, signature)
+            return self._record(graph, signature, quick_key(args, kwargs))
 
     def capture_all(
         self, calls: Iterable[tuple[Args, Kwargs]], step: Callable[[str], None]
@@ -214,7 +245,7 @@ class GraphCache:
             MemoryBudgetExceeded: they do not fit under the pool's limit.
         """
         made: list[CacheEntry] = []
-        waiting: list[tuple[CapturedCall, CallSignature]] = []
+        waiting: list[tuple[CapturedCall, CallSignature, Any]] = []
         try:
             state = self.state()
             for args, kwargs in calls:
@@ -223,17 +254,17 @@ class GraphCache:
                 known = state.entries.get((graph.signature, self.grad_mode()))
                 if known is not None and known.ready:
                     continue
-                if all(graph.signature != signature for _, signature in waiting):
+                if all(graph.signature != signature for _, signature, _ in waiting):
                     graph.warm()
-                    waiting.append((graph, graph.signature))
-            waiting.sort(key=lambda pair: sum(pair[0].prediction.segments), reverse=True)
-            for graph, signature in waiting:
+                    waiting.append((graph, graph.signature, quick_key(args, kwargs)))
+            waiting.sort(key=lambda each: sum(each[0].prediction.segments), reverse=True)
+            for graph, signature, key in waiting:
                 step(f"capturing {graph.name}")
-                made.append(self._record(graph, signature))
+                made.append(self._record(graph, signature, key))
         except BaseException:
             for entry in made:
                 self.discard(entry)
-            for graph, _ in waiting:
+            for graph, _, _ in waiting:
                 graph.close()
             self.pool.trim()
             raise
@@ -250,17 +281,21 @@ class GraphCache:
             breaks=self._breaks,
         )
 
-    def _record(self, graph: CapturedCall, signature: CallSignature) -> CacheEntry:
+    def _record(self, graph: CapturedCall, signature: CallSignature, key: Any) -> CacheEntry:
         for old in list(self._order)[: max(0, len(self._order) + 1 - self._max_graphs)]:
             self.discard(self._order[old])
         graph.record(share_inputs=self._outputs == "fresh")
         # The first run may have set something up for good; the graph belongs to the state now.
         state = self.state()
+        state.is_used = True
         pure = not (graph.mutates or graph.random or graph.tree is not None)
         entry = CacheEntry(signature, state, graph, pure=pure, grad=self.grad_mode())
         state.entries[signature, entry.grad] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is GraphState.READY}
         self._order[graph] = entry
+        if key is not None:
+            self._by_key.setdefault(key, []).append(entry)
+            entry.key = key
         self.captures += 1
         return entry
 
@@ -277,6 +312,9 @@ class GraphCache:
         if entry.graph is not None:
             self._order.pop(entry.graph, None)
             entry.graph.close()
+        others = [other for other in self._by_key.pop(entry.key, ()) if other is not entry]
+        if others:
+            self._by_key[entry.key] = others
         self._forget(entry)
         entry.state.entries.pop((entry.signature, entry.grad), None)
 

@@ -7,9 +7,9 @@ the device works. `compare` is the comparison behind `graph(audit=N)`.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import gc
+import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,9 +28,10 @@ from ..calls.signature import (
     Kwargs,
     arguments_of,
     inside_transform,
+    kind_key,
     leaf_names,
     quick_key,
-    tensors_of,
+    require_grad,
 )
 from ..errors import (
     CaptureError,
@@ -51,6 +52,7 @@ from ..graphs.python_state import StateChanges
 from ..graphs.turns import Busy
 from ..report.progress import Progress, shown
 from ..shapes.buckets import PADDING
+from .capture_budget import CaptureBudget
 from .fast_path import MISS, Shortcut, shortcut
 from .graph_cache import CacheEntry, GraphCache, StateGraphs
 from .statistics import CallStatistics, Tally, explained
@@ -64,7 +66,15 @@ OnMiss = Literal["capture", "eager", "error"]
 UNCAPTURED = "it cannot be captured"
 _LIMIT = "the pool's limit"
 SHARED = "an argument shares memory with a tensor of the call's own"
-_WARNED_CATEGORIES = (UNCAPTURED, _LIMIT, PADDING)
+_UNKNOWN_ARGUMENT = "an argument that cannot be captured"
+UNPAID = "capturing does not pay off"
+# Shapes and values of calls of which it is remembered what answers them.
+MAX_QUICK = 1 << 16
+# Signatures of which it is remembered that they were refused.
+_MAX_REFUSED = 1024
+# Seconds that a capture counts for which other threads left no room for.
+_BUSY_S = 0.01
+_WARNED_CATEGORIES = (UNCAPTURED, _LIMIT, PADDING, UNPAID)
 
 
 class GraphedCallable(StandIn):
@@ -116,8 +126,19 @@ class GraphedCallable(StandIn):
         self._quick: dict[Any, Any] = {}
         self._last_miss: str | None = None
         self._warned: set[str] = set()
-        self._backoffs: dict[CallSignature, Backoff] = {}
+        # Calls whose captures were refused for what may be otherwise later.
+        self._refused: dict[CallSignature, _Refused] = {}
+        self._new_budgets()
         self._closed = False
+
+    def _new_budgets(self) -> None:
+        """Begin to count captures that may never end, each for its cause."""
+        # Calls that differ in a plain value, by `_kind_of`.
+        self._for_values: dict[Any, CaptureBudget] = {}
+        # Changes of the module, more kinds of calls than graphs, and kinds that are refused.
+        self._for_changes = CaptureBudget(free=2)
+        self._for_room = CaptureBudget()
+        self._for_refusals = CaptureBudget()
 
     @property
     def _graphwright_stands_for(self) -> Any:
@@ -213,42 +234,80 @@ class GraphedCallable(StandIn):
         self._short = None if fast is None else (entry, fast)
         key = quick_key(args, kwargs)
         if key is not None:
+            if len(self._quick) >= MAX_QUICK:
+                self._quick.clear()
             self._quick[key] = entry
         self._entries.touch(entry)
 
-    def _find(self, args: Args, kwargs: Kwargs) -> Any:
-        """Answer a call outside of the fast path."""
+    def _find(self, args: Args, kwargs: Kwargs, refused: _Refused | None = None) -> Any:
+        """Answer a call outside of the fast path.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            refused: that of calls of its signature, if it is known already.
+        """
         captured = capturing_now()  # Then the capture's own mode is on, which is no transform.
         if not captured and inside_transform():
             return self._run_as_is("traced or transformed", args, kwargs)
         # A training step that is captured wants gradients too.
-        if torch.is_grad_enabled() and (
-            any(t.requires_grad for t in tensors_of((args, dict(kwargs))))
-            or self._entries.in_training()
-        ):
+        if torch.is_grad_enabled() and (require_grad(args, kwargs) or self._entries.in_training()):
             return self._run_as_is("gradients are wanted", args, kwargs)
         if self._closed:
             return self._run_eagerly("closed", args, kwargs)
         if captured:
             return self._run_eagerly("inside another capture", args, kwargs)
+        changes = self._for_changes
+        if self.on_miss == "capture":
+            # Calls that are eager anyway need no look at the module, which takes a while.
+            if refused is not None and refused.budget.waits:
+                return self._wait(refused.budget, UNCAPTURED, args, kwargs)
+            if changes.waits and not changes.looks():
+                self._recent = self._short = None
+                self._quick.clear()
+                return self._wait(changes, UNPAID, args, kwargs)
+            budget = self._waiting_budget(args, kwargs)
+            if budget is not None:
+                self._recent = self._short = None
+                return self._wait(budget, UNPAID, args, kwargs)
         try:
             signature = CallSignature.of(args, kwargs)
         except SignatureError as error:
-            return self._missed("an argument that cannot be captured", error.what, args, kwargs)
-        if self._backoffs:
-            backoff = self._backoffs.get(signature)
-            if backoff is not None and backoff.still_waiting():
-                return self._missed(UNCAPTURED, backoff.reason, args, kwargs)
+            if torch.is_grad_enabled() and self.on_miss != "error":
+                # Tensors inside of it may require grad.
+                self._last_miss = error.what
+                return self._run_as_is(_UNKNOWN_ARGUMENT, args, kwargs)
+            return self._missed(_UNKNOWN_ARGUMENT, error.what, args, kwargs)
+        if self._refused and refused is None:
+            refused = self._refused.get(signature)
+            if refused is not None and refused.budget.waits:
+                return self._wait(refused.budget, UNCAPTURED, args, kwargs)
+        began = time.perf_counter()
+        before = self._entries.current
+        if changes.waits and self.on_miss == "capture":
+            if self._entries.known_state() is None:
+                return self._wait(changes, UNPAID, args, kwargs)
+            changes.pay(self._answered())
         state = self._entries.state()
         grad = self._entries.grad_mode()
         entry = state.entries.get((signature, grad))
         if entry is not None and entry.ready:
             return self._answer(entry, args, kwargs)
-        return self._answer_uncaptured(UncapturedCall(args, kwargs, signature, state, grad))
+        changed = not state.is_used and before is not None and self.on_miss == "capture"
+        state.is_used = True
+        try:
+            return self._answer_uncaptured(UncapturedCall(args, kwargs, signature, state, grad))
+        finally:
+            if changed and before is not None:
+                seconds = time.perf_counter() - began
+                self._for_changes.spend(seconds, self._answered(), _changes(before))
 
     def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call for whose shapes no entry is known; `found` is what is known instead."""
-        return self._find(args, kwargs)
+        refused = found if isinstance(found, _Refused) else None
+        if refused is not None and not refused.signature.fits(args, kwargs):
+            refused = None
+        return self._find(args, kwargs, refused)
 
     def _answer_uncaptured(self, call: UncapturedCall) -> Any:
         """Answer a call that no graph fits."""
@@ -260,7 +319,7 @@ class GraphedCallable(StandIn):
         """Capture a graph for a call without padding, if that is allowed, and answer by it."""
         entry = self._entry_for(call)
         if isinstance(entry, Miss):
-            return self._missed(entry.category, entry.reason, call.args, call.kwargs)
+            return self._answer_miss(entry, call.args, call.kwargs)
         entry.sizes = sizes
         return self._answer(entry, call.args, call.kwargs)
 
@@ -275,19 +334,98 @@ class GraphedCallable(StandIn):
                 return Miss(_category_of(entry.error), in_words(entry.error)[0])
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(call))
+        for budget in (self._for_room, self._for_refusals, self._for_values.get(_kind_of(call))):
+            if budget is not None and budget.waits:
+                return Miss(UNPAID, budget.reason, budget)
+        began = time.perf_counter()
         try:
-            return self._entries.capture(signature, state, call.args, call.kwargs)
+            is_full, evictions = self._entries.is_full(), self.pool.evictions
+            made = self._entries.capture(signature, state, call.args, call.kwargs)
+            evicted = self.pool.evictions > evictions
+            self._spend(time.perf_counter() - began, call, for_room=is_full or evicted)
+            return made
         except (StateChanges, Busy) as error:
             # A refusal would be kept with the module's state, which will not come back.
             reason = in_words(error)[0]
-            self._backoffs.setdefault(signature, Backoff()).begin(reason)
+            if len(self._refused) >= _MAX_REFUSED:
+                self._refused.clear()
+            refused = self._refused.setdefault(signature, _Refused(signature))
+            # What other threads take is no cost of a capture.
+            seconds = _BUSY_S if isinstance(error, Busy) else time.perf_counter() - began
+            refused.budget.spend(seconds, self._answered(), reason)
+            key = quick_key(call.args, call.kwargs)
+            if key is not None and key not in self._quick:
+                self._quick[key] = refused
             missed = Miss(UNCAPTURED, reason)
         except (CaptureError, MemoryBudgetExceeded) as error:
             self._entries.refuse(signature, state, call.grad, error)
+            if not isinstance(error, MemoryBudgetExceeded):
+                seconds = time.perf_counter() - began
+                self._for_refusals.spend(seconds, self._answered(), in_words(error)[0])
             missed = Miss(_category_of(error), in_words(error)[0])
         # Free what the error held, such as autograd nodes, which remember the stream they ran on.
         gc.collect(1)
         return missed
+
+    def _spend(self, seconds: float, call: UncapturedCall, *, for_room: bool) -> None:
+        """Count a capture whose cause may come again with each call."""
+        if for_room:
+            self._for_room.spend(
+                seconds,
+                self._answered(),
+                f"there are more kinds of calls than graphs may be kept; raise max_graphs="
+                f"{self._max_graphs}, or name the sizes that vary as buckets",
+            )
+        kind = _kind_of(call)
+        if kind is None:
+            return
+        others = [s for (s, _), e in call.state.entries.items() if e.ready and s != call.signature]
+        names = [call.signature.differing_value(other) for other in others]
+        name = next(filter(None, names), None)
+        if name is not None:
+            self._for_values.setdefault(kind, CaptureBudget()).spend(
+                seconds,
+                self._answered(),
+                f"{name} is another value in most calls; pass it as a tensor, or as one of a few "
+                "values",
+            )
+
+    def _waiting_budget(self, args: Args, kwargs: Kwargs) -> CaptureBudget | None:
+        """The budget that a call has to wait for which has no graph, as is quickly seen."""
+        budget: CaptureBudget | None = self._for_room
+        if self._for_values and not self._for_room.waits:
+            budget = self._for_values.get(kind_key(args, kwargs))
+        if budget is None or not budget.waits:
+            return None
+        key = quick_key(args, kwargs)
+        return None if key is None or self._entries.has_graph(key) else budget
+
+    def _answer_miss(
+        self, miss: Miss, args: Args, kwargs: Kwargs, sizes: tuple[int, ...] | None = None
+    ) -> Any:
+        """Answer a call that no graph answers, and count it where it waits for a budget."""
+        if miss.budget is not None:
+            return self._wait(miss.budget, miss.category, args, kwargs, sizes)
+        return self._missed(miss.category, miss.reason, args, kwargs, sizes)
+
+    def _wait(
+        self,
+        budget: CaptureBudget,
+        category: str,
+        args: Args,
+        kwargs: Kwargs,
+        sizes: tuple[int, ...] | None = None,
+    ) -> Any:
+        """Answer a call eagerly that waits for a budget."""
+        began = time.perf_counter()
+        try:
+            return self._missed(category, budget.reason, args, kwargs, sizes, as_called=True)
+        finally:
+            budget.waited(time.perf_counter() - began)
+
+    def _answered(self) -> int:
+        """How many calls graphs have answered."""
+        return self._tally.answered(self._entries.ready())
 
     def _missed(
         self,
@@ -296,6 +434,8 @@ class GraphedCallable(StandIn):
         args: Args,
         kwargs: Kwargs,
         sizes: tuple[int, ...] | None = None,
+        *,
+        as_called: bool = False,
     ) -> Any:
         """Answer a call that no graph answers: raise or run eagerly, as `on_miss` says.
 
@@ -305,6 +445,7 @@ class GraphedCallable(StandIn):
             args: of the call.
             kwargs: likewise.
             sizes: its named sizes, if there are buckets.
+            as_called: leave the gradient mode as it is, since nobody has looked at the module.
         """
         self._last_miss = reason
         if sizes is not None:
@@ -314,7 +455,9 @@ class GraphedCallable(StandIn):
                 f"No graph of {name_of(self.fn)} fits this call: {reason}",
                 remedy="Prepare one with prepare(), or allow on_miss='capture' or 'eager'.",
             )
-        result = self._run_eagerly(category, args, kwargs)  # May raise what the function raises.
+        self._tally.eager[category] += 1
+        # It may raise what the function raises.
+        result = self._run_detached(args, kwargs, as_called=as_called)
         if category in _WARNED_CATEGORIES and reason not in self._warned:
             self._warned.add(reason)
             warnings.warn(
@@ -335,15 +478,18 @@ class GraphedCallable(StandIn):
         self._tally.eager[category] += 1
         return self._run_detached(args, kwargs)
 
-    def _run_detached(self, args: Args, kwargs: Kwargs) -> Any:
+    def _run_detached(self, args: Args, kwargs: Kwargs, *, as_called: bool = False) -> Any:
         """Run the function; its results require no grad."""
-        detached = self._entries.grad_mode()
-        with (
-            self._entries.turns.calling(),
-            contextlib.nullcontext() if detached else torch.no_grad(),
-        ):
-            result = self.fn(*args, **kwargs)
-        if detached:
+        with_grad = torch.is_grad_enabled()
+        if with_grad and not as_called:
+            with_grad = self._entries.grad_mode() is not None
+        with self._entries.turns.calling():
+            if with_grad or not torch.is_grad_enabled():
+                result = self.fn(*args, **kwargs)
+            else:
+                with torch.no_grad():
+                    result = self.fn(*args, **kwargs)
+        if with_grad:
             return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
         return result
 
@@ -352,7 +498,8 @@ class GraphedCallable(StandIn):
         self._tally.forget(entry)
         if self._recent is entry:
             self._recent = self._short = None
-        self._quick = {key: found for key, found in self._quick.items() if found is not entry}
+        known = list(self._quick.items())  # Other threads may add to it.
+        self._quick = {key: found for key, found in known if found is not entry}
 
     def _forget_proofs(self, verdicts: Iterable[Verdicts]) -> None:
         self._tally.forget_proofs(verdicts)
@@ -372,6 +519,7 @@ class GraphedCallable(StandIn):
         wanted = [arguments_of(call) for call in calls]
         with shown(progress) as bar, self.pool.lock:
             self._prepare(wanted, bar)
+        self._new_budgets()
 
     def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:
         bar.start(2 * len(wanted))
@@ -411,7 +559,9 @@ class GraphedCallable(StandIn):
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
-        self._backoffs.clear()
+        self._refused.clear()
+        self._new_budgets()
+        self._quick.clear()
         self._entries.release()
 
     def close(self) -> None:
@@ -463,29 +613,22 @@ class Miss:
 
     category: str
     reason: str
+    # What the call waits for, if it does.
+    budget: CaptureBudget | None = None
 
 
-class Backoff:
-    """Counts the eager calls until a capture is tried again, more after each failure.
+class _Refused:
+    """Calls of a signature whose captures were refused, and how long they are eager for that."""
 
-    Attributes:
-        reason: why the last capture failed.
-    """
+    def __init__(self, signature: CallSignature) -> None:
+        self.signature = signature
+        self.budget = CaptureBudget(free=1)
 
-    def __init__(self) -> None:
-        self.reason = ""
-        self._left = 0
-        self._next = 16
 
-    def begin(self, reason: str) -> None:
-        """Start to wait after a capture that failed."""
-        self.reason, self._left = reason, self._next
-        self._next *= 4
-
-    def still_waiting(self) -> bool:
-        """Whether this call has to be eager too."""
-        self._left -= 1
-        return self._left >= 0
+def _kind_of(call: UncapturedCall) -> Any:
+    """What calls share that differ in plain values alone; None where there are no such values."""
+    key = quick_key(call.args, call.kwargs)
+    return call.signature.kind if key is None else kind_key(call.args, call.kwargs)
 
 
 def _rebuild(
@@ -496,6 +639,15 @@ def _rebuild(
     evict: bool,
 ) -> GraphedCallable:
     return cls(fn, pool=MemoryPool(limit, evict=evict), **options)
+
+
+def _changes(before: StateGraphs) -> str:
+    """A reason to wait: the module changes again and again."""
+    what = before.watch.changed() or "its state"
+    return (
+        f"the module changes between calls ({what}), so that graphs are captured anew; keep it as "
+        "it is, or change weights in place"
+    )
 
 
 def _category_of(error: GraphwrightError) -> str:

@@ -101,6 +101,10 @@ class Tally:
             self.proof_runs += proof.runs
             self.proof_s += proof.seconds
 
+    def answered(self, ready: Iterable[CacheEntry]) -> int:
+        """How many calls graphs have answered."""
+        return self._past + sum(entry.hits for entry in ready) + sum(self.padded.values())
+
     def statistics(
         self, ready: Iterable[CacheEntry], captures: int, verdicts: Iterable[Verdicts]
     ) -> CallStatistics:
@@ -110,7 +114,6 @@ class Tally:
         for entry in entries:
             if entry.sizes is not None:
                 exact[entry.sizes] += entry.hits
-        answered = sum(self.padded.values())
         # Calls of a bucket's own sizes were only copied into its memory layout.
         padded = sum(n for (bucket, sizes), n in self.padded.items() if bucket != sizes)
         seen: Counter[Sizes] = exact + self.elsewhere
@@ -124,7 +127,7 @@ class Tally:
         seen.subtract(self.chunks)
         proofs = list(verdicts)
         return CallStatistics(
-            hits=self._past + sum(entry.hits for entry in entries) + answered,
+            hits=self.answered(entries),
             captures=captures,
             eager=dict(self.eager),
             audits=self.audits,

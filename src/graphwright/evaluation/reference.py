@@ -225,16 +225,14 @@ def exact_outcome(
     args, kwargs = pytree.tree_map(_widen, (call.args, dict(call.kwargs)))
     wide = Call(call.name, args, kwargs)
     try:
-        with mode:
-            outcome = run(model, wide, state, look)
+        outcome = run(model, wide, state, look, mode)
     except Exception:
         if model is not module:
             raise
         # Some operators (recurrent layers) compare the dtypes of weights and inputs beforehand.
         state.restore()
         double = copy.deepcopy(module).double()
-        with mode:
-            outcome = run(double, wide, ModuleState(double, weights=False), look)
+        outcome = run(double, wide, ModuleState(double, weights=False), look, mode)
     return outcome, mode.operations
 
 

@@ -12,7 +12,12 @@ from torch import nn
 
 from ..calls import forking
 from ..calls.modes import opaque
-from ..calls.modules import FunctionModule, ModuleProxy
+from ..calls.modules import (
+    FunctionModule,
+    ModuleProxy,
+    in_training,
+    should_be_in_eval_mode,
+)
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
 from ..calls.watch import ModuleWatch, check_audit, unread_in_words
 from ..errors import OptionError, first_line
@@ -131,7 +136,7 @@ class FusedModule(ModuleProxy):
 
     def _why_not(self, args: Args, kwargs: Kwargs) -> str | None:
         fusion = self._fusion
-        if torch.is_grad_enabled() and (fusion.module.training or wants_grad(args, kwargs)):
+        if torch.is_grad_enabled() and (in_training(fusion.module) or wants_grad(args, kwargs)):
             return "gradients are wanted"
         if inside_transform():
             return "it is traced or transformed"
@@ -248,7 +253,7 @@ def fuse(
             f"args is a {type(args).__name__}.", remedy="Write (x,) for a single input."
         )
     module = fn_or_module if isinstance(fn_or_module, nn.Module) else FunctionModule(fn_or_module)
-    if module.training:
+    if should_be_in_eval_mode(module):
         raise OptionError(
             "The model is in training mode, and fuse() is for inference.",
             remedy="Call model.eval() first.",

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.modes import opaque
-from ..calls.modules import FunctionModule, in_training
+from ..calls.modules import FunctionModule, first_in_training
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -523,7 +523,7 @@ def signature_of(args: Args, kwargs: Kwargs, module: nn.Module) -> CallSignature
     except SignatureError as error:
         raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
     if torch.is_grad_enabled():
-        training = next((m for m in module.modules() if in_training(m)), None)
+        training = first_in_training(module)
         if signature.wants_grad or training is not None:
             what = (
                 "An argument requires grad"

@@ -49,26 +49,23 @@ class Turns:
 
     def calling(self) -> AbstractContextManager[None]:
         """Run an eager call inside the block, after waiting for captures of other threads."""
-        if torch.compiler.is_compiling():  # The call is traced, and does not run.
-            return contextlib.nullcontext()
         if torch._C._current_graph_task_id() != -1:
             # In a backward, which a capture may be waiting for in another thread.
             return contextlib.nullcontext()
-        return self._calling()
+        return _Calling(self)
 
-    @contextlib.contextmanager
-    def _calling(self) -> Iterator[None]:
+    def _begin_call(self) -> None:
         me = threading.get_ident()
         with self._free:
             # A call inside another call or its own capture must not wait: both would deadlock.
             if me not in self._calls and me not in self._captures:
                 self._wait_for_captures()
             self._calls[me] = self._calls.get(me, 0) + 1
-        try:
-            yield
-        finally:
-            with self._free:
-                _decrement(self._calls, me)
+
+    def _end_call(self) -> None:
+        with self._free:
+            _decrement(self._calls, threading.get_ident())
+            if self._waiting:
                 self._free.notify_all()
 
     def _wait_for_captures(self) -> None:
@@ -77,6 +74,7 @@ class Turns:
             if not self._free.wait(max(0.0, end - time.monotonic())):
                 # The capture may be waiting for this call; from now on no call waits.
                 self._open = True
+                self._free.notify_all()
 
     @contextlib.contextmanager
     def alone(self) -> Iterator[None]:
@@ -121,6 +119,21 @@ class Turns:
         """Start over in a forked child, which has none of the other threads."""
         self._free = threading.Condition()
         self._calls, self._captures, self._waiting = {}, {}, 0
+
+
+class _Calling:
+    """An eager call, as a context; a class since this is faster than a generator."""
+
+    __slots__ = ("_turns",)
+
+    def __init__(self, turns: Turns) -> None:
+        self._turns = turns
+
+    def __enter__(self) -> None:
+        self._turns._begin_call()
+
+    def __exit__(self, *error: object) -> None:
+        self._turns._end_call()
 
 
 def _decrement(counts: dict[int, int], me: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from ..artifacts.tuned_module import TunedModule
-from ..calls.modules import FunctionModule
+from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.signature import Args, CallSignature, Kwargs, arguments_of, refuse_weights
 from ..calls.snapshots import Call
 from ..calls.watch import check_audit
@@ -225,7 +225,7 @@ def _as_module(model: Callable[..., Any]) -> nn.Module:
             f"Parameter {lazy[0]} of the model has no shape yet.",
             remedy="Call the model once on real inputs first.",
         )
-    if module.training:
+    if should_be_in_eval_mode(module):
         raise OptionError(
             "The model is in training mode, and tune() is for inference.",
             remedy="Call model.eval() first.",
