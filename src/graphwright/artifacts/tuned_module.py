@@ -7,7 +7,7 @@ import copy
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from ..calls.watch import ModuleWatch, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..errors import SignatureError
 from ..graphs.conditions import captured_by_others, capturing_now
+from ..graphs.parts import Parts, apart_from_capture, parts_of_capture, warn_of_lost_gain
 from ..graphs.turns import turns_of
 from ..report.report import Report
 from ..report.result import EAGER
@@ -119,8 +120,11 @@ class _Choice:
         shortcuts: Sequence[Shortcut],
         origin: Origin | None,
         loaded: Sequence[str],
+        inside: Mapping[int, Built],
     ) -> None:
         self.module = module
+        # By the identity of the entry's callable: what a capture runs in its place.
+        self.inside = inside
         self.report = report
         self.table = list(table)
         self.watch = watch
@@ -239,6 +243,7 @@ class TunedModule(ModuleProxy):
         shortcuts: Sequence[Shortcut] = (),
         origin: Origin | None = None,
         loaded: Sequence[str] = (),
+        inside: Mapping[int, Built] | None = None,
     ) -> None:
         super().__init__(module)
         choice = _Choice(
@@ -252,6 +257,7 @@ class TunedModule(ModuleProxy):
             shortcuts,
             origin,
             loaded,
+            inside or {},
         )
         object.__setattr__(self, "_choice", choice)
 
@@ -272,10 +278,19 @@ class TunedModule(ModuleProxy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the winner, or fall back to the module itself."""
         choice = self._choice
+        parts = parts_of_capture()
+        if parts is not None and choice.report.chosen != EAGER:
+            return self._in_capture(parts, args, kwargs)
         if (capturing_now() or (choice.copies and captured_by_others())) and not isinstance(
             choice.module, Absent
         ):
             # A graph would keep the winner's copies of the weights without its owner's knowledge.
+            if choice.table and choice.report.chosen != EAGER:
+                warn_of_lost_gain(
+                    self,
+                    "What tune() made is called in a capture that does not look at it",
+                    "Capture it by graphwright.graph() or capture().",
+                )
             choice.last_difference = CAPTURED
             return choice.eager(CAPTURED, choice.module, args, kwargs)
         if not in_training(choice.module):
@@ -315,6 +330,35 @@ class TunedModule(ModuleProxy):
         return choice.eager(
             kind, eager_without_grad(choice.module, choice.same_under_no_grad), args, kwargs
         )
+
+    def _in_capture(self, parts: Parts, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call inside of a capture whose owner looks at what it depends on."""
+        choice, built = self._choice, None
+        why = "another signature" if choice.table else NOTHING_TUNED
+        with apart_from_capture() as alone:
+            entry = choice.entry_for(args, kwargs) if alone else None
+            if entry is not None and choice.watch is not None:
+                built = choice.inside.get(id(entry[1]))
+                why = f"no graph can hold what {choice.report.chosen} made"
+                if choice.outdated(choice.watch):
+                    built, why = None, CHANGED
+        if built is None:
+            if choice.table:
+                warn_of_lost_gain(
+                    self,
+                    f"What tune() made is called inside of a capture ({why})",
+                    "Tune the whole instead, or call graph() on what is tuned for these shapes.",
+                )
+            if isinstance(choice.module, Absent):
+                raise choice.module.refusal(OTHER, choice.differences(args, kwargs))
+            choice.last_difference = CAPTURED
+            return choice.eager(CAPTURED, choice.module, args, kwargs)
+        choice.calls["tuned, inside of a capture"] += 1
+        name = f"what tune() made of {type(choice.module).__name__} ({choice.report.chosen})"
+        assert choice.watch is not None
+        parts.add(name, choice.watch, built.packed)
+        with torch.no_grad():
+            return built.call(*args, **kwargs)
 
     def explain(self) -> str:
         """What runs and why, when it falls back, and how calls went so far, in words."""
@@ -412,8 +456,22 @@ def assemble(
             for signature, built in zip(signatures, builts, strict=True)
         ]
     short = [each for each in found if each is not None]
+    found_inside = [
+        (id(call), built.inside_of_capture(origin.device))
+        for call, built in zip(calls, builts, strict=True)
+    ]
     return TunedModule(
-        module, report, table, watch, pure, same_under_no_grad, padded, short, origin, loaded
+        module,
+        report,
+        table,
+        watch,
+        pure,
+        same_under_no_grad,
+        padded,
+        short,
+        origin,
+        loaded,
+        {} if eager else {key: built for key, built in found_inside if built is not None},
     )
 
 

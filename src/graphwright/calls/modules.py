@@ -170,6 +170,16 @@ def first_in_training(module: nn.Module) -> nn.Module | None:
     return None
 
 
+def innermost(module: nn.Module) -> nn.Module:
+    """What a module is in the end: the one that a fused, graphed or tuned module stands for."""
+    while True:
+        called = module._function if isinstance(module, FunctionModule) else module
+        if not isinstance(called, StandIn):
+            return module
+        stood_for = called._graphwright_stands_for
+        module = stood_for if isinstance(stood_for, nn.Module) else FunctionModule(stood_for)
+
+
 class FunctionModule(Called):
     """A plain function as a module; what it reaches becomes its submodules and buffers."""
 

@@ -11,7 +11,7 @@ import itertools
 import operator
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -43,6 +43,16 @@ _ADDRESS = torch.Tensor.data_ptr
 _FORWARD = operator.itemgetter("forward")
 _VERSION = operator.attrgetter("_version")
 _ATTRIBUTES = operator.attrgetter("__dict__")
+
+
+class Watched(Protocol):
+    """Something whose changes can be noticed."""
+
+    def unchanged(self) -> bool:
+        """A fast check, which may return False where nothing has changed."""
+
+    def changed(self) -> str | None:
+        """What has changed, in words, or None."""
 
 
 class ModuleWatch:
@@ -96,10 +106,17 @@ class ModuleWatch:
         self.audit = self._audit = audit if values else None
         self._looks = 0
         self._other_values = False
+        # Of parts inside, whose changes count too.
+        self._joined: list[Watched] = []
         self._quick = _Quick()
         self.unchanged = self._quick.comparison(self)
         self._begin(found or self._walk())
         self._sums = [] if self._audit is None else list(map(checksum, self._tensors))
+
+    def join(self, other: Watched) -> None:
+        """From now on, notice what another notices, too."""
+        if all(other is not known for known in self._joined):
+            self._joined.append(other)
 
     def _begin(self, found: Dependencies, versions: list[Any] | None = None) -> None:
         """From now on, compare with these dependencies."""
@@ -190,6 +207,10 @@ class ModuleWatch:
         """What has changed since the watch was made, in words, or None."""
         if self.unchanged():
             return None
+        own = self._changed()
+        return own or next(filter(None, (watch.changed() for watch in self._joined)), None)
+
+    def _changed(self) -> str | None:
         # Taken before anything is compared: writes of other threads meanwhile must show.
         versions = self._quick.versions_now()
         change, unsure = self._difference(versions)
@@ -256,7 +277,9 @@ class ModuleWatch:
         return [tensor.requires_grad for tensor in self._tensors] != self._trained
 
     def rebound(self) -> bool:
-        """Whether a watched tensor is gone from the module, or has moved or changed its shape."""
+        """Whether a watched tensor is gone, has moved or changed its shape; or a part changed."""
+        if any(watch.changed() is not None for watch in self._joined):
+            return True
         held = {id(tensor) for _, tensor in Dependencies(self._module).tensors}
         return any(id(tensor) not in held for tensor in self._tensors) or (
             list(map(_ADDRESS, self._tensors)) != self._addresses
@@ -322,7 +345,7 @@ class _Quick:
         getters, values = self.getters, self.values
         long, long_lengths = self.long, self.long_lengths
         addressed, addresses = self.addressed, self.addresses
-        tensors = watch.same_tensors
+        tensors, joined = watch.same_tensors, watch._joined
 
         def unchanged() -> bool:
             if [*map(version, map(attributes, owners)), *map(version, dictionaries)] != versions:
@@ -345,7 +368,9 @@ class _Quick:
                     return False
             except Exception:  # One of them is gone.
                 return False
-            return list(map(address, addressed)) == addresses and tensors()
+            if list(map(address, addressed)) != addresses or not tensors():
+                return False
+            return not joined or all(other.unchanged() for other in joined)
 
         return unchanged
 

@@ -288,6 +288,8 @@ class GraphCache:
         # The first run may have set something up for good; the graph belongs to the state now.
         state = self.state()
         state.is_used = True
+        if graph.parts.names or graph.tree is not None:  # A new path may run others.
+            state.watch.join(graph.parts)
         pure = not (graph.mutates or graph.random or graph.tree is not None)
         entry = CacheEntry(signature, state, graph, pure=pure, grad=self.grad_mode())
         state.entries[signature, entry.grad] = entry

@@ -552,6 +552,10 @@ class GraphedCallable(StandIn):
     def explain(self) -> str:
         """What runs now and why, what it costs, and how the calls went so far."""
         lines = explained(name_of(self.fn), self.statistics, self._entries.ready(), self.pool)
+        inside = {
+            name: None for e in self._entries.ready() if e.graph for name in e.graph.parts.names
+        }
+        lines += [f"its graphs hold {name}" for name in inside]
         lines += self._entries.unread()
         if self._last_miss is not None:
             lines.append(f"last call without a graph: {self._last_miss}")

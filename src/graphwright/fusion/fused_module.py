@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from ..calls import forking
+from ..calls.dependencies import StandIn
 from ..calls.modes import opaque
 from ..calls.modules import (
     FunctionModule,
@@ -22,6 +24,7 @@ from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
 from ..calls.watch import ModuleWatch, check_audit, unread_in_words
 from ..errors import OptionError, first_line
 from ..graphs.conditions import captured_by_others, capturing_now
+from ..graphs.parts import Parts, apart_from_capture, parts_of_capture, warn_of_lost_gain
 from ..graphs.turns import turns_of
 from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants_grad
 from .passes.base import Pass
@@ -114,6 +117,9 @@ class FusedModule(ModuleProxy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what was fused, or the module itself where that does not fit."""
         fusion = self._fusion
+        parts = parts_of_capture()
+        if parts is not None:
+            return self._in_capture(parts, args, kwargs)
         why = self._why_not(args, kwargs)
         if why is not None:
             fusion.calls[f"eager: {why}"] += 1
@@ -142,6 +148,11 @@ class FusedModule(ModuleProxy):
             return "it is traced or transformed"
         if capturing_now() or captured_by_others():
             # A graph would keep the folded weights, and its owner would not know of them.
+            warn_of_lost_gain(
+                self,
+                "What fuse() made is called in a capture that does not look at it",
+                "Capture it by graphwright.graph() or capture().",
+            )
             return "it is captured"
         if global_hooks():
             return "there are global forward hooks"
@@ -150,6 +161,20 @@ class FusedModule(ModuleProxy):
             fusion.last_problem = change
             return "the module changed"
         return None
+
+    def _in_capture(self, parts: Parts, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call inside of a capture whose owner looks at what it depends on."""
+        fusion, fused = self._fusion, None
+        with apart_from_capture() as alone:
+            if alone and not global_hooks() and fusion.watch.changed() is None:
+                fused = fusion.fitting(args, kwargs)
+                if fused is None and len(fusion.table) < MAX_KINDS:
+                    parts.need(functools.partial(fusion.add, args, kwargs))
+        if fused is None or fused.call is None:
+            return fusion.module(*args, **kwargs)
+        fusion.calls["fused, inside of a capture"] += 1
+        parts.add(f"what fuse() made of {type(fusion.module).__name__}", fusion.watch, fused.packed)
+        return fused.call(*args, **kwargs)
 
     def explain(self) -> str:
         """What was fused where, what was left as it is and why, and how the calls went."""
@@ -241,7 +266,8 @@ def fuse(
         a module to be called like the model, under no_grad.
 
     Raises:
-        OptionError: the model is in training mode, or there is no pass of a name.
+        OptionError: the model is in training mode, or is what another part of graphwright made;
+            or there is no pass of a name.
         ModelFailed: the model fails on the sample.
         SignatureError: an argument can be neither compared nor watched.
         VerificationError: two eager calls disagree.
@@ -252,6 +278,17 @@ def fuse(
         raise OptionError(
             f"args is a {type(args).__name__}.", remedy="Write (x,) for a single input."
         )
+    wanted = passes_named(passes)
+    while isinstance(fn_or_module, FusedModule):
+        if passes is None:
+            # What it was fused with counts too.
+            wanted = (*wanted, *[p for p in fn_or_module._fusion.passes if p not in wanted])
+        fn_or_module = fn_or_module.module
+    if isinstance(fn_or_module, StandIn):
+        raise OptionError(
+            f"fuse() got a {type(fn_or_module).__name__}, which it cannot look into.",
+            remedy="Fuse the model first, then graph what fuse() returns; tune() tries both.",
+        )
     module = fn_or_module if isinstance(fn_or_module, nn.Module) else FunctionModule(fn_or_module)
     if should_be_in_eval_mode(module):
         raise OptionError(
@@ -259,7 +296,7 @@ def fuse(
             remedy="Call model.eval() first.",
         )
     check_audit(audit)
-    fusion = _Fusion(module, passes_named(passes), verify, audit)
+    fusion = _Fusion(module, wanted, verify, audit)
     if args or kwargs:
         fusion.add(tuple(args), dict(kwargs or {}))
     return FusedModule(fusion)

@@ -28,7 +28,8 @@ from ..calls.snapshots import Call, ModuleState, clone_leaves, run
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
 from ..evaluation.reference import Reference, reference
 from ..evaluation.verification import compare, verify
-from ..graphs.conditions import for_inference
+from ..graphs.conditions import capturing_now, for_inference
+from ..graphs.parts import apart_from_capture
 from ..graphs.python_state import PythonState
 from ..ops.fused.fused_operator import prepare_triton
 from .nodes import copy_of, finished, is_mutable, is_view, value_of
@@ -42,7 +43,7 @@ from .passes.linears import ACTIVATIONS, GATES, PADDED, PATCHES, PROJECTIONS
 from .passes.norms import NORMS, RESIDUALS
 from .passes.pooling import CHANNEL_GATES, MEANS, POOLS
 from .sharing import share_constants
-from .tracing import Traced, Untraceable, trace
+from .tracing import GraphCall, Traced, Untraceable, trace
 
 # In this order: what one leaves is what the next one looks for.
 PASSES: tuple[Pass, ...] = (
@@ -103,11 +104,13 @@ class Fused:
         call: is called like the model; None if nothing could be traced.
         regions: the parts that are graphs.
         untraced: the names of the parts that are not, and why.
+        packed: constants of the graphs in a library's layout.
     """
 
     call: Callable[..., Any] | None
     regions: list[Region]
     untraced: list[tuple[str, str]]
+    packed: list[torch.Tensor] = field(default_factory=list)
 
 
 def passes_named(names: Sequence[str | Pass] | None) -> tuple[Pass, ...]:
@@ -222,6 +225,8 @@ def _of_module(
         found.untraced.append((path, problem))
         return None
     found.regions.append(region)
+    if isinstance(call, GraphCall):
+        found.packed += call.packed
     return call
 
 
@@ -434,7 +439,11 @@ def _part(module: nn.Module, signature: CallSignature, call: Callable[..., Any])
     part = _other(module)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        return (call if signature.fits(args, kwargs) else module.forward)(*args, **kwargs)
+        fits = signature.fits(args, kwargs)
+        if not fits and capturing_now():
+            with apart_from_capture() as alone:
+                fits = alone and signature.fits(args, kwargs)
+        return (call if fits else module.forward)(*args, **kwargs)
 
     vars(part)["forward"] = forward
     return part

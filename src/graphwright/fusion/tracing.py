@@ -80,6 +80,11 @@ class GraphCall:
         # Not as a module, at whose calls global hooks run.
         self._forward = graph.forward
 
+    @property
+    def packed(self) -> list[torch.Tensor]:
+        """Constants in a library's layout."""
+        return [t for t in self.graph.buffers() if t.layout is not torch.strided]
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         leaves, _ = flatten(args, kwargs)
         with torch.no_grad(), answering(self.launches):

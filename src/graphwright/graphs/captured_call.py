@@ -32,6 +32,7 @@ from .conditions import THREAD, autocast_cache_apart
 from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
 from .memory import MemoryPool, MemoryPrediction
+from .parts import Parts, SetUpFirst
 from .python_state import PythonState
 from .recorder import Recorder, Recording
 from .segments.explanation import describe_tree
@@ -95,6 +96,8 @@ class CapturedCall(Graph):
         self._inputs: StaticInputs | None = None
         self._results: StaticOutputs | None = None
         self._watch: ModuleWatch | None = None
+        # Fused and tuned modules inside of it, which run what they were made into.
+        self.parts = Parts()
         self._breaks = breaks
         # Without keyword arguments and containers, the leaves are the arguments themselves.
         self._plain_args = (
@@ -226,9 +229,10 @@ class CapturedCall(Graph):
             if tree.given_up is None:
                 pure = not (self.mutates or self.random)
                 try:
-                    made = tree.answer(
-                        leaves, finish, self._work, functools.partial(self.pool.evict_one, self)
-                    )
+                    with self.parts.joining():
+                        made = tree.answer(
+                            leaves, finish, self._work, functools.partial(self.pool.evict_one, self)
+                        )
                 except Untraceable:
                     if not pure:
                         raise
@@ -330,6 +334,13 @@ class CapturedCall(Graph):
         Raises:
             CaptureError: it cannot be captured.
         """
+        while True:
+            try:
+                return self._warm()
+            except SetUpFirst as first:
+                self.parts.set_up(first)
+
+    def _warm(self) -> MemoryPrediction:
         with self.pool.lock:
             recorder = self.pool.recorder(self._device)
             with self._transaction(GraphState.WARMING) as state:
@@ -433,6 +444,7 @@ class CapturedCall(Graph):
             self._held = [self._fn, warmed.external]
             self._set_recording(recording, before, prediction.nbytes)
         self._watch = ModuleWatch(self._module, values=False)
+        self._watch.join(self.parts)
         if self._results is None:
             # A new path may use any of these.
             self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}
@@ -478,7 +490,12 @@ class CapturedCall(Graph):
     @contextlib.contextmanager
     def _transaction(self, state: GraphState) -> Iterator[PythonState]:
         self.state = state
-        with transaction(self.pool, self._module, self._forget, self._trained) as python_state:
+        # A part that is trained runs as it is.
+        joining = self.parts.joining() if self._trained is None else contextlib.nullcontext()
+        with (
+            joining,
+            transaction(self.pool, self._module, self._forget, self._trained) as python_state,
+        ):
             yield python_state
 
     def _forget(self) -> None:

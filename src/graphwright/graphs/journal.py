@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..calls.modes import OperationMode
 from ..calls.operations import announced, generator_of, tensors, written
 from ..errors import CaptureError
+from .parts import packed
 
 # How many of the largest tensors are kept for memory predictions.
 _LARGEST = 3
@@ -142,6 +143,8 @@ class Journal(OperationMode):
         for tensor in tensors((args, kwargs)):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self.read(tensor)
+                continue
+            if packed(tensor):
                 continue
             self.refuse(
                 CaptureError(

@@ -43,7 +43,7 @@ class AotAutograd:
         compiled = torch.compile(fresh_entry(model), backend=backend, dynamic=False)
         with torch.no_grad():
             notes, _ = compile_and_run(compiled, args, kwargs, 1)
-        return Built(without_grad(compiled), notes)
+        return Built(without_grad(compiled), notes, capturable=True)
 
 
 def _run_as_it_is(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:

@@ -18,7 +18,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import nn
 
-from ..calls.modules import FunctionModule
+from ..calls.modules import FunctionModule, innermost
 from ..calls.signature import Args, Kwargs
 from ..errors import StrategyFailed, first_line, user_frame
 
@@ -60,6 +60,9 @@ class Built:
         save: writes files for the compiler's `load` to a folder, and returns tensors to save with
             them, which buckets share.
         ranged: whether it answers a whole range of sizes.
+        capturable: whether a CUDA graph can hold what it runs; what is plain, any graph can.
+        inner: what a runner calls.
+        packed: constants in a library's layout.
     """
 
     call: Callable[..., Any]
@@ -69,6 +72,16 @@ class Built:
     plain: bool = False
     save: Callable[[Path], Kept | None] | None = None
     ranged: bool = False
+    capturable: bool = False
+    inner: Built | None = None
+    packed: Sequence[torch.Tensor] = ()
+
+    def inside_of_capture(self, device: torch.device) -> Built | None:
+        """What a capture on a device runs in its place; None where no graph can hold it."""
+        if self.inner is not None:
+            return self.inner.inside_of_capture(device)
+        holds = self.plain or (self.capturable and device.type == "cuda")
+        return self if holds else None
 
 
 class Compiler(Protocol):
@@ -189,6 +202,11 @@ class Candidate:
         return hasattr(self.compiler, "probes_late")
 
     @property
+    def is_plain_eager(self) -> bool:
+        """Whether it runs the model as it is, maybe under a runner."""
+        return self.rewrite is None and self.compiler.name.split(":")[0] == "eager"
+
+    @property
     def lossy_ulp(self) -> float | None:
         """Unit in the last place of the reduced precision; None for full precision."""
         return None if self.rewrite is None else self.rewrite.lossy_ulp
@@ -279,6 +297,9 @@ class Candidate:
             ) from error
 
     def _build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+        if not self.is_plain_eager:
+            # A compiler sees nothing of what stands for a model.
+            model = innermost(model)
         try:
             if self.rewrite is not None:
                 if isinstance(model, FunctionModule):

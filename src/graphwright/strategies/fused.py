@@ -70,7 +70,9 @@ class FusedCompiler:
         for region in fused.regions:
             notes += [f"pass {name} was left out: {why}" for name, why in region.left_out]
         save = functools.partial(_save, fused.call) if isinstance(fused.call, GraphCall) else None
-        return Built(fused.call, notes, holds_weights=True, plain=True, save=save)
+        return Built(
+            fused.call, notes, holds_weights=True, plain=True, save=save, packed=fused.packed
+        )
 
     def doubtful(self, folder: Path) -> str | None:
         """What a saved graph has that is not known to be harmless, in words; None where all is."""
@@ -101,7 +103,8 @@ class FusedCompiler:
         graph = read(known["nodes"], tensors, device)
         slots = [int(n) for n in known["slots"]]
         call = GraphCall(graph, slots, TreeTemplate.read(known["out"]), _kernels(folder, device))
-        return Built(call, holds_weights=True, plain=True, save=functools.partial(_save, call))
+        save = functools.partial(_save, call)
+        return Built(call, holds_weights=True, plain=True, save=save, packed=call.packed)
 
 
 def _kernels(folder: Path, device: torch.device) -> dict[str, Launch]:

@@ -126,7 +126,7 @@ class Inductor:
         with torch.no_grad(), torch._inductor.config.patch(_FROZEN if self.freezing else {}):
             notes, delta = compile_and_run(compiled, args, kwargs, 3 if self.cuda_graphs else 1)
         if not self.cuda_graphs:
-            return Built(without_grad(compiled), notes, frozen, save=_save_cache)
+            return Built(without_grad(compiled), notes, frozen, save=_save_cache, capturable=True)
         if delta["skips"]:
             notes.append("torch.compile skipped CUDA graphs for this model")
         notes.append("outputs are copied out: the next call would overwrite them")

@@ -44,7 +44,9 @@ def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
         return result
 
     notes = [*built.notes, *_segments(graph)]
-    return Built(call, notes, built.holds_weights, graph.launcher(), save=built.save)
+    # A part inside of the model may have been captured with copies of weights.
+    holds = built.holds_weights or bool(graph.parts.names)
+    return Built(call, notes, holds, graph.launcher(), save=built.save, inner=built)
 
 
 def _segments(graph: CapturedCall) -> list[str]:

@@ -105,7 +105,7 @@ class TorchScript:
             (folder / _CALL).write_text(json.dumps(row), encoding="ascii")
 
         holds = self.variant != "plain"
-        return Built(without_grad(call), notes, holds_weights=holds, save=save)
+        return Built(without_grad(call), notes, holds_weights=holds, save=save, capturable=True)
 
     def _script(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Scripted:
         script = torch.jit.script(model)

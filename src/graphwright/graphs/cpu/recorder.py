@@ -32,6 +32,7 @@ from ...calls.signature import without_memory
 from ...errors import CaptureError, user_frame
 from ..conditions import garbage_collection_off, pretend_capturing
 from ..journal import Journal
+from ..parts import packed
 from ..recorder import Allocate, Prepared, Work
 from .arena import Arena, Block
 
@@ -192,7 +193,7 @@ class _Tape(Journal):
             self.refusal = error
             raise
         grad = torch.is_grad_enabled()
-        known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs))}
+        known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs)) if not packed(t)}
         leaves, spec = pytree.tree_flatten(func(*args, **kwargs))
         self.drew(func, args, kwargs)
         moved: dict[int, torch.UntypedStorage] = {}
@@ -239,6 +240,8 @@ class _Tape(Journal):
 
     def _by_address(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor by address, so that the tape does not keep the pool's memory from reuse."""
+        if packed(tensor):
+            return tensor
         block = self.owns(tensor)
         return tensor.detach() if block is None else self._arena.alias(tensor, block)
 

@@ -1,0 +1,162 @@
+"""Parts inside of a captured call: what they run there, and what that depends on.
+
+A fused or tuned module inside of a captured call runs what it was made into, not the module that it
+stands for, and so its gain is kept. The graph then holds copies of weights that only the part knows
+of. It tells the capture which changes make these out of date, and the graph's owner looks for those
+at each call too.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import _pop_mode as pop_function_mode
+from torch.overrides import _push_mode as push_function_mode
+from torch.utils import _python_dispatch as dispatch
+
+from ..calls.signature import inside_transform
+from ..calls.watch import ModuleWatch
+from ..errors import levels_above
+
+# How often a capture begins again since a part has to be set up before.
+_MAX_SET_UPS = 64
+
+
+class _Thread(threading.local):
+    """What this thread is inside of: what parts join in the capture, if its owner looks at them."""
+
+    parts: Parts | None = None
+
+
+_THREAD = _Thread()
+_WARNED_OF: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+class SetUpFirst(BaseException):
+    """A part has not been made ready for a kind of call, and cannot be while it is captured.
+
+    Not an Exception: a model that handles errors must not take it for one of its own.
+    """
+
+    def __init__(self, set_up: Callable[[], object]) -> None:
+        super().__init__("A part is to be set up before the capture.")
+        self.set_up = set_up
+
+
+class Parts:
+    """What a capture runs of the parts inside of it.
+
+    Attributes:
+        names: what they are, in words.
+    """
+
+    def __init__(self) -> None:
+        self.names: list[str] = []
+        self._packed: dict[int, torch.Tensor] = {}
+        self._watches: dict[int, ModuleWatch] = {}
+        self._set_ups = _MAX_SET_UPS
+
+    def unchanged(self) -> bool:
+        """A fast check; as `ModuleWatch.unchanged`."""
+        return all(watch.unchanged() for watch in self._watches.values())
+
+    def changed(self) -> str | None:
+        """What makes the graph out of date, in words, or None."""
+        return next(filter(None, (watch.changed() for watch in self._watches.values())), None)
+
+    def add(self, name: str, watch: ModuleWatch, packed: Sequence[torch.Tensor] = ()) -> None:
+        """Note that the capture runs what a part was made into.
+
+        Args:
+            name: what it is, in words.
+            watch: notices what puts it out of date.
+            packed: constants of its own in a library's layout, which nobody writes to.
+        """
+        self._packed.update((id(tensor), tensor) for tensor in packed)
+        if id(watch) not in self._watches:
+            self._watches[id(watch)] = watch
+            self.names.append(name)
+
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether it is one of the parts' packed constants."""
+        return id(tensor) in self._packed
+
+    def need(self, set_up: Callable[[], object]) -> None:
+        """Have a part set up before the capture begins again; returns if that was tried enough.
+
+        Raises:
+            SetUpFirst: it is to be set up now.
+        """
+        if self._set_ups > 0:
+            raise SetUpFirst(set_up)
+
+    def set_up(self, first: SetUpFirst) -> None:
+        """Set a part up; what fails there fails in the capture as it does in eager."""
+        self._set_ups -= 1
+        with contextlib.suppress(Exception):
+            first.set_up()
+
+    @contextlib.contextmanager
+    def joining(self) -> Iterator[None]:
+        """Let parts join that are called inside the block, on this thread."""
+        before, _THREAD.parts = _THREAD.parts, self
+        try:
+            yield
+        finally:
+            _THREAD.parts = before
+
+
+def parts_of_capture() -> Parts | None:
+    """What a part inside of a capture joins; None where it has to step aside."""
+    return _THREAD.parts
+
+
+def packed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a constant of a part, in a library's layout: it has no memory to keep."""
+    parts = None if tensor.layout is torch.strided else parts_of_capture()
+    return parts is not None and parts.holds(tensor)
+
+
+@contextlib.contextmanager
+def apart_from_capture() -> Iterator[bool]:
+    """Lay the modes aside by which a capture looks on; gives whether these are all.
+
+    What decides whether a call fits would take them for a transform that has to see all operations.
+    """
+    kept = dispatch._get_current_dispatch_mode_stack()
+    places = range(torch._C._len_torch_function_stack())
+    functions = [torch._C._get_function_stack_at(place) for place in places]
+    if not (kept or functions):
+        yield not inside_transform()
+        return
+    if not all(type(mode).__module__.startswith("graphwright.") for mode in (*kept, *functions)):
+        yield False
+        return
+    for _ in kept:
+        dispatch._pop_mode()
+    for _ in functions:
+        pop_function_mode()
+    try:
+        yield not inside_transform()
+    finally:
+        for mode in functions:
+            push_function_mode(mode)
+        for mode in kept:
+            dispatch._push_mode(mode)
+
+
+def warn_of_lost_gain(part: Any, what: str, remedy: str) -> None:
+    """Warn, once for a part, that the module itself runs where the part is."""
+    if part not in _WARNED_OF:
+        _WARNED_OF.add(part)
+        warnings.warn(
+            f"{what}, which runs the module itself: what was gained is lost there. {remedy}",
+            RuntimeWarning,
+            stacklevel=levels_above(),
+        )
