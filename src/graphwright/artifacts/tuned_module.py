@@ -30,7 +30,13 @@ from ..calls.watch import ModuleWatch, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..errors import SignatureError
 from ..graphs.conditions import captured_by_others, capturing_now
-from ..graphs.parts import Parts, apart_from_capture, parts_of_capture, warn_of_lost_gain
+from ..graphs.parts import (
+    Parts,
+    apart_from_capture,
+    parts_of_capture,
+    warn_if_traced,
+    warn_of_lost_gain,
+)
 from ..graphs.turns import turns_of
 from ..report.report import Report
 from ..report.result import EAGER
@@ -229,6 +235,7 @@ class TunedModule(ModuleProxy):
     """
 
     __slots__ = ("_choice",)
+    _graphwright_trains = False
     _choice: _Choice
 
     def __init__(
@@ -285,6 +292,11 @@ class TunedModule(ModuleProxy):
             choice.module, Absent
         ):
             # A graph would keep the winner's copies of the weights without its owner's knowledge.
+            if torch.is_grad_enabled() and (
+                any_in_training(choice.module) or _wants_grad(args, kwargs)
+            ):
+                choice.last_difference = "training mode, or an input that requires grad"
+                return choice.eager(GRADIENTS, choice.module, args, kwargs)
             if choice.table and choice.report.chosen != EAGER:
                 warn_of_lost_gain(
                     self,
@@ -301,6 +313,7 @@ class TunedModule(ModuleProxy):
                     return result
         found = choice.entry_for(args, kwargs)
         if found is None and inside_transform():
+            warn_if_traced(self, "tune")
             choice.last_difference = TRANSFORMED
             return choice.eager(TRANSFORMED, choice.module, args, kwargs)
         if torch.is_grad_enabled() and (

@@ -48,6 +48,7 @@ from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
 from ..graphs.memory import MemoryPool
+from ..graphs.parts import warn_if_traced
 from ..graphs.python_state import StateChanges
 from ..graphs.turns import Busy
 from ..report.progress import Progress, shown
@@ -249,6 +250,7 @@ class GraphedCallable(StandIn):
         """
         captured = capturing_now()  # Then the capture's own mode is on, which is no transform.
         if not captured and inside_transform():
+            warn_if_traced(self, "graph")
             return self._run_as_is("traced or transformed", args, kwargs)
         # A training step that is captured wants gradients too.
         if torch.is_grad_enabled() and (require_grad(args, kwargs) or self._entries.in_training()):

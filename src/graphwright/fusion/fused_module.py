@@ -24,7 +24,13 @@ from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
 from ..calls.watch import ModuleWatch, check_audit, unread_in_words
 from ..errors import OptionError, first_line
 from ..graphs.conditions import captured_by_others, capturing_now
-from ..graphs.parts import Parts, apart_from_capture, parts_of_capture, warn_of_lost_gain
+from ..graphs.parts import (
+    Parts,
+    apart_from_capture,
+    parts_of_capture,
+    warn_if_traced,
+    warn_of_lost_gain,
+)
 from ..graphs.turns import turns_of
 from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants_grad
 from .passes.base import Pass
@@ -91,6 +97,7 @@ class FusedModule(ModuleProxy):
     """
 
     __slots__ = ("_fusion",)
+    _graphwright_trains = False
 
     _fusion: _Fusion
 
@@ -144,8 +151,6 @@ class FusedModule(ModuleProxy):
         fusion = self._fusion
         if torch.is_grad_enabled() and (in_training(fusion.module) or wants_grad(args, kwargs)):
             return "gradients are wanted"
-        if inside_transform():
-            return "it is traced or transformed"
         if capturing_now() or captured_by_others():
             # A graph would keep the folded weights, and its owner would not know of them.
             warn_of_lost_gain(
@@ -154,6 +159,9 @@ class FusedModule(ModuleProxy):
                 "Capture it by graphwright.graph() or capture().",
             )
             return "it is captured"
+        if inside_transform():
+            warn_if_traced(self, "fuse")
+            return "it is traced or transformed"
         if global_hooks():
             return "there are global forward hooks"
         change = fusion.watch.changed()

@@ -151,6 +151,15 @@ def apart_from_capture() -> Iterator[bool]:
             dispatch._push_mode(mode)
 
 
+def warn_if_traced(part: Any, maker: str) -> None:
+    """Warn where torch.jit.trace or torch.export traces a part: it keeps the module itself."""
+    if torch._C._is_tracing() or torch.compiler.is_exporting():
+        what = f"What {maker}() made is traced by torch.jit.trace or torch.export"
+        warn_of_lost_gain(
+            part, what, f"Trace or export the model first, then {maker}() the result."
+        )
+
+
 def warn_of_lost_gain(part: Any, what: str, remedy: str) -> None:
     """Warn, once for a part, that the module itself runs where the part is."""
     if part not in _WARNED_OF:

@@ -15,6 +15,7 @@ from ...dispatch.graphed_callable import OnMiss
 from ...errors import CaptureError, OptionError
 from ...graphs.conditions import capturing_now
 from ...graphs.memory import MemoryPool
+from ...graphs.parts import warn_of_lost_gain
 from ..distributed import refuse_distributed
 from .captured_pair import CapturedPair
 from .graphed_forward import GraphedForward
@@ -186,6 +187,12 @@ def _calls(
 def _inside(fn: Any) -> Any:
     """The module or function inside a result of graph(), fuse() or tune()."""
     while isinstance(fn, StandIn) and not isinstance(fn, GraphedForward):
+        if not fn._graphwright_trains:
+            warn_of_lost_gain(
+                fn,
+                f"make_graphed_callables() got a {type(fn).__name__}, which is for inference",
+                "Pass the model itself.",
+            )
         fn = fn._graphwright_stands_for
         fn = fn._function if isinstance(fn, FunctionModule) else fn
     return fn
