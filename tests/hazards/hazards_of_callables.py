@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import warnings
 from typing import Any
 
 import pytest
@@ -187,11 +188,60 @@ def two_forwards_before_a_backward(device: torch.device) -> None:
         for loss in [module(x).pow(2).sum() for x in xs]:
             loss.backward()
     same_gradients(model, eager)
-    single = gw.make_graphed_callables(nn.Linear(16, 4).to(device), (xs[0],))
-    kept = single(xs[0])
-    refused(gw.CaptureError, lambda: single(xs[1]))
-    del kept
-    single(xs[1])
+    model, eager = graphed_and_eager(net(device), xs[0], activation_sets=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # It says that the second forward is eager.
+        for module in (model, eager):
+            for loss in [module(x).pow(2).sum() for x in xs]:
+                loss.backward()
+    same_gradients(model, eager)
+
+
+def the_first_backward_ends_it(patch: pytest.MonkeyPatch) -> None:
+    backward, begin = activations.Lease.backward, activations.Activations.begin
+
+    def ends(self: Any, grads: Any) -> Any:
+        made = backward(self, grads)
+        self.running, self._token = False, None
+        return made
+
+    def unnumbered(self: Any, lease: Any) -> None:
+        begin(self, lease)
+        self.turn = lease.turn = 1
+
+    patch.setattr(activations.Lease, "backward", ends)
+    patch.setattr(activations.Activations, "begin", unnumbered)
+
+
+@hazard(7, the_first_backward_ends_it)
+def a_second_backward_after_another_forward(device: torch.device) -> None:
+    xs = [rand(device, 8, 16) for _ in range(2)]
+    model, eager = graphed_and_eager(net(device), xs[0])
+    for module in (model, eager):
+        loss = module(xs[0]).pow(2).sum()
+        loss.backward(retain_graph=True)
+        module(xs[1]).sum().backward()
+        loss.backward()
+    same_gradients(model, eager)
+
+
+def sets_of_activations_share_memory(patch: pytest.MonkeyPatch) -> None:
+    for recorder in (cpu.CpuRecorder, cuda.CudaRecorder):
+        patch.setattr(recorder, "apart", lambda self: contextlib.nullcontext())
+
+
+@hazard(7, sets_of_activations_share_memory)
+def a_set_is_added_while_a_forward_waits(device: torch.device) -> None:
+    def fn(x: torch.Tensor) -> torch.Tensor:
+        return ((((x * 2 + 1) * 3 - 1) * 2 + 1).sin() * 2).sin()
+
+    xs = [rand(device, 64, 64).requires_grad_() for _ in range(3)]
+    wanted = [torch.autograd.grad(fn(x).sum(), x)[0] for x in xs]
+    graphed = gw.make_graphed_callables(fn, (xs[0],))
+    losses = [graphed(x).sum() for x in xs]
+    assert graphed.statistics.replays == len(xs)
+    for place in (1, 2, 0):
+        same(torch.autograd.grad(losses[place], xs[place])[0], wanted[place])
 
 
 def activations_lie_anywhere(patch: pytest.MonkeyPatch) -> None:

@@ -294,7 +294,7 @@ class MemoryPool:
             self._retired.popleft().close()
 
     def trim(self) -> None:
-        """Hand back unused memory, once no graph is left that might use it as workspace."""
+        """Hand back unused memory that no graph might use as workspace."""
         if self._recorder is not None:
             self._recorder.trim()
 

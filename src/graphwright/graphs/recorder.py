@@ -173,7 +173,7 @@ class Recorder(Protocol):
         """Have what follows on the current stream wait for the last replay."""
 
     def trim(self) -> None:
-        """Hand back unused memory, once no recording is left."""
+        """Hand back unused memory that `apart` gave, and all once no recording is left."""
 
     def close(self) -> None:
         """Give everything back. Close the recordings first."""

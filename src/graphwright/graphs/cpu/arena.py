@@ -128,10 +128,11 @@ class Arena:
             alias = alias.conj()
         return alias._neg_view() if tensor.is_neg() else alias
 
-    def trim(self) -> None:
-        """Hand back segments without live blocks."""
+    def trim(self, *, only_apart: bool = False) -> None:
+        """Hand back segments without live blocks, or only those that `apart` gave."""
         with self._lock:
-            self._segments[:] = [segment for segment in self._segments if segment.used]
+            if not only_apart:
+                self._segments[:] = [segment for segment in self._segments if segment.used]
             self._drop_empty_groups()
 
     @contextlib.contextmanager

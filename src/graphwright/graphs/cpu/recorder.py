@@ -507,9 +507,8 @@ class CpuRecorder:
         """Nothing to do: the pool's lock orders replays, and there are no streams."""
 
     def trim(self) -> None:
-        """Give empty segments back once no recording works in them."""
-        if not self._live:
-            self._arena.trim()
+        """Give empty segments back that no recording works in."""
+        self._arena.trim(only_apart=self._live > 0)
 
     def close(self) -> None:
         """Give empty segments back; what callers still hold lives on."""

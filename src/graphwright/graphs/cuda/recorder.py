@@ -300,8 +300,11 @@ class CudaRecorder:
             self._last = stream
 
     def trim(self) -> None:
-        """Give the pool's memory back, once no graph uses it."""
-        if self._live or (self._pool is None and not self._apart):
+        """Give memory back: separate pools that nothing uses, and all once no graph is left."""
+        if self._live:
+            self._drop_empty_pools()
+            return
+        if self._pool is None and not self._apart:
             return
         torch.cuda.synchronize(self.device)
         self._let_go_of_pools()

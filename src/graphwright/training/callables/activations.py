@@ -1,7 +1,7 @@
 """Sets of activations: the graphs of one forward and its backward, and the memory between them.
 
-A set is in use from its forward until its backward has run. `Replay` is the autograd node that a
-replayed forward leaves behind.
+A set is in use from its forward until no backward can come any more: autograd has let go of what it
+saved, or its node has died. `Replay` is the autograd node that a replayed forward leaves behind.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from ...errors import CaptureError
 from ...graphs.recorder import Recording
@@ -20,9 +21,9 @@ from .outputs import Outputs
 
 # Seconds that a backward waits for a capture on another thread.
 _PATIENCE_S = 60.0
-# Runs the forward. Returns its differentiable outputs, the lease of its backward if there is to be
-# one, and the parameters and buffers that the backward reads.
-Forward = Callable[[], tuple[Sequence[torch.Tensor], "Lease | None", Sequence[torch.Tensor]]]
+# Runs the forward. Returns its differentiable outputs, its lease, and the parameters and buffers
+# that the backward reads.
+Forward = Callable[[], tuple[Sequence[torch.Tensor], "Lease", Sequence[torch.Tensor]]]
 
 
 @dataclass(frozen=True)
@@ -86,6 +87,7 @@ class Activations:
         saved: parameters and buffers that the backward reads in place.
         held: keeps alive what the forward computes for the backward, so that its memory is not
             used for anything else.
+        nbytes: bytes by which the pool grew for what nothing else shares.
         turn: the number of the last forward.
     """
 
@@ -96,27 +98,21 @@ class Activations:
     backward: Backward | None
     saved: Sequence[torch.Tensor]
     held: list[Any]
+    nbytes: int = 0
     turn: int = 0
     _lease: weakref.ref[Lease] | None = field(default=None, repr=False)
 
     @property
     def free(self) -> bool:
-        """Whether no backward may still come."""
-        lease = self.lease
-        return lease is None or lease.done
+        """Whether no forward is under way, and no backward may still come."""
+        lease = None if self._lease is None else self._lease()
+        return lease is None or not lease.waiting
 
-    @property
-    def lease(self) -> Lease | None:
-        """The lease of the last forward; None once nobody can call its backward."""
-        return None if self._lease is None else self._lease()
-
-    def begin(self, lease: Lease | None) -> None:
+    def begin(self, lease: Lease) -> None:
         """Another forward is about to run, for which `lease` is given out."""
         self.turn += 1
-        self._lease = None
-        if lease is not None:
-            lease.turn = self.turn
-            self._lease = weakref.ref(lease)
+        lease.turn = self.turn
+        self._lease = weakref.ref(lease)
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
         """Replay the forward for a call's arguments; its results, in the order of `outputs`."""
@@ -139,21 +135,28 @@ class Activations:
         return made
 
     def recordings(self) -> list[Recording]:
-        """Give up the graphs and return them, for the pool to retire."""
+        """Give up the graphs and return them, for the pool to retire.
+
+        A lease may keep this object alive for long, but not the pool's memory.
+        """
         found = [] if self.forward is None else [self.forward]
         found += [] if self.backward is None else [self.backward.recording]
         self.forward = self.backward = None
         self.held = []
+        for name in ("inputs", "outputs"):
+            vars(self).pop(name, None)
         return found
 
 
 class Lease:
-    """The right of one forward to its backward; lives as long as the forward's autograd node.
+    """The right of one forward to a set, until no backward of it can come any more.
+
+    It lives as long as the forward's autograd node, or as the call if there is none.
 
     Attributes:
         pair: the graphs that the forward belongs to.
-        activations: the set that the forward ran in.
-        done: whether the backward has run.
+        activations: the set that the forward runs in.
+        running: whether the forward is under way.
         turn: the number of the forward.
     """
 
@@ -161,8 +164,23 @@ class Lease:
         """`pair` is kept alive, together with its graphs."""
         self.pair = pair
         self.activations = activations
-        self.done = False
+        self.running = True
         self.turn = 0
+        self._token: StorageWeakRef | None = None
+
+    @property
+    def waiting(self) -> bool:
+        """Whether the forward is under way, or a backward of it may still come."""
+        return self.running or (self._token is not None and not self._token.expired())
+
+    def token(self) -> torch.Tensor:
+        """A tensor for autograd to save: once autograd lets go of it, no backward can come.
+
+        Autograd does so after a backward, unless that was called with retain_graph=True.
+        """
+        made = torch.empty(0, device="cpu")
+        self._token = StorageWeakRef(made.untyped_storage())
+        return made
 
     def backward(self, grads: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
         """The gradients of the forward's inputs; the caller owns them.
@@ -184,11 +202,9 @@ class Lease:
                 "on_miss='error' shows which are missing.",
             )
         try:
-            made = run_backward(self._ready(), grads)
+            return run_backward(self._ready(), grads)
         finally:
             lock.release()
-        self.done = True
-        return made
 
     def _ready(self) -> Backward:
         """The recorded backward, if what it needs is still there."""
@@ -205,10 +221,9 @@ class Lease:
             )
         if self.turn != chosen.turn:
             raise CaptureError(
-                f"A later forward of {self.pair.name} has overwritten what this backward, "
-                "which has run before, needs.",
-                remedy="Give make_graphed_callables() more activation_sets, or call the "
-                "second backward before the next forward.",
+                f"A later forward of {self.pair.name} has overwritten what this backward needs, "
+                "since another thread has run it at the same time.",
+                remedy="Call a backward in one thread only, or with retain_graph=True.",
             )
         return chosen.backward
 
@@ -257,7 +272,7 @@ class Replay(torch.autograd.Function):
         outputs, ctx.lease, saved = run()
         # Autograd then notices if these are written to before the backward. Without any saved
         # tensor it would not notice a second backward.
-        ctx.save_for_backward(*saved, torch.empty(0, device="cpu"))
+        ctx.save_for_backward(*saved, ctx.lease.token())
         ctx.set_materialize_grads(False)
         return tuple(outputs)
 

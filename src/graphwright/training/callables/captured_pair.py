@@ -1,6 +1,8 @@
 """The graphs of one call signature: its forward and backward, once for each set of activations.
 
-What a forward computes for its backward has memory of its own, which nothing else in the pool uses.
+There is one set at first. More are recorded where a forward comes while all others wait for their
+backwards. What a forward computes for its backward has memory of its own, which nothing else in the
+pool uses.
 So forwards and backwards may run in any order. (torch.cuda.make_graphed_callables lets backwards
 use the memory of activations, and is silently wrong in any order but that of the captures.)
 """
@@ -11,7 +13,7 @@ import contextlib
 import functools
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -19,11 +21,11 @@ from torch import nn
 from ...calls.modules import FunctionModule
 from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights
 from ...calls.watch import ModuleWatch
-from ...errors import CaptureError, SignatureError
+from ...errors import CaptureError, GraphwrightError, MemoryBudgetExceeded, SignatureError
 from ...graphs.captured_call import device_of, name_of
 from ...graphs.conditions import refuse_hooks_for_saved_tensors
 from ...graphs.graph import Graph, GraphState
-from ...graphs.memory import MemoryPool, MemoryPrediction
+from ...graphs.memory import GraphMemory, MemoryPool, MemoryPrediction
 from ...graphs.python_state import PythonState
 from ...graphs.recorder import Interrupted
 from ...graphs.transaction import let_go, transaction
@@ -38,6 +40,25 @@ BUSY: set[int] = set()
 # How often a recording is tried that other threads interrupt.
 _ATTEMPTS = 5
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+
+
+class Refusal(NamedTuple):
+    """Why a forward that finds all sets of activations waiting gets no other one.
+
+    Attributes:
+        reason: as it is counted.
+        advice: what happened and what to do, in sentences.
+    """
+
+    reason: str
+    advice: str
+
+
+_IN_BACKWARD = Refusal(
+    "in a backward, where no activation set is added",
+    "it is called in a backward while all activation sets wait for their backwards, and none is "
+    "added there. Have as many forwards wait outside of a backward once.",
+)
 
 
 class CapturedPair(Graph):
@@ -59,6 +80,7 @@ class CapturedPair(Graph):
         *,
         warmup: int,
         allow_unused: bool,
+        sets: int,
     ) -> None:
         """Check the arguments; nothing runs yet.
 
@@ -70,6 +92,7 @@ class CapturedPair(Graph):
             pool: the memory that the graphs will live in.
             warmup: how many runs are not observed.
             allow_unused: whether tensors that require grad may get no gradient.
+            sets: the most sets of activations.
 
         Raises:
             CaptureError: a call with such arguments cannot be captured.
@@ -82,6 +105,11 @@ class CapturedPair(Graph):
         self._sample, _ = flatten(args, kwargs)
         self._keywords = sorted(kwargs)
         self._sets: list[Activations] = []
+        self._most_sets = sets
+        # How often all sets were found waiting since that was last for garbage.
+        self._found_waiting = 0
+        # Why the last try to add a set failed, and the pool's version then if room might help.
+        self._refused: tuple[Refusal, int | None] | None = None
         self.grad = torch.is_grad_enabled()
         self._passes = Passes(forward, owner, args, kwargs, grad=self.grad, strict=not allow_unused)
         named = owner._function if isinstance(owner, FunctionModule) else owner
@@ -168,19 +196,21 @@ class CapturedPair(Graph):
         Raises:
             CaptureError: it cannot be captured.
         """
-        refuse_hooks_for_saved_tensors()
         with self.pool.lock:
-            recorder = self.pool.recorder(self._device)
-            with self._transaction(GraphState.WARMING) as undo:
-                self._warmed = warm(self._passes.both, self._sample, recorder, undo, self._runs)
-                self._passes.check_writes(self._warmed.mutated)
-            self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
+            self.state = GraphState.WARMING
+            self._warmed = self._warm(self._sample)
 
-    def record(self, sets: int) -> None:
-        """Record the call in the pool, after `warm`.
+    def _warm(self, sample: Sequence[Any]) -> Warmed:
+        refuse_hooks_for_saved_tensors()
+        recorder = self.pool.recorder(self._device)
+        with self._transaction() as undo:
+            warmed = warm(self._passes.both, sample, recorder, undo, self._runs)
+            self._passes.check_writes(warmed.mutated)
+        self._outside |= {s.data_ptr() for s in warmed.external if s.nbytes()}
+        return warmed
 
-        Args:
-            sets: how many sets of activations.
+    def record(self) -> None:
+        """Record the call in the pool, after `warm`, with one set of activations.
 
         Raises:
             MemoryBudgetExceeded: it does not fit under the pool's limit.
@@ -189,18 +219,14 @@ class CapturedPair(Graph):
         warmed = self._warmed
         assert warmed is not None
         with self.pool.lock:
-            # At least this much: several sets take more, but their backwards share memory.
             predicted = self.pool.predicted(warmed.segments)
             prediction = MemoryPrediction(predicted, warmed.segments, warmed.contributors)
             try:
                 self.pool.admit(self, prediction)
                 recorder = self.pool.recorder(self._device)
                 before = recorder.reserved
-                recorder.order()  # A replay may still use the memory of the inputs.
-                with self._transaction(GraphState.CAPTURING):
-                    pair_recorder = PairRecorder(self._passes, warmed, recorder, self.pool)
-                    for _ in range(sets):
-                        self._sets.append(self._record_set(pair_recorder))
+                self.state = GraphState.CAPTURING
+                self._sets.append(self._record_set(self._sample, warmed))
                 if self.pool.over_limit(before):
                     raise self.pool.exceeded(self, prediction)
             except BaseException as error:
@@ -216,83 +242,180 @@ class CapturedPair(Graph):
             self.state = GraphState.READY
             self.pool.add(self)
 
-    def _record_set(self, pair_recorder: PairRecorder) -> Activations:
-        for left in reversed(range(_ATTEMPTS)):
-            try:
-                return pair_recorder.record(self._sample)
-            except Interrupted as error:
-                if not left:
-                    raise
-                let_go(error)
+    def _record_set(self, sample: Sequence[Any], warmed: Warmed) -> Activations:
+        recorder = self.pool.recorder(self._device)
+        pair_recorder = PairRecorder(self._passes, warmed, recorder, self.pool)
+        recorder.order()  # A replay may still use the memory of the inputs.
+        with self._transaction():
+            for left in reversed(range(_ATTEMPTS)):
+                try:
+                    return pair_recorder.record(sample)
+                except Interrupted as error:
+                    if not left:
+                        raise
+                    let_go(error)
         raise AssertionError("unreachable")
 
     @contextlib.contextmanager
-    def _transaction(self, state: GraphState) -> Iterator[PythonState]:
-        self.state = state
+    def _transaction(self) -> Iterator[PythonState]:
+        # Sets that are there already stay: forwards may wait in them.
         BUSY.add(id(self.pool))
         try:
-            with transaction(self.pool, _with_hooks(self._owner), self._forget) as undo:
+            with transaction(self.pool, _with_hooks(self._owner), self._passes.forget) as undo:
                 yield undo
         finally:
             BUSY.discard(id(self.pool))
 
-    # Calls.
+    # More sets of activations.
 
-    def call(self, args: Args, kwargs: Kwargs) -> Any:
-        """Answer a call that fits.
+    def why_no_more_sets(self) -> Refusal | None:
+        """Why no set may be added now; None if one may."""
+        count = len(self._sets)
+        if count >= self._most_sets:
+            return Refusal(
+                "all activation sets wait for their backwards",
+                f"{count} others wait for their backwards. Give "
+                f"make_graphed_callables() activation_sets={count + 1} or more, call backward() "
+                "before, or let go of the outputs that need none.",
+            )
+        if torch._C._current_graph_task_id() != -1:
+            return _IN_BACKWARD
+        if self._refused is not None and self._refused[1] in (None, self.pool.version):
+            return self._refused[0]
+        return None
+
+    def reserve_garbage(self) -> Lease | None:
+        """A set that waits only since a cycle holds outputs that were dropped.
+
+        To collect garbage takes long. It is worth it before a set is added; where none may be, it
+        is tried ever more rarely.
+        """
+        self._found_waiting += 1
+        seldom = self._found_waiting & (self._found_waiting - 1) == 0
+        if not seldom and self.why_no_more_sets() is not None:
+            return None
+        gc.collect()
+        lease = self.reserve()
+        if lease is not None:
+            self._found_waiting = 0
+        return lease
+
+    def add_set(self, args: Args, kwargs: Kwargs) -> None:
+        """Record another set of activations for a call that fits; the pool's lock is held.
 
         Raises:
-            CaptureError: all activations wait for their backwards.
+            MemoryBudgetExceeded: it does not fit under the pool's limit.
+            CaptureError: it cannot be captured.
         """
-        if self.signature.flat is not None:
-            # All arguments are tensors; keyword arguments come sorted by name.
-            leaves: Sequence[Any] = (*args, *[kwargs[name] for name in self._keywords])
-        else:
-            leaves, _ = flatten(args, kwargs)
+        # Autograd's thread for the device may be in a backward that waits for the pool's lock.
+        self._passes.on_this_thread = True
+        try:
+            self._add_set(self._leaves(args, kwargs))
+        except GraphwrightError as error:
+            let_go(error)
+            self.refuse_sets(error)
+            raise
+
+    def refuse_sets(self, error: GraphwrightError) -> Refusal:
+        """Add no set from now on, since that has failed; try again if there may be more room."""
+        room = isinstance(error, MemoryBudgetExceeded)
+        what = "does not fit under the pool's limit" if room else "could not be captured"
+        reason = f"another activation set {what}"
+        refusal = Refusal(reason, f"all of them wait for their backwards, and {reason}. {error}")
+        self._refused = refusal, self.pool.version if room else None
+        return refusal
+
+    def _add_set(self, sample: Sequence[Any]) -> None:
+        assert self._warmed is not None
+        pool, trained = self.pool, len(self._passes.trained)
+        # Unlike the first set: nothing gives way for it, and its backward's memory is there.
+        needed = self._sets[0].nbytes
+        prediction = MemoryPrediction(needed, (needed,), self._warmed.contributors)
+        pool.trim()
+        before = pool.reserved
+        if pool.limit is not None and before + needed > pool.limit:
+            raise pool.exceeded(self, prediction)
+        made = None
+        try:
+            # As thoroughly as for the first one: this may be another thread.
+            warmed = self._warm(sample)
+            made = self._record_set(sample, warmed)
+            self._passes.refuse_others_than(trained)
+            self._ready()
+            if pool.over_limit(before):
+                raise pool.exceeded(self, prediction)
+        except BaseException as error:
+            for recording in [] if made is None else made.recordings():
+                pool.retire(recording)
+            let_go(error)
+            del made
+            pool.sweep()
+            pool.trim()
+            raise
+        self._sets.append(made)
+        self._held.append(warmed.external)
+        pool.update_high_water()
+        known = self.memory
+        self.memory = GraphMemory(
+            self.name, known.nbytes + pool.reserved - before, known.predicted + needed
+        )
+
+    # Calls.
+
+    def reserve(self) -> Lease | None:
+        """A free set of activations for the next forward; None if there is none."""
+        with self.pool.lock:
+            for chosen in self._sets:
+                if chosen.free:
+                    lease = Lease(self, chosen)
+                    chosen.begin(lease)
+                    return lease
+        return None
+
+    def call(self, lease: Lease, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call that fits, in a set of activations that was reserved for it."""
+        try:
+            return self._call(lease, args, kwargs)
+        finally:
+            lease.running = False
+
+    def _call(self, lease: Lease, args: Args, kwargs: Kwargs) -> Any:
+        leaves = self._leaves(args, kwargs)
         self._check_overlap(leaves)
         passes = self._passes
         answer: list[tuple[Outputs, list[Any]]] = []
+        run = functools.partial(self._run, lease, leaves, answer)
         if torch.is_grad_enabled() and passes.differentiable:
-            run = functools.partial(self._run, leaves, answer, with_backward=True)
             given = [leaves[slot] for slot in passes.wanted]
             # `Replay` must not hold its own outputs: the node would keep itself alive.
             outputs = Replay.apply(run, *given, *passes.trained)  # type: ignore[no-untyped-call]
         else:
             outputs = None
             with torch.no_grad():
-                self._run(leaves, answer, with_backward=False)
+                run()
         plan, made = answer[0]
         return plan.finish(made, outputs)
 
+    def _leaves(self, args: Args, kwargs: Kwargs) -> Sequence[Any]:
+        """The leaves of a call's arguments, in the order of the sample's."""
+        if self.signature.flat is not None:
+            # All arguments are tensors; keyword arguments come sorted by name.
+            return (*args, *[kwargs[name] for name in self._keywords])
+        return flatten(args, kwargs)[0]
+
     def _run(
-        self, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]], *, with_backward: bool
-    ) -> tuple[list[torch.Tensor], Lease | None, Sequence[torch.Tensor]]:
+        self, lease: Lease, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]]
+    ) -> tuple[list[torch.Tensor], Lease, Sequence[torch.Tensor]]:
         """Run a forward; `answer` gets its results, and how the caller's are made of them."""
         with self.pool.lock:
             self._ready()
-            chosen = self._choose()
-            lease = Lease(self, chosen) if with_backward else None
-            chosen.begin(lease)
+            chosen = lease.activations
+            plan = chosen.outputs
             made = chosen.run(leaves)
             # Autograd did not see these writes: have it notice stale saved tensors.
             torch.autograd.graph.increment_version(self._written)
-            answer.append((chosen.outputs, made))
-            return [made[p] for p in chosen.outputs.differentiable], lease, chosen.saved
-
-    def _choose(self) -> Activations:
-        """A set of activations that no backward will need, preferably one without a live lease."""
-        for attempt in range(2):
-            free = [chosen for chosen in self._sets if chosen.free]
-            if free:
-                return min(free, key=lambda chosen: chosen.lease is not None)
-            if not attempt:
-                gc.collect()  # Outputs that were dropped may be held by a cycle.
-        raise CaptureError(
-            f"{self.name} is called while {len(self._sets)} of its forwards wait for their "
-            "backwards; one more would overwrite what they need.",
-            remedy=f"Give make_graphed_callables() activation_sets={len(self._sets) + 1} or more, "
-            "call backward() before, or let go of the outputs that need none.",
-        )
+            answer.append((plan, made))
+            return [made[p] for p in plan.differentiable], lease, chosen.saved
 
     def _check_overlap(self, leaves: Sequence[Any]) -> None:
         if self._warmed is None or not self._warmed.mutates:

@@ -39,6 +39,8 @@ class Passes:
         trained: parameters, and other tensors that the call reaches, that get gradients.
         outputs: the differentiable results of the last forward, each tensor once.
         differentiable: whether there were any.
+        on_this_thread: whether backwards run on the thread that calls them, also those on a GPU,
+            for which autograd has a thread that all share.
         read: parameters and buffers that the backward reads in place.
         no_backward: why the backward failed although there were; None if it did not.
     """
@@ -84,6 +86,7 @@ class Passes:
                     self._names.append(f"parameter {name}")
         self.outputs: list[torch.Tensor] = []
         self.differentiable = False
+        self.on_this_thread = False
         self.read: list[torch.Tensor] = []
         self.no_backward: str | None = None
         self._asked: list[torch.Tensor] = []
@@ -146,7 +149,8 @@ class Passes:
         """Gradients of the wanted arguments and of trained tensors, given those of the outputs."""
         found: list[torch.Tensor | None] = [None] * (len(self.wanted) + len(self.trained))
         # The forward's own nodes undo its casts, so a backward runs outside of autocast.
-        with torch._C._DisableAutocast():
+        several_threads = torch.autograd.set_multithreading_enabled(not self.on_this_thread)
+        with torch._C._DisableAutocast(), several_threads:
             grads = torch.autograd.grad(
                 self.outputs, self._asked, given, allow_unused=True, retain_graph=True
             )
@@ -175,6 +179,22 @@ class Passes:
     def forget(self) -> None:
         """Release what the backward needs."""
         self.outputs, self._asked, self._places = [], [], []
+
+    def refuse_others_than(self, trained: int) -> None:
+        """Refuse later runs that have reached more tensors that require grad than those before.
+
+        Args:
+            trained: how many it were.
+
+        Raises:
+            CaptureError: there are more; they are forgotten.
+        """
+        if len(self.trained) > trained:
+            del self._names[trained - len(self.trained) :], self.trained[trained:]
+            raise CaptureError(
+                "The call reaches a tensor that requires grad and that it has not reached before.",
+                remedy="Pass it as an argument, or make it a parameter of the module.",
+            )
 
     def check_writes(self, mutated: Sequence[int]) -> None:
         """Refuse a forward that writes to an argument that requires grad.

@@ -32,7 +32,7 @@ def make_graphed_callables(
     pool: MemoryPool | tuple[int, int] | None = None,
     *,
     sample_kwargs: Sequence[Mapping[str, Any] | None] | None = None,
-    activation_sets: int = 1,
+    activation_sets: int = 4,
     on_miss: OnMiss = "capture",
 ) -> tuple[Graphable, ...]: ...
 @overload
@@ -44,7 +44,7 @@ def make_graphed_callables(
     pool: MemoryPool | tuple[int, int] | None = None,
     *,
     sample_kwargs: Mapping[str, Any] | None = None,
-    activation_sets: int = 1,
+    activation_sets: int = 4,
     on_miss: OnMiss = "capture",
 ) -> Graphable: ...
 def make_graphed_callables(
@@ -55,7 +55,7 @@ def make_graphed_callables(
     pool: Any = None,
     *,
     sample_kwargs: Any = None,
-    activation_sets: int = 1,
+    activation_sets: int = 4,
     on_miss: OnMiss = "capture",
 ) -> Any:
     """Make forwards and backwards of callables run as graphs, for training.
@@ -89,8 +89,11 @@ def make_graphed_callables(
         pool: memory to share with other graphs. A handle of PyTorch's, from
             `torch.cuda.graph_pool_handle()`, is accepted without effect: a new pool is made.
         sample_kwargs: keyword arguments of that call: a dictionary, or one for each callable.
-        activation_sets: how many forwards of one signature may wait for their backwards at once. A
-            forward no longer waits once its backward has run or its outputs were dropped.
+        activation_sets: how many forwards of one signature may wait for their backwards at once
+            and still be graphs. Each needs memory of its own; it is captured when that many wait
+            for the first time, if it fits under the pool's limit. A forward beyond them is eager
+            and counted, and a warning says so once. A forward no longer waits once its backward
+            has run without retain_graph=True, or its outputs were dropped.
         on_miss: a call that no graph fits is captured in the same pool ("capture"), runs without
             graphs ("eager"), or raises SignatureError ("error").
 
@@ -99,8 +102,7 @@ def make_graphed_callables(
 
     Raises:
         CaptureError: a call cannot be captured; names the operation, the line and the remedy.
-            Later calls raise it if all activation sets are in use. Backwards raise it if another
-            forward has overwritten what they need, and for create_graph=True.
+            Backwards raise it if the graphs were closed before, and for create_graph=True.
         MemoryBudgetExceeded: it does not fit under the pool's limit.
         OptionError: an argument makes no sense.
     """
@@ -136,7 +138,7 @@ def make_graphed_callables(
             made.append(forward.new_pair(args, kwargs))
             made[-1].warm()
         for pair in made:
-            pair.record(activation_sets)
+            pair.record()
     except BaseException:
         for pair in made:
             pair.close()

@@ -22,7 +22,8 @@ from ...errors import GraphwrightError, SignatureError, levels_above
 from ...graphs.conditions import capturing_now, under_hooks_for_saved_tensors
 from ...graphs.memory import MemoryPool
 from ...graphs.turns import turns_of
-from .captured_pair import BUSY, CapturedPair
+from .activations import Lease
+from .captured_pair import BUSY, CapturedPair, Refusal
 
 # How many pairs of graphs are kept; beyond that the least recently used one is closed.
 _MAX_PAIRS = 32
@@ -35,11 +36,14 @@ class TrainingCallStatistics:
     Attributes:
         replays: forwards that a graph answered.
         captures: call signatures that were captured.
+        added_sets: sets of activations that were captured beyond the first of each signature, since
+            a forward came while others waited for their backwards.
         eager: forwards of the original, by reason.
     """
 
     replays: int = 0
     captures: int = 0
+    added_sets: int = 0
     eager: Counter[str] = field(default_factory=Counter)
 
 
@@ -80,6 +84,7 @@ class GraphedForward(StandIn):
         self._on_miss = on_miss
         self._pairs: list[CapturedPair] = []  # most recently used first
         self._refused: list[tuple[CallSignature, bool]] = []
+        self._warned: set[str] = set()
         self._ever_trained: list[torch.Tensor] = []
         functools.update_wrapper(self, self.original, updated=())
 
@@ -100,7 +105,6 @@ class GraphedForward(StandIn):
         """Answer a call.
 
         Raises:
-            CaptureError: more forwards wait for their backwards than there are activation sets.
             SignatureError: no graph fits, and on_miss is "error".
         """
         why = self._why_original()
@@ -109,6 +113,7 @@ class GraphedForward(StandIn):
             return self._call_original(args, kwargs)
         with self.pool.lock:
             pair = self._find(args, kwargs)
+            lease = None if pair is None else pair.reserve()
         if pair is None:
             if self._on_miss != "capture":
                 return self._answer_miss(args, kwargs)
@@ -119,8 +124,56 @@ class GraphedForward(StandIn):
                 pair = self._capture(args, kwargs)
             except GraphwrightError as error:
                 return self._give_up(args, kwargs, error)
-        result = pair.call(args, kwargs)
+            lease = pair.reserve()
+        if lease is None:
+            found = self._another_set(pair, args, kwargs)
+            if isinstance(found, Refusal):
+                return self._call_without_set(found, args, kwargs)
+            lease = found
+        result = lease.pair.call(lease, args, kwargs)
         self.statistics.replays += 1
+        return result
+
+    def _another_set(self, pair: CapturedPair, args: Any, kwargs: Any) -> Lease | Refusal:
+        """A set of activations for a forward that found all of them waiting for their backwards."""
+        lease = pair.reserve_garbage()
+        if lease is not None:
+            return lease
+        refusal = pair.why_no_more_sets()
+        if refusal is not None:
+            return refusal
+        try:
+            # In the same order as for a capture.
+            with self._turns.alone(), self.pool.lock:
+                return self._add_set(args, kwargs)
+        except GraphwrightError as error:
+            return pair.why_no_more_sets() or pair.refuse_sets(error)
+
+    def _add_set(self, args: Any, kwargs: Any) -> Lease | Refusal:
+        # Another thread may have changed everything meanwhile.
+        pair = self._find(args, kwargs)
+        if pair is None:
+            return Refusal("the graphs were closed meanwhile", "Another thread closed its graphs.")
+        lease = pair.reserve()
+        if lease is None:
+            refusal = pair.why_no_more_sets()
+            if refusal is not None:
+                return refusal
+            pair.add_set(args, kwargs)
+            self.statistics.added_sets += 1
+            lease = pair.reserve()
+        assert lease is not None  # The lock is held.
+        return lease
+
+    def _call_without_set(self, why: Refusal, args: Any, kwargs: Any) -> Any:
+        """Run a forward for which there is no set of activations; the first time, warn."""
+        result = self._call_original(args, kwargs)
+        self.statistics.eager[why.reason] += 1
+        if why.reason not in self._warned:
+            self._warned.add(why.reason)
+            warnings.warn(
+                f"{self!r} runs a forward without graphs: {why.advice}", stacklevel=levels_above()
+            )
         return result
 
     def _find(self, args: Any, kwargs: Any) -> CapturedPair | None:
@@ -141,6 +194,7 @@ class GraphedForward(StandIn):
             self.pool,
             warmup=self._warmup,
             allow_unused=self._allow_unused,
+            sets=self._sets,
         )
 
     def add(self, pair: CapturedPair) -> None:
@@ -210,7 +264,7 @@ class GraphedForward(StandIn):
         pair = self.new_pair(args, kwargs)
         try:
             pair.warm()
-            pair.record(self._sets)
+            pair.record()
         except BaseException:
             pair.close()
             raise

@@ -50,8 +50,10 @@ class PairRecorder:
             # Activations must survive replays of other graphs, so they share memory with none.
             # What a backward needs is not needed after it, so backwards may share memory.
             with self._recorder.apart():
+                before = self._recorder.reserved
                 inputs = StaticInputs(sample, self._recorder.allocate)
                 done = self._forward(inputs, known, segments)
+                done.nbytes = self._recorder.reserved - before
             if self._passes.outputs and self._passes.no_backward is None:
                 self._backward(done, known, segments)
         except BaseException:
