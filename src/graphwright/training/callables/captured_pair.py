@@ -106,7 +106,7 @@ class CapturedPair(Graph):
         self._keywords = sorted(kwargs)
         self._sets: list[Activations] = []
         self._most_sets = sets
-        # How often all sets were found waiting since that was last for garbage.
+        # How often all sets were found waiting since a cycle of garbage was last the cause.
         self._found_waiting = 0
         # Why the last try to add a set failed, and the pool's version then if room might help.
         self._refused: tuple[Refusal, int | None] | None = None
