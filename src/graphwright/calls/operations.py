@@ -23,6 +23,7 @@ HOST_READS = {
     "__array__": "conversion to a NumPy array",
     "__dlpack__": "DLPack export",
     "__repr__": "printing a tensor",
+    "__format__": "formatting a tensor",
 }
 # Functions that make a tensor of Python's values.
 FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")

@@ -14,21 +14,11 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.overrides import TorchFunctionMode
 from torch.utils import _device
 
-from ..calls.operations import one_hot
+from ..calls.operations import FROM_DATA, HOST_READS, one_hot
 from . import obstacles
 from .operations import FunctionCall, OperationObserver
 from .placement import Side, side_of_device, tensors_in
 
-# How values reach Python without an operation that a dispatch mode would see.
-_SILENT_READS = {
-    "tolist": "Tensor.tolist()",
-    "numpy": "Tensor.numpy()",
-    "__array__": "numpy.asarray(tensor)",
-    "__dlpack__": "DLPack export",
-    "__repr__": "printing a tensor",
-    "__format__": "formatting a tensor",
-}
-_FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
 _INDEXING = ("__getitem__", "__setitem__")
 _MOVES = ("to", "cuda", "cpu", "type_as")
 
@@ -61,10 +51,10 @@ class FunctionObserver(TorchFunctionMode):
         given = list(tensors_in(args, named))
         on_device = any(self._sides.of(tensor) is Side.DEVICE for tensor in given)
         side = wanted or (Side.DEVICE if on_device else Side.HOST)
-        silent = name in _SILENT_READS and on_device
+        silent = name in HOST_READS and on_device
         if silent:
-            self._operations.report(obstacles.READ, _SILENT_READS[name])
-        elif name in _FROM_DATA or name == "tensor_split":
+            self._operations.report(obstacles.READ, HOST_READS[name])
+        elif name in FROM_DATA or name == "tensor_split":
             data = args[1:2] if name == "tensor_split" else _data(name, args, named)
             read = isinstance(data, list | tuple)
             if read and any(self._sides.of(t) is Side.DEVICE for t in tensors_in(data)):
@@ -87,7 +77,7 @@ class FunctionObserver(TorchFunctionMode):
             if name in _INDEXING:
                 self._note_copied_indices(args)
             result = func(*args, **kwargs)
-            if name in _FROM_DATA and not isinstance(_data(name, args, kwargs), torch.Tensor):
+            if name in FROM_DATA and not isinstance(_data(name, args, kwargs), torch.Tensor):
                 self._note_made_of_data(name, result)
             return result
         args, kwargs = _on_the_cpu(args), _on_the_cpu(kwargs)
@@ -98,7 +88,7 @@ class FunctionObserver(TorchFunctionMode):
                 result = args[0].clone()
             self._sides.pin(result)
             return result
-        if name in _FROM_DATA and not isinstance(_data(name, args, kwargs), torch.Tensor):
+        if name in FROM_DATA and not isinstance(_data(name, args, kwargs), torch.Tensor):
             if wanted is None:
                 itself = name == "new_tensor" and self._sides.of(args[0]) is Side.DEVICE
                 wanted = Side.DEVICE if itself else Side.HOST

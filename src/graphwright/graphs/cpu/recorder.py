@@ -64,7 +64,7 @@ def _classes(args: Any, kwargs: Mapping[str, Any] | None) -> int:
     return int(args[1] if len(args) > 1 else (kwargs or {}).get("num_classes", -1))
 
 
-def _refuse_value_reads(func: Any, args: tuple[Any, ...]) -> None:
+def _refuse_value_reads(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Refuse operations that give values, or shapes that depend on values, to Python."""
     if torch.Tag.data_dependent_output in func.tags:
         name = "Tensor.item(), or a tensor as a condition" if "local_scalar" in str(func) else ""
@@ -72,7 +72,7 @@ def _refuse_value_reads(func: Any, args: tuple[Any, ...]) -> None:
             f"A value of a tensor is read by {name or func} ({func}).", remedy=_REMEDY
         )
     if torch.Tag.dynamic_output_shape in func.tags:
-        if has_fixed_shape(func, args, {}):
+        if has_fixed_shape(func, args, kwargs):
             return
         raise CaptureError(
             f"{func} gives a tensor whose shape depends on values.",
@@ -188,7 +188,7 @@ class _Tape(Journal):
         try:
             _refuse_without_memory(func, args, kwargs)
             self.before(func, args, kwargs)
-            _refuse_value_reads(func, args)
+            _refuse_value_reads(func, args, kwargs)
         except CaptureError as error:
             self.refusal = error
             raise
