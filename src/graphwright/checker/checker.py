@@ -1,7 +1,8 @@
 """check(): what keeps a call from being captured as a graph, where it is, and how to fix it.
 
-The call runs under modes that see every ATen operation and every function of torch. Nothing is
-captured, so no GPU is needed.
+The call runs under modes that see every ATen operation and every function of torch. What no
+operation shows (state, arguments, results) is asked of `capture` itself, which warms the call up.
+No GPU is needed.
 """
 
 from __future__ import annotations
@@ -17,13 +18,29 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
-from ..calls.signature import argument_names, flatten, refuse_weights
-from ..errors import CaptureError, ModelFailed, OptionError, SignatureError, first_line, user_frame
-from ..graphs.conditions import garbage_collection_off, pretend_capturing
-from ..graphs.python_state import PythonState
-from ..graphs.warmup import check_same_result
+from ..calls.signature import argument_names, flatten, refuse_weights, unflatten
+from ..errors import (
+    CaptureError,
+    GraphwrightError,
+    ModelFailed,
+    OptionError,
+    SignatureError,
+    first_line,
+    user_frame,
+)
+from ..graphs.capture import refusal_of
+from ..graphs.captured_call import resolved, signature_of
+from ..graphs.conditions import (
+    as_captured,
+    for_inference,
+    garbage_collection_off,
+    pretend_capturing,
+)
+from ..graphs.python_state import PythonState, StateChanges, place_of
+from ..graphs.static_tensors import refuse_results
+from ..graphs.warmup import check_same_result, rounding_of
 from . import obstacles
-from .finding import Finding, Place, place_of_error
+from .finding import Finding, Place, place_of_code, place_of_error, place_of_line
 from .functions import FunctionObserver
 from .obstacles import Findings
 from .operations import OperationObserver
@@ -37,6 +54,18 @@ _CHANGES_RESULTS = {
     k.name
     for k in (obstacles.HOST_RANDOM, obstacles.CLOCK, obstacles.STATE, obstacles.CHANGING_COPY)
 }
+# Kinds that explain why the warm-up of a capture refuses the call.
+_REFUSED_BY_WARM_UP = _CHANGES_RESULTS | {
+    k.name
+    for k in (
+        obstacles.OTHERWISE,
+        obstacles.SEED,
+        obstacles.SEQUENCE,
+        obstacles.LAYOUT,
+        obstacles.INPUT_COPY,
+        obstacles.NESTED,
+    )
+}
 
 
 def check(
@@ -49,8 +78,9 @@ def check(
     """Find what keeps a call from being captured as a graph, or would make its replays wrong.
 
     The call runs `runs` times under `torch.no_grad()`, while
-    `torch.cuda.is_current_stream_capturing()` returns True. What it changes is put back. A model on
-    the CPU is checked as if its parameters, buffers and arguments were on a GPU.
+    `torch.cuda.is_current_stream_capturing()` returns True; then `capture` warms it up, and says
+    what it refuses. What the call changes is put back. A model on the CPU is checked as if its
+    parameters, buffers and arguments were on a GPU.
 
     Args:
         fn: a module or function, for inference.
@@ -85,10 +115,12 @@ class _Checker:
         self._module = module
         self._args = args
         self._kwargs = kwargs
-        self._leaves = list(flatten(args, kwargs)[0])
+        self._leaves, self._spec = flatten(args, kwargs)
         held = [*module.parameters(), *module.buffers()]
         given = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         self._pretend = not any(t.is_cuda for t in (*held, *given))
+        # For arguments that the call gives another shape or other memory.
+        self._given = [(t, t.detach()) for t in given if t.layout is torch.strided]
         # Whether tensors that are pretended to be on a GPU also say so when asked.
         self._claims_gpu = self._pretend
         self._found = Findings()
@@ -99,25 +131,43 @@ class _Checker:
         self._expected: list[Any] = []
 
     def run(self, runs: int) -> list[Finding]:
-        """Run the call, compare the runs, and return the findings."""
+        """Run the call, compare the runs, ask `capture`, and return the findings."""
         try:
             refuse_weights(self._module)
         except SignatureError as error:
-            raise ModelFailed(error.what, remedy=error.remedy) from error
+            self._add_refusal(error)
+            return self._found.all()
+        try:
+            signature_of(self._args, self._kwargs, self._module)
+        except CaptureError as error:
+            self._add_refusal(error)
         undo = PythonState(self._module)
         caches = sizes_of_caches() if self._pretend else {}
         seeded = torch.random.get_rng_state()
         try:
-            self._run_without_capture()
+            try:
+                self._run_without_capture()
+            except CaptureError as error:  # By something of graphwright's that the call uses.
+                self._add_refusal(error)
+                return self._found.all()
+            change: CaptureError | None = None
             for _ in range(runs):
                 if not self._run_as_captured():
                     return self._found.all()
                 try:
                     undo.check()
                 except CaptureError as error:
-                    self._found.add(obstacles.STATE, Place(), "", error.what)
+                    change = error
             self._find_host_randomness(undo)
+            undo.restore(python=True)
+            refusal = self._ask_capture()
+            if refusal is not None and self._pretend and _is_foreign(refusal):
+                refusal = change
+            if isinstance(refusal, StateChanges):
+                self._found.add(obstacles.STATE, self._definition(), "", refusal.what)
             self._compare()
+            if refusal is not None:
+                self._add_refusal(refusal)
         finally:
             undo.restore(python=True)
             torch.random.set_rng_state(seeded)
@@ -131,17 +181,47 @@ class _Checker:
             self._found.add(obstacles.SMALL, Place(), "", f"{what} on the GPU")
         return self._found.all()
 
+    def _ask_capture(self) -> CaptureError | None:
+        """What `capture` refuses, if it is not that the caller wants gradients.
+
+        A model on the CPU is not recorded: what can be recorded depends on the device.
+        """
+        found = self._found.all()
+        rehearse = not (self._pretend or any(finding.severity.stops for finding in found))
+        # Without gradients, some modules of PyTorch take another path.
+        refused = any(finding.kind == obstacles.REFUSED.name for finding in found)
+        mode = torch.no_grad() if refused else contextlib.nullcontext()
+        with mode, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return refusal_of(self._fn, self._args, self._kwargs, rehearse=rehearse)
+
+    def _add_refusal(self, error: GraphwrightError) -> None:
+        """Note what `capture` refuses, unless the findings tell the reason already."""
+        for finding in self._found.all():
+            explains = finding.severity.stops and finding.kind in _REFUSED_BY_WARM_UP
+            if explains or finding.what == error.what:
+                return
+        place = self._definition() if error.where is None else place_of_line(error.where)
+        self._found.add(obstacles.REFUSED, place, "", error.what, error.remedy or "")
+
+    def _definition(self) -> Place:
+        """Where the function, or the module's forward, is defined."""
+        return place_of_code(self._fn.forward if isinstance(self._fn, nn.Module) else self._fn)
+
     def _run_without_capture(self) -> None:
         """Run the call without pretending a capture; it may import modules and fill caches.
 
         Raises:
             ModelFailed: the call raises.
+            CaptureError: a part of it refuses to run inside a capture.
         """
         try:
             self._expected = [
                 leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
                 for leaf in pytree.tree_leaves(self._observe(self._new_observer(), capturing=False))
             ]
+        except CaptureError:
+            raise
         except Exception as error:
             if self._claims_gpu:
                 # It may have asked for the device, and used what only a GPU can do.
@@ -156,7 +236,7 @@ class _Checker:
         """Run the call as if it were captured; False if it then fails."""
         observer = self._new_observer()
         try:
-            self._results.append(self._observe(observer, capturing=True))
+            result = self._observe(observer, capturing=True)
         except Exception as error:
             if self._claims_gpu:
                 self._claims_gpu = False
@@ -169,14 +249,15 @@ class _Checker:
             return False
         self._found.merge(observer.found)
         self._runs.append(observer)
+        self._results.append(pytree.tree_map_only(torch.Tensor, resolved, result))
         return True
 
     def _observe(self, observer: OperationObserver, *, capturing: bool) -> Any:
         """Run the call under an observer; what it writes to is put back."""
         try:
             with (
-                torch.inference_mode(False),
-                torch.no_grad(),
+                for_inference(),
+                as_captured(),
                 warnings.catch_warnings(),
                 compilers_off(),
                 garbage_collection_off(),  # Finalizers are no part of the call.
@@ -187,9 +268,14 @@ class _Checker:
                 observer,
             ):
                 warnings.simplefilter("ignore")
-                return self._fn(*self._args, **self._kwargs)
+                # In containers of its own, which it may change.
+                args, kwargs = unflatten(self._leaves, self._spec)
+                return self._fn(*args, **kwargs)
         finally:
             observer.undo()
+            for tensor, alias in self._given:
+                if place_of(tensor) != place_of(alias):
+                    tensor.data = alias
 
     def _new_observer(self) -> OperationObserver:
         if self._sides is None or self._sides.claims_gpu is not self._claims_gpu:
@@ -243,26 +329,39 @@ class _Checker:
 
     def _compare_results(self) -> None:
         """Note if runs return different results, or others than the run without a capture."""
-        if any(f.kind in _CHANGES_RESULTS for f in self._found.all()):
+        if any(f.kind in _CHANGES_RESULTS and f.severity.stops for f in self._found.all()):
             return
         first, *others = self._results
+        rounding = rounding_of(self._runs[0].dtypes)
+        try:
+            refuse_results(first)
+        except CaptureError as error:
+            self._add_refusal(error)
+            return
+        obstacle = obstacles.VARIES
         try:
             for other in others:
-                check_same_result(other, pytree.tree_leaves(first))
-        except CaptureError:
-            self._found.add(obstacles.VARIES, Place(), "")
-            return
-        try:
-            check_same_result(first, self._expected)
+                check_same_result(other, pytree.tree_leaves(first), rounding)
+            obstacle = obstacles.OTHERWISE
+            check_same_result(first, self._expected, rounding)
         except CaptureError as error:
-            self._found.add(obstacles.OTHERWISE, Place(), "", error.what)
+            if not self._found.block(_CHANGES_RESULTS):
+                self._found.add(obstacle, self._definition(), "", error.what)
 
     def _find_host_randomness(self, undo: PythonState) -> None:
-        """Note draws from Python's and NumPy's random generators that no observer has seen."""
-        if any(f.kind == obstacles.HOST_RANDOM.name for f in self._found.all()):
-            return
+        """Note that Python's or NumPy's random generators were drawn from."""
         try:
             undo.refuse_host_randomness(torch.device("cpu"), [])
         except CaptureError as error:
-            source = error.what.partition(" from ")[2].partition(";")[0]
-            self._found.add(obstacles.HOST_RANDOM, Place(), source)
+            if not self._found.block({obstacles.HOST_RANDOM.name}):
+                source = error.what.partition(" from ")[2].partition(";")[0]
+                self._found.add(obstacles.DRAWN_ON_HOST, self._definition(), source)
+
+
+def _is_foreign(error: CaptureError) -> bool:
+    """Whether an error is not graphwright's own refusal: the call itself raised it.
+
+    A model on the CPU may only run where tensors seem to be on a GPU.
+    """
+    cause = error.__cause__
+    return cause is not None and not isinstance(cause, GraphwrightError)

@@ -33,7 +33,7 @@ class Severity(StrEnum):
     """What an obstacle does to a capture.
 
     Attributes:
-        BLOCKS: it cannot be captured.
+        BLOCKS: it cannot be captured, or is refused since replays would be wrong.
         BREAKS: the graph must end here, since the host needs a value first.
         HOISTED: a plain capture fails, but the value is constant, or the object known, and can be
             prepared before the capture.
@@ -49,7 +49,7 @@ class Severity(StrEnum):
 
     @property
     def stops(self) -> bool:
-        """Whether a plain capture by torch.cuda.graph raises."""
+        """Whether a plain capture, by `graphwright.capture`, raises."""
         return self in (Severity.BLOCKS, Severity.BREAKS, Severity.HOISTED)
 
 
@@ -178,6 +178,12 @@ def place_of_error(error: BaseException) -> Place:
             found = _place(code, step.tb_lasti, step.tb_lineno)
         step = step.tb_next
     return found
+
+
+def place_of_line(where: str) -> Place:
+    """The place that an error of graphwright's names as `file:line`."""
+    file, _, line = where.rpartition(":")
+    return Place(_short(file), int(line), 1, linecache.getline(file, int(line)).strip())
 
 
 def place_of_code(function: Any) -> Place:

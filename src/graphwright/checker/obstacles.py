@@ -5,7 +5,7 @@ In messages, {operation} and {detail} are replaced.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -163,15 +163,10 @@ HOST_RANDOM = Obstacle(
     "Draw on the GPU; such draws differ from replay to replay and follow the seed.",
     "torch.rand((), device=x.device)",
 )
-GENERATOR = Obstacle(
-    "generator",
-    Severity.HOISTED,
-    "{operation} draws from a generator of its own, which a plain capture does not know.",
-    "graphwright registers it; by hand: graph.register_generator_state(generator).",
-)
+DRAWN_ON_HOST = replace(HOST_RANDOM, severity=Severity.BLOCKS)
 STATE = Obstacle(
     "changing state",
-    Severity.FROZEN,
+    Severity.BLOCKS,
     "{detail}",
     "Pass it in and return it as a tensor, or update it where the graph is called.",
 )
@@ -208,14 +203,14 @@ FAILS = Obstacle(
 )
 OTHERWISE = Obstacle(
     "another way",
-    Severity.FROZEN,
+    Severity.BLOCKS,
     "{detail}",
     "It asks torch.cuda.is_current_stream_capturing(), and so does transformers for attention "
     "masks: try attn_implementation='eager', or pass the mask explicitly.",
 )
 VARIES = Obstacle(
     "changing state",
-    Severity.FROZEN,
+    Severity.BLOCKS,
     "The call returns something else in each run, for a reason that is not seen.",
     "Look for a state that it keeps outside of tensors: a global, an iterator, a generator.",
 )
@@ -227,14 +222,32 @@ SEED = Obstacle(
 )
 
 
+REFUSED = Obstacle(
+    "refused",
+    Severity.BLOCKS,
+    "{detail}",
+    "Leave this out of the captured call.",
+)
+
+
 class Findings:
     """The findings of some runs; one that happens again only raises its count."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], Finding] = {}
 
-    def add(self, obstacle: Obstacle, place: Place, operation: str, detail: str = "") -> None:
-        """Note an obstacle."""
+    def add(
+        self, obstacle: Obstacle, place: Place, operation: str, detail: str = "", mend: str = ""
+    ) -> None:
+        """Note an obstacle.
+
+        Args:
+            obstacle: its kind.
+            place: where it is.
+            operation: what was called.
+            detail: what the message of its kind leaves open.
+            mend: a fix to suggest instead of the one of its kind.
+        """
         key = obstacle.name, obstacle.severity, operation, place, detail
         known = self._found.get(key)
         if known is not None:
@@ -248,7 +261,7 @@ class Findings:
             obstacle.severity,
             operation,
             obstacle.what.format(operation=operation, detail=detail),
-            obstacle.mend,
+            mend or obstacle.mend,
             code,
             place,
         )
@@ -264,6 +277,18 @@ class Findings:
             new_key, finding = items.pop()
             items[number] = new_key, replace(finding, count=count)
             self._found = dict(items)
+
+    def block(self, names: Collection[str]) -> bool:
+        """Let all findings of these kinds keep the call from being captured; whether there are any.
+
+        Args:
+            names: of the kinds.
+        """
+        found = [(key, f) for key, f in self._found.items() if f.kind in names]
+        for key, finding in found:
+            if not finding.severity.stops:
+                self._found[key] = replace(finding, severity=Severity.BLOCKS)
+        return bool(found)
 
     def all(self) -> list[Finding]:
         """All findings, in the order in which they were met."""

@@ -281,16 +281,13 @@ class OperationObserver(Journal):
         _, before = self._generators[id(generator)]
         if torch.equal(generator.get_state(), before):
             return Origin.CONSTANT  # Attention without dropout draws none.
-        named = any(isinstance(a, torch.Generator) for a in (*args, *kwargs.values()))
         sides: set[Side | None] = {self._side_of_new([], on_device)}
         if not self.sides.pretend:
             sides = {self.sides.of(tensor) for tensor in made}
-        if Side.HOST in sides:
-            self.report(obstacles.HOST_RANDOM, self._as_written(str(func)))
-            return Origin.RANDOM
-        if named and generator is not torch.default_generator:
-            self.report(obstacles.GENERATOR, self._as_written(str(func)))
-        return Origin.CONSTANT
+        if Side.HOST not in sides:
+            return Origin.CONSTANT
+        self.report(obstacles.DRAWN_ON_HOST, self._as_written(str(func)))
+        return Origin.RANDOM
 
     def _note_copy(
         self, func: Any, args: tuple[Any, ...], made: list[torch.Tensor], given: list[torch.Tensor]

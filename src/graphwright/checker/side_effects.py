@@ -17,7 +17,6 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
-from ..dispatch.graphed_callable import GraphedCallable
 from ..graphs.captured_call import CapturedCall
 from . import obstacles
 from .finding import Place, is_direct, place_of, place_of_code
@@ -124,8 +123,7 @@ def watch_cuda(found: Findings, *, pretend: bool) -> Iterator[None]:
 
         seeded = torch.manual_seed
         put(torch, "manual_seed", seeds)
-        for owner, name in ((GraphedCallable, "call"), (CapturedCall, "__call__")):
-            put(owner, name, _nested(getattr(owner, name), found))
+        put(CapturedCall, "__call__", _nested(_run_captured, found))
         if not pretend:
             watch(torch.cuda, "synchronize", "torch.cuda.synchronize")
             for kind in (torch.cuda.Stream, torch.cuda.Event):
@@ -154,6 +152,11 @@ def watch_cuda(found: Findings, *, pretend: bool) -> Iterator[None]:
             put(torch.cuda, name, make)
         put(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
         yield
+
+
+def _run_captured(graph: CapturedCall, *args: Any, **kwargs: Any) -> Any:
+    """Run the function of a graph, which refuses calls inside a capture."""
+    return graph.function(*args, **kwargs)
 
 
 def _nested(original: Callable[..., Any], found: Findings) -> Callable[..., Any]:

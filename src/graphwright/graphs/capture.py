@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from ..calls.modules import FunctionModule
+from ..calls.signature import Args, Kwargs
 from ..errors import CaptureError
 from .captured_call import CapturedCall, Outputs, device_of
 from .conditions import autocast_cache_apart, capturing_now
@@ -87,6 +88,29 @@ def predict_memory(
         return graph.warm()
     finally:
         graph.close()
+
+
+def refusal_of(
+    fn: Callable[..., Any], args: Args, kwargs: Kwargs, *, rehearse: bool
+) -> CaptureError | None:
+    """Why `capture` would refuse a call; None if it would not. What the call changes is put back.
+
+    Args:
+        fn: a function or module.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
+        rehearse: whether to try the recording too, and not only what comes before it.
+    """
+    graph: CapturedCall | None = None
+    try:
+        graph = CapturedCall(fn, args, kwargs)
+        graph.warm(rehearse=rehearse)
+    except CaptureError as error:
+        return error
+    finally:
+        if graph is not None:
+            graph.close()
+    return None
 
 
 @contextlib.contextmanager

@@ -118,6 +118,11 @@ class CapturedCall(Graph):
         self._simple = False
 
     @property
+    def function(self) -> Callable[..., Any]:
+        """The function or module that was captured."""
+        return self._fn
+
+    @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The static inputs, in the order of the arguments: what `replay()` reads.
 
@@ -328,8 +333,11 @@ class CapturedCall(Graph):
             for slot in self._back_by_element:
                 copy(self._inputs.tensor(slot), leaves[slot])
 
-    def warm(self) -> MemoryPrediction:
+    def warm(self, *, rehearse: bool = True) -> MemoryPrediction:
         """Run the call until it is warm, and predict what capturing it will take.
+
+        Args:
+            rehearse: whether to rehearse the recording; without it nothing is predicted.
 
         Raises:
             CaptureError: it cannot be captured.
@@ -354,6 +362,7 @@ class CapturedCall(Graph):
                     fallback,
                     self._comparison,
                     self._copies,
+                    rehearse=rehearse,
                 )
             self.mutates = self._warmed.mutates
             self.random = bool(self._warmed.generators)
@@ -473,19 +482,24 @@ class CapturedCall(Graph):
     def _work(self, inputs: StaticInputs) -> Any:
         """Run the call on static inputs; lazily conjugated or negated results are materialized."""
         args, kwargs = unflatten(inputs.leaves, self._spec)
+        addresses = [inputs.tensor(slot).data_ptr() for slot in inputs.slots]
         with autocast_cache_apart():
             result = self._fn(*args, **kwargs)
             after, spec = flatten(args, kwargs)
-            if spec != self._spec or any(
-                a is not b or (isinstance(b, torch.Tensor) and Geometry.of(b) != geometry)
-                for a, b, geometry in zip(after, inputs.leaves, inputs.geometries, strict=True)
+            if (
+                spec != self._spec
+                or any(
+                    a is not b or (isinstance(b, torch.Tensor) and Geometry.of(b) != geometry)
+                    for a, b, geometry in zip(after, inputs.leaves, inputs.geometries, strict=True)
+                )
+                or addresses != [inputs.tensor(slot).data_ptr() for slot in inputs.slots]
             ):
                 raise Untraceable(
-                    "The call changes the containers that it is given, or the shape of a tensor in "
-                    "them; a graph would not.",
+                    "The call changes the containers that it is given, or the shape or memory of "
+                    "a tensor in them; a graph would not.",
                     remedy="Return what is new instead.",
                 )
-            return pytree.tree_map_only(torch.Tensor, _resolved, result)
+            return pytree.tree_map_only(torch.Tensor, resolved, result)
 
     @contextlib.contextmanager
     def _transaction(self, state: GraphState) -> Iterator[PythonState]:
@@ -517,7 +531,7 @@ class CapturedCall(Graph):
         self._outside = set()  # These addresses may now belong to other memory.
 
 
-def _resolved(tensor: torch.Tensor) -> torch.Tensor:
+def resolved(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor, materialized if it is lazily conjugated or negated."""
     lazy = tensor.is_conj() or tensor.is_neg()
     return tensor.resolve_conj().resolve_neg() if lazy else tensor

@@ -58,7 +58,7 @@ class PythonState:
         held += [*module.parameters(), *module.buffers()]  # Those of a ScriptModule too.
         held = list({id(t): t for t in held if t.layout is torch.strided}.values())
         # Inside a transform of torch.func the alias is a wrapped tensor.
-        self._data = [(tensor, tensor.detach(), _place(tensor)) for tensor in held]
+        self._data = [(tensor, tensor.detach(), place_of(tensor)) for tensor in held]
         # A call that should train nothing may do so by mistake.
         optimizers = self._kept.found.optimizers if trained is None else []
         self._optimizers = [
@@ -150,13 +150,19 @@ class PythonState:
         if python:
             self._kept.found.put_back()
             for tensor, alias, place in self._data:
-                if _place(tensor) != place:
+                if place_of(tensor) != place:
                     tensor.data = alias
 
 
 def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
     """A parameter's gradient; None for a tensor that is no leaf and has none."""
     return tensor.grad if tensor.is_leaf or tensor.retains_grad else None
+
+
+def place_of(tensor: torch.Tensor) -> tuple[Any, ...]:
+    """Address, shape and strides of a tensor; the address is 0 where it has none."""
+    address = tensor.data_ptr() if without_memory(tensor) is None else 0
+    return address, tensor.shape, tensor.stride()
 
 
 class _Snapshot:
@@ -168,7 +174,7 @@ class _Snapshot:
     def __init__(self, module: nn.Module, *, hooks: bool = True) -> None:
         self.found = Dependencies(module, training=True, whole=True, hooks=hooks)
         self.places = {
-            str(name): (tensor, _place(tensor))
+            str(name): (tensor, place_of(tensor))
             for name, tensor in self.found.tensors
             if tensor.layout is torch.strided
         }
@@ -220,11 +226,6 @@ def _random_state(value: Any) -> str | None:
         return None
     bits = getattr(value, "bit_generator", None) or getattr(value, "_bit_generator", None)
     return None if bits is None else str(bits.state)
-
-
-def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
-    address = tensor.data_ptr() if without_memory(tensor) is None else 0
-    return address, tensor.shape, tensor.stride()
 
 
 def _same(a: Any, b: Any) -> bool:

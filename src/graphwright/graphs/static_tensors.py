@@ -182,19 +182,8 @@ class StaticOutputs:
             CaptureError: a result is an object that may hide tensors.
         """
         self.tree = tree
+        refuse_results(tree)
         leaves, self._spec = pytree.tree_flatten(tree)
-        for index, leaf in enumerate(leaves):
-            try:
-                describe(leaf)
-            except SignatureError:
-                try:
-                    describe(leaf, leaf_names(tree, "output")[index])
-                except SignatureError as error:
-                    raise CaptureError(
-                        error.what,
-                        remedy="Return tensors, plain values, and tuples, lists or dictionaries "
-                        "of them; for transformers' language models pass use_cache=False.",
-                    ) from error
         self.bases: list[torch.Tensor] = []
         owners: dict[int, list[int]] = {}
         for slot in inputs.slots:
@@ -254,6 +243,26 @@ class StaticOutputs:
         if finish is not None:
             results = finish(results)
         return pytree.tree_unflatten(results, self._spec)
+
+
+def refuse_results(tree: Any) -> None:
+    """Raise CaptureError where results hold something that a graph could not give again.
+
+    Args:
+        tree: what the work returned.
+    """
+    for index, leaf in enumerate(pytree.tree_leaves(tree)):
+        try:
+            describe(leaf)
+        except SignatureError:
+            try:
+                describe(leaf, leaf_names(tree, "output")[index])
+            except SignatureError as error:
+                raise CaptureError(
+                    error.what,
+                    remedy="Return tensors, plain values, and tuples, lists or dictionaries of "
+                    "them; for transformers' language models pass use_cache=False.",
+                ) from error
 
 
 def _range(tensors: Sequence[torch.Tensor], places: Sequence[int], nbytes: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_va
 from .journal import Copies, Journal, seeded_on_gpu
 from .python_state import PythonState, StateChanges
 from .recorder import Allocate, Recorder
-from .static_tensors import StaticInputs
+from .static_tensors import StaticInputs, refuse_results
 from .transaction import let_go
 
 _OTHER_SEED = 8_675_309
@@ -76,6 +76,8 @@ def warm(
     fallback: Fallback | None = None,
     comparison: Comparison | None = None,
     copies: Copies | None = None,
+    *,
+    rehearse: bool = True,
 ) -> Warmed:
     """Run a call on copies of a sample until it is warm; what it writes is put back.
 
@@ -88,6 +90,7 @@ def warm(
         fallback: tried where the call cannot be recorded as it is.
         comparison: how its results are compared with eager's.
         copies: copies of memory from outside, shared with other runs that start from it.
+        rehearse: whether to rehearse the recording; without it nothing is known of its segments.
 
     Raises:
         CaptureError: the call keeps state that a graph cannot update.
@@ -109,7 +112,7 @@ def warm(
             result = run_in_pretended_capture(work, inputs)
         _refuse_first_run_setup(set_up, journal.written)
         if journal.continues_from(made):
-            raise CaptureError(
+            raise StateChanges(
                 "The call makes a tensor in its first run that later runs change; a graph would "
                 "go on from what the runs here have left in it.",
                 remedy="Make it before the capture, and give it its first value there.",
@@ -153,8 +156,10 @@ def warm(
             journal.external.pop(inputs.tensor(slot).untyped_storage()._cdata, None)
         del inputs
 
-        segments = _segments_needed(work, sample, recorder, journal, fallback, hosts)
-        python_state.check()
+        segments: tuple[int, ...] = ()
+        if rehearse:
+            segments = _segments_needed(work, sample, recorder, journal, fallback, hosts)
+            python_state.check()
         put_back = True
     finally:
         if not put_back:
@@ -402,7 +407,12 @@ class Comparison:
     """Compares the results of a run that pretends to be captured with those of a plain one."""
 
     def keep(self, result: Any) -> Any:
-        """Copy what a later run is compared with."""
+        """Copy what a later run is compared with.
+
+        Raises:
+            CaptureError: a result is nothing that a graph could give again.
+        """
+        refuse_results(result)
         return [
             leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
             for leaf in pytree.tree_leaves(result)

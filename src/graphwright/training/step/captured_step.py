@@ -184,10 +184,10 @@ class CapturedStep(CapturedCall):
 
     # A capture.
 
-    def warm(self) -> MemoryPrediction:
+    def warm(self, *, rehearse: bool = True) -> MemoryPrediction:
         """See `CapturedCall.warm`; the copies of what the step writes to are given up."""
         try:
-            prediction = super().warm()
+            prediction = super().warm(rehearse=rehearse)
         finally:
             self._copies = None
         assert self._warmed is not None
