@@ -188,7 +188,7 @@ def draws_with_torch_on_the_host(x: torch.Tensor) -> Any:
 
 
 def asks_the_clock(x: torch.Tensor) -> Any:
-    return x * time.perf_counter()  # here
+    return x * (1 + 0 * time.perf_counter())  # here
 
 
 def writes_to_its_argument(x: torch.Tensor) -> Any:
@@ -306,7 +306,7 @@ OBSTACLES: dict[Fn, tuple[str, Severity]] = {
     ),
     **dict.fromkeys((waits, uses_an_event), ("synchronisation", Severity.BLOCKS)),
     **dict.fromkeys(
-        (draws_with_python, draws_with_torch_on_the_host), ("host randomness", Severity.FROZEN)
+        (draws_with_python, draws_with_torch_on_the_host), ("host randomness", Severity.BLOCKS)
     ),
     seeds: ("seeding", Severity.BLOCKS),
     asks_the_clock: ("clock", Severity.FROZEN),
@@ -353,7 +353,10 @@ def test_an_obstacle_is_found_at_its_line(fn: Fn, device: torch.device) -> None:
 def test_what_stops_a_capture_does_and_the_rest_does_not(fn: Fn) -> None:
     x = torch.randn(3, 4, device="cuda")
     x[0, 0] = 0.5
-    stops = [f for f in gw.check(fn, (x.cpu(),)) if f.severity.stops]
+    # A block is not warmed up, which is where capture() refuses these.
+    of_warm_up = ("host randomness", "changing state")
+    found = gw.check(fn, (x.cpu(),))
+    stops = [f for f in found if f.severity.stops and f.kind not in of_warm_up]
     fn(x.clone())
     try:
         with gw.capturing():
@@ -484,7 +487,7 @@ def test_state_that_changes_is_named_and_put_back(device: torch.device) -> None:
     model = Stateful().eval().to(device)
     x = torch.randn(3, 4, device=device)
     found = gw.check(model, (x,), {"count": True})
-    assert kinds(found) == ["frozen changing state", "frozen changing number"]
+    assert kinds(found) == ["blocks changing state", "frozen changing number"]
     assert "attribute calls of Stateful" in found[0].what
     assert "self.linear(x) * self.calls" in found[1].place.source
     assert (model.calls, model.seen) == (0, [])
@@ -609,14 +612,14 @@ def test_other_operations_in_another_run_are_found(device: torch.device) -> None
     assert "y = x.exp() if" in finding.place.source
 
 
-def test_a_generator_of_its_own(device: torch.device) -> None:
+def test_a_generator_of_its_own_is_followed(device: torch.device) -> None:
     generator = torch.Generator(device)
 
     def draws(x: torch.Tensor) -> Any:
         y = torch.empty_like(x)
         return x.exp() * 2 + y.normal_(generator=generator)
 
-    assert kinds(gw.check(draws, (torch.randn(3, 4, device=device),))) == ["hoisted generator"]
+    assert kinds(gw.check(draws, (torch.randn(3, 4, device=device),))) == []
 
 
 def test_hooks_and_graphs_inside_and_little_work(device: torch.device) -> None:
@@ -626,9 +629,11 @@ def test_hooks_and_graphs_inside_and_little_work(device: torch.device) -> None:
     (finding,) = gw.check(model, (x,))
     assert (finding.kind, finding.severity) == ("hook", Severity.FROZEN)
     assert "register_forward_hook" in finding.place.source
-    inner = gw.graph(nn.Linear(4, 4).eval().to(device))
+    inner = gw.capture(nn.Linear(4, 4).eval().to(device), x)
     found = gw.check(lambda x: inner(x).exp() * 2 + 1, (x,))
-    assert "blocks nested capture" in kinds(found)
+    assert kinds(found) == ["blocks nested capture"]
+    graphed = gw.graph(nn.Linear(4, 4).eval().to(device))
+    assert kinds(gw.check(lambda x: graphed(x).exp() * 2 + 1, (x,))) == []
     assert kinds(gw.check(torch.relu, (x,)), small=True) == ["slow small"]
 
 
@@ -642,7 +647,7 @@ def test_what_asks_whether_a_capture_is_under_way(device: torch.device) -> None:
         return x * 2
 
     x = torch.randn(3, 4, device=device)
-    assert kinds(gw.check(asks, (x,))) == ["frozen another way"]
+    assert kinds(gw.check(asks, (x,))) == ["blocks another way"]
     (finding,) = gw.check(fails, (x,))
     assert (finding.kind, finding.severity) == ("another way", Severity.BLOCKS)
     assert "raise RuntimeError" in finding.place.source
