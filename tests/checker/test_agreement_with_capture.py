@@ -1079,6 +1079,7 @@ STOPPED = {
             "is_a_method_that_counts",
             "has_an_iterator",
             "GivesAWeightOtherData",
+            "draws_with_a_random_of_its_own",
             "draws_with_a_generator_of_numpy_of_its_own",
         ),
         "changing state",
@@ -1147,7 +1148,6 @@ STOPPED = {
             "draws_with_numpy",
             "draws_with_a_new_generator_of_numpy",
             "draws_with_python_for_nothing",
-            "draws_with_a_random_of_its_own",
             "computes_with_an_id",
             "check_draws_with_python",
             "check_draws_with_torch_on_the_host",
@@ -1315,7 +1315,9 @@ def test_architectures_are_judged_as_they_are_captured(case: Case, device: torch
         gw.capture(model, **inputs).close()
     except gw.CaptureError as error:
         refused = error
-    if device.type == "cpu" and refused is None:
+    if device.type == "cpu" and "made anew" in case.refused:
+        assert stops == []  # The tape does not see what TorchScript makes; a GPU does it by itself.
+    elif device.type == "cpu" and refused is None:
         assert {f.kind for f in stops} <= {"copy of a constant", "read", "host randomness"}
     else:
         assert bool(stops) == bool(refused), refused
