@@ -639,6 +639,7 @@ MAKERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:.*what was gained is lost:RuntimeWarning")
 @pytest.mark.parametrize("kind", MAKERS)
 def test_graphed_callables_of_our_own_are_trained(kind: str, device: torch.device) -> None:
     model, x = nn.Linear(4, 4).to(device).eval(), torch.randn(2, 4, device=device)

@@ -181,7 +181,7 @@ def _outcome(part: Any, kind: str, ran: list[str], last: str, said: list[str]) -
     fused = kind in _FUSED
     if (set(ran or [last]) == {"fused"}) if fused else ("forward" not in ran):
         return KEPT
-    if any("what was gained is lost there" in text for text in said):
+    if any("what was gained is lost" in text for text in said):
         return WARNED
     counts = [why for why in part.calls if "eager" in why] if fused else part.statistics.eager
     return COUNTED if counts else LOST

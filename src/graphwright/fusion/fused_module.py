@@ -79,7 +79,19 @@ class _Fusion:
                 self.table.append((signature, failed))
                 raise
             self.table.append((signature, fused))
-            return fused
+        if fused.call is not None:
+            self._warn_of_parts()
+        return fused
+
+    def _warn_of_parts(self) -> None:
+        """Warn of parts inside of the model: its graph is made of what these stand for."""
+        for child in self.module.modules():
+            if isinstance(child, StandIn) and not isinstance(child, FusedModule):
+                warn_of_lost_gain(
+                    child,
+                    f"fuse() of a model that holds a {type(child).__name__}",
+                    "Graph or tune the whole instead.",
+                )
 
 
 class FusedModule(ModuleProxy):

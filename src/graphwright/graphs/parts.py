@@ -165,7 +165,7 @@ def warn_of_lost_gain(part: Any, what: str, remedy: str) -> None:
     if part not in _WARNED_OF:
         _WARNED_OF.add(part)
         warnings.warn(
-            f"{what}, which runs the module itself: what was gained is lost there. {remedy}",
+            f"{what}: the module itself runs there, and what was gained is lost. {remedy}",
             RuntimeWarning,
             stacklevel=levels_above(),
         )
