@@ -344,11 +344,11 @@ class CapturedCall(Graph):
         """
         while True:
             try:
-                return self._warm()
+                return self._warm(rehearse=rehearse)
             except SetUpFirst as first:
                 self.parts.set_up(first)
 
-    def _warm(self) -> MemoryPrediction:
+    def _warm(self, *, rehearse: bool) -> MemoryPrediction:
         with self.pool.lock:
             recorder = self.pool.recorder(self._device)
             with self._transaction(GraphState.WARMING) as state:
