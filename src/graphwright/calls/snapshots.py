@@ -16,11 +16,23 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .dependencies import Dependencies
-from .signature import Args, argument_names, describe, flatten, leaf_names, unflatten
+from ..errors import VerificationError
+from .dependencies import PLAIN, Dependencies, StandIn
+from .first_use import FirstUse, RawAccess
+from .signature import (
+    Args,
+    argument_names,
+    describe,
+    flatten,
+    leaf_names,
+    unflatten,
+    without_memory,
+)
 
 Model = Callable[..., Any]
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+# Bytes of a storage from which on a copy may wait until it is used.
+_LARGE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -101,15 +113,148 @@ def _bits(tensor: torch.Tensor) -> torch.Tensor:
     return flat.view(_INTEGER[flat.element_size()])
 
 
+class _Kept:
+    """A tensor's values as they were; the tensor's own memory, until somebody uses that.
+
+    Attributes:
+        tensor: the tensor.
+        value: its values; for a weight in host memory.
+    """
+
+    def __init__(self, tensor: torch.Tensor, *, weight: bool) -> None:
+        self.tensor = tensor
+        self.value = tensor.detach()
+        self.version = _version(tensor)
+        self._weight = weight
+        self._used = False
+        self._checksum = 0
+
+    @property
+    def used(self) -> bool:
+        """Whether the values are a copy."""
+        return self._used
+
+    def use(self) -> None:
+        """Copy the values, before something uses the memory."""
+        if self._weight:
+            self._checksum = checksum(self.value)
+            self.value = self.value.to("cpu", copy=True)
+        else:
+            self.value = self.value.clone()
+        self._used = True
+
+    def was_written(self) -> bool:
+        """Whether unused memory was written to nevertheless."""
+        if self._used or _version(self.tensor) == self.version:
+            return False
+        self.version = _version(self.tensor)
+        # Where the tensor was given other memory, that may be what was written to.
+        return _replaced(self.tensor, self.value) == 0
+
+    def changed(self) -> bool:
+        """Whether a weight holds other values than it did."""
+        return self._used and checksum(self.tensor) != self._checksum
+
+
+class _Memory:
+    """What is kept of a module's tensors, shared by all snapshots of one piece of work."""
+
+    def __init__(self, module: nn.Module, held: Dependencies, *, lazily: bool) -> None:
+        reached = [value for source in held.sources for value in source.held.values()]
+        reached += [*module.modules(), *(getattr(m, "forward", None) for m in module.modules())]
+        self._lazily = lazily and not any(map(_replays, reached))
+        self._shown = self._lazily and any(map(_is_array, reached))
+        self._kept: dict[tuple[int, bool], _Kept] = {}
+        self._unused: dict[int, list[_Kept]] = {}
+
+    def keep(self, tensor: torch.Tensor, *, weight: bool = False) -> _Kept:
+        """Keep a tensor's values as they are now, unless they are kept already."""
+        kept = self._kept.get((id(tensor), weight))
+        if kept is None:
+            kept = self._kept[id(tensor), weight] = _Kept(tensor, weight=weight)
+            if self._lazily and self._can_wait(tensor):
+                self._unused.setdefault(tensor.untyped_storage()._cdata, []).append(kept)
+            else:
+                kept.use()
+        return kept
+
+    def use(self, storage: int | None) -> None:
+        """Copy what a storage holds, given by identity, before it is used; None for all."""
+        if not self._unused or (storage is not None and storage not in self._unused):
+            return
+        for identity in [*self._unused] if storage is None else [storage]:
+            # Copying uses it, too.
+            waiting = self._unused.pop(identity)
+            try:
+                with torch.no_grad(), torch._C.DisableTorchFunction():
+                    while waiting:
+                        waiting[-1].use()
+                        waiting.pop()
+            finally:
+                if waiting:  # There is no memory for a copy.
+                    self._unused[identity] = waiting
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """A block that may use the memory."""
+        return FirstUse(self.use) if self._unused else contextlib.nullcontext()
+
+    def watching_addresses(self) -> AbstractContextManager[Any]:
+        """A block, inside of `watching`, in which uses of raw addresses are seen as well."""
+        return RawAccess(self.use) if self._unused else contextlib.nullcontext()
+
+    def _can_wait(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor's memory is worth waiting with, and all that use it can be seen."""
+        if type(tensor) not in PLAIN or without_memory(tensor) or tensor.is_inference():
+            return False
+        if tensor.is_meta:
+            return True
+        storage = tensor.untyped_storage()
+        # What NumPy shares cannot be resized; files and shared memory cannot either.
+        return storage.nbytes() >= _LARGE and (storage.resizable() or not self._shown)
+
+
+def _replays(value: Any) -> bool:
+    """Whether a value may run work whose operations no mode sees: a graph."""
+    if isinstance(value, StandIn | torch.cuda.CUDAGraph):
+        return True
+    if isinstance(value, nn.Module):
+        return False
+    module = getattr(type(value), "__module__", None)
+    defined = getattr(value, "__module__", None) if callable(value) else None
+    graphs = ("graphwright.graphs.", "graphwright.dispatch.", "graphwright.training.")
+    return defined == "torch.cuda.graphs" or str(module).startswith(graphs)
+
+
+def _is_array(value: Any) -> bool:
+    """Whether a value may give Python other names for a tensor's memory."""
+    kind = type(value)
+    return kind is memoryview or (kind.__module__ == "numpy" and kind.__name__ == "ndarray")
+
+
 class ModuleState:
     """A snapshot of what a module holds, to put back and to compare.
 
     Buffers and tensor attributes, which a call may change or replace, are kept as copies;
     everything else that it reaches by identity, containers with their content; parameters, which
     inference must not change, in host memory and by a checksum, unless `weights` is False.
+
+    Args:
+        module: the module.
+        weights: whether to keep parameters.
+        lazily: copy large memory only before it is first used. All that may write to it has to run
+            inside `watching`.
+        shared: the snapshot of a module that this one is a part of, made at the start of the same
+            work: what it keeps is shared.
     """
 
-    def __init__(self, module: nn.Module, *, weights: bool = True) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        *,
+        weights: bool = True,
+        lazily: bool = False,
+        shared: ModuleState | None = None,
+    ) -> None:
         # Lists, dictionaries, objects and attributes, whatever holds them.
         self._held = Dependencies(module)
         # By name: the dictionary that holds each tensor, its key there, and the tensor.
@@ -134,28 +279,74 @@ class ModuleState:
                     self._slots[root + name] = (slots, name, parameter)
         self._remade = frozenset(remade)
         self._grad = {name: t.requires_grad for name, (_, _, t) in self._places.items()}
-        self._kept = {name: t.detach().clone() for name, (_, _, t) in self._places.items()}
+        memory = None if shared is None else shared._memory
+        self._memory: _Memory = memory or _Memory(module, self._held, lazily=lazily)
+        self._kept = {name: self._memory.keep(t) for name, (_, _, t) in self._places.items()}
+        self._varied: dict[str, torch.Tensor] = {}
         self._parameters = {
             name: parameter
             for name, parameter in module.named_parameters()
             if weights and parameter.layout is torch.strided
         }
-        self._checksums = self._sums()
-        self._weights = {n: p.detach().to("cpu", copy=True) for n, p in self._parameters.items()}
+        self._weights = {
+            name: self._memory.keep(parameter, weight=True)
+            for name, parameter in self._parameters.items()
+        }
+
+    def watching(self) -> AbstractContextManager[Any]:
+        """A block that may use the module's memory, which is copied before."""
+        return self._memory.watching()
+
+    def watching_addresses(self) -> AbstractContextManager[Any]:
+        """A block, inside of `watching`, in which raw addresses are seen too; see `RawAccess`."""
+        return self._memory.watching_addresses()
+
+    def unused(self) -> list[torch.Tensor]:
+        """Large tensors that nothing has used so far."""
+        kept = [*self._kept.values(), *self._weights.values()]
+        return [each.tensor for each in kept if not each.used]
 
     def restore(self) -> None:
-        """Put back what changed, except for the values of parameters."""
+        """Put back what changed, except for the values of parameters.
+
+        Raises:
+            VerificationError: memory was written to by what cannot be seen, on another thread say.
+        """
         self._held.put_back()
         for slots, key, parameter in self._slots.values():
             if slots.get(key) is not parameter:
                 slots[key] = parameter
+        unseen = [
+            n for n, kept in (*self._kept.items(), *self._weights.items()) if kept.was_written()
+        ]
         with torch.no_grad():
             for name, (holder, key, tensor) in self._places.items():
                 holder[key] = tensor
                 if tensor.requires_grad and not self._grad[name]:
                     tensor.detach_()
-                if not same_bits(tensor, self._kept[name]):
-                    tensor.copy_(self._kept[name])
+                if not self._holds(name, tensor):
+                    kept = self._kept[name]
+                    if not kept.used:
+                        self._memory.use(kept.value.untyped_storage()._cdata)
+                    tensor.copy_(self._value(name))
+        if unseen:
+            raise VerificationError(
+                f"{unseen[0]} was written to where no operation was seen, on another thread say: "
+                "what it held before cannot be put back.",
+                remedy="Write to it in the thread that calls the model.",
+            )
+
+    def _value(self, name: str) -> torch.Tensor:
+        """What a tensor is restored to."""
+        varied = self._varied.get(name)
+        return self._kept[name].value if varied is None else varied
+
+    def _holds(self, name: str, now: torch.Tensor) -> bool:
+        """Whether a tensor holds what one of ours is restored to."""
+        kept = self._kept[name]
+        if not kept.used and name not in self._varied and _replaced(now, kept.value) == 0:
+            return True
+        return same_bits(now, self._value(name))
 
     def vary(self, storages: Collection[int]) -> None:
         """From now on, restore other values in the buffers of some storages, given by identity."""
@@ -163,14 +354,14 @@ class ModuleState:
         for name, (_, _, tensor) in self._places.items():
             if tensor.untyped_storage()._cdata in storages and tensor.is_floating_point():
                 added = 0.5 + torch.rand(tensor.shape, generator=generator, device="cpu")
-                self._kept[name] = self._kept[name] + added.to(tensor.device, tensor.dtype)
+                self._varied[name] = self._value(name) + added.to(tensor.device, tensor.dtype)
 
     def changes(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that differ from what was kept, by name."""
         found = {}
         for name, (holder, key, _) in self._places.items():
             now = holder.get(key)
-            if isinstance(now, torch.Tensor) and not same_bits(now, self._kept[name]):
+            if isinstance(now, torch.Tensor) and not self._holds(name, now):
                 found[f"buffer {name} after the call"] = now.detach().clone()
         return found
 
@@ -188,29 +379,25 @@ class ModuleState:
 
     def corrupted(self) -> str | None:
         """Name of a parameter whose bits changed, or None; changed parameters are put back."""
-        found = [name for name, value in self._sums().items() if value != self._checksums[name]]
+        found = [name for name, kept in self._weights.items() if kept.changed()]
         with torch.no_grad():
             for name in found:
-                self._parameters[name].copy_(self._weights[name])
+                self._parameters[name].copy_(self._weights[name].value)
         return found[0] if found else None
 
     def changed(self) -> str | None:
         """Name of a tensor whose values changed, or None; nothing is put back."""
-        found = [n for n, value in self._sums().items() if value != self._checksums[n]]
+        found = [name for name, kept in self._weights.items() if kept.changed()]
         found += [
             name
             for name, (holder, key, _) in self._places.items()
-            if not isinstance(holder.get(key), torch.Tensor)
-            or not same_bits(holder[key], self._kept[name])
+            if not isinstance(holder.get(key), torch.Tensor) or not self._holds(name, holder[key])
         ]
         return found[0] if found else None
 
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters and buffers by name."""
         return [*self._parameters.items(), *((n, t) for n, (_, _, t) in self._places.items())]
-
-    def _sums(self) -> dict[str, int]:
-        return {name: checksum(parameter) for name, parameter in self._parameters.items()}
 
 
 def _replaced(now: Any, before: torch.Tensor) -> int:

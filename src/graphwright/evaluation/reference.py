@@ -231,9 +231,23 @@ def exact_outcome(
             raise
         # Some operators (recurrent layers) compare the dtypes of weights and inputs beforehand.
         state.restore()
-        double = copy.deepcopy(module).double()
-        outcome = run(double, wide, ModuleState(double, weights=False), look, mode)
+        # What nobody has used is not copied; if it is used after all, that raises.
+        apart: dict[int, Any] = {id(tensor): _without_values(tensor) for tensor in state.unused()}
+        double = copy.deepcopy(module, apart).double()
+        doubled = ModuleState(double, weights=False, lazily=bool(apart))
+        with doubled.watching():
+            outcome = run(double, wide, doubled, look, mode)
     return outcome, mode.operations
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor like another one, without values."""
+    size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+    made = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+    grad = tensor.requires_grad
+    return (
+        nn.Parameter(made, grad) if isinstance(tensor, nn.Parameter) else made.requires_grad_(grad)
+    )
 
 
 def _permits_tf32(call: Call, operations: set[str]) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from ..calls.first_use import unseen
 from ..calls.modules import ModuleProxy
 from ..calls.signature import (
     Args,
@@ -113,6 +114,21 @@ class Fused:
     packed: list[torch.Tensor] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class _Work:
+    """What is wanted of one fuse.
+
+    Attributes:
+        passes: in order.
+        check: whether they are verified.
+        state: of the whole module, taken at the start.
+    """
+
+    passes: Sequence[Pass]
+    check: bool
+    state: ModuleState
+
+
 def passes_named(names: Sequence[str | Pass] | None) -> tuple[Pass, ...]:
     """Passes by their names; all of them if none are named.
 
@@ -159,39 +175,36 @@ def fused_call(
     if places:
         prepare_triton()
     with _LOCK:
-        state, undo = ModuleState(module), PythonState(module)
+        state, undo = ModuleState(module, lazily=True), PythonState(module)
+        work = _Work(passes, check, state)
         try:
-            with for_inference(), torch.random.fork_rng(list(places)):
-                _fuse(module, args, kwargs, passes, check, found)
+            with for_inference(), torch.random.fork_rng(list(places)), state.watching():
+                _fuse(module, args, kwargs, work, found)
         finally:
-            state.restore()
-            state.corrupted()  # This also puts back what has changed.
-            undo.restore(python=True)
+            try:
+                state.restore()
+            finally:
+                state.corrupted()  # This also puts back what has changed.
+                undo.restore(python=True)
     return found
 
 
-def _fuse(
-    module: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    passes: Sequence[Pass],
-    check: bool,
-    found: Fused,
-) -> None:
+def _fuse(module: nn.Module, args: Args, kwargs: Kwargs, work: _Work, found: Fused) -> None:
     """Fuse the model as a whole, or else in parts."""
-    found.call = _of_module(module, "", args, kwargs, passes, check, found)
+    found.call = _of_module(module, "", args, kwargs, work, found)
     if found.call is not None:
         return
     if any(isinstance(child, ModuleProxy) for child in module.modules()):
         found.untraced.append(("", "not in parts either: it holds what is fused or tuned already"))
         return
     try:
-        parts = _of_children(module, "", _inputs_of(module, args, kwargs), passes, check, found)
+        parts = _of_children(module, "", _inputs_of(module, args, kwargs, work.state), work, found)
         if not parts:
             return
         whole = _with_parts(module, parts)
         with torch.no_grad():
-            verdict = verify(whole, reference(module, module, Call("the sample", args, kwargs)))
+            call = Call("the sample", args, kwargs)
+            verdict = verify(whole, reference(module, module, call, state=work.state))
     except ModelFailed:
         raise
     except Exception as error:
@@ -209,18 +222,19 @@ def _of_module(
     path: str,
     args: Args,
     kwargs: Kwargs,
-    passes: Sequence[Pass],
-    check: bool,
+    work: _Work,
     found: Fused,
 ) -> Callable[..., Any] | None:
     """A module as one graph, or None, with the reason noted."""
+    with unseen():
+        state = ModuleState(module, shared=work.state) if path else work.state
     try:
-        traced = trace(module, args, kwargs)
+        traced = trace(module, args, kwargs, state)
     except Untraceable as error:
         found.untraced.append((path, str(error)))
         return None
     region = Region(path)
-    call, problem = _optimised(traced, module, args, kwargs, passes, check, region)
+    call, problem = _optimised(traced, module, args, kwargs, work, state, region)
     if problem:
         found.untraced.append((path, problem))
         return None
@@ -235,8 +249,8 @@ def _optimised(
     module: nn.Module,
     args: Args,
     kwargs: Kwargs,
-    passes: Sequence[Pass],
-    check: bool,
+    work: _Work,
+    state: ModuleState,
     region: Region,
     *,
     in_place: bool = True,
@@ -248,18 +262,17 @@ def _optimised(
     leaves, _ = flatten(args, kwargs)
     samples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = samples[0].device
-    state = ModuleState(module)
     known: Reference | None = None
     writes: bool | None = None
-    if check:
+    if work.check:
         with torch.no_grad():
             known = reference(module, module, Call("the sample", args, dict(kwargs)), state=state)
         verdict = _verdict(traced.call(traced.graph), known)
         if verdict:
             return module, f"its graph computes something else: {verdict}"
-    in_place = in_place and not check
+    in_place = in_place and not work.check
     graph = copy_of(traced.graph) if in_place else traced.graph
-    for each in passes:
+    for each in work.passes:
         if each is not CLEAN:
             if writes is None and (writes := any(map(is_mutable, graph.graph.nodes))):
                 why = "the model writes in place to memory that it sees elsewhere"
@@ -278,7 +291,7 @@ def _optimised(
             if in_place:
                 region.done.clear()
                 region.left_out.clear()
-                again = traced, module, args, kwargs, passes, check, region
+                again = traced, module, args, kwargs, work, state, region
                 return _optimised(*again, in_place=False)
             verdict = f"{type(error).__name__}: {first_line(error)}"
         if verdict:
@@ -341,7 +354,7 @@ def _cost(graph: fx.GraphModule) -> tuple[int, int]:
 # Module by module.
 
 
-def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:
+def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState) -> _Inputs:
     """What submodules are called with, the first time, in a call of the module.
 
     Raises:
@@ -364,11 +377,13 @@ def _inputs_of(module: nn.Module, args: Args, kwargs: Kwargs) -> _Inputs:
         if path:
             child.register_forward_pre_hook(noting(path), with_kwargs=True)
     leaves, spec = flatten(args, kwargs)
-    undo = PythonState(module, hooks=False)
-    for called in (module, module, twin):
+    with unseen():
+        undo = PythonState(module, hooks=False)
+    for n, called in enumerate((module, module, twin)):
         mine, named = unflatten(clone_leaves(leaves), spec)
+        raw = state.watching_addresses() if not n else contextlib.nullcontext()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), raw:
                 called(*mine, **named)
         except GraphwrightError:
             raise
@@ -403,8 +418,7 @@ def _of_children(
     module: nn.Module,
     path: str,
     given: _Inputs,
-    passes: Sequence[Pass],
-    check: bool,
+    work: _Work,
     found: Fused,
 ) -> dict[str, nn.Module]:
     """What stands in for the submodules of a module, by name."""
@@ -417,11 +431,13 @@ def _of_children(
             continue
         call = None
         if where in given:
-            call = _of_module(child, where, *given[where], passes, check, found)
+            call = _of_module(child, where, *given[where], work, found)
         if call is not None:
-            parts[name] = _part(child, CallSignature.of(*given[where]), call)
+            with unseen():
+                signature = CallSignature.of(*given[where])
+            parts[name] = _part(child, signature, call)
             continue
-        inner = _of_children(child, where, given, passes, check, found)
+        inner = _of_children(child, where, given, work, found)
         if inner:
             parts[name] = _with_parts(child, inner)
     return parts
@@ -440,7 +456,7 @@ def _part(module: nn.Module, signature: CallSignature, call: Callable[..., Any])
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         fits = signature.fits(args, kwargs)
-        if not fits and capturing_now():
+        if not fits and torch._C._len_torch_dispatch_stack():
             with apart_from_capture() as alone:
                 fits = alone and signature.fits(args, kwargs)
         return (call if fits else module.forward)(*args, **kwargs)

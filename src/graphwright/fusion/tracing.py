@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ..calls.first_use import unseen
 from ..calls.modules import FunctionModule
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, describe, flatten, unflatten
@@ -91,8 +92,14 @@ class GraphCall:
             return self.out.fill(self._forward(*[leaves[slot] for slot in self.slots]))
 
 
-def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
+def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | None = None) -> Traced:
     """The graph of a call.
+
+    Args:
+        model: what is called.
+        args: of the call.
+        kwargs: likewise.
+        state: the model's state, if it is known already.
 
     Raises:
         Untraceable: there is none that stands for the call.
@@ -124,13 +131,16 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs) -> Traced:
         kept[:] = [TreeTemplate.of(found, tree)]
         return [leaf for leaf in found if isinstance(leaf, torch.Tensor)]
 
-    state, undo = ModuleState(model, weights=False), PythonState(model)
+    with unseen():
+        state = ModuleState(model, weights=False) if state is None else state
+        undo = PythonState(model)
     device = leaves[slots[0]].device
     generators = [device] if device.type == "cuda" else []
     try:
         with torch.no_grad(), torch.random.fork_rng(generators), pretend_capturing():
             # The first call may fill caches, which are no part of the work.
-            on_leaves(clone_leaves(leaves))
+            with state.watching_addresses():
+                on_leaves(clone_leaves(leaves))
             undo.check()
             first = pytree.tree_leaves(on_leaves(clone_leaves(leaves)))
             undo.check()
