@@ -19,6 +19,7 @@ import graphwright as gw
 from graphwright.calls import snapshots
 from graphwright.calls.snapshots import ModuleState, same_bits
 from graphwright.fusion.passes.base import Change, Pass
+from graphwright.graphs.segments.observation import reads_of_arguments
 
 # So many elements are more than a snapshot copies before they are used.
 MANY = 1 << 18
@@ -281,6 +282,23 @@ def test_a_write_on_another_thread_is_no_silent_one() -> None:
     model.work = work
     with pytest.raises(gw.VerificationError, match="big was written to"):
         gw.fuse(model, (x,))
+
+
+def test_a_storage_is_identified_without_its_bytes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """cuDNN's recurrent layers pass all their weights as one storage."""
+    storage, printed = torch.randn(MANY, device=device).untyped_storage(), []
+    monkeypatch.setattr(
+        torch.UntypedStorage, "__str__", lambda self: printed.append(self.nbytes()) or "its bytes"
+    )
+
+    def work(leaves: list[Any]) -> torch.Tensor:
+        whole = torch.empty(0, device=device).set_(storage, 0, (MANY,), (1,))
+        return leaves[0] + whole[0]
+
+    assert reads_of_arguments(work, [image(device)], device) is None
+    assert not printed
 
 
 class TestState:

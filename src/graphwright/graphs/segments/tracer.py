@@ -339,6 +339,11 @@ class Tracer(Journal):
         return (*[self._identified(leaf, constant) for leaf in leaves], spec)
 
     def _identified(self, leaf: Any, constant: bool) -> Any:
+        if isinstance(leaf, torch.UntypedStorage):  # All weights of cuDNN's recurrent layers.
+            known: Any = self.numbers.get(leaf._cdata, f"input {self._inputs.get(leaf._cdata)}")
+            if known == "input None":  # What is from outside is kept alive.
+                known = "at", leaf.data_ptr()
+            return type(leaf), known, leaf.nbytes(), leaf.device
         if not isinstance(leaf, torch.Tensor):
             return describe(leaf) if isinstance(leaf, SCALARS) else (type(leaf), str(leaf))
         identity = leaf.untyped_storage()._cdata
