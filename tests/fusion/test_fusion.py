@@ -1889,3 +1889,51 @@ def test_the_models_own_memory_is_not_shared() -> None:
         made.append(fx.GraphModule(graph, graph.graph))
         share_constants(made[-1], model)
     assert made[0].constant_0 is not made[1].constant_0
+
+
+# A budget.
+
+
+def _slow(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+    clock.now += 10
+    return []
+
+
+class clock:  # noqa: N801  # stands for the module time
+    now = 0.0
+
+    @classmethod
+    def monotonic(cls) -> float:
+        return cls.now
+
+
+def test_what_there_is_no_time_for_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pass_manager, "time", clock)
+    model = nn.Sequential(nn.Conv2d(4, 6, 3), nn.BatchNorm2d(6)).eval()
+    x = images()
+    fused = gw.fuse(model, (x,), passes=[Pass("slow", _slow), "batch_norm"], budget_s=5)
+    assert fused.regions[0].left_out == [("batch_norm", "not tried: the budget of 5 s was spent")]
+    assert "batch_norm   left out: not tried" in fused.explain()
+    with torch.no_grad():
+        same(fused(x), model(x))
+    assert fused.calls["fused"] == 1
+    again = pickle.loads(pickle.dumps(gw.fuse(model, (x,), budget_s=7)))
+    assert again._fusion.budget_s == copy.deepcopy(again)._fusion.budget_s == 7
+
+
+def test_parts_that_there_is_no_time_for_are_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    def part() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+
+    monkeypatch.setattr(pass_manager, "time", clock)
+    work = lambda m, x: m.b(m.a(x)) if x.sum() else x  # noqa: E731
+    model = Model(work, a=part(), b=part())
+    fused = gw.fuse(model, (images(),), passes=[Pass("slow", _slow)], budget_s=5)
+    assert [region.path for region in fused.regions] == ["a"]
+    assert ("b", "not tried: the budget of 5 s was spent") in fused.untraced
+
+
+@pytest.mark.parametrize("budget_s", [0, -1.0, float("nan"), True, "5"])
+def test_a_budget_is_a_positive_number(budget_s: Any) -> None:
+    with pytest.raises(gw.OptionError, match="budget_s"):
+        gw.fuse(nn.ReLU().eval(), budget_s=budget_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -44,11 +45,17 @@ class _Fusion:
     """What a FusedModule knows beside the module."""
 
     def __init__(
-        self, module: nn.Module, passes: Sequence[Pass], verify: bool, audit: int | None = None
+        self,
+        module: nn.Module,
+        passes: Sequence[Pass],
+        verify: bool,
+        audit: int | None = None,
+        budget_s: float | None = None,
     ) -> None:
         self.module = module
         self.passes = tuple(passes)
         self.verify = verify
+        self.budget_s = budget_s
         self.turns = turns_of(module, getattr(module, "_function", None))
         self.lock = forking.lock()
         self.table: list[tuple[CallSignature, Fused]] = []
@@ -72,7 +79,14 @@ class _Fusion:
                 return known
             signature = CallSignature.of(args, kwargs)
             try:
-                fused = fused_call(self.module, args, kwargs, self.passes, check=self.verify)
+                fused = fused_call(
+                    self.module,
+                    args,
+                    kwargs,
+                    self.passes,
+                    check=self.verify,
+                    budget_s=self.budget_s,
+                )
             except Exception as error:
                 # Once is enough to have tried.
                 failed = Fused(None, [], [("", first_line(error))])
@@ -228,19 +242,24 @@ class FusedModule(ModuleProxy):
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
         fusion = self._fusion
         module = copy.deepcopy(fusion.module, memo)
-        return FusedModule(_Fusion(module, fusion.passes, fusion.verify, fusion.audit))
+        options = fusion.passes, fusion.verify, fusion.audit, fusion.budget_s
+        return FusedModule(_Fusion(module, *options))
 
     def __reduce__(self) -> tuple[Any, ...]:
         fusion = self._fusion
         passes = [each.name if each in PASSES else each for each in fusion.passes]
-        return _again, (fusion.module, passes, fusion.verify, fusion.audit)
+        return _again, (fusion.module, passes, fusion.verify, fusion.audit, fusion.budget_s)
 
 
 def _again(
-    module: nn.Module, passes: Sequence[str | Pass], verify: bool, audit: int | None = None
+    module: nn.Module,
+    passes: Sequence[str | Pass],
+    verify: bool,
+    audit: int | None = None,
+    budget_s: float | None = None,
 ) -> FusedModule:
     """A FusedModule that fuses at its first call."""
-    return FusedModule(_Fusion(module, passes_named(passes), verify, audit))
+    return FusedModule(_Fusion(module, passes_named(passes), verify, audit, budget_s))
 
 
 def _summary(region: Region) -> list[tuple[str, str]]:
@@ -264,6 +283,7 @@ def fuse(
     passes: Sequence[str | Pass] | None = None,
     verify: bool = True,
     audit: int | None = None,
+    budget_s: float | None = None,
 ) -> FusedModule:
     """Rewrite a model for inference into fewer, fatter kernels, without a compiler.
 
@@ -281,13 +301,16 @@ def fuse(
         verify: whether passes are verified. Without, their conditions alone protect the numbers.
         audit: every so many calls, compare a checksum of the weights' values with what it was: it
             finds writes that PyTorch does not report (`weight.data.mul_()`, NumPy, a pointer).
+        budget_s: seconds that fusing for one kind of call may take; passes and parts that there is
+            no time for are left out, and `explain()` names them. What was begun is finished and
+            verified. None for no limit.
 
     Returns:
         a module to be called like the model, under no_grad.
 
     Raises:
         OptionError: the model is in training mode, or is what another part of graphwright made;
-            or there is no pass of a name.
+            there is no pass of a name; or `budget_s` is no positive number.
         ModelFailed: the model fails on the sample.
         SignatureError: an argument can be neither compared nor watched.
         VerificationError: two eager calls disagree.
@@ -316,7 +339,14 @@ def fuse(
             remedy="Call model.eval() first.",
         )
     check_audit(audit)
-    fusion = _Fusion(module, wanted, verify, audit)
+    if budget_s is not None and not _positive(budget_s):
+        raise OptionError(f"budget_s is {budget_s!r}, not a positive number of seconds.")
+    fusion = _Fusion(module, wanted, verify, audit, budget_s)
     if args or kwargs:
         fusion.add(tuple(args), dict(kwargs or {}))
     return FusedModule(fusion)
+
+
+def _positive(value: Any) -> bool:
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value < math.inf

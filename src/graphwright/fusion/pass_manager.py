@@ -6,6 +6,7 @@ import contextlib
 import copy
 import os
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -29,7 +30,7 @@ from ..calls.snapshots import Call, ModuleState, clone_leaves, run
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
 from ..evaluation.reference import Reference, reference
 from ..evaluation.verification import compare, verify
-from ..graphs.conditions import capturing_now, for_inference
+from ..graphs.conditions import for_inference
 from ..graphs.parts import apart_from_capture
 from ..graphs.python_state import PythonState
 from ..ops.fused.fused_operator import prepare_triton
@@ -122,11 +123,22 @@ class _Work:
         passes: in order.
         check: whether they are verified.
         state: of the whole module, taken at the start.
+        budget_s: seconds that all of it may take; None for no limit.
+        start: when it began, by `time.monotonic`.
     """
 
     passes: Sequence[Pass]
     check: bool
     state: ModuleState
+    budget_s: float | None = None
+    start: float = field(default_factory=time.monotonic)
+
+    @property
+    def why_not(self) -> str:
+        """Why nothing more is tried; "" while there is time."""
+        if self.budget_s is None or time.monotonic() - self.start < self.budget_s:
+            return ""
+        return f"not tried: the budget of {self.budget_s:g} s was spent"
 
 
 def passes_named(names: Sequence[str | Pass] | None) -> tuple[Pass, ...]:
@@ -152,14 +164,30 @@ def passes_named(names: Sequence[str | Pass] | None) -> tuple[Pass, ...]:
 
 
 def fused_call(
-    module: nn.Module, args: Args, kwargs: Kwargs, passes: Sequence[Pass], *, check: bool
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    passes: Sequence[Pass],
+    *,
+    check: bool,
+    budget_s: float | None = None,
 ) -> Fused:
     """Fuse a model for one call signature.
+
+    Args:
+        module: the model.
+        args: of the call.
+        kwargs: likewise.
+        passes: in order.
+        check: whether they are verified.
+        budget_s: seconds after which no other pass or part is tried. What has been tried by then is
+            verified in any case.
 
     Raises:
         ModelFailed: the model fails on its arguments.
         VerificationError: two eager calls disagree.
     """
+    start = time.monotonic()
     found = Fused(None, [], [])
     sharded = sharded_module(module)
     if sharded is not None:
@@ -176,7 +204,7 @@ def fused_call(
         prepare_triton()
     with _LOCK:
         state, undo = ModuleState(module, lazily=True), PythonState(module)
-        work = _Work(passes, check, state)
+        work = _Work(passes, check, state, budget_s, start)
         try:
             with for_inference(), torch.random.fork_rng(list(places)), state.watching():
                 _fuse(module, args, kwargs, work, found)
@@ -274,6 +302,9 @@ def _optimised(
     graph = copy_of(traced.graph) if in_place else traced.graph
     for each in work.passes:
         if each is not CLEAN:
+            if work.why_not:
+                region.left_out.append((each.name, work.why_not))
+                continue
             if writes is None and (writes := any(map(is_mutable, graph.graph.nodes))):
                 why = "the model writes in place to memory that it sees elsewhere"
                 region.left_out.append(("others", why))
@@ -428,6 +459,9 @@ def _of_children(
         # What holds no others is a single operation, and no faster as a graph. What has a forward
         # of its own as an attribute calls another object's.
         if "forward" in vars(child) or next(child.children(), None) is None:
+            continue
+        if work.why_not:
+            found.untraced.append((where, work.why_not))
             continue
         call = None
         if where in given:
