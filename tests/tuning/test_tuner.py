@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
+from collections.abc import Iterator
 from typing import Any
 
 import planted
@@ -171,6 +174,43 @@ def test_an_interrupted_run_knows_what_was_found_by_then() -> None:
     assert [row.strategy for row in report.rows] == ["eager", "eager:no_grad"]
     assert report.chosen in ("eager", "eager:no_grad")
     assert tuning._kept == {}
+
+
+@pytest.fixture
+def thawed() -> Iterator[None]:
+    """The tests' own objects are not frozen, as they are otherwise."""
+    gc.unfreeze()
+    yield
+    gc.freeze()
+
+
+@pytest.mark.usefixtures("thawed")
+@pytest.mark.parametrize("fails", [False, True])
+def test_collections_pass_over_what_was_there_before(fails: bool) -> None:
+    frozen: list[int] = []
+
+    def look(m: nn.Module) -> Any:
+        frozen.append(gc.get_freeze_count())
+        if fails:
+            raise KeyboardInterrupt
+        return m
+
+    model, x = small()
+    with contextlib.suppress(KeyboardInterrupt):
+        gw.tune(model, (x,), strategies=[Planted("look", look)], remember=False)
+    assert frozen
+    assert min(frozen) > 10_000
+    assert gc.get_freeze_count() == 0
+
+
+@pytest.mark.usefixtures("thawed")
+def test_what_the_program_has_frozen_stays_frozen() -> None:
+    model, x = small()
+    gc.freeze()
+    count = gc.get_freeze_count()
+    gw.tune(model, (x,), strategies=["eager:no_grad"], remember=False)
+    # A frozen object that dies counts no more.
+    assert 0 < gc.get_freeze_count() <= count
 
 
 def test_a_winner_that_fails_when_verified_again_makes_way_for_the_next() -> None:

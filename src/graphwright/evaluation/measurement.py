@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from ..calls.modes import SharedSwitch
+
 Call = Callable[[], object]
 
 MAX_CALLS_PER_BLOCK = 50
@@ -213,6 +215,19 @@ def collection_held_off() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def _freeze() -> Callable[[], object]:
+    if gc.get_freeze_count():  # The program has frozen what it wants frozen.
+        return lambda: None
+    gc.collect()
+    gc.freeze()
+    return gc.unfreeze
+
+
+# While it is thrown, collections pass over all objects that were there before: torch's alone are
+# hundreds of thousands, and each figure of memory takes a collection or two.
+OLD_OBJECTS_FROZEN = SharedSwitch(_freeze)
 
 
 def noise_notes(measurement: Measurement) -> list[str]:

@@ -22,7 +22,7 @@ from ..calls.modules import FunctionModule
 from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
 from ..errors import ModelFailed, in_words
-from ..evaluation.measurement import load_note
+from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_note
 from ..evaluation.reference import Sample, reference
 from ..evaluation.verification import verify
 from ..graphs.conditions import for_inference
@@ -220,7 +220,8 @@ class Tuning:
     def run(self, progress: Progress | None = None) -> TunedModule:
         """Tune. On KeyboardInterrupt, complete the report with what is known and raise it again."""
         listener = progress or Silent()
-        with for_inference(), _same_random_state(self.asked.device):
+        frozen = OLD_OBJECTS_FROZEN.thrown()
+        with for_inference(), _same_random_state(self.asked.device), frozen:
             try:
                 return self._run(listener)
             except KeyboardInterrupt:
