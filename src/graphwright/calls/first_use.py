@@ -6,7 +6,7 @@ Any use by an operation counts, not only what its schema says that it writes to.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -29,19 +29,21 @@ Use = Callable[[int | None], None]
 
 
 class FirstUse(OperationMode):
-    """Announces each storage that an operation is about to use."""
+    """Announces each storage that an operation is about to use, while any is waited for."""
 
     supports_higher_order_operators = True
 
-    def __init__(self, use: Use) -> None:
+    def __init__(self, use: Use, waiting: Sized) -> None:
         super().__init__()
         self._use = use
+        self._waiting = waiting
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if getattr(func, "namespace", "") not in _NAMESPACES:
-            self._use(None)
-        for leaf in pytree.tree_leaves((args, kwargs)):
-            announce(leaf, self._use)
+        if self._waiting:
+            if getattr(func, "namespace", "") not in _NAMESPACES:
+                self._use(None)
+            for leaf in pytree.tree_leaves((args, kwargs)):
+                announce(leaf, self._use)
         return func(*args, **kwargs)
 
 

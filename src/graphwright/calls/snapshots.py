@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import VerificationError
 from .dependencies import PLAIN, Dependencies, StandIn
-from .first_use import FirstUse, RawAccess
+from .first_use import FirstUse, RawAccess, unseen
 from .signature import (
     Args,
     argument_names,
@@ -137,7 +137,8 @@ class _Kept:
     def use(self) -> None:
         """Copy the values, before something uses the memory."""
         if self._weight:
-            self._checksum = checksum(self.value)
+            if self.value.device.type != "cpu":
+                self._checksum = checksum(self.value)
             self.value = self.value.to("cpu", copy=True)
         else:
             self.value = self.value.clone()
@@ -153,7 +154,11 @@ class _Kept:
 
     def changed(self) -> bool:
         """Whether a weight holds other values than it did."""
-        return self._used and checksum(self.tensor) != self._checksum
+        if not self._used:
+            return False
+        if self.tensor.device == self.value.device:
+            return not same_bits(self.tensor, self.value)
+        return checksum(self.tensor) != self._checksum
 
 
 class _Memory:
@@ -196,7 +201,7 @@ class _Memory:
 
     def watching(self) -> AbstractContextManager[Any]:
         """A block that may use the memory."""
-        return FirstUse(self.use) if self._unused else contextlib.nullcontext()
+        return FirstUse(self.use, self._unused) if self._unused else contextlib.nullcontext()
 
     def watching_addresses(self) -> AbstractContextManager[Any]:
         """A block, inside of `watching`, in which uses of raw addresses are seen as well."""
@@ -236,7 +241,8 @@ class ModuleState:
 
     Buffers and tensor attributes, which a call may change or replace, are kept as copies;
     everything else that it reaches by identity, containers with their content; parameters, which
-    inference must not change, in host memory and by a checksum, unless `weights` is False.
+    inference must not change, in host memory, and on a GPU by a checksum, unless `weights` is
+    False.
 
     Args:
         module: the module.
@@ -316,10 +322,10 @@ class ModuleState:
         for slots, key, parameter in self._slots.values():
             if slots.get(key) is not parameter:
                 slots[key] = parameter
-        unseen = [
+        missed = [
             n for n, kept in (*self._kept.items(), *self._weights.items()) if kept.was_written()
         ]
-        with torch.no_grad():
+        with unseen(), torch.no_grad():
             for name, (holder, key, tensor) in self._places.items():
                 holder[key] = tensor
                 if tensor.requires_grad and not self._grad[name]:
@@ -329,9 +335,9 @@ class ModuleState:
                     if not kept.used:
                         self._memory.use(kept.value.untyped_storage()._cdata)
                     tensor.copy_(self._value(name))
-        if unseen:
+        if missed:
             raise VerificationError(
-                f"{unseen[0]} was written to where no operation was seen, on another thread say: "
+                f"{missed[0]} was written to where no operation was seen, on another thread say: "
                 "what it held before cannot be put back.",
                 remedy="Write to it in the thread that calls the model.",
             )
@@ -359,10 +365,11 @@ class ModuleState:
     def changes(self) -> dict[str, torch.Tensor]:
         """Copies of the buffers that differ from what was kept, by name."""
         found = {}
-        for name, (holder, key, _) in self._places.items():
-            now = holder.get(key)
-            if isinstance(now, torch.Tensor) and not self._holds(name, now):
-                found[f"buffer {name} after the call"] = now.detach().clone()
+        with unseen():
+            for name, (holder, key, _) in self._places.items():
+                now = holder.get(key)
+                if isinstance(now, torch.Tensor) and not self._holds(name, now):
+                    found[f"buffer {name} after the call"] = now.detach().clone()
         return found
 
     def marks(self) -> dict[str, tuple[int, int]]:
