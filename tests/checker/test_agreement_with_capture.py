@@ -1210,13 +1210,14 @@ NOT_COMPARED = {
 }
 
 
-def assert_same(found: Any, expected: Any) -> None:
+def assert_same(found: Any, expected: Any, *, near: bool = False) -> None:
     mine, tree = pytree.tree_flatten(found)
     theirs, expected_tree = pytree.tree_flatten(expected)
     assert tree == expected_tree
     for a, b in zip(mine, theirs, strict=True):
         if isinstance(b, torch.Tensor):
-            torch.testing.assert_close(a, b.detach())
+            rounding = {"rtol": 5e-3, "atol": 5e-3} if near else {}
+            torch.testing.assert_close(a, b.detach(), **rounding)
         else:
             assert (type(a), a) == (type(b), b)
 
@@ -1250,7 +1251,7 @@ def test_what_check_says_of_a_capture_is_what_capture_does(name: str, device: to
             (_, args), (_, mine) = fresh(name, device), fresh(name, device)
             result, expected = graph(*args), eager(*mine)
             if name not in NOT_COMPARED:
-                assert_same(result, expected)
+                assert_same(result, expected, near=name == "rounds_otherwise_in_a_capture")
                 assert_same(args, mine)
 
 

@@ -1443,16 +1443,21 @@ def test_a_fused_module_inside_another() -> None:
         same(gw.fuse(reads, (x,))(x), reads(x))
 
 
+def near(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    """The same but for the kernels of other shapes and layouts, TF32 among them."""
+    torch.testing.assert_close(actual, expected, rtol=2e-3, atol=2e-3)
+
+
 def test_a_capture_holds_what_was_fused_until_a_weight_changes(device: torch.device) -> None:
     model, x = resnet().to(device), torch.randn(2, 3, 32, 32, device=device)
     fused = gw.fuse(model, (x,))
     graph, again = gw.capture(fused, x), gw.graph(fused)
     with torch.no_grad():
         for call in (graph, again):
-            same(call(x), model(x))
+            near(call(x), model(x))
         assert set(fused.calls) == {"fused, inside of a capture"}
         model[8].weight.mul_(2)
-        same(again(x), model(x))
+        near(again(x), model(x))
         assert again.statistics.captures == 2
         with pytest.raises(gw.SignatureError, match="changed in place, and what was built holds"):
             graph(x)
@@ -1465,7 +1470,7 @@ def test_a_graph_fuses_first_what_has_not_been_fused(device: torch.device) -> No
     with torch.no_grad():
         for size in (2, 3, 2):
             x = torch.randn(size, 3, 32, 32, device=device)
-            same(graphed(x), model(x))
+            near(graphed(x), model(x))
     assert graphed.statistics.captures == 2
     assert set(fused.calls) == {"fused, inside of a capture"}
     assert "its graphs hold what fuse() made of Sequential" in graphed.explain()
@@ -1477,7 +1482,7 @@ def test_parts_inside_of_a_fused_model_are_warned_of(device: torch.device) -> No
     with pytest.warns(RuntimeWarning, match="holds a GraphedModule: the module itself runs"):
         fused = gw.fuse(whole, (x,))
     with torch.no_grad():
-        same(fused(x), body(x).relu())
+        near(fused(x), body(x).relu())
 
 
 def test_other_parts_are_fused_before_and_not_after(device: torch.device) -> None:
@@ -1487,7 +1492,7 @@ def test_other_parts_are_fused_before_and_not_after(device: torch.device) -> Non
     inner = gw.fuse(model, (x,), passes=["attention"])
     outer = gw.fuse(inner, (x,))
     with torch.no_grad():
-        same(outer(x), model(x))
+        near(outer(x), model(x))
     assert outer.module is model
     assert outer.calls["fused"] == 1
     assert not inner.calls

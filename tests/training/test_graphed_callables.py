@@ -855,6 +855,7 @@ def test_a_set_that_cannot_be_added_changes_nothing(
     graphed, eager = pair_of(Model, device)
     pool, xs = gw.MemoryPool(), [rand(device, 6, 8) for _ in range(3)]
     gw.make_graphed_callables(graphed, (xs[0],), pool=pool)
+    gc.collect()
     before = pool.in_use, pool.reserved
     losses = []
     for module in (graphed, eager):

@@ -358,13 +358,13 @@ class GraphedCallable(StandIn):
             key = quick_key(call.args, call.kwargs)
             if key is not None and key not in self._quick:
                 self._quick[key] = refused
-            missed = Miss(UNCAPTURED, reason)
+            missed = Miss(UNCAPTURED, reason, after_capture=True)
         except (CaptureError, MemoryBudgetExceeded) as error:
             self._entries.refuse(signature, state, call.grad, error)
             if not isinstance(error, MemoryBudgetExceeded):
                 seconds = time.perf_counter() - began
                 self._for_refusals.spend(seconds, self._answered(), in_words(error)[0])
-            missed = Miss(_category_of(error), in_words(error)[0])
+            missed = Miss(_category_of(error), in_words(error)[0], after_capture=True)
         # Free what the error held, such as autograd nodes, which remember the stream they ran on.
         gc.collect(1)
         return missed
@@ -408,6 +408,11 @@ class GraphedCallable(StandIn):
         """Answer a call that no graph answers, and count it where it waits for a budget."""
         if miss.budget is not None:
             return self._wait(miss.budget, miss.category, args, kwargs, sizes)
+        if miss.after_capture:
+            with warnings.catch_warnings():
+                # A backward of the capture ran on another stream, which is intended.
+                warnings.filterwarnings("ignore", "The AccumulateGrad node's stream does not match")
+                return self._missed(miss.category, miss.reason, args, kwargs, sizes)
         return self._missed(miss.category, miss.reason, args, kwargs, sizes)
 
     def _wait(
@@ -621,6 +626,8 @@ class Miss:
     reason: str
     # What the call waits for, if it does.
     budget: CaptureBudget | None = None
+    # Whether a capture was tried for this very call.
+    after_capture: bool = False
 
 
 class _Refused:
