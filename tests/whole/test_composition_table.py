@@ -14,12 +14,13 @@ PAGE = Path(__file__).parents[2] / "docs" / "explanation" / "composition.md"
 
 def documented() -> dict[tuple[str, str], str]:
     """The words of all tables, by row and column."""
-    lines = [line for line in PAGE.read_text("utf-8").splitlines() if line.startswith("|")]
+    text = PAGE.read_text("utf-8").partition("## Pairs")[2]
+    lines = [line for line in text.splitlines() if line.startswith("|")]
     found: dict[tuple[str, str], str] = {}
     columns: list[str] = []
     for line in lines:
         name, *words = [cell.strip(" `") for cell in line.split("|")[1:-1]]
-        if "graph" in words:
+        if words[0] == "graph":
             columns = words
         elif set(name) != {"-"}:
             found |= {(name, column): word for column, word in zip(columns, words, strict=True)}
