@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import graphwright as gw
 from graphwright.calls import snapshots
 from graphwright.calls.snapshots import ModuleState, same_bits
+from graphwright.fusion.nodes import calls
 from graphwright.fusion.passes.base import Change, Pass
 from graphwright.graphs.segments.observation import reads_of_arguments
 
@@ -95,6 +96,21 @@ def test_unused_memory_is_left_alone_where_parts_are_fused(device: torch.device)
     assert same_bits(model.small, small)
 
 
+def test_parts_are_verified_as_they_will_run(device: torch.device) -> None:
+    """A part steps aside where a mode is on, but not for the one that sees to the copies."""
+
+    def wrong(graph: fx.GraphModule, device: torch.device) -> list[Change]:
+        for node in calls(graph, torch.ops.aten.relu.default):
+            node.target = torch.ops.aten.neg.default
+        return [Change("wrong", ("relu",))]
+
+    model = Model(lambda m, y: m.small.add_(float(y.sum()))).to(device)
+    hold(model, "buffer", torch.randn(MANY, device=device))
+    fused = gw.fuse(model, (image(device),), passes=[Pass("wrong", wrong)], verify=False)
+    assert not fused.regions
+    assert "in parts it computes something else" in fused.untraced[-1][1]
+
+
 def test_one_snapshot_is_enough_for_all_of_a_fuse(monkeypatch: pytest.MonkeyPatch) -> None:
     model = Model(lambda m, y: m.small.add_(m.big[0] + float(y.sum())))
     hold(model.layers, "parameter", torch.randn(MANY))
@@ -113,6 +129,15 @@ def test_one_snapshot_is_enough_for_all_of_a_fuse(monkeypatch: pytest.MonkeyPatc
 @torch.library.custom_op("graphwright_tests::overwrite", mutates_args=("into",))
 def overwrite(into: torch.Tensor, value: torch.Tensor) -> None:
     into.add_(value.mean())
+
+
+HIDDEN: list[torch.Tensor] = []
+
+
+@torch.library.custom_op("graphwright_tests::overwrite_hidden", mutates_args=())
+def overwrite_hidden(value: torch.Tensor) -> torch.Tensor:
+    HIDDEN[0].add_(value.mean())
+    return value.clone()
 
 
 def _through_pointer(model: Model, y: torch.Tensor) -> None:
@@ -166,6 +191,7 @@ WRITES: dict[str, Callable[[Model, torch.Tensor], Any]] = {
     "through data": lambda m, y: m.big.data.mul_(2),
     "by a list": lambda m, y: torch._foreach_add_([m.big], 1.0),
     "by a custom operator": lambda m, y: overwrite(m.big, y),
+    "by an operator that hides it": lambda m, y: overwrite_hidden(y),
     "random": lambda m, y: m.big.normal_(),
     "statistics": _statistics,
     "NumPy": _in_numpy,
@@ -186,6 +212,7 @@ def written_model(kind: str, write: str, device: torch.device) -> tuple[Model, t
     model = Model(work).to(device)
     hold(model, kind, torch.rand(MANY, device=device) + 0.5)
     model.view = model.big.detach()[5:13]
+    HIDDEN[:] = [model.big.detach()]
     model.expected = float(model.layers(x).sum().detach())
     return model, x
 
@@ -319,6 +346,12 @@ class TestState:
         state.restore()
         assert same_bits(model.big, before)
         assert not state.changes()
+
+    def test_all_is_copied_at_once_beside_a_graph(self) -> None:
+        """Its operations are seen by nobody."""
+        model = nn.Sequential(gw.graph(nn.Linear(4, 4).eval()))
+        hold(model, "buffer", torch.randn(MANY))
+        assert not ModuleState(model, lazily=True).unused()
 
     def test_a_part_shares_the_copies_of_the_whole(self) -> None:
         model = nn.Sequential(Model())
