@@ -357,7 +357,7 @@ class TunedModule(ModuleProxy):
                     built, why = None, CHANGED
         if built is None:
             if choice.table:
-                warn_of_lost_gain(
+                parts.lose(
                     self,
                     f"What tune() made is called inside of a capture ({why})",
                     "Tune the whole instead, or call graph() on what is tuned for these shapes.",

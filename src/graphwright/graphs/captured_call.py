@@ -423,6 +423,7 @@ class CapturedCall(Graph):
                 self._tree.drop_script()
             self.state = GraphState.READY
             self.pool.add(self)
+        self.parts.warn()
 
     def _record(self, prediction: MemoryPrediction, share_inputs: bool) -> None:
         recorder = self.pool.recorder(self._device)

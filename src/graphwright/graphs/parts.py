@@ -61,6 +61,7 @@ class Parts:
         self._packed: dict[int, torch.Tensor] = {}
         self._watches: dict[int, ModuleWatch] = {}
         self._set_ups = _MAX_SET_UPS
+        self._lost: list[tuple[Any, str, str]] = []
 
     def unchanged(self) -> bool:
         """A fast check; as `ModuleWatch.unchanged`."""
@@ -101,6 +102,19 @@ class Parts:
         self._set_ups -= 1
         with contextlib.suppress(Exception):
             first.set_up()
+
+    def lose(self, part: Any, what: str, remedy: str) -> None:
+        """Note that a part ran the module itself; as `warn_of_lost_gain`, once the capture is over.
+
+        A warning may be an error, which would break the capture.
+        """
+        self._lost.append((part, what, remedy))
+
+    def warn(self) -> None:
+        """Warn of parts that ran the module itself."""
+        lost, self._lost = self._lost, []
+        for each in lost:
+            warn_of_lost_gain(*each)
 
     @contextlib.contextmanager
     def joining(self) -> Iterator[None]:
