@@ -75,6 +75,8 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("graphwright.tuning.tuner.FINAL_S_EACH", 0.05)
     monkeypatch.setattr("graphwright.evaluation.measurement.WARMUP_S", 0.0)
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_CALLS_PER_BLOCK", 10)
+    # Which passes a test sees must not depend on a time.
+    monkeypatch.setattr("graphwright.fusion.pass_manager.WORTH", 1.0)
 
 
 @pytest.fixture

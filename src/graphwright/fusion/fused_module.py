@@ -21,7 +21,7 @@ from ..calls.modules import (
     in_training,
     should_be_in_eval_mode,
 )
-from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
+from ..calls.signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
 from ..calls.watch import ModuleWatch, check_audit, unread_in_words
 from ..errors import OptionError, first_line
 from ..graphs.conditions import captured_by_others, capturing_now
@@ -51,11 +51,13 @@ class _Fusion:
         verify: bool,
         audit: int | None = None,
         budget_s: float | None = None,
+        measure: bool | None = None,
     ) -> None:
         self.module = module
         self.passes = tuple(passes)
         self.verify = verify
         self.budget_s = budget_s
+        self.measure = measure
         self.turns = turns_of(module, getattr(module, "_function", None))
         self.lock = forking.lock()
         self.table: list[tuple[CallSignature, Fused]] = []
@@ -85,6 +87,7 @@ class _Fusion:
                     kwargs,
                     self.passes,
                     check=self.verify,
+                    measure=self._measures(args, kwargs),
                     budget_s=self.budget_s,
                 )
             except Exception as error:
@@ -96,6 +99,12 @@ class _Fusion:
         if fused.call is not None:
             self._warn_of_parts()
         return fused
+
+    def _measures(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether passes are timed: by default on a GPU, as a graph replays them."""
+        if self.measure is None:
+            return any(tensor.is_cuda for tensor in tensors_of((args, kwargs)))
+        return self.measure
 
     def _warn_of_parts(self) -> None:
         """Warn of parts inside of the model: its graph is made of what these stand for."""
@@ -222,6 +231,11 @@ class FusedModule(ModuleProxy):
             )
             lines += [f"  {name:<12} {text}" for name, text in _summary(region)]
             lines += [f"  {name:<12} left out: {why}" for name, why in region.left_out]
+            lines += [
+                f"  {name}: {seconds * 1e6:.1f} µs won"
+                for name, seconds in region.gained.items()
+                if seconds > 0
+            ]
         for path, why in self.untraced:
             lines.append(f"{path or 'the whole model'}: no graph, {why}")
         for way, count in fusion.calls.most_common():
@@ -242,13 +256,14 @@ class FusedModule(ModuleProxy):
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
         fusion = self._fusion
         module = copy.deepcopy(fusion.module, memo)
-        options = fusion.passes, fusion.verify, fusion.audit, fusion.budget_s
+        options = fusion.passes, fusion.verify, fusion.audit, fusion.budget_s, fusion.measure
         return FusedModule(_Fusion(module, *options))
 
     def __reduce__(self) -> tuple[Any, ...]:
         fusion = self._fusion
         passes = [each.name if each in PASSES else each for each in fusion.passes]
-        return _again, (fusion.module, passes, fusion.verify, fusion.audit, fusion.budget_s)
+        options = fusion.verify, fusion.audit, fusion.budget_s, fusion.measure
+        return _again, (fusion.module, passes, *options)
 
 
 def _again(
@@ -257,9 +272,10 @@ def _again(
     verify: bool,
     audit: int | None = None,
     budget_s: float | None = None,
+    measure: bool | None = None,
 ) -> FusedModule:
     """A FusedModule that fuses at its first call."""
-    return FusedModule(_Fusion(module, passes_named(passes), verify, audit, budget_s))
+    return FusedModule(_Fusion(module, passes_named(passes), verify, audit, budget_s, measure))
 
 
 def _summary(region: Region) -> list[tuple[str, str]]:
@@ -284,6 +300,7 @@ def fuse(
     verify: bool = True,
     audit: int | None = None,
     budget_s: float | None = None,
+    measure: bool | None = None,
 ) -> FusedModule:
     """Rewrite a model for inference into fewer, fatter kernels, without a compiler.
 
@@ -304,6 +321,8 @@ def fuse(
         budget_s: seconds that fusing for one kind of call may take; passes and parts that there is
             no time for are left out, and `explain()` names them. What was begun is finished and
             verified. None for no limit.
+        measure: whether groups of passes are timed, on a GPU as a graph replays them, and left out
+            where they lose time; `explain()` tells what each wins. None does so on a GPU.
 
     Returns:
         a module to be called like the model, under no_grad.
@@ -341,7 +360,7 @@ def fuse(
     check_audit(audit)
     if budget_s is not None and not _positive(budget_s):
         raise OptionError(f"budget_s is {budget_s!r}, not a positive number of seconds.")
-    fusion = _Fusion(module, wanted, verify, audit, budget_s)
+    fusion = _Fusion(module, wanted, verify, audit, budget_s, measure)
     if args or kwargs:
         fusion.add(tuple(args), dict(kwargs or {}))
     return FusedModule(fusion)

@@ -8,7 +8,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,6 +45,7 @@ from .passes.linears import ACTIVATIONS, GATES, PADDED, PATCHES, PROJECTIONS
 from .passes.norms import NORMS, RESIDUALS
 from .passes.pooling import CHANNEL_GATES, MEANS, POOLS
 from .sharing import share_constants
+from .timing import GROUPS, WORTH, compared
 from .tracing import GraphCall, Traced, Untraceable, trace
 
 # In this order: what one leaves is what the next one looks for.
@@ -89,6 +90,8 @@ class Region:
         left_out: passes whose result was not used, and why.
         operations: how many operations there are, without views, before and after.
         nbytes: bytes that these read and write, before and after.
+        gained: seconds of a call that groups of passes win, where they were timed; below zero for
+            those that were left out since they lose time.
     """
 
     path: str
@@ -96,6 +99,7 @@ class Region:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     operations: tuple[int, int] = (0, 0)
     nbytes: tuple[int, int] = (0, 0)
+    gained: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -123,6 +127,7 @@ class _Work:
         passes: in order.
         check: whether they are verified.
         state: of the whole module, taken at the start.
+        measure: whether they are timed, and left out where they lose time.
         budget_s: seconds that all of it may take; None for no limit.
         start: when it began, by `time.monotonic`.
     """
@@ -130,6 +135,7 @@ class _Work:
     passes: Sequence[Pass]
     check: bool
     state: ModuleState
+    measure: bool = False
     budget_s: float | None = None
     start: float = field(default_factory=time.monotonic)
 
@@ -170,6 +176,7 @@ def fused_call(
     passes: Sequence[Pass],
     *,
     check: bool,
+    measure: bool = False,
     budget_s: float | None = None,
 ) -> Fused:
     """Fuse a model for one call signature.
@@ -180,6 +187,7 @@ def fused_call(
         kwargs: likewise.
         passes: in order.
         check: whether they are verified.
+        measure: whether they are timed, and left out where they lose time.
         budget_s: seconds after which no other pass or part is tried. What has been tried by then is
             verified in any case.
 
@@ -204,7 +212,7 @@ def fused_call(
         prepare_triton()
     with _LOCK:
         state, undo = ModuleState(module, lazily=True), PythonState(module)
-        work = _Work(passes, check, state, budget_s, start)
+        work = _Work(passes, check, state, measure, budget_s, start)
         try:
             with for_inference(), torch.random.fork_rng(list(places)), state.watching():
                 _fuse(module, args, kwargs, work, found)
@@ -280,6 +288,49 @@ def _optimised(
     work: _Work,
     state: ModuleState,
     region: Region,
+) -> tuple[Callable[..., Any], str]:
+    """A traced call after all passes that pay; what is wrong with it, if anything is."""
+    call, problem = _rewritten(traced, module, args, kwargs, work, state, region)
+    if problem or not work.measure:
+        return call, problem
+    lost: list[tuple[str, str]] = []
+    for name, group in GROUPS.items():
+        done = {each for each, _ in region.done} & {each.name for each in group}
+        if not done or work.why_not:
+            continue
+        fewer = replace(work, passes=[each for each in work.passes if each not in group])
+        # Only what will be used is worth verifying.
+        quick = replace(fewer, check=False)
+        other = Region(region.path)
+        without, problem = _rewritten(traced, module, args, kwargs, quick, state, other)
+        if problem:
+            continue
+        device = tensors_of((args, kwargs))[0].device
+        now, then = compared((call, without), args, kwargs, device)
+        region.gained[name] = then - now
+        if then >= (1 - WORTH) * now:
+            continue
+        if work.check:
+            other = Region(region.path)
+            without, problem = _rewritten(traced, module, args, kwargs, fewer, state, other)
+            if problem:
+                continue
+        why = f"it loses {(now - then) * 1e6:.0f} of {now * 1e6:.0f} µs, with {name}"
+        lost += [(each.name, why) for each in group if each.name in done]
+        call, work, other.gained = without, fewer, region.gained
+        vars(region).update(vars(other))
+    region.left_out += lost
+    return call, ""
+
+
+def _rewritten(
+    traced: Traced,
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    work: _Work,
+    state: ModuleState,
+    region: Region,
     *,
     in_place: bool = True,
 ) -> tuple[Callable[..., Any], str]:
@@ -323,7 +374,7 @@ def _optimised(
                 region.done.clear()
                 region.left_out.clear()
                 again = traced, module, args, kwargs, work, state, region
-                return _optimised(*again, in_place=False)
+                return _rewritten(*again, in_place=False)
             verdict = f"{type(error).__name__}: {first_line(error)}"
         if verdict:
             region.left_out.append((each.name, verdict))

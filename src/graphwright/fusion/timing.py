@@ -1,0 +1,95 @@
+"""Whether passes pay: a graph is timed with and without them, as it will run.
+
+On a GPU both are captured and replayed, since what matters there is the time of the device; on the
+CPU both are called.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import torch
+
+from ..calls.first_use import unseen
+from ..calls.signature import Args, Kwargs
+from ..graphs.capture import capturing
+from ..graphs.memory import MemoryPool
+from .passes.attention import ATTENTION, MASKS
+from .passes.base import Pass
+from .passes.epilogues import EPILOGUES
+from .passes.idioms import BY_HAND
+from .passes.layout import CHANNELS_LAST
+from .passes.linears import ACTIVATIONS, GATES, PADDED, PATCHES, PROJECTIONS
+from .passes.norms import NORMS, RESIDUALS
+from .passes.pooling import CHANNEL_GATES, MEANS, POOLS
+
+# Passes that are timed together: one alone may cost time that another one wins. Those that fold
+# constants or take work away are in no group, as they leave less to do in any case.
+GROUPS: dict[str, tuple[Pass, ...]] = {
+    "what was written by hand": (BY_HAND, MASKS, ATTENTION),
+    "convolutions": (CHANNELS_LAST, EPILOGUES, MEANS, CHANNEL_GATES, POOLS, PATCHES),
+    "linear layers": (PROJECTIONS, GATES, ACTIVATIONS, PADDED),
+    "norms": (RESIDUALS, NORMS),
+}
+# A group is left out if it loses more than this share of the time.
+WORTH = 0.01
+_ROUNDS = 7
+# Seconds of a block, and calls in it at most.
+_BLOCK_S, _MOST = 0.004, 50
+Run = Callable[[], object]
+
+
+def compared(
+    calls: Sequence[Callable[..., object]], args: Args, kwargs: Kwargs, device: torch.device
+) -> list[float]:
+    """Seconds of each call, the medians of blocks in turns."""
+    with unseen(), contextlib.ExitStack() as stack:
+        runs = [stack.enter_context(_ready(call, args, kwargs, device)) for call in calls]
+        count = max(1, min(_MOST, int(_BLOCK_S / max(_block(runs[0], 2, device), 1e-7))))
+        found: list[list[float]] = [[] for _ in runs]
+        for turn in range(_ROUNDS):
+            order = range(len(runs)) if turn % 2 else range(len(runs) - 1, -1, -1)
+            for place in order:
+                found[place].append(_block(runs[place], count, device))
+        return [statistics.median(each) for each in found]
+
+
+@contextlib.contextmanager
+def _ready(
+    call: Callable[..., object], args: Args, kwargs: Kwargs, device: torch.device
+) -> Iterator[Run]:
+    """What is timed of a call: its replay on a GPU."""
+    with torch.no_grad():
+        for _ in range(2):
+            call(*args, **kwargs)
+        if device.type != "cuda":
+            yield lambda: call(*args, **kwargs)
+            return
+        with capturing(pool=MemoryPool(device=device)) as graph:
+            kept = call(*args, **kwargs)
+        try:
+            yield graph.replay
+        finally:
+            del kept
+            graph.close()
+
+
+def _block(run: Run, count: int, device: torch.device) -> float:
+    """Seconds of a run in a block of some."""
+    if device.type != "cuda":
+        began = time.perf_counter()
+        with torch.no_grad():
+            for _ in range(count):
+                run()
+        return (time.perf_counter() - began) / count
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(count):
+        run()
+    end.record()
+    end.synchronize()
+    milliseconds: float = start.elapsed_time(end)
+    return milliseconds / count / 1e3

@@ -1,0 +1,94 @@
+"""Passes are timed, and left out where they lose time."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphwright as gw
+from graphwright.fusion import pass_manager, timing
+
+
+def model(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
+    torch.manual_seed(0)
+    body = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.LayerNorm(8 * 36))
+    return body.to(device).eval(), torch.randn(4, 3, 8, 8, device=device)
+
+
+def timed_as(monkeypatch: pytest.MonkeyPatch, seconds: dict[str, float]) -> list[int]:
+    """Have groups of passes win these seconds of 1 s; says how many graphs were compared."""
+    names = iter(seconds)
+    asked: list[int] = []
+
+    def compared(calls: Any, *rest: Any) -> list[float]:
+        asked.append(len(calls))
+        return [1.0, 1.0 + seconds[next(names)]]
+
+    monkeypatch.setattr(pass_manager, "compared", compared)
+    return asked
+
+
+def changed_by(fused: gw.FusedModule) -> set[str]:
+    return {name for region in fused.regions for name, _ in region.done}
+
+
+def test_a_group_that_loses_time_is_left_out(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, x = model(device)
+    everything = changed_by(gw.fuse(body, (x,), measure=False))
+    groups = {
+        name: {each.name for each in group} & everything for name, group in timing.GROUPS.items()
+    }
+    groups = {name: passes for name, passes in groups.items() if passes}
+    first = next(iter(groups))
+    monkeypatch.setattr(pass_manager, "WORTH", 0.01)
+    asked = timed_as(monkeypatch, dict.fromkeys(groups, 0.5) | {first: -0.2})
+    fused = gw.fuse(body, (x,), measure=True)
+    assert not changed_by(fused) & groups[first]
+    assert asked == [2] * len(asked)
+    text = fused.explain()
+    assert "it loses 200000 of 1000000 µs" in text
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), body(x), rtol=1e-3, atol=1e-3)
+
+
+def test_what_a_group_wins_is_told(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, x = model(device)
+    everything = changed_by(gw.fuse(body, (x,), measure=False))
+    timed_as(monkeypatch, dict.fromkeys(timing.GROUPS, 0.25))
+    fused = gw.fuse(body, (x,), measure=True)
+    assert changed_by(fused) == everything
+    for name, seconds in fused.regions[0].gained.items():
+        assert seconds == 0.25
+        assert f"{name}: 250000.0 µs won" in fused.explain()
+
+
+def test_nothing_is_timed_unless_asked_for(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, x = model(device)
+    asked = timed_as(monkeypatch, {})
+    gw.fuse(body, (x,), measure=False)
+    assert not asked
+
+
+def test_the_faster_call_is_seen(device: torch.device) -> None:
+    weight = torch.randn(256, 256, device=device)
+
+    def once(x: torch.Tensor) -> torch.Tensor:
+        return x @ weight
+
+    def often(x: torch.Tensor) -> torch.Tensor:
+        for _ in range(20):
+            x = x @ weight
+        return x
+
+    began = time.perf_counter()
+    few, many = timing.compared((once, often), (weight,), {}, device)
+    assert 4 * few < many
+    assert time.perf_counter() - began < 20
