@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from typing import Any
 
 import pytest
@@ -88,7 +87,5 @@ def test_the_faster_call_is_seen(device: torch.device) -> None:
             x = x @ weight
         return x
 
-    began = time.perf_counter()
     few, many = timing.compared((once, often), (weight,), {}, device)
     assert 4 * few < many
-    assert time.perf_counter() - began < 20
