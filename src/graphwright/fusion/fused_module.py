@@ -21,7 +21,7 @@ from ..calls.modules import (
     in_training,
     should_be_in_eval_mode,
 )
-from ..calls.signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
+from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
 from ..calls.watch import ModuleWatch, check_audit, unread_in_words
 from ..errors import OptionError, first_line
 from ..graphs.conditions import captured_by_others, capturing_now
@@ -51,7 +51,7 @@ class _Fusion:
         verify: bool,
         audit: int | None = None,
         budget_s: float | None = None,
-        measure: bool | None = None,
+        measure: bool = False,
     ) -> None:
         self.module = module
         self.passes = tuple(passes)
@@ -87,7 +87,7 @@ class _Fusion:
                     kwargs,
                     self.passes,
                     check=self.verify,
-                    measure=self._measures(args, kwargs),
+                    measure=self.measure,
                     budget_s=self.budget_s,
                 )
             except Exception as error:
@@ -99,12 +99,6 @@ class _Fusion:
         if fused.call is not None:
             self._warn_of_parts()
         return fused
-
-    def _measures(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether passes are timed: by default on a GPU, as a graph replays them."""
-        if self.measure is None:
-            return any(tensor.is_cuda for tensor in tensors_of((args, kwargs)))
-        return self.measure
 
     def _warn_of_parts(self) -> None:
         """Warn of parts inside of the model: its graph is made of what these stand for."""
@@ -272,7 +266,7 @@ def _again(
     verify: bool,
     audit: int | None = None,
     budget_s: float | None = None,
-    measure: bool | None = None,
+    measure: bool = False,
 ) -> FusedModule:
     """A FusedModule that fuses at its first call."""
     return FusedModule(_Fusion(module, passes_named(passes), verify, audit, budget_s, measure))
@@ -300,7 +294,7 @@ def fuse(
     verify: bool = True,
     audit: int | None = None,
     budget_s: float | None = None,
-    measure: bool | None = None,
+    measure: bool = False,
 ) -> FusedModule:
     """Rewrite a model for inference into fewer, fatter kernels, without a compiler.
 
@@ -322,7 +316,7 @@ def fuse(
             no time for are left out, and `explain()` names them. What was begun is finished and
             verified. None for no limit.
         measure: whether groups of passes are timed, on a GPU as a graph replays them, and left out
-            where they lose time; `explain()` tells what each wins. None does so on a GPU.
+            where they lose time; `explain()` tells what each wins.
 
     Returns:
         a module to be called like the model, under no_grad.

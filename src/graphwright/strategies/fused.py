@@ -51,13 +51,11 @@ class FusedCompiler:
 
         The tuner verifies what comes of it in any case.
         """
-        # As a graph replays it, which is how it runs wherever the GPU's time is not the limit.
-        timed = any(tensor.is_cuda for tensor in tensors_of((args, kwargs)))
-        fused = fused_call(model, args, kwargs, PASSES, check=False, measure=timed)
+        fused = fused_call(model, args, kwargs, PASSES, check=False)
         with launch_cache.noting() as kept:
             near = fused.call is None or _near(fused, model, args, kwargs)
         if not near:
-            fused = fused_call(model, args, kwargs, PASSES, check=True, measure=timed)
+            fused = fused_call(model, args, kwargs, PASSES, check=True)
         elif isinstance(fused.call, GraphCall):
             # What is saved is what the tuner verifies.
             fused.call.launches = kept
