@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import json
 import pickle
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 import torch
+from chosen import choosing
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
@@ -1474,6 +1476,43 @@ def test_a_graph_fuses_first_what_has_not_been_fused(device: torch.device) -> No
     assert graphed.statistics.captures == 2
     assert set(fused.calls) == {"fused, inside of a capture"}
     assert "its graphs hold what fuse() made of Sequential" in graphed.explain()
+
+
+def test_gradients_inside_of_a_capture_go_through_the_model(device: torch.device) -> None:
+    """Half a gradient would be a wrong one: what is fused has none."""
+    model, x = resnet().to(device), torch.randn(2, 3, 32, 32, device=device)
+    for part in (gw.fuse(model), tuned_to_fused(model, x)):
+
+        def slope(x: torch.Tensor, part: Any) -> torch.Tensor:
+            with torch.enable_grad():
+                given = x.detach().requires_grad_()
+                found = part(given).sum() + given.square().sum()
+                return torch.autograd.grad(found, given)[0]
+
+        graphed = gw.graph(functools.partial(slope, part=part))
+        for _ in range(3):
+            x = torch.randn(2, 3, 32, 32, device=device)
+            with torch.no_grad():
+                near(graphed(x), slope(x, model))
+
+
+def tuned_to_fused(model: nn.Module, x: torch.Tensor) -> gw.TunedModule:
+    with choosing("fused"):
+        return gw.tune(model, (x,), strategies=["fused"], remember=False, progress=False)
+
+
+def test_a_kind_of_call_that_only_a_later_path_brings(device: torch.device) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8)).to(device).eval()
+    x = torch.randn(4, 8, device=device)
+    fused = gw.fuse(model)
+
+    def branches(x: torch.Tensor) -> torch.Tensor:
+        return fused(x) if x.sum() > 0 else fused(x[:2])
+
+    graphed = gw.graph(branches)
+    with torch.no_grad():
+        for given in (x.abs(), -x.abs(), x.abs() + 1, -x.abs() - 1):
+            near(graphed(given), model(given if given.sum() > 0 else given[:2]))
 
 
 def test_parts_inside_of_a_fused_model_are_warned_of(device: torch.device) -> None:

@@ -29,14 +29,14 @@ from ..calls.signature import (
 from ..calls.watch import ModuleWatch, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..errors import SignatureError
-from ..graphs.conditions import captured_by_others, capturing_now
-from ..graphs.parts import (
+from ..graphs.composition import (
     Parts,
     apart_from_capture,
     parts_of_capture,
     warn_if_traced,
     warn_of_lost_gain,
 )
+from ..graphs.conditions import captured_by_others, capturing_now
 from ..graphs.turns import turns_of
 from ..report.report import Report
 from ..report.result import EAGER
@@ -292,9 +292,7 @@ class TunedModule(ModuleProxy):
             choice.module, Absent
         ):
             # A graph would keep the winner's copies of the weights without its owner's knowledge.
-            if torch.is_grad_enabled() and (
-                any_in_training(choice.module) or _wants_grad(args, kwargs)
-            ):
+            if self._wants_grad(args, kwargs):
                 choice.last_difference = "training mode, or an input that requires grad"
                 return choice.eager(GRADIENTS, choice.module, args, kwargs)
             if choice.table and choice.report.chosen != EAGER:
@@ -344,16 +342,23 @@ class TunedModule(ModuleProxy):
             kind, eager_without_grad(choice.module, choice.same_under_no_grad), args, kwargs
         )
 
+    def _wants_grad(self, args: Args, kwargs: Kwargs) -> bool:
+        return torch.is_grad_enabled() and (
+            any_in_training(self._choice.module) or _wants_grad(args, kwargs)
+        )
+
     def _in_capture(self, parts: Parts, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call inside of a capture whose owner looks at what it depends on."""
         choice, built = self._choice, None
-        why = "another signature" if choice.table else NOTHING_TUNED
+        if self._wants_grad(args, kwargs):
+            return choice.eager(GRADIENTS, choice.module, args, kwargs)
+        why = OTHER if choice.table else NOTHING_TUNED
         with apart_from_capture() as alone:
             entry = choice.entry_for(args, kwargs) if alone else None
             if entry is not None and choice.watch is not None:
                 built = choice.inside.get(id(entry[1]))
                 why = f"no graph can hold what {choice.report.chosen} made"
-                if choice.outdated(choice.watch):
+                if not parts.has(choice.watch) and choice.outdated(choice.watch):
                     built, why = None, CHANGED
         if built is None:
             if choice.table:
@@ -363,7 +368,7 @@ class TunedModule(ModuleProxy):
                     "Tune the whole instead, or call graph() on what is tuned for these shapes.",
                 )
             if isinstance(choice.module, Absent):
-                raise choice.module.refusal(OTHER, choice.differences(args, kwargs))
+                raise choice.module.refusal(OTHER, choice.differences(args, kwargs) or why)
             choice.last_difference = CAPTURED
             return choice.eager(CAPTURED, choice.module, args, kwargs)
         choice.calls["tuned, inside of a capture"] += 1

@@ -45,10 +45,10 @@ from ..errors import (
 )
 from ..evaluation.accuracy import difference
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
+from ..graphs.composition import warn_if_traced
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
 from ..graphs.memory import MemoryPool
-from ..graphs.parts import warn_if_traced
 from ..graphs.python_state import StateChanges
 from ..graphs.turns import Busy
 from ..report.progress import Progress, shown

@@ -24,14 +24,14 @@ from ..calls.modules import (
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
 from ..calls.watch import ModuleWatch, check_audit, unread_in_words
 from ..errors import OptionError, first_line
-from ..graphs.conditions import captured_by_others, capturing_now
-from ..graphs.parts import (
+from ..graphs.composition import (
     Parts,
     apart_from_capture,
     parts_of_capture,
     warn_if_traced,
     warn_of_lost_gain,
 )
+from ..graphs.conditions import captured_by_others, capturing_now
 from ..graphs.turns import turns_of
 from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants_grad
 from .passes.base import Pass
@@ -177,8 +177,7 @@ class FusedModule(ModuleProxy):
             return fused.call(*args, **kwargs)
 
     def _why_not(self, args: Args, kwargs: Kwargs) -> str | None:
-        fusion = self._fusion
-        if torch.is_grad_enabled() and (in_training(fusion.module) or wants_grad(args, kwargs)):
+        if self._wants_grad(args, kwargs):
             return "gradients are wanted"
         if capturing_now() or captured_by_others():
             # A graph would keep the folded weights, and its owner would not know of them.
@@ -191,23 +190,38 @@ class FusedModule(ModuleProxy):
         if inside_transform():
             warn_if_traced(self, "fuse")
             return "it is traced or transformed"
+        return self._outdated()
+
+    def _wants_grad(self, args: Args, kwargs: Kwargs) -> bool:
+        return torch.is_grad_enabled() and (
+            in_training(self._fusion.module) or wants_grad(args, kwargs)
+        )
+
+    def _outdated(self) -> str | None:
+        """Why the module is not what was fused; None where it is."""
         if global_hooks():
             return "there are global forward hooks"
-        change = fusion.watch.changed()
+        change = self._fusion.watch.changed()
         if change is not None:
-            fusion.last_problem = change
+            self._fusion.last_problem = change
             return "the module changed"
         return None
 
     def _in_capture(self, parts: Parts, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call inside of a capture whose owner looks at what it depends on."""
         fusion, fused = self._fusion, None
-        with apart_from_capture() as alone:
-            if alone and not global_hooks() and fusion.watch.changed() is None:
-                fused = fusion.fitting(args, kwargs)
-                if fused is None and len(fusion.table) < MAX_KINDS:
-                    parts.need(functools.partial(fusion.add, args, kwargs))
+        why = "gradients are wanted" if self._wants_grad(args, kwargs) else None
+        if why is None:
+            with apart_from_capture() as alone:
+                why = "it is traced or transformed"
+                if alone:
+                    why = None if parts.has(fusion.watch) else self._outdated()
+                if why is None:
+                    fused = fusion.fitting(args, kwargs)
+                    if fused is None and len(fusion.table) < MAX_KINDS:
+                        parts.need(functools.partial(fusion.add, args, kwargs))
         if fused is None or fused.call is None:
+            fusion.calls[f"eager: {why or 'it could not be fused'}"] += 1
             return fusion.module(*args, **kwargs)
         fusion.calls["fused, inside of a capture"] += 1
         parts.add(f"what fuse() made of {type(fusion.module).__name__}", fusion.watch, fused.packed)

@@ -30,8 +30,8 @@ from ..calls.snapshots import Call, ModuleState, clone_leaves, run
 from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, user_frame
 from ..evaluation.reference import Reference, reference
 from ..evaluation.verification import compare, verify
+from ..graphs.composition import apart_from_capture
 from ..graphs.conditions import for_inference
-from ..graphs.parts import apart_from_capture
 from ..graphs.python_state import PythonState
 from ..ops.fused.fused_operator import prepare_triton
 from .nodes import copy_of, finished, is_mutable, is_view, value_of

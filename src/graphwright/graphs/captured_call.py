@@ -28,11 +28,11 @@ from ..calls.signature import (
 )
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, OptionError, SignatureError
+from .composition import Parts, SetUpFirst
 from .conditions import THREAD, autocast_cache_apart
 from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
 from .memory import MemoryPool, MemoryPrediction
-from .parts import Parts, SetUpFirst
 from .python_state import PythonState
 from .recorder import Recorder, Recording
 from .segments.explanation import describe_tree
@@ -344,9 +344,12 @@ class CapturedCall(Graph):
         """
         while True:
             try:
-                return self._warm(rehearse=rehearse)
+                prediction = self._warm(rehearse=rehearse)
+                break
             except SetUpFirst as first:
                 self.parts.set_up(first)
+        self.parts.settle()
+        return prediction
 
     def _warm(self, *, rehearse: bool) -> MemoryPrediction:
         with self.pool.lock:
@@ -454,7 +457,8 @@ class CapturedCall(Graph):
             self._held = [self._fn, warmed.external]
             self._set_recording(recording, before, prediction.nbytes)
         self._watch = ModuleWatch(self._module, values=False)
-        self._watch.join(self.parts)
+        if self.parts.names or self._results is None:  # A new path may run others.
+            self._watch.join(self.parts)
         if self._results is None:
             # A new path may use any of these.
             self._outside |= {s.data_ptr() for s in self._watch.memory if s.nbytes()}

@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from ..calls.modes import OperationMode
 from ..calls.operations import announced, generator_of, tensors, written
 from ..errors import CaptureError
-from .parts import packed
+from .composition import packed
 
 # How many of the largest tensors are kept for memory predictions.
 _LARGEST = 3

@@ -30,9 +30,9 @@ from ...calls.operations import (
 )
 from ...calls.signature import without_memory
 from ...errors import CaptureError, user_frame
+from ..composition import packed
 from ..conditions import garbage_collection_off, pretend_capturing
 from ..journal import Journal
-from ..parts import packed
 from ..recorder import Allocate, Prepared, Work
 from .arena import Arena, Block
 

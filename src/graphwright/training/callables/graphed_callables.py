@@ -13,9 +13,9 @@ from ...calls.dependencies import StandIn
 from ...calls.modules import FunctionModule
 from ...dispatch.graphed_callable import OnMiss
 from ...errors import CaptureError, OptionError
+from ...graphs.composition import warn_of_lost_gain
 from ...graphs.conditions import capturing_now
 from ...graphs.memory import MemoryPool
-from ...graphs.parts import warn_of_lost_gain
 from ..distributed import refuse_distributed
 from .captured_pair import CapturedPair
 from .graphed_forward import GraphedForward

@@ -80,9 +80,13 @@ class Parts:
             packed: constants of its own in a library's layout, which nobody writes to.
         """
         self._packed.update((id(tensor), tensor) for tensor in packed)
-        if id(watch) not in self._watches:
+        if not self.has(watch):
             self._watches[id(watch)] = watch
             self.names.append(name)
+
+    def has(self, watch: ModuleWatch) -> bool:
+        """Whether what it watches has joined, so that the capture's owner looks at it."""
+        return id(watch) in self._watches
 
     def holds(self, tensor: torch.Tensor) -> bool:
         """Whether it is one of the parts' packed constants."""
@@ -96,6 +100,10 @@ class Parts:
         """
         if self._set_ups > 0:
             raise SetUpFirst(set_up)
+
+    def settle(self) -> None:
+        """From now on, set nothing up: no capture can begin again."""
+        self._set_ups = 0
 
     def set_up(self, first: SetUpFirst) -> None:
         """Set a part up; what fails there fails in the capture as it does in eager."""
