@@ -46,7 +46,7 @@ def test_a_group_that_loses_time_is_left_out(
     groups = {name: passes for name, passes in groups.items() if passes}
     first = next(iter(groups))
     monkeypatch.setattr(pass_manager, "WORTH", 0.01)
-    asked = timed_as(monkeypatch, dict.fromkeys(groups, 0.5) | {first: -0.2})
+    asked = timed_as(monkeypatch, dict.fromkeys(groups, 0.5) | {first: -0.2, pass_manager.ALL: 1.0})
     fused = gw.fuse(body, (x,), measure=True)
     assert not changed_by(fused) & groups[first]
     assert asked == [2] * len(asked)
@@ -59,12 +59,46 @@ def test_a_group_that_loses_time_is_left_out(
 def test_what_a_group_wins_is_told(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
     body, x = model(device)
     everything = changed_by(gw.fuse(body, (x,), measure=False))
-    timed_as(monkeypatch, dict.fromkeys(timing.GROUPS, 0.25))
+    timed_as(monkeypatch, dict.fromkeys([*timing.GROUPS, pass_manager.ALL], 0.25))
     fused = gw.fuse(body, (x,), measure=True)
     assert changed_by(fused) == everything
+    assert fused.regions[0].gained
     for name, seconds in fused.regions[0].gained.items():
         assert seconds == 0.25
         assert f"{name}: 250000.0 µs won" in fused.explain()
+
+
+def test_what_is_slower_than_the_model_is_left_as_it_is(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, x = model(device)
+
+    def compared(calls: Any, *rest: Any) -> list[float]:
+        return [1.0, 0.7 if calls[1] is body else 1.25]
+
+    monkeypatch.setattr(pass_manager, "WORTH", 0.01)
+    monkeypatch.setattr(pass_manager, "compared", compared)
+    fused = gw.fuse(body, (x,), measure=True)
+    assert not changed_by(fused)
+    assert "it loses 300000 of 1000000 µs, beside the model as it is" in fused.explain()
+    with torch.no_grad():
+        assert torch.equal(fused(x), body(x))
+    assert fused.calls["fused"] == 1
+
+
+def test_what_cannot_be_timed_is_kept_and_told(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body, x = model(device)
+    everything = changed_by(gw.fuse(body, (x,), measure=False))
+
+    def compared(*rest: Any) -> list[float]:
+        raise RuntimeError("no clock here")
+
+    monkeypatch.setattr(pass_manager, "compared", compared)
+    fused = gw.fuse(body, (x,), measure=True)
+    assert changed_by(fused) == everything
+    assert "beside the model as it is: not timed, RuntimeError: no clock here" in fused.explain()
 
 
 def test_nothing_is_timed_unless_asked_for(

@@ -242,8 +242,9 @@ class FusedModule(ModuleProxy):
             lines += [
                 f"  {name}: {seconds * 1e6:.1f} µs won"
                 for name, seconds in region.gained.items()
-                if seconds > 0
+                if seconds > 0 and region.done
             ]
+            lines += [f"  {name}: not timed, {why}" for name, why in region.untimed.items()]
         for path, why in self.untraced:
             lines.append(f"{path or 'the whole model'}: no graph, {why}")
         for way, count in fusion.calls.most_common():

@@ -71,6 +71,8 @@ PASSES: tuple[Pass, ...] = (
 )
 # Passes that run only if they are named: this one may change which results are NaN.
 ON_REQUEST: tuple[Pass, ...] = (ATTENTION,)
+# What all passes together win is told by this name.
+ALL = "beside the model as it is"
 # Arguments of submodules, by their names.
 _Inputs = dict[str, tuple[Args, Kwargs]]
 # Tracing switches modes of the process.
@@ -91,7 +93,8 @@ class Region:
         operations: how many operations there are, without views, before and after.
         nbytes: bytes that these read and write, before and after.
         gained: seconds of a call that groups of passes win, where they were timed; below zero for
-            those that were left out since they lose time.
+            those that were left out since they lose time; ALL stands for all of them.
+        untimed: why groups were not timed though that was asked for.
     """
 
     path: str
@@ -100,6 +103,7 @@ class Region:
     operations: tuple[int, int] = (0, 0)
     nbytes: tuple[int, int] = (0, 0)
     gained: dict[str, float] = field(default_factory=dict)
+    untimed: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass
@@ -293,6 +297,7 @@ def _optimised(
     call, problem = _rewritten(traced, module, args, kwargs, work, state, region)
     if problem or not work.measure:
         return call, problem
+    device = tensors_of((args, kwargs))[0].device
     lost: list[tuple[str, str]] = []
     for name, group in GROUPS.items():
         done = {each for each, _ in region.done} & {each.name for each in group}
@@ -305,8 +310,11 @@ def _optimised(
         without, problem = _rewritten(traced, module, args, kwargs, quick, state, other)
         if problem:
             continue
-        device = tensors_of((args, kwargs))[0].device
-        now, then = compared((call, without), args, kwargs, device)
+        try:
+            now, then = compared((call, without), args, kwargs, device)
+        except Exception as error:
+            region.untimed[name] = first_line(error)
+            continue
         region.gained[name] = then - now
         if then >= (1 - WORTH) * now:
             continue
@@ -315,12 +323,30 @@ def _optimised(
             without, problem = _rewritten(traced, module, args, kwargs, fewer, state, other)
             if problem:
                 continue
-        why = f"it loses {(now - then) * 1e6:.0f} of {now * 1e6:.0f} µs, with {name}"
+        why = f"{_loses(now, then)}, with {name}"
         lost += [(each.name, why) for each in group if each.name in done]
-        call, work, other.gained = without, fewer, region.gained
+        call, work = without, fewer
+        other.gained, other.untimed = region.gained, region.untimed
         vars(region).update(vars(other))
     region.left_out += lost
+    if region.done:
+        try:
+            now, then = compared((call, module), args, kwargs, device)
+        except Exception as error:
+            region.untimed[ALL] = first_line(error)
+            return call, ""
+        region.gained[ALL] = then - now
+        if then < (1 - WORTH) * now:
+            why = f"{_loses(now, then)}, {ALL}"
+            region.left_out += [(name, why) for name in dict.fromkeys(n for n, _ in region.done)]
+            region.done.clear()
+            region.operations, region.nbytes = region.operations[:1] * 2, region.nbytes[:1] * 2
+            return module, ""
     return call, ""
+
+
+def _loses(now: float, then: float) -> str:
+    return f"it loses {(now - then) * 1e6:.0f} of {now * 1e6:.0f} µs"
 
 
 def _rewritten(

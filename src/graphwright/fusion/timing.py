@@ -34,7 +34,7 @@ GROUPS: dict[str, tuple[Pass, ...]] = {
     "linear layers": (PROJECTIONS, GATES, ACTIVATIONS, PADDED),
     "norms": (RESIDUALS, NORMS),
 }
-# A group is left out if it loses more than this share of the time.
+# A group, or all of it, is left out if it loses more than this share of the time.
 WORTH = 0.01
 _ROUNDS = 7
 # Seconds of a block, and calls in it at most.
