@@ -140,7 +140,7 @@ def saved_net(name: str, device: str, folder: str) -> None:
     gw.save(tuned_with(name, model, (x,), {"scale": 3.0}), Path(folder) / "net.gw")
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_each_strategy_is_the_same_in_another_process(tmp_path: Path, device: torch.device) -> None:
     candidates = parse_candidates(STRATEGIES, ())
     names = [c.name for c in candidates if c.availability(device).available]

@@ -175,7 +175,7 @@ def test_what_fails_takes_nothing_away() -> None:
     assert torch.equal(plus_one(samples=[(X, X)]).scaled_add(X, X), 2 * X + 1)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_process_knows_it_by_the_same_words() -> None:
     text = CACHED.format(source=ADD, schema=SCHEMA, factor=2.0).partition("x = torch")[0]
     text += (
@@ -198,6 +198,7 @@ def times(factor: float) -> Callable[..., Any]:
     return lambda ctx, gradient: (gradient * factor, None, None)
 
 
+@pytest.mark.slow
 def test_compiled_code_has_the_backward_of_its_own_extension(tmp_path: Path) -> None:
     # PyTorch's cache on disk knows an operator by its name.
     for factor in (2.0, 7.0):
@@ -292,7 +293,7 @@ def test_two_calls_of_a_random_operator_are_not_one() -> None:
     assert compiled(torch.ones(9, requires_grad=True)).detach().abs().sum() > 0
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_headers_are_those_that_the_compiler_reads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -371,7 +372,7 @@ def builder(cache: Path, source: Path) -> subprocess.Popen[str]:
     )
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_build_and_two_at_once_leave_a_cache_that_works(tmp_path: Path) -> None:
     source = tmp_path / "add.cpp"
     source.write_text(ADD)
@@ -570,8 +571,14 @@ BAD: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+# One of each stage: the compiler, the schema, the first call. The others differ in their words.
+QUICK = {"a syntax error", "another type than the schema", "a fake of another shape"}
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("case", BAD)
+@pytest.mark.parametrize(
+    "case", [each if each in QUICK else pytest.param(each, marks=pytest.mark.slow) for each in BAD]
+)
 def test_bad_sources_have_errors_of_their_own(case: str) -> None:
     options, said = BAD[case]
     with pytest.raises(gw.ExtensionError) as raised:

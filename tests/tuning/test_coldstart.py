@@ -116,7 +116,7 @@ def test_the_least_is_chosen_and_stands_in_table_and_reason() -> None:
     torch.testing.assert_close(tuned(torch.ones(4, 16)).shape, torch.Size((4, 4)))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_torch_compile_is_timed_with_empty_and_with_filled_caches() -> None:
     row = row_of(tune(["inductor"]).report, "inductor")
     assert row.status is Status.OK, row.reason

@@ -409,8 +409,13 @@ def test_settings_are_the_caller_s(tmp_path: Path) -> None:
 
 def test_the_budget_is_kept_and_what_was_not_tried_says_so() -> None:
     began = time.monotonic()
-    report = tune([QUICK, Planted("hang", planted.hangs), Planted("never", directly)], budget_s=12)
-    assert time.monotonic() - began < 14
+    tune([QUICK])
+    # What the first of them takes on this machine, as busy as it is, and enough for the hang.
+    budget_s = 2 * (time.monotonic() - began) + 5
+    began = time.monotonic()
+    hangs = [Planted("hang", planted.hangs), Planted("never", directly)]
+    report = tune([QUICK, *hangs], budget_s=budget_s)
+    assert time.monotonic() - began < 1.1 * budget_s + 2
     statuses = {row.strategy: row.status for row in report.rows}
     assert statuses == {
         "eager": Status.OK,

@@ -7,6 +7,9 @@ more calls and both at once.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 import pytest
 import torch
 from tiny_architectures import CASES, Case, errors
@@ -58,12 +61,33 @@ TRIED = [case for case in CASES if not case.refused and case.model not in ALIKE]
 LINED = [case for case in TRIED if case.model in {*LENGTH_EXACT, *LENGTH_TOO}]
 
 
-@pytest.mark.parametrize("case", TRIED, ids=str)
+# What everything goes through in a quick run: an encoder, decoders, both, a CNN, transformers of
+# images.
+QUICK = {
+    "BertModel",
+    "ConvNextModel",
+    "FNetModel",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "ModernBertModel",
+    "ResNetModel",
+    "SiglipModel",
+    "T5ForConditionalGeneration",
+}
+
+
+def quickly(cases: Sequence[Case]) -> list[Any]:
+    """All but the quick ones are slow."""
+    slow = pytest.mark.slow
+    return [pytest.param(each, marks=() if each.model in QUICK else slow) for each in cases]
+
+
+@pytest.mark.parametrize("case", quickly(TRIED), ids=str)
 def test_batches(case: Case) -> None:
     answers_as_eager_does_or_is_refused(case, "batch", BATCH_EXACT.get(case.model))
 
 
-@pytest.mark.parametrize("case", LINED, ids=str)
+@pytest.mark.parametrize("case", quickly(LINED), ids=str)
 def test_lengths(case: Case) -> None:
     answers_as_eager_does_or_is_refused(case, "length", LENGTH_EXACT.get(case.model))
 
