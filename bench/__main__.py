@@ -10,6 +10,7 @@ scripts/bench answers [--out DIR] [--only MODEL ...]  first answers of new proce
 scripts/bench fusion [--out DIR] [--only MODEL ...]   fuse() beside TorchScript and Inductor
 scripts/bench operators [--out DIR]                   our operators: bandwidth, and beside Inductor
 scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
+scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
 scripts/bench watching SRC [--out DIR]                what looking costs, beside a checkout
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/reference/
@@ -306,6 +307,7 @@ def tables() -> None:
     from .training.table import to_markdown as training_to_markdown
     from .tune.table import read, reports
     from .tune.table import to_markdown as tune_to_markdown
+    from .unseen.run import to_markdown as unseen_to_markdown
 
     lines = [
         "# Results",
@@ -341,6 +343,9 @@ def tables() -> None:
     for file in sorted(RESULTS.glob("answers*.json")):
         data = json.loads(file.read_text(encoding="utf-8"))
         lines += [f"## `{file.name}`, commit {data['commit']}", "", answers_to_markdown(data)]
+    for file in sorted(RESULTS.glob("unseen*.json")):
+        data = json.loads(file.read_text(encoding="utf-8"))
+        lines += [f"## `{file.name}`, commit {data['commit']}", "", unseen_to_markdown(data)]
     text = "\n".join(lines).rstrip() + "\n"
     (PAGES / "results.md").write_text(text, encoding="utf-8")
     for file in RESULTS.glob("architectures*.json"):
@@ -410,6 +415,11 @@ def main() -> None:
     operating = commands.add_parser("operators", help="our operators beside a copy and Inductor")
     operating.add_argument("--out", type=Path, default=RESULTS)
     operating.add_argument("--quick", action="store_true", help="try the script: no result")
+    unseen = commands.add_parser("unseen", help="fused+graph on models chosen by a seed")
+    unseen.add_argument("--only", nargs="+", default=[], metavar="LIBRARY")
+    unseen.add_argument("--out", type=Path, default=RESULTS)
+    unseen.add_argument("--share", type=float, default=1.0, help="of the models: to try the script")
+    unseen.add_argument("--plain", action="store_true", help="do not time passes")
     watching = commands.add_parser("watching", help="what looking costs a call, beside a checkout")
     watching.add_argument("src", type=Path, help="the src folder of the other checkout")
     watching.add_argument("--rounds", type=int, default=10)
@@ -465,6 +475,10 @@ def main() -> None:
         from .operators.run import benchmark as operators
 
         sys.exit(operators(given.out, quick=given.quick))
+    elif given.command == "unseen":
+        from .unseen.run import benchmark as compare_unseen
+
+        sys.exit(compare_unseen(given.out, given.only, given.share, timed=not given.plain))
     elif given.command == "watching":
         from .watching.run import run as watch
 
