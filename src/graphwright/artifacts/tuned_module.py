@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.dependencies import Called
 from ..calls.modes import opaque
 from ..calls.modules import ModuleProxy, any_in_training, in_training
 from ..calls.signature import (
@@ -142,6 +143,11 @@ class _Choice:
         self.origin = origin
         self.loaded = tuple(loaded)
         self.turns = turns_of(module, getattr(module, "_function", None))
+        # The module itself, where it is the winner: no call of it can go wrong.
+        self.plain: Callable[..., Any] | None = None
+        winner = None if origin is None else origin.candidate.name
+        if winner == EAGER and self.table and not isinstance(module, Absent):
+            self.plain = module.function_of() if isinstance(module, Called) else module
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
@@ -285,6 +291,9 @@ class TunedModule(ModuleProxy):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the winner, or fall back to the module itself."""
         choice = self._choice
+        if choice.plain is not None and not torch.is_grad_enabled():
+            choice.calls["tuned"] += 1
+            return choice.plain(*args, **kwargs)
         parts = parts_of_capture()
         if parts is not None and choice.report.chosen != EAGER:
             return self._in_capture(parts, args, kwargs)
