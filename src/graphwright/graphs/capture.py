@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from ..calls.modules import FunctionModule
+from ..calls.options import device_problem, refuse
 from ..calls.signature import Args, Kwargs
 from ..errors import CaptureError
 from .captured_call import CapturedCall, Outputs, device_of
 from .conditions import autocast_cache_apart, capturing_now
 from .graph import Graph, GraphState
-from .memory import MemoryPool, MemoryPrediction
+from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .recorder import Recorder
 from .transaction import transaction
 
@@ -82,6 +83,7 @@ def predict_memory(
 
     Raises:
         CaptureError: the call cannot be captured.
+        OptionError: `fn` cannot be called, or `pool` is no pool.
     """
     graph = CapturedCall(fn, args, kwargs, pool=pool)
     try:
@@ -127,8 +129,10 @@ def capturing(
         device: by default the pool's, else the current CUDA device, else the CPU.
 
     Raises:
+        OptionError: an option is invalid.
         CaptureError: something cannot be captured; raised inside the block or when it ends.
     """
+    refuse("capturing", pool_problem(pool), device_problem("device", device))
     pool = MemoryPool(device=device) if pool is None else pool
     if capturing_now():
         raise CaptureError("A capture inside another one.", remedy="Capture them one by one.")

@@ -16,23 +16,25 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import opaque
 from ..calls.modules import FunctionModule, first_in_training
+from ..calls.options import callable_problem, choice_problem, count_problem, refuse
 from ..calls.signature import (
     Args,
     CallSignature,
     Kwargs,
     argument_names,
+    container_changes,
     flatten,
     refuse_weights,
     tensors_of,
     unflatten,
 )
 from ..calls.watch import ModuleWatch
-from ..errors import CaptureError, OptionError, SignatureError
+from ..errors import CaptureError, SignatureError
 from .composition import Parts, SetUpFirst
 from .conditions import THREAD, autocast_cache_apart
 from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
-from .memory import MemoryPool, MemoryPrediction
+from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .python_state import PythonState
 from .recorder import Recorder, Recording
 from .segments.explanation import describe_tree
@@ -76,12 +78,13 @@ class CapturedCall(Graph):
             OptionError: an option is invalid.
             CaptureError: the call cannot be captured, as its arguments show.
         """
-        if outputs not in ("fresh", "static"):
-            raise OptionError(f"outputs is 'fresh' or 'static', not {outputs!r}.")
-        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 1:
-            raise OptionError(f"warmup is a number of runs above 0, not {warmup!r}.")
-        if breaks not in ("auto", "never"):
-            raise OptionError(f"breaks is 'auto' or 'never', not {breaks!r}.")
+        refuse(
+            "capture",
+            callable_problem("fn", fn),
+            pool_problem(pool),
+            count_problem("warmup", warmup),
+            choice_problem("outputs", outputs, ("fresh", "static")),
+        )
         self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
         self.signature = signature_of(args, kwargs, self._module)
         self._sample, self._spec = flatten(args, kwargs)
@@ -499,10 +502,13 @@ class CapturedCall(Graph):
                 )
                 or addresses != [inputs.tensor(slot).data_ptr() for slot in inputs.slots]
             ):
+                given = unflatten(inputs.leaves, self._spec)
+                changes = container_changes(argument_names(*given), argument_names(args, kwargs))
                 raise Untraceable(
                     "The call changes the containers that it is given, or the shape or memory of "
-                    "a tensor in them; a graph would not.",
-                    remedy="Return what is new instead.",
+                    f"a tensor in them{changes and f': it {changes}'}; a graph would not.",
+                    remedy="Return what is new instead, or capture a function that passes copies, "
+                    "such as `lambda features: model(dict(features))`.",
                 )
             return pytree.tree_map_only(torch.Tensor, resolved, result)
 

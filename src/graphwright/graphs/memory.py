@@ -7,12 +7,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..calls import forking
+from ..calls.options import device_problem, flag_problem, kind_problem, refuse, shown
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .recorder import Recorder, Recording
 
@@ -39,7 +40,8 @@ def parse_bytes(value: int | str) -> int:
             value = int(float(number) * (_DECIMAL[unit + "B"] if decimal else _UNITS[unit]))
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise OptionError(
-            f"A memory limit is a number of bytes above 0, or a text such as '1GiB', not {value!r}."
+            "A memory limit is a number of bytes above 0, or a text such as '1GiB', not "
+            f"{shown(value)}."
         )
     return value
 
@@ -123,6 +125,7 @@ class MemoryPool:
         *,
         evict: bool = False,
     ) -> None:
+        refuse("MemoryPool", device_problem("device", device), flag_problem("evict", evict))
         self.limit = None if limit is None else parse_bytes(limit)
         self.evict = evict
         self.device = None if device is None else torch.device(device)
@@ -341,6 +344,12 @@ class MemoryPool:
     def _alive(self) -> list[PooledGraph]:
         found = [reference() for reference in list(self._graphs.values())]
         return [graph for graph in found if graph is not None]
+
+
+def pool_problem(pool: Any) -> str | None:
+    """What is wrong with the `pool` of a public function, in words; None if nothing is."""
+    limit = repr(pool) if isinstance(pool, str | int) else "'1GiB'"
+    return kind_problem("pool", pool, MemoryPool, f"write MemoryPool({limit})", optional=True)
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:
