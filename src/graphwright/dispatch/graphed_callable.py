@@ -88,6 +88,11 @@ class GraphedCallable(StandIn):
     """A function or module whose calls are answered by graphs; made by `graph()`.
 
     A graph is captured at the first call of each signature, or ahead of time by `prepare()`.
+
+    Attributes:
+        fn: the function or module.
+        pool: the memory that the graphs live in.
+        on_miss: what is done with a call that has no graph.
     """
 
     def __init__(
@@ -157,9 +162,9 @@ class GraphedCallable(StandIn):
             SignatureError: with on_miss="error", no graph fits.
             VerificationError: an audit found that a graph's result is not eager's.
         """
-        return self.call(args, kwargs)
+        return self._call(args, kwargs)
 
-    def call(self, args: Args, kwargs: Kwargs) -> Any:
+    def _call(self, args: Args, kwargs: Kwargs) -> Any:
         """As `__call__`, with the arguments as a tuple and a dictionary."""
         short = self._short
         if short is not None:
@@ -333,7 +338,7 @@ class GraphedCallable(StandIn):
         if entry is not None:
             if entry.ready:
                 return entry
-            if entry.error is not None and entry.pool_version in (None, self.pool.version):
+            if entry.error is not None and entry.pool_version in (None, self.pool._version):
                 return Miss(_category_of(entry.error), in_words(entry.error)[0])
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(call))
@@ -527,7 +532,7 @@ class GraphedCallable(StandIn):
         """
         refuse("prepare", items_problem("calls", calls, "calls: write [(x,)]"))
         wanted = [arguments_of(call) for call in calls]
-        with shown(progress) as bar, self.pool.lock:
+        with shown(progress) as bar, self.pool._lock:
             self._prepare(wanted, bar)
         self._new_budgets()
 

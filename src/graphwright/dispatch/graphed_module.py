@@ -39,7 +39,7 @@ class GraphedModule(ModuleProxy):
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call; as `GraphedCallable.__call__`."""
-        return self._graphs.call(args, kwargs)
+        return self._graphs._call(args, kwargs)
 
     @property
     def pool(self) -> MemoryPool:

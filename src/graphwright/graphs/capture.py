@@ -139,8 +139,8 @@ def capturing(
     nothing = FunctionModule(_nothing)
     where = device_of((), {}, nothing, pool) if device is None else torch.device(device)
     graph = Graph(pool, "a block")
-    with pool.lock:
-        recorder: Recorder = pool.recorder(where)
+    with pool._lock:
+        recorder: Recorder = pool._recorder_for(where)
         before = recorder.reserved
         graph.state = GraphState.CAPTURING
         try:
@@ -148,13 +148,13 @@ def capturing(
                 with autocast_cache_apart(), recorder.open() as recorded:
                     yield graph
                 graph._set_recording(recorded(), before, 0)
-            if pool.over_limit(before):
-                raise pool.exceeded(graph, MemoryPrediction(graph.nbytes, (graph.nbytes,), ()))
+            if pool._over_limit(before):
+                raise pool._exceeded(graph, MemoryPrediction(graph.nbytes, (graph.nbytes,), ()))
         except BaseException:
             graph.close()
             raise
         graph.state = GraphState.READY
-        pool.add(graph)
+        pool._add(graph)
 
 
 def _nothing() -> None:

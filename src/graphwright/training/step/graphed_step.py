@@ -128,7 +128,7 @@ class GraphedStep:
             SignatureError: no graph fits the batch, and on_miss is "error".
         """
         # Inference mode would forbid training.
-        with self.pool.lock, torch.inference_mode(False):
+        with self.pool._lock, torch.inference_mode(False):
             result = self._answer(batch, kwargs)
         if self._scheduler is not None:
             self._scheduler.step()
@@ -153,12 +153,12 @@ class GraphedStep:
 
     def release(self) -> None:
         """Close all graphs; the next steps capture them again."""
-        with self.pool.lock:
+        with self.pool._lock:
             for graph in self._graphs:
                 graph.close()
             self._graphs = []
             self._refused = []
-            self.pool.trim()
+            self.pool._trim()
 
     def close(self) -> None:
         """Close all graphs for good; later steps are eager."""
@@ -197,7 +197,7 @@ class GraphedStep:
         if under_hooks_for_saved_tensors():
             return self._run_eagerly("under hooks for saved tensors", args, kwargs)
         if self._graphs:
-            self.pool.order()  # Code here may write to what graphs read.
+            self.pool._order()  # Code here may write to what graphs read.
         graph = self._find(args, kwargs)
         if graph is None:
             if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
@@ -316,7 +316,7 @@ class GraphedStep:
 
     def _capture(self, args: Args, kwargs: Kwargs) -> CapturedStep:
         """Capture the step as it is now; what the runs change is put back."""
-        with self.pool.lock, self._recount_users():
+        with self.pool._lock, self._recount_users():
             graph = self._builder.capture(args, kwargs, self.pool, self._warmup)
         self._graphs.insert(0, graph)
         if all(graph.signature != known for known in self._captured):
