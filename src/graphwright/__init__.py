@@ -80,3 +80,8 @@ __all__ = [
     "triton_op",
     "tune",
 ]
+
+
+def __dir__() -> list[str]:
+    """The public names: the modules that they come from are left out."""
+    return [*__all__]

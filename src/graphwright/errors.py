@@ -51,7 +51,7 @@ def _rebuild(
 
 
 class OptionError(GraphwrightError, ValueError):
-    """An option is unknown or has a value that makes no sense."""
+    """An argument is of a wrong type, unknown, or has a value that makes no sense."""
 
 
 class TargetError(GraphwrightError):

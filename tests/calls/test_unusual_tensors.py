@@ -458,7 +458,7 @@ def test_a_child_replays_though_another_thread_did_so_at_the_fork(one_thread: No
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with graphed.pool.lock:
+        with graphed.pool._lock:
             held.set()
             over.wait()
 

@@ -63,6 +63,12 @@ def fails():
 def number():
     return 3
 
+def reads():
+    return torch.load("no/such/weights.pt")
+
+def on_a_gpu():
+    raise AssertionError("Torch not compiled with CUDA enabled")
+
 def turned():
     return torch.randn(2, 8), Net()
 
@@ -157,6 +163,10 @@ def test_a_package_s_function_is_found(source: Path, monkeypatch: pytest.MonkeyP
     ("name", "options", "sentence"),
     [
         ("absent", (), "has no 'absent'"),
+        ("singel", (), "Did you mean 'single'? It has: Net, "),
+        ("reads", (), "FileNotFoundError: [Errno 2] No such file or directory"),
+        ("reads", (), "Relative paths begin in "),
+        ("fails", (), "Make it return a model by itself first"),
         ("fails", (), "RuntimeError: no weights here"),
         ("number", (), "returned an int"),
         ("constant", (), "is an int"),
@@ -179,6 +189,7 @@ def test_a_package_s_function_is_found(source: Path, monkeypatch: pytest.MonkeyP
         ("pair", ("--device", "tpu"), "--device 'tpu'"),
         ("pair", ("--allow", "int4"), "int4"),
         ("pair", ("--strategies", "warp"), "Unknown strategy 'warp'"),
+        ("pair", ("--strategies", "indcutor"), "Did you mean 'inductor'?"),
         ("pair", ("--json", "/no/such/folder/out.json"), "there is no folder /no/such/folder"),
         ("pair", ("--tolerance", "-1"), "tolerance"),
     ],
@@ -275,6 +286,32 @@ def test_python_s_own_frames_are_not_where_a_target_fails(tmp_path: Path) -> Non
     assert f"(at {path}:2)" in invoke("tune", f"{path}:f").stderr
 
 
+def test_a_target_without_function_lists_those_of_its_file(source: Path) -> None:
+    for target in (source, f"{source}:"):
+        result = invoke("check", target)
+        assert result.exit_code == 2
+        assert f"Write {source}:Net." in result.stderr
+        assert "has: Net, pair, triple, mapping" in result.stderr
+
+
+def test_without_cuda_no_error_tells_to_use_it(
+    source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def empty(*size: object, device: torch.device) -> None:
+        raise AssertionError("Torch not compiled with CUDA enabled")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    result = invoke("check", f"{source}:on_a_gpu", "--device", "cpu")
+    assert "CUDA enabled" in result.stderr
+    assert "make the model on the CPU" in result.stderr
+    assert "without arguments" not in result.stderr
+    monkeypatch.setattr(torch, "empty", empty)
+    result = invoke("check", f"{source}:pair", "--device", "cuda")
+    assert result.exit_code == 2
+    assert "Write cpu: there is no CUDA device here." in result.stderr
+
+
 def test_a_gpu_without_room_is_a_sentence(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(self: torch.nn.Module, *place: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory")
@@ -306,6 +343,11 @@ def test_report_refuses_what_is_no_report(tmp_path: Path) -> None:
     result = invoke("report", path)
     assert result.exit_code == 2
     assert "no report" in result.stderr
+    markdown = tmp_path / "report.md"
+    markdown.write_text("# A report")
+    result = invoke("report", markdown)
+    assert f"{markdown} cannot be shown" in result.stderr
+    assert "tune --json FILE" in result.stderr
 
 
 @pytest.mark.parametrize(

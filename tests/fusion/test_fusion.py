@@ -1676,7 +1676,7 @@ def test_passes_are_named() -> None:
     ("wrong", "message"),
     [
         (lambda: gw.fuse(3), "cannot be called"),
-        (lambda: gw.fuse(nn.ReLU().eval(), images()), "Write \\(x,\\)"),
+        (lambda: gw.fuse(nn.ReLU().eval(), images()), "write \\(x,\\)"),
         (lambda: gw.fuse(nn.ReLU(), (images(),)), "training mode"),
     ],
 )

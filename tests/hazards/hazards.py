@@ -240,7 +240,7 @@ def graphs_end_at_once(patch: pytest.MonkeyPatch) -> None:
 
 
 def nothing_is_swept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(gw.MemoryPool, "sweep", lambda self: None)
+    patch.setattr(gw.MemoryPool, "_sweep", lambda self: None)
 
 
 def workspaces_lie_anywhere(patch: pytest.MonkeyPatch) -> None:
@@ -897,7 +897,7 @@ def a_capture_that_another_thread_breaks_is_made_again(device: torch.device) -> 
             same(call(x), eager(x))
     for each in (kept, graph, after):
         each.close()
-    pool.trim()
+    pool._trim()
     assert pool.reserved == 0
 
 
@@ -916,7 +916,7 @@ def a_block_that_breaks_its_capture_leaves_the_pool(device: torch.device) -> Non
     for graph in (kept, after):
         same(graph(x), model(x).detach())
         graph.close()
-    pool.trim()
+    pool._trim()
     assert pool.reserved == 0
 
 

@@ -10,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 import graphwright as gw
 from graphwright import errors
@@ -25,6 +27,71 @@ def test_all_is_what_the_package_shows() -> None:
     }
     assert shown | {"__version__"} == set(gw.__all__)
     assert list(gw.__all__) == sorted(gw.__all__)
+
+
+def test_dir_shows_what_is_public() -> None:
+    assert sorted(dir(gw)) == gw.__all__
+
+
+# What each class shows beside what it has of nn.Module and Exception, attributes included.
+_ERROR = "remedy what where"
+_CALLABLE = "close explain prepare release statistics pool"
+FACES = {
+    "Buckets": "from_points from_sizes holding largest names points powers_of_two smallest waste",
+    "Extension": "libraries name",
+    "Finding": "count kind mend operation place replacement severity to_dict what",
+    "FusedModule": "calls explain module regions untraced",
+    "Graph": "close inputs memory mutates name nbytes outputs pool random replay state",
+    "GraphedCallable": f"{_CALLABLE} fn on_miss",
+    "GraphedModule": f"{_CALLABLE} module",
+    "GraphedStep": "close explain pool release statistics",
+    "MemoryPool": "close closed device evict evictions graphs high_water in_use limit release "
+    "reserved",
+    "Report": "break_even check chosen chosen_row created eager_error environment from_json inputs "
+    "interrupted model notes objective ratios reason recalled row rows seconds shapes speedup "
+    "to_json",
+    "TunedModule": "calls explain module report",
+}
+
+
+def shown(kind: type, instance: object | None) -> set[str]:
+    """The public names that graphwright gives a class, and what an instance has of its own."""
+    own = [each for each in kind.__mro__ if each.__module__.startswith("graphwright")]
+    names = {name for each in own for name in (*vars(each), *vars(each).get("__annotations__", ()))}
+    if not isinstance(instance, nn.Module):
+        names |= {*getattr(instance, "__dict__", ())}
+    inherited = {*dir(nn.Module)} if issubclass(kind, nn.Module) else {*dir(Exception)}
+    torch_s = {"get_compiler_config"}  # ModuleProxy hides it.
+    return {name for name in names - inherited - torch_s if not name.startswith("_")}
+
+
+def test_classes_show_their_public_names_only() -> None:
+    with gw.capturing(device="cpu") as graph:
+        pass
+    parameter = nn.Parameter(torch.ones(2))
+
+    def step() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (parameter * parameter).sum()
+        loss.backward()
+        optimizer.step()
+        return loss.detach()
+
+    optimizer = torch.optim.SGD([parameter], lr=0.1)
+    instances: dict[str, object] = {
+        "Graph": graph,
+        "GraphedCallable": gw.graph(torch.sin),
+        "GraphedStep": gw.graph_step(step, ()),
+        "MemoryPool": graph.pool,
+    }
+    for name in gw.__all__:
+        kind = getattr(gw, name)
+        if inspect.isclass(kind):
+            is_error = issubclass(kind, gw.GraphwrightError)
+            instance = gw.GraphwrightError("It broke.") if is_error else instances.get(name)
+            extra = {"name", "libraries"} if kind is gw.Extension else set()
+            expected = {*(_ERROR if is_error else FACES[name]).split()}
+            assert shown(kind, instance) | extra == expected, name
 
 
 def test_every_public_thing_has_a_docstring() -> None:

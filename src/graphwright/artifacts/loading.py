@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
+from ..calls.options import callable_problem, count_problem, flag_problem, refuse
 from ..calls.serialization import read_tensors, unpacked
 from ..calls.signature import SWITCHES, CallSignature, Range, switches
 from ..calls.snapshots import run, same_bits
-from ..calls.watch import check_audit
-from ..errors import ArtifactError, GraphwrightError, OptionError, first_line, in_words
+from ..errors import ArtifactError, GraphwrightError, first_line, in_words
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare, verify
 from ..graphs.conditions import garbage_collection_off
@@ -68,14 +68,14 @@ def load(
     Raises:
         ArtifactError: the file is damaged, belongs to another model, needs the model or trust, or
             cannot be run here.
-        OptionError: `trust` is neither True nor False, or `audit` is no number of calls.
+        OptionError: an option makes no sense, such as a `trust` that is neither True nor False.
     """
-    if not isinstance(trust, bool):  # Any text, even "no", would count as True.
-        raise OptionError(
-            f"trust is {trust!r:.40} in load(), and has to be True or False.",
-            remedy="Pass trust=True if the file comes from someone whose code you would run.",
-        )
-    check_audit(audit)
+    refuse(
+        "load",
+        None if model is None else callable_problem("model", model),
+        flag_problem("trust", trust),  # Any text, even "no", would count as True.
+        count_problem("audit", audit, optional=True),
+    )
     file = container.path_of(path)
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
         loading = _Loading(file, members, model, trust, audit)

@@ -23,6 +23,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import OptionError, SignatureError
+from .options import shown
 
 Args = tuple[Any, ...]
 Kwargs = Mapping[str, Any]
@@ -125,6 +126,19 @@ def argument_names(args: Args, kwargs: Kwargs) -> list[str]:
     for key, value in sorted(kwargs.items()):
         names += leaf_names(value, key)
     return names
+
+
+def container_changes(before: Sequence[str], after: Sequence[str]) -> str:
+    """What a call did to the containers among its arguments; empty if the names are the same.
+
+    Args:
+        before: names of the arguments' leaves.
+        after: the same after the call.
+    """
+    added = [name for name in after if name not in before]
+    removed = [name for name in before if name not in after]
+    changes = [("adds", added), ("removes", removed)]
+    return " and ".join(f"{verb} {', '.join(names)}" for verb, names in changes if names)
 
 
 def require_grad(args: Args, kwargs: Kwargs) -> bool:
@@ -899,14 +913,19 @@ def arguments_of(call: Call) -> tuple[Args, Kwargs]:
     Raises:
         OptionError: it is none of them.
     """
-    if isinstance(call, Mapping):
-        return (), dict(call)
     if isinstance(call, tuple):
-        if len(call) == 2 and isinstance(call[0], tuple) and isinstance(call[1], Mapping):
+        if len(call) == 2 and isinstance(call[0], tuple) and _is_named(call[1]):
             return call[0], dict(call[1])
         return call, {}
+    if _is_named(call):
+        return (), dict(call)
     raise OptionError(
-        f"A call is written as a tuple, a dictionary, or a pair of both, not a "
-        f"{type(call).__name__}.",
+        f"A call is written as a tuple, a dictionary by names, or a pair of both, not as "
+        f"{shown(call)}.",
         remedy="For one positional argument x write (x,).",
     )
+
+
+def _is_named(value: Any) -> bool:
+    """Whether a value is a dictionary of arguments by their names."""
+    return isinstance(value, Mapping) and all(isinstance(name, str) for name in value)

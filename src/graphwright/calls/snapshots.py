@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..errors import VerificationError
+from ..errors import SignatureError, VerificationError
 from .dependencies import PLAIN, Dependencies, StandIn
 from .first_use import FirstUse, RawAccess, unseen
 from .signature import (
@@ -466,7 +466,14 @@ def outputs_by_name(result: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
     leaves, spec = pytree.tree_flatten(result)
     named = dict(zip(leaf_names(result, "output"), leaves, strict=True))
     for name, leaf in named.items():
-        describe(leaf, name)
+        try:
+            describe(leaf, name)
+        except SignatureError as error:
+            raise SignatureError(
+                error.what,
+                remedy="Return tensors, plain values, and tuples, lists or dictionaries of them; "
+                "for transformers' language models pass use_cache=False.",
+            ) from error
     return named, spec
 
 

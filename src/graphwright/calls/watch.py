@@ -16,7 +16,6 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..errors import OptionError
 from .dependencies import (
     AttributesSource,
     ClassPartsSource,
@@ -400,12 +399,6 @@ def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any,
 def _both(source: Source) -> list[Any]:
     now = source.read()
     return [*now, *now.values()]
-
-
-def check_audit(audit: Any) -> None:
-    """Raise OptionError unless `audit` is a number of calls or None."""
-    if audit is not None and (not isinstance(audit, int) or isinstance(audit, bool) or audit < 1):
-        raise OptionError(f"audit is a number of calls above 0, or None, not {audit!r}.")
 
 
 def unread_in_words(watch: ModuleWatch) -> list[str]:

@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
+from ..calls.options import args_problem, callable_problem, count_problem, kwargs_problem, refuse
 from ..calls.signature import argument_names, flatten, refuse_weights, unflatten
 from ..errors import (
     CaptureError,
     GraphwrightError,
     ModelFailed,
-    OptionError,
     SignatureError,
     first_line,
     user_frame,
@@ -96,13 +96,16 @@ def check(
         OptionError: an option makes no sense.
         ModelFailed: the call raises even without a capture.
     """
-    if not callable(fn):
-        raise OptionError(f"check() takes a module or a function, not a {type(fn).__name__}.")
-    if not isinstance(runs, int) or isinstance(runs, bool) or runs < 2:
-        raise OptionError(f"runs is a number above 1, not {runs!r}.")
+    refuse(
+        "check",
+        callable_problem("fn", fn),
+        args_problem("args", args),
+        kwargs_problem("kwargs", kwargs),
+        count_problem("runs", runs, 2),
+    )
     named = dict(kwargs or {})
     module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
-    return _Checker(fn, module, args, named).run(runs)
+    return _Checker(fn, module, tuple(args), named).run(runs)
 
 
 class _Checker:

@@ -291,7 +291,7 @@ def check(
 @click.option("--svg", "svg_file", type=_FILE, help="Save a picture as well.")
 def report(file: str, markdown: bool, svg_file: str | None) -> None:
     """Print a report that `tune --json FILE` saved."""
-    from ..errors import TargetError
+    from ..errors import GraphwrightError, TargetError
     from ..report.markdown import to_markdown
     from ..report.report import Report
     from ..report.terminal import show
@@ -300,7 +300,13 @@ def report(file: str, markdown: bool, svg_file: str | None) -> None:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TargetError(f"{file} cannot be read: {error}.") from error
-    saved = Report.from_json(text)
+    try:
+        saved = Report.from_json(text)
+    except GraphwrightError as error:
+        raise TargetError(
+            f"{file} cannot be shown: {error.what}",
+            remedy=error.remedy or "Reports are written by `graphwright tune --json FILE`.",
+        ) from error
     files = {"svg": svg_file}
     check_files(files)
     check_sources(files, Path(file))
@@ -378,6 +384,7 @@ def _needs(compiler: Any) -> str:
 def _device(text: str | None) -> Any:
     import torch
 
+    from ..calls.options import devices
     from ..errors import TargetError
 
     if text is None:
@@ -386,9 +393,9 @@ def _device(text: str | None) -> Any:
         device = torch.device(text)
         torch.empty(1, device=device)
     except (RuntimeError, AssertionError) as error:
-        first = str(error).splitlines()[0]
+        first = str(error).splitlines()[0].rstrip(".")
         raise TargetError(
-            f"--device {text!r} cannot be used: {first}.", remedy="Write cpu, cuda or cuda:0."
+            f"--device {text!r} cannot be used: {first}.", remedy=f"Write {devices()}."
         ) from error
     return device
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import inspect
 import math
 import os
 import sys
@@ -18,6 +19,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.modules import should_be_in_eval_mode
+from ..calls.options import nearest
 from ..errors import TargetError, first_line, user_frame
 
 _RETURNS = "Return (model, args) or (model, args, kwargs), or give the inputs with --input."
@@ -49,10 +51,7 @@ def load_target(
     """
     place, _, name = text.rpartition(":")
     if not place or not name:
-        raise TargetError(
-            f"TARGET {text!r} names no function.",
-            remedy="Write path/to/file.py:function or package.module:function.",
-        )
+        raise TargetError(f"TARGET {text!r} names no function.", remedy=_functions_in(text))
     module = _import(place)
     file = getattr(module, "__file__", None)
     if file is None and hasattr(module, "__path__"):  # Any folder is a namespace package.
@@ -60,10 +59,10 @@ def load_target(
     try:
         found = getattr(module, name)
     except AttributeError:
-        public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
-        own = [n for n in public if getattr(vars(module)[n], "__module__", "") == module.__name__]
+        own = _callables(module)
+        hints = [nearest(name, own), f"It has: {', '.join(own) or 'nothing to call'}."]
         raise TargetError(
-            f"{place} has no {name!r}.", remedy=f"It has: {', '.join(own) or 'nothing to call'}."
+            f"{place} has no {name!r}.", remedy=" ".join(filter(None, hints))
         ) from None
     given = tuple(parse_input(spec) for spec in inputs)
     model, args, kwargs = _called(text, found, given, inputs_needed)
@@ -82,6 +81,27 @@ def load_target(
             f"{text} cannot be put on {device}: {first_line(error)}.", remedy=_movable(error)
         ) from error
     return Target(name, file and Path(file), model, args, kwargs, tuple(notes))
+
+
+def _callables(module: ModuleType) -> list[str]:
+    """Names of what a module defines itself and what can be called."""
+    public = [n for n, v in vars(module).items() if callable(v) and not n.startswith("_")]
+    return [n for n in public if getattr(vars(module)[n], "__module__", "") == module.__name__]
+
+
+def _functions_in(text: str) -> str:
+    """What to write for a TARGET without a function: one that its file has, if that is found."""
+    form = "Write path/to/file.py:function or package.module:function."
+    place = text.removesuffix(":")
+    if not place.removesuffix(".py").strip(":"):
+        return form
+    try:
+        found = _callables(_import(place))
+    except TargetError:
+        return form
+    if not found:
+        return f"{form} {place} has nothing to call."
+    return f"Write {place}:{found[0]}. {place} has: {', '.join(found)}."
 
 
 def _movable(error: Exception) -> str | None:
@@ -154,9 +174,10 @@ def _called(
         except SystemExit as error:
             raise _ended(f"{text}()", error) from error
         except Exception as error:
-            remedy = "It is called without arguments; wrap it in a function that gives them."
             raise TargetError(
-                f"{text}() fails: {first_line(error)}.", where=user_frame(error), remedy=remedy
+                f"{text}() fails: {first_line(error)}.",
+                where=user_frame(error),
+                remedy=_remedy_of(error, found),
             ) from error
     model, args, kwargs = _parts(text, result)
     if needed and not given and not args and not kwargs:
@@ -165,6 +186,21 @@ def _called(
             remedy="Give one --input SHAPE:DTYPE an argument, for example --input 8x128:float32.",
         )
     return model, args, kwargs
+
+
+def _remedy_of(error: Exception, function: Callable[..., Any]) -> str:
+    """What to do about an error of a target: it may be the call's, the machine's or its own."""
+    try:
+        inspect.signature(function).bind()
+    except TypeError:
+        return "It is called without arguments; wrap it in a function that gives them."
+    except ValueError:  # It has no signature.
+        pass
+    if isinstance(error, OSError):
+        return f"Relative paths begin in {Path.cwd()}, where the command runs."
+    if not torch.cuda.is_available() and ("CUDA" in str(error) or "NVIDIA" in str(error)):
+        return "There is no CUDA device here: make the model on the CPU. It is moved to --device."
+    return "Make it return a model by itself first: it is called as it is here, without arguments."
 
 
 def _parts(text: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

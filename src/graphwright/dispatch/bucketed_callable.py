@@ -309,7 +309,7 @@ class BucketedCallable(GraphedCallable):
         for n in parts:
             self._tally.chunks[*sizes[:place], n, *sizes[place + 1 :]] += 1
         for chunk in family.sampler.chunks(leaves, name, parts):
-            results.append(pytree.tree_flatten(self.call(*unflatten(chunk, spec))))
+            results.append(pytree.tree_flatten(self._call(*unflatten(chunk, spec))))
         joined = [
             pieces[0] if joint is None else torch.cat(pieces, joint)
             for joint, *pieces in zip(joints, *(found for found, _ in results), strict=True)

@@ -138,7 +138,7 @@ class GraphCache:
 
     def known_state(self) -> StateGraphs | None:
         """The module's current state, if it was in it before."""
-        with self.pool.lock:
+        with self.pool._lock:
             for state in self._states:
                 if state.watch.changed() is None:
                     self._current = state
@@ -147,7 +147,7 @@ class GraphCache:
 
     def state(self) -> StateGraphs:
         """The module's current state; graphs whose weights were replaced are closed."""
-        with self.pool.lock:
+        with self.pool._lock:
             known = self.known_state()
             if known is not None:
                 return known
@@ -192,10 +192,10 @@ class GraphCache:
         """Make an entry the most recently used one."""
         graph = entry.graph
         if graph is not None:
-            with self.pool.lock:
+            with self.pool._lock:
                 if self._order.pop(graph, None) is not None:
                     self._order[graph] = entry
-                self.pool.touch(graph)
+                self.pool._touch(graph)
 
     def refuse(
         self,
@@ -207,7 +207,7 @@ class GraphCache:
         for_good: bool = False,
     ) -> None:
         """Remember why a signature has no graph, until the pool has more room or `for_good`."""
-        version = None if for_good else self.pool.version
+        version = None if for_good else self.pool._version
         # Not the error itself: the frames of its traceback hold tensors.
         cls = MemoryBudgetExceeded if isinstance(error, MemoryBudgetExceeded) else CaptureError
         error = cls(error.what, where=error.where, remedy=error.remedy)
@@ -223,7 +223,7 @@ class GraphCache:
     ) -> CacheEntry:
         """Capture a graph for a call."""
         # Before the lock: an eager call that this waits for may need the lock.
-        with self.turns.alone(), self.pool.lock:
+        with self.turns.alone(), self.pool._lock:
             entry = state.entries.get((signature, self.grad_mode()))
             if entry is not None and entry.ready:
                 return entry  # Another thread was faster.
@@ -266,7 +266,7 @@ class GraphCache:
                 self.discard(entry)
             for graph, _, _ in waiting:
                 graph.close()
-            self.pool.trim()
+            self.pool._trim()
             raise
         return made
 
@@ -303,11 +303,11 @@ class GraphCache:
 
     def give_up(self, entry: CacheEntry, error: GraphwrightError) -> None:
         """Close a graph whose calls are to run eagerly from now on."""
-        with self.pool.lock:
+        with self.pool._lock:
             signature, state, grad = entry.signature, entry.state, entry.grad
             self.discard(entry)
             self.refuse(signature, state, grad, error, for_good=True)
-            self.pool.trim()
+            self.pool._trim()
 
     def discard(self, entry: CacheEntry) -> None:
         """Close an entry's graph and drop the entry."""
@@ -329,10 +329,10 @@ class GraphCache:
 
     def release(self) -> None:
         """Close all graphs."""
-        with self.pool.lock:
+        with self.pool._lock:
             for state in list(self._states):
                 self._drop(state)
-            self.pool.trim()
+            self.pool._trim()
 
 
 def _by_grad_mode(module: nn.Module) -> bool:

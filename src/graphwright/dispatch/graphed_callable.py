@@ -13,7 +13,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from torch import nn
@@ -21,6 +21,13 @@ from torch.utils import _pytree as pytree
 
 from ..calls.dependencies import StandIn
 from ..calls.modes import opaque
+from ..calls.options import (
+    callable_problem,
+    choice_problem,
+    count_problem,
+    items_problem,
+    refuse,
+)
 from ..calls.signature import (
     Args,
     Call,
@@ -37,7 +44,6 @@ from ..errors import (
     CaptureError,
     GraphwrightError,
     MemoryBudgetExceeded,
-    OptionError,
     SignatureError,
     VerificationError,
     in_words,
@@ -48,7 +54,7 @@ from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.composition import warn_if_traced
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
-from ..graphs.memory import MemoryPool
+from ..graphs.memory import MemoryPool, pool_problem
 from ..graphs.python_state import StateChanges
 from ..graphs.turns import Busy
 from ..report.progress import Progress, shown
@@ -82,6 +88,11 @@ class GraphedCallable(StandIn):
     """A function or module whose calls are answered by graphs; made by `graph()`.
 
     A graph is captured at the first call of each signature, or ahead of time by `prepare()`.
+
+    Attributes:
+        fn: the function or module.
+        pool: the memory that the graphs live in.
+        on_miss: what is done with a call that has no graph.
     """
 
     def __init__(
@@ -95,21 +106,16 @@ class GraphedCallable(StandIn):
         audit: int | None = None,
         breaks: Breaks = "auto",
     ) -> None:
-        wrong = []
-        if outputs not in ("fresh", "static"):
-            wrong.append(f"outputs is 'fresh' or 'static', not {outputs!r}")
-        if on_miss not in ("capture", "eager", "error"):
-            wrong.append(f"on_miss is 'capture', 'eager' or 'error', not {on_miss!r}")
-        if breaks not in ("auto", "never"):
-            wrong.append(f"breaks is 'auto' or 'never', not {breaks!r}")
-        for name, value in (("max_graphs", max_graphs), ("audit", audit)):
-            optional = name == "audit" and value is None
-            if not optional and (not isinstance(value, int) or value < 1):
-                wrong.append(f"{name} is a number above 0, not {value!r}")
-        if not callable(fn):
-            wrong.append(f"a {type(fn).__name__} cannot be called")
-        if wrong:
-            raise OptionError("; ".join(wrong) + ".")
+        refuse(
+            "graph",
+            callable_problem("fn", fn),
+            pool_problem(pool),
+            choice_problem("outputs", outputs, get_args(Outputs)),
+            choice_problem("on_miss", on_miss, get_args(OnMiss)),
+            count_problem("max_graphs", max_graphs),
+            count_problem("audit", audit, optional=True),
+            choice_problem("breaks", breaks, get_args(Breaks)),
+        )
         self.fn = fn
         self.pool = MemoryPool() if pool is None else pool
         self.on_miss = on_miss
@@ -156,9 +162,9 @@ class GraphedCallable(StandIn):
             SignatureError: with on_miss="error", no graph fits.
             VerificationError: an audit found that a graph's result is not eager's.
         """
-        return self.call(args, kwargs)
+        return self._call(args, kwargs)
 
-    def call(self, args: Args, kwargs: Kwargs) -> Any:
+    def _call(self, args: Args, kwargs: Kwargs) -> Any:
         """As `__call__`, with the arguments as a tuple and a dictionary."""
         short = self._short
         if short is not None:
@@ -332,7 +338,7 @@ class GraphedCallable(StandIn):
         if entry is not None:
             if entry.ready:
                 return entry
-            if entry.error is not None and entry.pool_version in (None, self.pool.version):
+            if entry.error is not None and entry.pool_version in (None, self.pool._version):
                 return Miss(_category_of(entry.error), in_words(entry.error)[0])
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(call))
@@ -522,9 +528,11 @@ class GraphedCallable(StandIn):
         Raises:
             CaptureError: one cannot be captured; then none is.
             MemoryBudgetExceeded: they do not fit under the pool's limit.
+            OptionError: a call is written in none of these forms.
         """
+        refuse("prepare", items_problem("calls", calls, "calls: write [(x,)]"))
         wanted = [arguments_of(call) for call in calls]
-        with shown(progress) as bar, self.pool.lock:
+        with shown(progress) as bar, self.pool._lock:
             self._prepare(wanted, bar)
         self._new_budgets()
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from ..calls.modes import opaque
 from ..calls.modules import ModuleProxy
+from ..calls.options import flag_problem, refuse
 from ..calls.signature import Call
 from ..errors import OptionError
 from ..graphs.captured_call import Breaks, Outputs
@@ -38,7 +39,7 @@ class GraphedModule(ModuleProxy):
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Answer a call; as `GraphedCallable.__call__`."""
-        return self._graphs.call(args, kwargs)
+        return self._graphs._call(args, kwargs)
 
     @property
     def pool(self) -> MemoryPool:
@@ -161,13 +162,16 @@ def graph(
         "breaks": breaks,
     }
     shapes: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "pad": pad, "split": split}
+    refuse("graph", flag_problem("split", split))
     graphs: GraphedCallable
     if buckets is not None:
         # Symbolic shapes take a second to import.
         from .bucketed_callable import BucketedCallable
 
         graphs = BucketedCallable(fn, buckets=buckets, **shapes, **options)
-    elif given := [name for name, value in shapes.items() if value not in (None, False)]:
+    elif given := [
+        name for name, value in shapes.items() if value is not None and value is not False
+    ]:
         raise OptionError(
             f"{' and '.join(given)} say how calls are padded to buckets, and there are none.",
             remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",

@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.modes import OperationMode
+from ..calls.signature import container_changes
 from ..calls.snapshots import Call, Model, ModuleState, Outcome, outputs_by_name, run, same_bits
 from ..errors import (
     GraphwrightError,
@@ -89,6 +90,7 @@ class Reference:
                 case.eager.buffers
                 or case.eager.written
                 or case.eager.wrote_inputs
+                or len(before) != len(after)
                 or any(
                     isinstance(leaf, torch.Tensor) and not same_bits(leaf, before[name])
                     for name, leaf in zip(before, after.values(), strict=True)
@@ -364,6 +366,25 @@ def _reference(
             "candidates may use it where eager happens not to."
         )
     return Reference(cases, state, own, aliases_of(model, call, state), tolerance, tf32, notes)
+
+
+def refuse_changed_containers(reference: Reference) -> None:
+    """Refuse a model that adds to the lists and dictionaries that it is given, or takes from them.
+
+    Graphs and traces of it do not, and a repeated call has other arguments than the first.
+
+    Raises:
+        SignatureError: it does; the text names the places.
+    """
+    case = reference.cases[0]
+    after = [name.removesuffix(" after the call") for name in case.eager.inputs]
+    changes = container_changes([*case.call.leaves()], after)
+    if changes:
+        raise SignatureError(
+            f"The model changes the containers that it is given: it {changes}.",
+            remedy="Tune a function that passes copies of them, such as "
+            "`lambda features: model(dict(features))`, or return what is new instead.",
+        )
 
 
 def finite_share(outcome: Outcome) -> float:

@@ -8,12 +8,13 @@ bound is there since one wrong element in a million does not move the mean.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
+from ..calls.signature import flatten, unflatten
 from ..calls.snapshots import (
     Call,
     Model,
@@ -187,9 +188,10 @@ def _overwritten(model: Model, ref: Reference, ulp: float | None) -> Verdict:
     one, two = ref.cases[0], _other_case(ref)
     ref.state.restore()
     call = one.call.clone()
+    tensors = call.tensors()
     live, _ = outputs_by_name(model(*call.args, **call.kwargs))
     kept = keep(live)
-    _overwrite(call, two.call)
+    _overwrite(tensors, two.call)
     shared = {output for output, _ in ref.aliases}
     name = _changed({n: v for n, v in live.items() if n not in shared}, kept)
     if name is not None:
@@ -202,9 +204,14 @@ def _reused(model: Model, ref: Reference, ulp: float | None) -> Verdict:
     one, two = ref.cases[0], _other_case(ref)
     ref.state.restore()
     call = one.call.clone()
+    # The same tensors for both calls, in containers that the first call cannot have changed.
+    leaves, spec = flatten(call.args, call.kwargs)
+    tensors = call.tensors()
     model(*call.args, **call.kwargs)
     ref.state.restore()
-    _overwrite(call, two.call)
+    _overwrite(tensors, two.call)
+    args, kwargs = unflatten(leaves, spec)
+    call = replace(call, args=args, kwargs=kwargs)
     outputs, spec = outputs_by_name(model(*call.args, **call.kwargs))
     after = {f"{name} after the call": leaf for name, leaf in call.leaves().items()}
     outcome = Outcome(spec, keep(outputs), keep(after), ref.state.changes())
@@ -214,8 +221,8 @@ def _reused(model: Model, ref: Reference, ulp: float | None) -> Verdict:
     return verdict
 
 
-def _overwrite(call: Call, other: Call) -> None:
+def _overwrite(tensors: Sequence[torch.Tensor], other: Call) -> None:
     with torch.no_grad():
-        for mine, theirs in zip(call.tensors(), other.tensors(), strict=True):
+        for mine, theirs in zip(tensors, other.tensors(), strict=True):
             if can_hold_anything(mine):
                 mine.copy_(theirs)

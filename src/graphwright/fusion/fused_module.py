@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -21,8 +20,17 @@ from ..calls.modules import (
     in_training,
     should_be_in_eval_mode,
 )
+from ..calls.options import (
+    args_problem,
+    callable_problem,
+    count_problem,
+    flag_problem,
+    kwargs_problem,
+    positive_problem,
+    refuse,
+)
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
-from ..calls.watch import ModuleWatch, check_audit, unread_in_words
+from ..calls.watch import ModuleWatch, unread_in_words
 from ..errors import OptionError, first_line
 from ..graphs.composition import (
     Parts,
@@ -338,17 +346,21 @@ def fuse(
 
     Raises:
         OptionError: the model is in training mode, or is what another part of graphwright made;
-            there is no pass of a name; or `budget_s` is no positive number.
+            there is no pass of a name; or an option makes no sense.
         ModelFailed: the model fails on the sample.
         SignatureError: an argument can be neither compared nor watched.
         VerificationError: two eager calls disagree.
     """
-    if not callable(fn_or_module):
-        raise OptionError(f"fuse() got a {type(fn_or_module).__name__}, which cannot be called.")
-    if not isinstance(args, tuple | list):
-        raise OptionError(
-            f"args is a {type(args).__name__}.", remedy="Write (x,) for a single input."
-        )
+    refuse(
+        "fuse",
+        callable_problem("fn_or_module", fn_or_module),
+        args_problem("args", args),
+        kwargs_problem("kwargs", kwargs),
+        flag_problem("verify", verify),
+        count_problem("audit", audit, optional=True),
+        positive_problem("budget_s", budget_s, "number of seconds", optional=True),
+        flag_problem("measure", measure),
+    )
     wanted = passes_named(passes)
     while isinstance(fn_or_module, FusedModule):
         if passes is None:
@@ -366,15 +378,7 @@ def fuse(
             "The model is in training mode, and fuse() is for inference.",
             remedy="Call model.eval() first.",
         )
-    check_audit(audit)
-    if budget_s is not None and not _positive(budget_s):
-        raise OptionError(f"budget_s is {budget_s!r}, not a positive number of seconds.")
     fusion = _Fusion(module, wanted, verify, audit, budget_s, measure)
     if args or kwargs:
         fusion.add(tuple(args), dict(kwargs or {}))
     return FusedModule(fusion)
-
-
-def _positive(value: Any) -> bool:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value < math.inf

@@ -16,6 +16,7 @@ from torch import fx, nn
 
 from ..calls.first_use import unseen
 from ..calls.modules import ModuleProxy
+from ..calls.options import items_problem, nearest, refuse, shown
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -161,14 +162,20 @@ def passes_named(names: Sequence[str | Pass] | None) -> tuple[Pass, ...]:
         return PASSES
     if isinstance(names, str):
         raise OptionError(f"passes is a text: write [{names!r}].")
+    refuse("fuse", items_problem("passes", names, "names of passes"))
     known = {each.name: each for each in (*PASSES, *ON_REQUEST)}
-    unknown = [name for name in names if isinstance(name, str) and name not in known]
-    if unknown:
-        raise OptionError(
-            f"fuse() knows no pass {', '.join(map(repr, unknown))}.",
-            remedy=f"Known passes: {', '.join(known)}.",
-        )
-    found = [known[name] if isinstance(name, str) else name for name in names]
+    found = []
+    for each in names:
+        if isinstance(each, Pass):
+            found.append(each)
+        elif isinstance(each, str) and each in known:
+            found.append(known[each])
+        else:
+            hint = nearest(each, known) if isinstance(each, str) else ""
+            raise OptionError(
+                f"fuse() knows no pass {shown(each)}.",
+                remedy=" ".join(filter(None, [hint, f"Known passes: {', '.join(known)}."])),
+            )
     # Other passes rely on it: it removes in-place writes that no one sees.
     return tuple(found if CLEAN in found else (CLEAN, *found))
 

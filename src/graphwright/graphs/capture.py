@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from ..calls.modules import FunctionModule
+from ..calls.options import device_problem, refuse
 from ..calls.signature import Args, Kwargs
 from ..errors import CaptureError
 from .captured_call import CapturedCall, Outputs, device_of
 from .conditions import autocast_cache_apart, capturing_now
 from .graph import Graph, GraphState
-from .memory import MemoryPool, MemoryPrediction
+from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .recorder import Recorder
 from .transaction import transaction
 
@@ -82,6 +83,7 @@ def predict_memory(
 
     Raises:
         CaptureError: the call cannot be captured.
+        OptionError: `fn` cannot be called, or `pool` is no pool.
     """
     graph = CapturedCall(fn, args, kwargs, pool=pool)
     try:
@@ -127,16 +129,18 @@ def capturing(
         device: by default the pool's, else the current CUDA device, else the CPU.
 
     Raises:
+        OptionError: an option is invalid.
         CaptureError: something cannot be captured; raised inside the block or when it ends.
     """
+    refuse("capturing", pool_problem(pool), device_problem("device", device))
     pool = MemoryPool(device=device) if pool is None else pool
     if capturing_now():
         raise CaptureError("A capture inside another one.", remedy="Capture them one by one.")
     nothing = FunctionModule(_nothing)
     where = device_of((), {}, nothing, pool) if device is None else torch.device(device)
     graph = Graph(pool, "a block")
-    with pool.lock:
-        recorder: Recorder = pool.recorder(where)
+    with pool._lock:
+        recorder: Recorder = pool._recorder_for(where)
         before = recorder.reserved
         graph.state = GraphState.CAPTURING
         try:
@@ -144,13 +148,13 @@ def capturing(
                 with autocast_cache_apart(), recorder.open() as recorded:
                     yield graph
                 graph._set_recording(recorded(), before, 0)
-            if pool.over_limit(before):
-                raise pool.exceeded(graph, MemoryPrediction(graph.nbytes, (graph.nbytes,), ()))
+            if pool._over_limit(before):
+                raise pool._exceeded(graph, MemoryPrediction(graph.nbytes, (graph.nbytes,), ()))
         except BaseException:
             graph.close()
             raise
         graph.state = GraphState.READY
-        pool.add(graph)
+        pool._add(graph)
 
 
 def _nothing() -> None:

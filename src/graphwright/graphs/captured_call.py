@@ -16,23 +16,25 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import opaque
 from ..calls.modules import FunctionModule, first_in_training
+from ..calls.options import callable_problem, choice_problem, count_problem, refuse
 from ..calls.signature import (
     Args,
     CallSignature,
     Kwargs,
     argument_names,
+    container_changes,
     flatten,
     refuse_weights,
     tensors_of,
     unflatten,
 )
 from ..calls.watch import ModuleWatch
-from ..errors import CaptureError, OptionError, SignatureError
+from ..errors import CaptureError, SignatureError
 from .composition import Parts, SetUpFirst
 from .conditions import THREAD, autocast_cache_apart
 from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
-from .memory import MemoryPool, MemoryPrediction
+from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .python_state import PythonState
 from .recorder import Recorder, Recording
 from .segments.explanation import describe_tree
@@ -76,12 +78,13 @@ class CapturedCall(Graph):
             OptionError: an option is invalid.
             CaptureError: the call cannot be captured, as its arguments show.
         """
-        if outputs not in ("fresh", "static"):
-            raise OptionError(f"outputs is 'fresh' or 'static', not {outputs!r}.")
-        if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 1:
-            raise OptionError(f"warmup is a number of runs above 0, not {warmup!r}.")
-        if breaks not in ("auto", "never"):
-            raise OptionError(f"breaks is 'auto' or 'never', not {breaks!r}.")
+        refuse(
+            "capture",
+            callable_problem("fn", fn),
+            pool_problem(pool),
+            count_problem("warmup", warmup),
+            choice_problem("outputs", outputs, ("fresh", "static")),
+        )
         self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
         self.signature = signature_of(args, kwargs, self._module)
         self._sample, self._spec = flatten(args, kwargs)
@@ -208,7 +211,7 @@ class CapturedCall(Graph):
             self.check_overlap(leaves)
             if self._tree is not None and self._results is None:
                 return self._run_segments(self._tree, leaves, finish)
-        with self.pool.lock:
+        with self.pool._lock:
             recording, results = self._recording, self._results
             if recording is None or results is None or THREAD.depth:
                 self._ready()  # Says what is wrong.
@@ -228,7 +231,7 @@ class CapturedCall(Graph):
 
     def _run_segments(self, tree: SegmentTree, leaves: Sequence[Any], finish: Finish | None) -> Any:
         """Run the call in segments, or eagerly where these were given up."""
-        with self.pool.lock:
+        with self.pool._lock:
             self._ready().order()
             tree.check_frozen()
             if tree.given_up is None:
@@ -236,7 +239,10 @@ class CapturedCall(Graph):
                 try:
                     with self.parts.joining():
                         made = tree.answer(
-                            leaves, finish, self._work, functools.partial(self.pool.evict_one, self)
+                            leaves,
+                            finish,
+                            self._work,
+                            functools.partial(self.pool._evict_one, self),
                         )
                 except Untraceable:
                     if not pure:
@@ -289,7 +295,7 @@ class CapturedCall(Graph):
         if not (self._simple and self._fresh) or self._results is None:
             return None
         # The function holds none of the graph's memory: the graph may be closed at any time.
-        lock, slots, single = self.pool.lock, tuple(self._sources), self._results.single
+        lock, slots, single = self.pool._lock, tuple(self._sources), self._results.single
         everything = slots == tuple(range(len(self.signature.leaves)))
         empty_like, thread = torch.empty_like, THREAD
 
@@ -352,8 +358,8 @@ class CapturedCall(Graph):
         return prediction
 
     def _warm(self, *, rehearse: bool) -> MemoryPrediction:
-        with self.pool.lock:
-            recorder = self.pool.recorder(self._device)
+        with self.pool._lock:
+            recorder = self.pool._recorder_for(self._device)
             with self._transaction(GraphState.WARMING) as state:
                 fallback = None if self._breaks == "never" else self._plan_segments
                 self._warmed = warm(
@@ -380,7 +386,7 @@ class CapturedCall(Graph):
     def _plan_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
         """Divide the call into segments; returns the bytes of each memory segment these take."""
         tree = SegmentTree(self._module, self.pool, self._device)
-        recorder = self.pool.recorder(self._device)
+        recorder = self.pool._recorder_for(self._device)
         taken = tree.plan(self._work, self._sample, recorder, generators)
         self._tree = tree
         return taken
@@ -390,7 +396,7 @@ class CapturedCall(Graph):
         """The memory that capturing the warm call will take, with the pool as it is now."""
         assert self._warmed is not None
         segments = self._warmed.segments
-        return MemoryPrediction(self.pool.predicted(segments), segments, self._warmed.contributors)
+        return MemoryPrediction(self.pool._predicted(segments), segments, self._warmed.contributors)
 
     def record(self, *, share_inputs: bool = False) -> None:
         """Record the warm call in the pool.
@@ -403,39 +409,39 @@ class CapturedCall(Graph):
             MemoryBudgetExceeded: the graph does not fit under the pool's limit.
             CaptureError: the call cannot be captured.
         """
-        with self.pool.lock:
+        with self.pool._lock:
             prediction = self.prediction
             try:
-                self.pool.admit(self, prediction)
+                self.pool._admit(self, prediction)
                 held = self.pool.reserved
                 self._record(prediction, share_inputs)
-                while self.pool.over_limit(held):
+                while self.pool._over_limit(held):
                     # The prediction was too low: it knows nothing of fragmentation.
                     self._forget()
-                    self.pool.sweep()
-                    if not self.pool.evict_one(self):
-                        raise self.pool.exceeded(self, prediction)
+                    self.pool._sweep()
+                    if not self.pool._evict_one(self):
+                        raise self.pool._exceeded(self, prediction)
                     self._record(prediction, share_inputs)
             except BaseException as error:
                 self._retire()
                 let_go(error)
-                self.pool.sweep()
+                self.pool._sweep()
                 raise
             self._sample = []
             if self._tree is not None:
                 self._tree.drop_script()
             self.state = GraphState.READY
-            self.pool.add(self)
+            self.pool._add(self)
         self.parts.warn()
 
     def _record(self, prediction: MemoryPrediction, share_inputs: bool) -> None:
-        recorder = self.pool.recorder(self._device)
+        recorder = self.pool._recorder_for(self._device)
         warmed = self._warmed
         assert warmed is not None
         before = recorder.reserved
         recorder.order()  # A replay may still be working in the memory of the inputs.
         with self._transaction(GraphState.CAPTURING):
-            allocate = self.pool.shared_bytes() if share_inputs else recorder.allocate
+            allocate = self.pool._shared_bytes() if share_inputs else recorder.allocate
             inputs = StaticInputs(self._sample, allocate)
             dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
             self._back = dense if self._fresh else []
@@ -499,10 +505,13 @@ class CapturedCall(Graph):
                 )
                 or addresses != [inputs.tensor(slot).data_ptr() for slot in inputs.slots]
             ):
+                given = unflatten(inputs.leaves, self._spec)
+                changes = container_changes(argument_names(*given), argument_names(args, kwargs))
                 raise Untraceable(
                     "The call changes the containers that it is given, or the shape or memory of "
-                    "a tensor in them; a graph would not.",
-                    remedy="Return what is new instead.",
+                    f"a tensor in them{changes and f': it {changes}'}; a graph would not.",
+                    remedy="Return what is new instead, or capture a function that passes copies, "
+                    "such as `lambda features: model(dict(features))`.",
                 )
             return pytree.tree_map_only(torch.Tensor, resolved, result)
 
@@ -521,7 +530,7 @@ class CapturedCall(Graph):
         """Drop what was recorded; the call can be recorded again."""
         recording, self._recording = self._recording, None
         if recording is not None:
-            self.pool.retire(recording)
+            self.pool._retire(recording)
         if self._tree is not None:
             self._tree.forget()
         self._inputs = self._results = self._watch = None

@@ -48,7 +48,7 @@ class Graph:
         self.state = GraphState.NEW
         self.pool = pool
         self.name = name
-        self.evictable = evictable
+        self._evictable = evictable
         self.mutates = True
         self.random = True
         self.memory = GraphMemory(name, 0, 0)
@@ -78,9 +78,9 @@ class Graph:
         Raises:
             CaptureError: the graph is closed.
         """
-        with self.pool.lock:
+        with self.pool._lock:
             recording = self._ready()
-            self.pool.order()
+            self.pool._order()
             recording.replay()
 
     @opaque
@@ -104,19 +104,19 @@ class Graph:
         """Close the graph; its memory returns to the pool. Closing twice is no error."""
         self._retire()
         if not capturing_now():
-            with self.pool.lock:
-                self.pool.sweep()
+            with self.pool._lock:
+                self.pool._sweep()
 
     def __del__(self) -> None:
         if getattr(self, "state", GraphState.CLOSED) is GraphState.CLOSED:
             return
         self._retire()
         # A finalizer may run at any time and on any thread: it must not wait.
-        if not capturing_now() and self.pool.lock.acquire(blocking=False):
+        if not capturing_now() and self.pool._lock.acquire(blocking=False):
             try:
-                self.pool.sweep()
+                self.pool._sweep()
             finally:
-                self.pool.lock.release()
+                self.pool._lock.release()
 
     def __enter__(self) -> Graph:
         return self
@@ -154,10 +154,10 @@ class Graph:
         Destroying a CUDA graph would break that capture (pytorch #91302).
         """
         self.state = GraphState.CLOSED
-        self.pool.remove(self)
+        self.pool._remove(self)
         recording, self._recording = self._recording, None
         if recording is not None:
-            self.pool.retire(recording)
+            self.pool._retire(recording)
         self._held = []
 
     def _set_recording(self, recording: Recording, before: int, predicted: int) -> None:
@@ -170,6 +170,6 @@ class Graph:
         """
         self._recording = recording
         self._held += recording.external
-        recorder = self.pool.recorder(self.pool.device or torch.device("cpu"))
-        self.pool.update_high_water()
+        recorder = self.pool._recorder_for(self.pool.device or torch.device("cpu"))
+        self.pool._update_high_water()
         self.memory = GraphMemory(self.name, recorder.reserved - before, predicted)

@@ -7,12 +7,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..calls import forking
+from ..calls.options import device_problem, flag_problem, kind_problem, refuse, shown
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
 from .recorder import Recorder, Recording
 
@@ -39,7 +40,8 @@ def parse_bytes(value: int | str) -> int:
             value = int(float(number) * (_DECIMAL[unit + "B"] if decimal else _UNITS[unit]))
     if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
         raise OptionError(
-            f"A memory limit is a number of bytes above 0, or a text such as '1GiB', not {value!r}."
+            "A memory limit is a number of bytes above 0, or a text such as '1GiB', not "
+            f"{shown(value)}."
         )
     return value
 
@@ -91,7 +93,7 @@ class PooledGraph(Protocol):
     """A graph as its pool sees it."""
 
     name: str
-    evictable: bool
+    _evictable: bool
 
     @property
     def memory(self) -> GraphMemory:
@@ -114,6 +116,12 @@ class MemoryPool:
         evict: when the limit is reached, close the least recently used of the graphs that
             `graph()` made. Without it, and for graphs that `capture()` made, MemoryBudgetExceeded
             is raised instead.
+
+    Attributes:
+        limit: bytes that the pool may hold; None for no limit.
+        device: the pool's device; None before the first capture, if none was given.
+        evict: as it was given.
+        evictions: graphs that were closed for others.
     """
 
     def __init__(
@@ -123,11 +131,12 @@ class MemoryPool:
         *,
         evict: bool = False,
     ) -> None:
+        refuse("MemoryPool", device_problem("device", device), flag_problem("evict", evict))
         self.limit = None if limit is None else parse_bytes(limit)
         self.evict = evict
         self.device = None if device is None else torch.device(device)
         # Held while a graph of the pool is recorded, replayed or closed.
-        self.lock = forking.lock()
+        self._lock = forking.lock()
         self._recorder: Recorder | None = None
         self._graphs: dict[int, weakref.ref[PooledGraph]] = {}  # least recently used first
         self._retired: deque[Recording] = deque()
@@ -136,10 +145,10 @@ class MemoryPool:
         self._high_water = 0
         self.evictions = 0
         # Changes whenever a graph is closed: there may be room for another one.
-        self.version = 0
+        self._version = 0
         self._closed = False
 
-    def recorder(self, device: torch.device) -> Recorder:
+    def _recorder_for(self, device: torch.device) -> Recorder:
         """The pool's recorder, made on first use.
 
         Raises:
@@ -189,14 +198,14 @@ class MemoryPool:
 
     def release(self) -> None:
         """Close all graphs and hand the memory back; `graph()` captures its graphs again."""
-        with self.lock:
+        with self._lock:
             for graph in self._alive():
                 graph.close()
-            self.trim()
+            self._trim()
 
     def close(self) -> None:
         """Release everything for good."""
-        with self.lock:
+        with self._lock:
             self.release()
             self._closed = True
             if self._recorder is not None:
@@ -214,9 +223,9 @@ class MemoryPool:
         held = f"{len(self._alive())} graphs in {format_bytes(self.reserved)}{limit}"
         return f"<MemoryPool on {self.device}: {held}>"
 
-    # The methods below are for graphs.
+    # What follows is for graphs and the room, and no part of the public face.
 
-    def predicted(self, segments: Sequence[int]) -> int:
+    def _predicted(self, segments: Sequence[int]) -> int:
         """Bytes by which the pool would grow for work that takes these segments in an empty pool.
 
         Free memory of the pool's segments is used first. A block with its own segment needs one
@@ -236,7 +245,7 @@ class MemoryPool:
         shared = sum(s for s in segments if s <= _SHARED_SEGMENT)
         return missing + max(0, shared - sum(free))
 
-    def admit(self, graph: PooledGraph, prediction: MemoryPrediction) -> None:
+    def _admit(self, graph: PooledGraph, prediction: MemoryPrediction) -> None:
         """Make room for a graph, or refuse it before anything is captured.
 
         Raises:
@@ -244,23 +253,23 @@ class MemoryPool:
         """
         if self.limit is None:
             return
-        while (growth := self.predicted(prediction.segments)) > 0:
+        while (growth := self._predicted(prediction.segments)) > 0:
             if self.reserved + growth <= self.limit:
                 return
-            if sum(prediction.segments) > self.limit or not self.evict_one(graph):
-                raise self.exceeded(graph, prediction)
+            if sum(prediction.segments) > self.limit or not self._evict_one(graph):
+                raise self._exceeded(graph, prediction)
 
-    def evict_one(self, newcomer: PooledGraph) -> bool:
+    def _evict_one(self, newcomer: PooledGraph) -> bool:
         """Close the least recently used graph that is evictable; False if there is none."""
-        victim = next((g for g in self._alive() if g.evictable and g is not newcomer), None)
+        victim = next((g for g in self._alive() if g._evictable and g is not newcomer), None)
         if not self.evict or victim is None:
             return False
         victim.close()
         self.evictions += 1
-        self.trim()
+        self._trim()
         return True
 
-    def exceeded(self, graph: PooledGraph, prediction: MemoryPrediction) -> MemoryBudgetExceeded:
+    def _exceeded(self, graph: PooledGraph, prediction: MemoryPrediction) -> MemoryBudgetExceeded:
         """The error for a graph that does not fit."""
         limit = 0 if self.limit is None else self.limit
         return MemoryBudgetExceeded(
@@ -271,50 +280,50 @@ class MemoryPool:
             "allow eviction with MemoryPool(limit, evict=True).",
         )
 
-    def over_limit(self, before: int) -> bool:
+    def _over_limit(self, before: int) -> bool:
         """Whether the pool has grown past its limit since it held `before` bytes."""
         return self.limit is not None and self.reserved > max(self.limit, before)
 
-    def update_high_water(self) -> None:
+    def _update_high_water(self) -> None:
         """Update the high-water mark, after something was recorded."""
         self._high_water = max(self._high_water, self.reserved)
 
-    def order(self) -> None:
+    def _order(self) -> None:
         """Have what follows on the current stream wait for the pool's last replay."""
         assert self._recorder is not None
         self._recorder.order()
 
-    def retire(self, recording: Recording) -> None:
+    def _retire(self, recording: Recording) -> None:
         """Have a recording closed at the next sweep, when that is safe."""
         self._retired.append(recording)
 
-    def sweep(self) -> None:
+    def _sweep(self) -> None:
         """Close retired recordings; the lock is held, and this thread is not capturing."""
         while self._retired:
             self._retired.popleft().close()
 
-    def trim(self) -> None:
+    def _trim(self) -> None:
         """Hand back unused memory that no graph might use as workspace."""
         if self._recorder is not None:
             self._recorder.trim()
 
-    def add(self, graph: PooledGraph) -> None:
+    def _add(self, graph: PooledGraph) -> None:
         """Register a graph that was captured."""
         self._graphs[id(graph)] = weakref.ref(graph)
 
-    def remove(self, graph: PooledGraph) -> None:
+    def _remove(self, graph: PooledGraph) -> None:
         """Unregister a graph that is closed."""
         if self._graphs.pop(id(graph), None) is not None:
-            self.version += 1
+            self._version += 1
 
-    def touch(self, graph: PooledGraph) -> None:
+    def _touch(self, graph: PooledGraph) -> None:
         """Make a graph the most recently used one."""
         key = id(graph)
         reference = self._graphs.pop(key, None)
         if reference is not None:
             self._graphs[key] = reference
 
-    def shared_bytes(self) -> Callable[[int], torch.Tensor]:
+    def _shared_bytes(self) -> Callable[[int], torch.Tensor]:
         """An allocator for static inputs whose memory the pool's graphs share.
 
         They can share it since they are copied in at each call. The n-th request of each graph gets
@@ -341,6 +350,12 @@ class MemoryPool:
     def _alive(self) -> list[PooledGraph]:
         found = [reference() for reference in list(self._graphs.values())]
         return [graph for graph in found if graph is not None]
+
+
+def pool_problem(pool: Any) -> str | None:
+    """What is wrong with the `pool` of a public function, in words; None if nothing is."""
+    limit = repr(pool) if isinstance(pool, str | int) else "'1GiB'"
+    return kind_problem("pool", pool, MemoryPool, f"write MemoryPool({limit})", optional=True)
 
 
 def _same_device(a: torch.device, b: torch.device) -> bool:

@@ -67,7 +67,7 @@ def _rolled_back(
     finally:
         state.restore(python=not done)
         if not capturing_now():
-            pool.sweep()
+            pool._sweep()
 
 
 def let_go(error: BaseException) -> None:

@@ -190,8 +190,11 @@ class Results:
         """
         try:
             data = json.loads(text)
-        except (ValueError, RecursionError) as error:
-            raise GraphwrightError(f"This is no JSON: {error}.") from error
+        except (ValueError, TypeError, RecursionError) as error:
+            raise GraphwrightError(
+                f"The text of the report is no JSON: {error}.",
+                remedy="Reports are written by `graphwright tune --json FILE`.",
+            ) from error
         if not isinstance(data, dict) or data.pop("schema", None) != SCHEMA:
             raise GraphwrightError(
                 "This is no report of graphwright tune.",

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import ge, index
 from typing import Any, TypeAlias
 
+from ..calls.options import shown
 from ..errors import OptionError
 from .optimal_buckets import Point, nestings
 
@@ -63,7 +64,7 @@ class Buckets:
         problems = [] if axes else ["There are no dimensions"]
         for name, values in axes.items():
             if values is None:
-                problems.append(f"{name}={sizes[name]!r} is no list of sizes")
+                problems.append(f"{name}={_item(sizes[name])} is not a list of sizes")
             elif not values:
                 problems.append(f"{name} has no sizes")
             elif wrong := _wrong(values):
@@ -88,7 +89,7 @@ class Buckets:
         for name, ends in ranges.items():
             pair = _items(ends)
             if pair is None or len(pair) != 2 or _wrong(pair) or pair[0] > pair[1]:
-                problems.append(f"{name}={ends!r} is no range of sizes")
+                problems.append(f"{name}={_item(ends)} is not a range of sizes")
                 continue
             low, high = map(index, pair)
             powers = (1 << n for n in range(low.bit_length(), high.bit_length()))
@@ -156,7 +157,7 @@ class Buckets:
         """
         if (graphs := _size(max_graphs)) is None:
             raise OptionError(
-                f"max_graphs={max_graphs!r} is no number of graphs.",
+                f"max_graphs={_item(max_graphs)} is not a number of graphs.",
                 remedy="Give a whole number of at least 1.",
             )
         seen = _seen(observed)
@@ -325,14 +326,20 @@ def _wrong(values: Iterable[Any]) -> str:
 
 def _few(values: list[Any]) -> str:
     more = f" and {len(values) - 3} more" if len(values) > 3 else ""
-    return ", ".join(map(repr, values[:3])) + more
+    return ", ".join(map(_item, values[:3])) + more
+
+
+def _item(value: Any) -> str:
+    """One of several values in an error, as it is written if that is short."""
+    text = repr(value)
+    return shown(value) if len(text) > 60 or " at 0x" in text else text
 
 
 def _no_names(given: object, names: list[Any]) -> list[str]:
     """What is wrong with the names of dimensions."""
     texts = all(isinstance(name, str) and name for name in names)
     good = texts and names and len(set(names)) == len(names)
-    return [] if good else [f"The names {given!r} are no distinct texts"]
+    return [] if good else [f"The names {_item(given)} are not distinct texts"]
 
 
 def _no_points(names: list[str], points: list[Any]) -> list[str]:

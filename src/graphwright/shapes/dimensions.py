@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -13,8 +14,9 @@ from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from ..calls.options import nearest, shown
 from ..calls.signature import Args, Kwargs
-from ..errors import OptionError, SignatureError
+from ..errors import OptionError, SignatureError, levels_above
 from .padding import Sizes
 
 BATCH = "batch"
@@ -81,6 +83,8 @@ class Dimensions:
         self.shapes = dynamic_shapes
         self.pad = pad
         self._parameters = _parameters(fn)
+        # Names that a caller was warned of, with the option.
+        self._warned: set[tuple[str, Any]] = set()
         self.bounds = dict.fromkeys(self.names, Bounds())
         if dynamic_shapes is None:
             if self.names != (BATCH,):
@@ -92,7 +96,9 @@ class Dimensions:
                     "dimension 0.",
                 )
         else:
+            _refuse_other_trees(dynamic_shapes, "dynamic_shapes")
             self._declare(dynamic_shapes)
+        _refuse_other_trees(pad, "pad")
         for tree, option in ((dynamic_shapes, "dynamic_shapes"), (pad, "pad")):
             self._refuse_unknown(tree, option)
 
@@ -117,19 +123,53 @@ class Dimensions:
             )
 
     def _refuse_unknown(self, tree: Any, option: str) -> None:
+        """Refuse a tree that cannot mirror the arguments, as far as the parameters show it."""
         names, extra = self._parameters
         if isinstance(tree, Mapping) and not extra and names:
             unknown = [name for name in tree if name not in names]
             if unknown:
+                raise _unknown(option, unknown, names)
+        if option == "pad":
+            wrong = [each for each in pytree.tree_leaves(tree) if not _is_pad(each)]
+            if wrong:
                 raise OptionError(
-                    f"{option} names {', '.join(map(repr, unknown))}; the arguments are "
-                    f"{', '.join(names)}."
+                    f"pad has {shown(wrong[0])}, not a number.",
+                    remedy="Write {'mask': 0}, a number for each tensor.",
                 )
-        elif tree is not None and not isinstance(tree, Mapping | tuple | list):
-            raise OptionError(
-                f"{option} is a dictionary by argument, or a tuple that mirrors the positional "
-                f"ones, not a {type(tree).__name__}."
-            )
+        else:
+            for name, spec in tree.items() if isinstance(tree, Mapping) else enumerate(tree or ()):
+                if isinstance(spec, str | Size | Dim):
+                    raise OptionError(
+                        f"{option}[{name!r}] is a dimension, and nothing says which one of the "
+                        "tensor's it is.",
+                        remedy=f"Write the axis too: {{0: {shown(spec)}}}."
+                        if isinstance(spec, str)
+                        else "Write the axis too: {0: Dim('batch')}.",
+                    )
+
+    def _refuse_misspelt(self, args: Args, kwargs: Kwargs) -> None:
+        """Refuse names that a function with `**kwargs` could take, and that this call shows wrong.
+
+        A name that is no argument of the call may be one of another call; one that is much like an
+        argument of this call, which nothing else names, is misspelt.
+        """
+        names, _ = self._parameters
+        given = [*names[: len(args)], *kwargs]
+        for tree, option in ((self.shapes, "dynamic_shapes"), (self.pad, "pad")):
+            if not isinstance(tree, Mapping):
+                continue
+            unnamed = [name for name in given if name not in tree]
+            unknown = [name for name in tree if name not in names and name not in given]
+            if any(nearest(str(name), unnamed) for name in unknown):
+                raise _unknown(option, unknown, given)
+            for name in unknown:
+                if (option, name) not in self._warned:
+                    self._warned.add((option, name))
+                    warnings.warn(
+                        f"{option} names {name!r}, which is no argument of this call: {given}.",
+                        RuntimeWarning,
+                        stacklevel=levels_above(),
+                    )
 
     def arguments(self, args: Args, kwargs: Kwargs) -> list[str]:
         """Names of a call's leaves: the argument, and the keys inside of it."""
@@ -140,9 +180,12 @@ class Dimensions:
         """The dynamic dimensions of a call's leaves, in the order of `signature.flatten`.
 
         Raises:
+            OptionError: a name in `dynamic_shapes` or `pad` is a misspelt argument of the call, or
+                an axis is no number.
             SignatureError: the call does not match `dynamic_shapes`, or has no tensor with one of
                 the dimensions.
         """
+        self._refuse_misspelt(args, kwargs)
         paths, leaves = self._paths(args, kwargs)
         if self.shapes is None:
             return _batched(leaves)
@@ -164,14 +207,17 @@ class Dimensions:
         """The declared pad value of each leaf of a call; None where none is declared.
 
         Raises:
-            SignatureError: a declared value is no number.
+            OptionError: a declared value is no number.
         """
         paths, _ = self._paths(args, kwargs)
         found: list[float | int | bool | None] = []
         for name, path in paths:
             value = _follow(self.pad, path, name)
-            if value is not None and not isinstance(value, bool | int | float):
-                raise SignatureError(f"The pad value of {name} is a number, not {value!r}.")
+            if not _is_pad(value):
+                raise OptionError(
+                    f"pad has {shown(value)} for {name}, not a number.",
+                    remedy="Write {'mask': 0}, a number for each tensor.",
+                )
             found.append(value)
         return found
 
@@ -196,9 +242,19 @@ class Dimensions:
             return {}
         if not isinstance(leaf, torch.Tensor):
             raise SignatureError(f"dynamic_shapes has dimensions for {name}, which is no tensor.")
+        if not isinstance(spec, Mapping | tuple | list):
+            raise OptionError(
+                f"dynamic_shapes has {shown(spec)} for {name}, not a dictionary by axis.",
+                remedy="Write {0: Dim('batch')}, or a tuple with an entry for each dimension.",
+            )
         pairs = spec.items() if isinstance(spec, Mapping) else enumerate(spec)
         axes: dict[int, Size] = {}
         for axis, dim in pairs:
+            if not isinstance(axis, int):
+                raise OptionError(
+                    f"dynamic_shapes has the axis {shown(axis)} for {name}, which is a tensor.",
+                    remedy="Write {0: Dim('batch')}: axes are numbers.",
+                )
             size = _size(dim)
             if size is None or size.name not in self.bounds:
                 continue
@@ -223,6 +279,28 @@ class Dimensions:
                 if n is None or found.setdefault(size.name, n) != n:
                     return None
         return tuple(found[name] for name in self.names)
+
+
+def _is_pad(value: Any) -> bool:
+    return value is None or isinstance(value, bool | int | float)
+
+
+def _refuse_other_trees(tree: Any, option: str) -> None:
+    """Refuse what cannot mirror any arguments."""
+    if tree is not None and not isinstance(tree, Mapping | tuple | list):
+        example = "{'x': {0: Dim('batch')}}" if option == "dynamic_shapes" else "{'mask': 0}"
+        raise OptionError(
+            f"{option} is {shown(tree)}, not a dictionary by argument.",
+            remedy=f"Write {example}, or a tuple that mirrors the positional arguments.",
+        )
+
+
+def _unknown(option: str, unknown: Sequence[Any], known: Sequence[str]) -> OptionError:
+    """The error for names that are no arguments."""
+    return OptionError(
+        f"{option} names {', '.join(map(repr, unknown))}; the arguments are {', '.join(known)}.",
+        remedy=nearest(str(unknown[0]), known) or "Name the arguments as the function does.",
+    )
 
 
 def _batched(leaves: Sequence[Any]) -> list[Axes]:
@@ -344,7 +422,7 @@ def _size(dim: Any) -> Size | None:
         one, two = int(fn(1)), int(fn(2))
         return Size(root.__name__, two - one, 2 * one - two)
     raise OptionError(
-        f"{dim!r} names no dimension.",
+        f"dynamic_shapes has {shown(dim)}, which names no dimension.",
         remedy="Use torch.export.Dim('batch'), its name as a text, or None for a fixed size.",
     )
 

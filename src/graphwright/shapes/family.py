@@ -288,7 +288,7 @@ class ShapeFamily:
     def _exclusively(self) -> Iterator[None]:
         """Let neither graphs of the pool nor eager calls of the function run inside the block."""
         # Before the lock: an eager call that this waits for may need the lock.
-        with self._turns.alone(), self._pool.lock:
+        with self._turns.alone(), self._pool._lock:
             yield
 
     @contextmanager
@@ -296,7 +296,7 @@ class ShapeFamily:
         """Run the function inside the block as a capture would; what it changes is put back."""
         devices = sorted({v.device.index for v in self.sampler.sample if _on_gpu(v)})
         with (
-            self._pool.lock,
+            self._pool._lock,
             transaction(self._pool, self.sampler.module, _nothing) as python_state,
             torch.random.fork_rng(devices),
             compilers_off(),

@@ -8,6 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 import torch
 from torch import nn
 
+from ..calls.options import items_problem, nearest, refuse, shown
 from ..errors import OptionError
 from . import (
     aot_autograd,
@@ -171,8 +172,7 @@ def parse_candidates(
     Raises:
         OptionError: a name is unknown, or names a lossy rewrite that is not allowed.
     """
-    if not isinstance(names, Iterable):
-        raise OptionError(f"strategies is a {type(names).__name__}: write a list of names.")
+    refuse("tune", items_problem("strategies", names, "names"))
     found = []
     for item in names:
         if isinstance(item, Candidate):
@@ -183,7 +183,7 @@ def parse_candidates(
             found.append(Candidate(item))
         else:
             raise OptionError(
-                f"strategies holds a {type(item).__name__}, which is no name and no strategy.",
+                f"strategies holds {shown(item)}, which is no name and no strategy.",
                 remedy="A strategy has name, complexity, probe() and build().",
             )
     return list({candidate.name: candidate for candidate in found}.values())
@@ -204,10 +204,17 @@ def _parse(name: str, allow: Sequence[str]) -> Candidate:
         elif part in runners_by_name and runner is None:
             runner = runners_by_name[part]
         else:
-            known = ", ".join([*rewrites_by_name, *compilers, *runners_by_name])
+            known = [*rewrites_by_name, *compilers, *runners_by_name]
+            if part in known:
+                raise OptionError(
+                    f"Strategy {name!r} has two compilers, rewrites or runners: {part!r} is one "
+                    "too many.",
+                    remedy="Join one of each with '+', such as 'channels_last+inductor+graph'.",
+                )
             raise OptionError(
-                f"Unknown strategy {name!r}: {part!r} is no rewrite, compiler or runner here.",
-                remedy=f"Known parts: {known}. Join them with '+'.",
+                f"Unknown strategy {name!r}: {part!r} is no rewrite, compiler or runner.",
+                remedy=nearest(part, known)
+                or f"Known parts: {', '.join(known)}. Join them with '+'.",
             )
     if rewrite is not None and rewrite.lossy_ulp is not None and rewrite.name not in allow:
         raise OptionError(

@@ -19,6 +19,7 @@ from ..artifacts.padded_calls import (
     shape_key,
     strides_of,
 )
+from ..calls.options import shown
 from ..calls.signature import Args, CallSignature, Kwargs, Range, flatten, unflatten
 from ..calls.snapshots import Call
 from ..errors import OptionError, SignatureError
@@ -203,7 +204,7 @@ class BucketedRequest:
             by_point = {k if isinstance(k, tuple) else (k,): v for k, v in given.items()}
         if set(by_point) != set(points):
             raise OptionError(
-                f"weights is {given!r}, which does not give a weight to each bucket.",
+                f"weights is {shown(given)}, which does not give a weight to each bucket.",
                 remedy=f"For example weights={example}.",
             )
         return [by_point[point] for point in points]

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-import sys
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -13,9 +12,23 @@ from torch import nn
 
 from ..artifacts.tuned_module import TunedModule
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
+from ..calls.options import (
+    args_problem,
+    callable_problem,
+    choice_problem,
+    count_problem,
+    flag_problem,
+    is_positive,
+    items_problem,
+    kwargs_problem,
+    nearest,
+    positive_problem,
+    refuse,
+    shown,
+    texts_problem,
+)
 from ..calls.signature import Args, CallSignature, Kwargs, arguments_of, refuse_weights
 from ..calls.snapshots import Call
-from ..calls.watch import check_audit
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import parse_bytes
 from ..report.result import Shape
@@ -98,8 +111,21 @@ class Request:
             OptionError: an option is unknown or makes no sense.
             SignatureError: the arguments cannot be compared.
         """
-        check_options(model, args, kwargs, objective, tolerance, allow, budget_s, timeout_s)
-        check_audit(audit)
+        refuse(
+            "tune",
+            callable_problem("model", model),
+            args_problem("args", args),
+            kwargs_problem("kwargs", kwargs),
+            choice_problem("objective", objective, OBJECTIVES),
+            positive_problem("tolerance", tolerance, "relative error", optional=True),
+            _lossy_problem(allow),
+            positive_problem("budget_s", budget_s, "number of seconds", optional=True),
+            positive_problem("timeout_s", timeout_s, "number of seconds"),
+            flag_problem("isolate", isolate, optional=True),
+            flag_problem("remember", remember),
+            flag_problem("fresh", fresh),
+            count_problem("audit", audit, optional=True),
+        )
         if CANDIDATE in os.environ:
             raise OptionError(
                 "tune() was called in the process of a candidate of another tune().",
@@ -233,46 +259,14 @@ def _as_module(model: Callable[..., Any]) -> nn.Module:
     return module
 
 
-def check_options(
-    model: Any,
-    args: Any,
-    kwargs: Any,
-    objective: str,
-    tolerance: float | None,
-    allow: Sequence[str],
-    budget_s: float | None,
-    timeout_s: float,
-) -> None:
-    """Name everything that is wrong with the options at once."""
-    wrong = []
-    if not callable(model):
-        wrong.append(f"model is a {type(model).__name__}, which cannot be called")
-    if not isinstance(args, tuple | list):
-        wrong.append(f"args is a {type(args).__name__}: write (x,) for a single input")
-    if kwargs is not None and not (
-        isinstance(kwargs, Mapping) and all(isinstance(key, str) for key in kwargs)
-    ):
-        wrong.append(f"kwargs is a {type(kwargs).__name__}, not a dictionary by names")
-    if objective not in OBJECTIVES:
-        wrong.append(f"objective is {objective!r}, not one of {', '.join(OBJECTIVES)}")
-    if tolerance is not None and not _positive(tolerance):
-        wrong.append(f"tolerance is {tolerance!r}, not a positive relative error")
-    if isinstance(allow, str) or not isinstance(allow, Collection):
-        wrong.append(f"allow is a {type(allow).__name__}: write ({allow!r},)")
-    elif unknown := [name for name in allow if name not in LOSSY]:
-        wrong.append(f"allow names {unknown}, but knows only {', '.join(LOSSY)}")
-    if budget_s is not None and not _positive(budget_s):
-        wrong.append(f"budget_s is {budget_s!r}, not a positive number of seconds")
-    if not _positive(timeout_s):
-        wrong.append(f"timeout_s is {timeout_s!r}, not a positive number of seconds")
-    if wrong:
-        raise OptionError(f"tune() cannot begin: {'; '.join(wrong)}.")
-
-
-def _positive(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 < value <= sys.float_info.max
+def _lossy_problem(allow: Any) -> str | None:
+    """What is wrong with the lossy rewrites that may be tried."""
+    problem = texts_problem("allow", allow)
+    unknown = [] if problem else [name for name in allow if name not in LOSSY]
+    if unknown:
+        hint = nearest(unknown[0], LOSSY)
+        return f"allow names {unknown}, but knows only {', '.join(LOSSY)}{hint and f' ({hint})'}"
+    return problem
 
 
 def samples_of(
@@ -285,23 +279,35 @@ def samples_of(
     """
     if samples is None:
         if weights is not None:
-            raise OptionError("weights are those of several samples, and there is one call.")
+            raise OptionError(
+                "weights are those of several samples, and there is one call.",
+                remedy="Leave weights out, or pass the calls as samples=[…].",
+            )
         return [(1.0, Call("the sample inputs", tuple(args), dict(kwargs or {})))]
     if len(args) or kwargs:
         raise OptionError(
             "There are samples as well as args or kwargs.", remedy="Make these one of the samples."
         )
     if isinstance(weights, Mapping):
-        raise OptionError("weights by size are those of buckets, and there are none.")
-    if isinstance(samples, Mapping) or not isinstance(samples, Sequence) or not samples:
         raise OptionError(
-            f"samples is {samples!r:.60}, not a list of calls.",
+            "weights by size are those of buckets, and there are none.",
+            remedy="Pass a list with a weight for each sample, or buckets.",
+        )
+    if (
+        isinstance(samples, Mapping | str | bytes)
+        or not isinstance(samples, Sequence)
+        or not samples
+    ):
+        raise OptionError(
+            f"samples is {shown(samples)}, not a list of calls.",
             remedy="For example samples=[(x1,), (x8,)], or [{'x': x1}, ((x8,), {'flag': True})].",
         )
+    if weights is not None:
+        refuse("tune", items_problem("weights", weights, "numbers"))
     given = [1.0] * len(samples) if weights is None else list(weights)
-    if len(given) != len(samples) or not all(map(_positive, given)):
+    if len(given) != len(samples) or not all(map(is_positive, given)):
         raise OptionError(
-            f"weights is {weights!r}, not a positive number for each of {len(samples)} samples."
+            f"weights is {weights!r:.60}, not a positive number for each of {len(samples)} samples."
         )
     calls: dict[str, tuple[float, Call]] = {}
     for index, (weight, sample) in enumerate(zip(given, samples, strict=True)):

@@ -19,11 +19,12 @@ import torch
 from ..artifacts.tuned_module import Origin, TunedModule, assemble
 from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.modules import FunctionModule
+from ..calls.options import flag_problem, refuse
 from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
 from ..errors import ModelFailed, in_words
 from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_note
-from ..evaluation.reference import Sample, reference
+from ..evaluation.reference import Sample, reference, refuse_changed_containers
 from ..evaluation.verification import verify
 from ..graphs.conditions import for_inference
 from ..report.environment import environment
@@ -135,6 +136,7 @@ def tune(
         ModelFailed: the model fails in eager.
         VerificationError: two eager calls with the same inputs disagree.
     """
+    refuse("tune", flag_problem("progress", progress, optional=True))
     tuning = Tuning(
         model,
         args,
@@ -282,6 +284,7 @@ class Tuning:
         for weight, call in self.asked.calls:
             fn = model._function if isinstance(model, FunctionModule) else model
             ref = reference(fn, model, call, tolerance=self.asked.tolerance, state=state)
+            refuse_changed_containers(ref)
             self.report.notes += [note for note in ref.notes if note not in self.report.notes]
             samples.append(Sample(call.name, weight, call, ref))
         errors = [s.reference.worst_eager_error for s in samples]

@@ -240,7 +240,7 @@ class SegmentTree:
     @property
     def recorder(self) -> Recorder:
         """What records the call."""
-        return self._pool.recorder(self._device)
+        return self._pool._recorder_for(self._device)
 
     def _check_limits(self, more: int) -> None:
         if self._segments + more > MAX_SEGMENTS:
@@ -437,8 +437,8 @@ class SegmentTree:
             for made in path.nodes:
                 made.hits = 1
             self._add_path(path.nodes, path.external, path.frozen)
-            self._pool.update_high_water()
-            if self._pool.over_limit(before):
+            self._pool._update_high_water()
+            if self._pool._over_limit(before):
                 self._make_room((), make_room)
         except GraphwrightError as error:
             self.given_up = _without_traceback(error)
@@ -450,7 +450,7 @@ class SegmentTree:
         limit = self._pool.limit
         assert limit is not None
         alone = sum(segments) > limit
-        while self._pool.reserved + self._pool.predicted(segments) > limit:
+        while self._pool.reserved + self._pool._predicted(segments) > limit:
             if alone or not make_room():
                 raise CaptureError(
                     f"With another path, the call takes more than the pool's limit of "
@@ -477,7 +477,7 @@ class SegmentTree:
         for node in [] if root is None else list(root.below()):
             recording = node.take_recording()
             if recording is not None and node is not root:  # The root's belongs to the graph.
-                self._pool.retire(recording)
+                self._pool._retire(recording)
 
 
 class NewPath:

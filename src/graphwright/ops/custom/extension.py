@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ...calls.fingerprint import described
+from ...calls.options import flag_problem, items_problem, refuse, shown, texts_problem
 from ...errors import ExtensionError, OptionError
 from .building import Flags, forget, is_current, library
 from .diagnosis import not_loaded, not_registered
@@ -217,16 +218,25 @@ def extension(
         OptionError: a name or an option makes no sense.
     """
     check_name(name, "an extension")
-    for option, given in {"cflags": cflags, "cuda_cflags": cuda_cflags, "ldflags": ldflags}.items():
-        if isinstance(given, str):
-            raise OptionError(f"{option} is one text.", remedy=f"Write {option}={given.split()!r}.")
     if isinstance(include_dirs, str | os.PathLike):
         include_dirs = [include_dirs]
-    if not isinstance(functions, Mapping):
-        raise OptionError(
-            f"functions is no dictionary but {type(functions).__name__}.",
-            remedy="Write functions={'f': Function('(Tensor x) -> Tensor', fake=…)}.",
-        )
+    refuse(
+        "extension",
+        _source_problem("cpp", cpp),
+        _source_problem("cuda", cuda),
+        None
+        if isinstance(functions, Mapping)
+        else f"functions is {shown(functions)}, not a dictionary: write "
+        "{'f': Function('(Tensor x) -> Tensor', fake=…)}",
+        texts_problem("cflags", cflags),
+        texts_problem("cuda_cflags", cuda_cflags),
+        texts_problem("ldflags", ldflags),
+        items_problem("include_dirs", include_dirs, "folders"),
+        flag_problem("verbose", verbose),
+    )
+    include_dirs = list(include_dirs)
+    if not all(isinstance(folder, str | os.PathLike) for folder in include_dirs):
+        raise OptionError("include_dirs holds what is no path.", remedy="Write texts or Paths.")
     if not functions:
         raise OptionError(
             f"{name} has no functions.",
@@ -237,7 +247,10 @@ def extension(
         check_name(own, "a function")
         known[own] = Function(function) if isinstance(function, str) else function
         if not isinstance(known[own], Function):
-            raise OptionError(f"functions[{own!r}] is neither a schema nor a Function.")
+            raise OptionError(
+                f"functions[{own!r}] is {shown(function)}, neither a schema nor a Function.",
+                remedy="Write Function('(Tensor x) -> Tensor', fake=…).",
+            )
         validate(known[own], own)
     if cpp is None and cuda is None:
         raise OptionError(f"{name} has no source.", remedy="Pass cpp, cuda or both.")
@@ -256,6 +269,15 @@ def extension(
             )
     flags = Flags(tuple(cflags), tuple(cuda_cflags), tuple(ldflags))
     return _made(_Recipe(name, tuple(units), known, flags, verbose))
+
+
+def _source_problem(name: str, source: Any) -> str | None:
+    """What is wrong with a source, in words."""
+    parts = source if isinstance(source, tuple | list) else [source]
+    wrong = [part for part in parts if not isinstance(part, str | os.PathLike)]
+    if source is None or not wrong:
+        return None
+    return f"{name} is {shown(wrong[0])}, not a source: write a text, a file, or a list of these"
 
 
 def _made(recipe: _Recipe) -> Extension:

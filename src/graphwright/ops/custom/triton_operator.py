@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...calls.fingerprint import described
+from ...calls.options import callable_problem, items_problem, refuse, shown
 from ...errors import ExtensionError, OptionError, first_line
 from .operator import Operator, Token, check_name
 from .registration import derivative, known_to_caches, refusing_kernel, suffix_of
@@ -50,8 +51,23 @@ def triton_op(
 
     Raises:
         ExtensionError: its annotations make no schema, or a check of a sample fails.
-        OptionError: the name makes no sense.
+        OptionError: the name or an option makes no sense.
     """
+    refuse(
+        "triton_op",
+        None if isinstance(name, str) else f"name is {shown(name)}, not a text: write 'mine::name'",
+        callable_problem("function", function),
+        items_problem("mutates_args", mutates_args, "names"),
+        *(
+            None if value is None else callable_problem(option, value)
+            for option, value in (
+                ("reference", reference),
+                ("backward", backward),
+                ("setup_context", setup_context),
+            )
+        ),
+        items_problem("samples", samples, "tuples of arguments"),
+    )
     space, separator, own = name.partition("::")
     if not separator:
         raise OptionError(f"{name!r} has no namespace.", remedy=f"Call it 'mine::{name}', say.")

@@ -192,7 +192,7 @@ class Lease:
             CaptureError: another forward has used the memory, the graph is closed, or there is no
                 backward.
         """
-        lock = self.pair.pool.lock
+        lock = self.pair.pool._lock
         # A capture on another thread may hold it and wait for this thread in turn.
         if not lock.acquire(timeout=_PATIENCE_S):
             raise CaptureError(

@@ -196,13 +196,13 @@ class CapturedPair(Graph):
         Raises:
             CaptureError: it cannot be captured.
         """
-        with self.pool.lock:
+        with self.pool._lock:
             self.state = GraphState.WARMING
             self._warmed = self._warm(self._sample)
 
     def _warm(self, sample: Sequence[Any]) -> Warmed:
         refuse_hooks_for_saved_tensors()
-        recorder = self.pool.recorder(self._device)
+        recorder = self.pool._recorder_for(self._device)
         with self._transaction() as undo:
             warmed = warm(self._passes.both, sample, recorder, undo, self._runs)
             self._passes.check_writes(warmed.mutated)
@@ -218,21 +218,21 @@ class CapturedPair(Graph):
         """
         warmed = self._warmed
         assert warmed is not None
-        with self.pool.lock:
-            predicted = self.pool.predicted(warmed.segments)
+        with self.pool._lock:
+            predicted = self.pool._predicted(warmed.segments)
             prediction = MemoryPrediction(predicted, warmed.segments, warmed.contributors)
             try:
-                self.pool.admit(self, prediction)
-                recorder = self.pool.recorder(self._device)
+                self.pool._admit(self, prediction)
+                recorder = self.pool._recorder_for(self._device)
                 before = recorder.reserved
                 self.state = GraphState.CAPTURING
                 self._sets.append(self._record_set(self._sample, warmed))
-                if self.pool.over_limit(before):
-                    raise self.pool.exceeded(self, prediction)
+                if self.pool._over_limit(before):
+                    raise self.pool._exceeded(self, prediction)
             except BaseException as error:
                 self._retire()
                 let_go(error)
-                self.pool.sweep()
+                self.pool._sweep()
                 raise
             forward = self._sets[0].forward
             assert forward is not None
@@ -240,10 +240,10 @@ class CapturedPair(Graph):
             self._set_recording(forward, before, predicted)
             self._sample = []
             self.state = GraphState.READY
-            self.pool.add(self)
+            self.pool._add(self)
 
     def _record_set(self, sample: Sequence[Any], warmed: Warmed) -> Activations:
-        recorder = self.pool.recorder(self._device)
+        recorder = self.pool._recorder_for(self._device)
         pair_recorder = PairRecorder(self._passes, warmed, recorder, self.pool)
         recorder.order()  # A replay may still use the memory of the inputs.
         with self._transaction():
@@ -280,7 +280,7 @@ class CapturedPair(Graph):
             )
         if torch._C._current_graph_task_id() != -1:
             return _IN_BACKWARD
-        if self._refused is not None and self._refused[1] in (None, self.pool.version):
+        if self._refused is not None and self._refused[1] in (None, self.pool._version):
             return self._refused[0]
         return None
 
@@ -322,7 +322,7 @@ class CapturedPair(Graph):
         what = "does not fit under the pool's limit" if room else "could not be captured"
         reason = f"another activation set {what}"
         refusal = Refusal(reason, f"all of them wait for their backwards, and {reason}. {error}")
-        self._refused = refusal, self.pool.version if room else None
+        self._refused = refusal, self.pool._version if room else None
         return refusal
 
     def _add_set(self, sample: Sequence[Any]) -> None:
@@ -331,10 +331,10 @@ class CapturedPair(Graph):
         # Unlike the first set: nothing gives way for it, and its backward's memory is there.
         needed = self._sets[0].nbytes
         prediction = MemoryPrediction(needed, (needed,), self._warmed.contributors)
-        pool.trim()
+        pool._trim()
         before = pool.reserved
         if pool.limit is not None and before + needed > pool.limit:
-            raise pool.exceeded(self, prediction)
+            raise pool._exceeded(self, prediction)
         made = None
         try:
             # As thoroughly as for the first one: this may be another thread.
@@ -342,19 +342,19 @@ class CapturedPair(Graph):
             made = self._record_set(sample, warmed)
             self._passes.refuse_others_than(trained)
             self._ready()
-            if pool.over_limit(before):
-                raise pool.exceeded(self, prediction)
+            if pool._over_limit(before):
+                raise pool._exceeded(self, prediction)
         except BaseException as error:
             for recording in [] if made is None else made.recordings():
-                pool.retire(recording)
+                pool._retire(recording)
             let_go(error)
             del made
-            pool.sweep()
-            pool.trim()
+            pool._sweep()
+            pool._trim()
             raise
         self._sets.append(made)
         self._held.append(warmed.external)
-        pool.update_high_water()
+        pool._update_high_water()
         known = self.memory
         self.memory = GraphMemory(
             self.name, known.nbytes + pool.reserved - before, known.predicted + needed
@@ -364,7 +364,7 @@ class CapturedPair(Graph):
 
     def reserve(self) -> Lease | None:
         """A free set of activations for the next forward; None if there is none."""
-        with self.pool.lock:
+        with self.pool._lock:
             for chosen in self._sets:
                 if chosen.free:
                     lease = Lease(self, chosen)
@@ -407,7 +407,7 @@ class CapturedPair(Graph):
         self, lease: Lease, leaves: Sequence[Any], answer: list[tuple[Outputs, list[Any]]]
     ) -> tuple[list[torch.Tensor], Lease, Sequence[torch.Tensor]]:
         """Run a forward; `answer` gets its results, and how the caller's are made of them."""
-        with self.pool.lock:
+        with self.pool._lock:
             self._ready()
             chosen = lease.activations
             plan = chosen.outputs
@@ -435,7 +435,7 @@ class CapturedPair(Graph):
         self._recording = None
         for chosen in self._sets:
             for recording in chosen.recordings():
-                self.pool.retire(recording)
+                self.pool._retire(recording)
         self._sets = []
         self._held = []
         self._passes.forget()

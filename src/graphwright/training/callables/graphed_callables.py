@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, get_args, overload
 
@@ -11,11 +10,21 @@ from torch import nn
 
 from ...calls.dependencies import StandIn
 from ...calls.modules import FunctionModule
+from ...calls.options import (
+    args_problem,
+    callable_problem,
+    choice_problem,
+    count_problem,
+    flag_problem,
+    kwargs_problem,
+    refuse,
+    shown,
+)
 from ...dispatch.graphed_callable import OnMiss
 from ...errors import CaptureError, OptionError
 from ...graphs.composition import warn_of_lost_gain
 from ...graphs.conditions import capturing_now
-from ...graphs.memory import MemoryPool
+from ...graphs.memory import MemoryPool, pool_problem
 from ..distributed import refuse_distributed
 from .captured_pair import CapturedPair
 from .graphed_forward import GraphedForward
@@ -106,12 +115,19 @@ def make_graphed_callables(
         MemoryBudgetExceeded: it does not fit under the pool's limit.
         OptionError: an argument makes no sense.
     """
+    refuse(
+        "make_graphed_callables",
+        count_problem("num_warmup_iters", num_warmup_iters, 0),
+        flag_problem("allow_unused_input", allow_unused_input),
+        None if _is_handle(pool) else pool_problem(pool),
+        count_problem("activation_sets", activation_sets),
+        choice_problem("on_miss", on_miss, get_args(OnMiss)),
+    )
     several = isinstance(callables, tuple)
     each = tuple(map(_inside, callables if several else (callables,)))
     calls = _calls(each, sample_args, sample_kwargs, several=several)
-    _check_options(num_warmup_iters, activation_sets, on_miss)
     for index, fn in enumerate(each):
-        _check(fn, f"callables[{index}]" if several else "the callable")
+        _check(fn, f"callables[{index}]" if several else "callables")
     if len({id(fn) for fn in each}) < len(each):
         raise OptionError(
             "The same callable stands twice in `callables`.",
@@ -119,13 +135,13 @@ def make_graphed_callables(
         )
     if capturing_now():
         raise CaptureError("A capture inside another one.", remedy="Capture them one by one.")
-    memory = pool if isinstance(pool, MemoryPool) else _own_pool(pool)
+    memory = pool if isinstance(pool, MemoryPool) else MemoryPool()
     forwards = [
         GraphedForward(
             fn,
             memory,
             warmup=num_warmup_iters,
-            allow_unused=bool(allow_unused_input),
+            allow_unused=allow_unused_input,
             sets=activation_sets,
             on_miss=on_miss,
         )
@@ -165,24 +181,16 @@ def _calls(
         kwargs = (None,) * len(callables)
     for what, given in (("sample_args", args), ("sample_kwargs", kwargs)):
         if not isinstance(given, tuple | list) or len(given) != len(callables):
-            count = len(given) if isinstance(given, tuple | list) else type(given).__name__
+            count = len(given) if isinstance(given, tuple | list) else shown(given)
             raise OptionError(
                 f"{what} has to be a tuple with one entry for each of the {len(callables)} "
                 f"callables, not {count}.",
             )
-    for one in args:
-        if not isinstance(one, tuple | list):
-            raise OptionError(
-                f"sample_args is a tuple of a call's arguments, not {type(one).__name__}.",
-                remedy="Write (x,) for a single argument.",
-            )
-    for one in kwargs:
-        if one is not None and not (
-            isinstance(one, Mapping) and all(isinstance(name, str) for name in one)
-        ):
-            raise OptionError(
-                f"sample_kwargs is a dictionary of a call's arguments, not {type(one).__name__}."
-            )
+    refuse(
+        "make_graphed_callables",
+        *(args_problem("sample_args", one, "sample_kwargs") for one in args),
+        *(kwargs_problem("sample_kwargs", one) for one in kwargs),
+    )
     return [(tuple(a), dict(k or {})) for a, k in zip(args, kwargs, strict=True)]
 
 
@@ -200,18 +208,8 @@ def _inside(fn: Any) -> Any:
     return fn
 
 
-def _check_options(warmup: Any, sets: Any, on_miss: Any) -> None:
-    if not isinstance(warmup, int) or isinstance(warmup, bool) or warmup < 0:
-        raise OptionError(f"num_warmup_iters is a number of runs, not {warmup!r}.")
-    if not isinstance(sets, int) or isinstance(sets, bool) or sets < 1:
-        raise OptionError(f"activation_sets is a number above 0, not {sets!r}.")
-    if on_miss not in get_args(OnMiss):
-        raise OptionError(f"on_miss is one of {', '.join(get_args(OnMiss))}, not {on_miss!r}.")
-
-
 def _check(fn: Any, name: str) -> None:
-    if not callable(fn) or inspect.isclass(fn):
-        raise OptionError(f"{name} is no module or function but {fn!r}.")
+    refuse("make_graphed_callables", callable_problem(name, fn))
     owner = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
     refuse_distributed(owner)
     if isinstance(fn, torch.jit.ScriptModule):
@@ -228,8 +226,6 @@ def _check(fn: Any, name: str) -> None:
             )
 
 
-def _own_pool(pool: Any) -> MemoryPool:
-    """A new pool, for None and for a handle of PyTorch's."""
-    if pool is None or (isinstance(pool, tuple) and all(isinstance(n, int) for n in pool)):
-        return MemoryPool()
-    raise OptionError(f"pool is a MemoryPool, a handle of PyTorch's or None, not {pool!r}.")
+def _is_handle(pool: Any) -> bool:
+    """Whether it is a handle of PyTorch's, in whose place a new pool is made."""
+    return isinstance(pool, tuple) and all(isinstance(n, int) for n in pool)

@@ -111,7 +111,7 @@ class GraphedForward(StandIn):
         if why is not None:
             self.statistics.eager[why] += 1
             return self._call_original(args, kwargs)
-        with self.pool.lock:
+        with self.pool._lock:
             pair = self._find(args, kwargs)
             lease = None if pair is None else pair.reserve()
         if pair is None:
@@ -144,7 +144,7 @@ class GraphedForward(StandIn):
             return refusal
         try:
             # In the same order as for a capture.
-            with self._turns.alone(), self.pool.lock:
+            with self._turns.alone(), self.pool._lock:
                 return self._add_set(args, kwargs)
         except GraphwrightError as error:
             return pair.why_no_more_sets() or pair.refuse_sets(error)
@@ -248,7 +248,7 @@ class GraphedForward(StandIn):
 
     def _capture(self, args: Any, kwargs: Any) -> CapturedPair:
         # Before the lock: it waits for eager calls of other threads, which may need the lock.
-        with self._turns.alone(), self.pool.lock:
+        with self._turns.alone(), self.pool._lock:
             # Another thread may have captured it meanwhile.
             found = self._find(args, kwargs)
             return self._capture_new(args, kwargs) if found is None else found

@@ -59,7 +59,7 @@ class PairRecorder:
         except BaseException:
             if done is not None:
                 for recording in done.recordings():
-                    self._pool.retire(recording)
+                    self._pool._retire(recording)
             raise
         finally:
             self._passes.forget()
@@ -85,7 +85,7 @@ class PairRecorder:
         try:
             memory.refuse_unknown(known)
         except CaptureError:
-            self._pool.retire(segment.recording)
+            self._pool._retire(segment.recording)
             raise
         known |= {storage._cdata for storage in memory.still_alive()}
         return Activations(inputs, copies, outputs, segment.recording, None, (), [])
@@ -93,7 +93,7 @@ class PairRecorder:
     def _backward(
         self, done: Activations, known: set[int], segments: list[SegmentRecorder]
     ) -> None:
-        allocate = self._pool.shared_bytes()
+        allocate = self._pool._shared_bytes()
         given = [_like(output, allocate) for output in self._passes.outputs]
         known |= {grad.untyped_storage()._cdata for grad in given}
         memory = MemoryObserver()

@@ -93,7 +93,7 @@ class StepBuilder:
             body, device = self._body((args, kwargs))
             optimizers = OptimizersKept(body.optimizers)
             schedulers = SchedulersKept(self._step)
-            recorder = pool.recorder(device)
+            recorder = pool._recorder_for(device)
             copies = Copies(recorder.relieve)
             grads = [None if g is None else g.detach() for g in grads_of(body.parameters)]
             try:

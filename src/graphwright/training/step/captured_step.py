@@ -206,7 +206,7 @@ class CapturedStep(CapturedCall):
             super().record(share_inputs=share_inputs)
         else:
             # Other graphs must not use the memory that this one's gradients lie in.
-            with self.pool.recorder(self._device).apart():
+            with self.pool._recorder_for(self._device).apart():
                 super().record()
         self._watch = ModuleWatch(self._module, values=False, training=True)
         self._seen = self._unwatched()

@@ -7,25 +7,32 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from ...calls.modes import opaque
+from ...calls.options import (
+    callable_problem,
+    choice_problem,
+    count_problem,
+    kind_problem,
+    refuse,
+    shown,
+)
 from ...calls.signature import Args, CallSignature, Kwargs, inside_transform, tensors_of
 from ...errors import (
     CaptureError,
     MemoryBudgetExceeded,
-    OptionError,
     SignatureError,
     in_words,
     levels_above,
 )
 from ...graphs.conditions import capturing_now, only_for_inference, under_hooks_for_saved_tensors
 from ...graphs.graph import GraphState
-from ...graphs.memory import MemoryPool, format_bytes
+from ...graphs.memory import MemoryPool, format_bytes, pool_problem
 from .body import name_of_step, run_detached
 from .builder import StepBuilder
 from .captured_step import ALL_STEPS, CapturedStep
@@ -121,7 +128,7 @@ class GraphedStep:
             SignatureError: no graph fits the batch, and on_miss is "error".
         """
         # Inference mode would forbid training.
-        with self.pool.lock, torch.inference_mode(False):
+        with self.pool._lock, torch.inference_mode(False):
             result = self._answer(batch, kwargs)
         if self._scheduler is not None:
             self._scheduler.step()
@@ -146,12 +153,12 @@ class GraphedStep:
 
     def release(self) -> None:
         """Close all graphs; the next steps capture them again."""
-        with self.pool.lock:
+        with self.pool._lock:
             for graph in self._graphs:
                 graph.close()
             self._graphs = []
             self._refused = []
-            self.pool.trim()
+            self.pool._trim()
 
     def close(self) -> None:
         """Close all graphs for good; later steps are eager."""
@@ -190,7 +197,7 @@ class GraphedStep:
         if under_hooks_for_saved_tensors():
             return self._run_eagerly("under hooks for saved tensors", args, kwargs)
         if self._graphs:
-            self.pool.order()  # Code here may write to what graphs read.
+            self.pool._order()  # Code here may write to what graphs read.
         graph = self._find(args, kwargs)
         if graph is None:
             if any(tensor.requires_grad for tensor in tensors_of((args, kwargs))):
@@ -309,7 +316,7 @@ class GraphedStep:
 
     def _capture(self, args: Args, kwargs: Kwargs) -> CapturedStep:
         """Capture the step as it is now; what the runs change is put back."""
-        with self.pool.lock, self._recount_users():
+        with self.pool._lock, self._recount_users():
             graph = self._builder.capture(args, kwargs, self.pool, self._warmup)
         self._graphs.insert(0, graph)
         if all(graph.signature != known for known in self._captured):
@@ -393,10 +400,17 @@ def graph_step(
         MemoryBudgetExceeded: it does not fit under the pool's limit.
         OptionError: an option makes no sense.
     """
-    if on_miss not in ("capture", "eager", "error"):
-        raise OptionError(f"on_miss is 'capture', 'eager' or 'error', not {on_miss!r}.")
-    if not isinstance(max_graphs, int) or max_graphs < 1:
-        raise OptionError(f"max_graphs is a number above 0, not {max_graphs!r}.")
+    refuse(
+        "graph_step",
+        callable_problem("step", step),
+        None if isinstance(optimizer, Optimizer) else _optimizers_problem(optimizer),
+        kind_problem("scaler", scaler, GradScaler, "write torch.amp.GradScaler(…)", optional=True),
+        _scheduler_problem(scheduler),
+        pool_problem(pool),
+        choice_problem("on_miss", on_miss, get_args(OnMiss)),
+        count_problem("max_graphs", max_graphs),
+        count_problem("warmup", warmup),
+    )
     if optimizer is None:
         optimizer = ()
     return GraphedStep(
@@ -410,3 +424,19 @@ def graph_step(
         max_graphs=max_graphs,
         warmup=warmup,
     )
+
+
+def _optimizers_problem(optimizers: Any) -> str | None:
+    """What is wrong with several optimizers, in words."""
+    if optimizers is None:
+        return None
+    listed = optimizers if isinstance(optimizers, tuple | list) else [optimizers]
+    wrong = [each for each in listed if not isinstance(each, Optimizer)]
+    return f"optimizer is {shown(wrong[0])}, not a torch.optim.Optimizer" if wrong else None
+
+
+def _scheduler_problem(scheduler: Any) -> str | None:
+    """What is wrong with a scheduler, in words."""
+    if scheduler is None or callable(getattr(scheduler, "step", None)):
+        return None
+    return f"scheduler is {shown(scheduler)}, which has no step(): pass a learning-rate scheduler"
