@@ -674,6 +674,7 @@ def test_nothing_is_saved_after_an_interruption(
     assert not file.exists()
 
 
+@pytest.mark.usefixtures("heeding_ctrl_c")
 def test_ctrl_c_prints_what_is_known_and_exits_130(source: Path) -> None:
     """A real process and a real SIGINT, sent as soon as the second row is on the screen."""
     command = [sys.executable, "-u", "-m", "graphwright", "tune", f"{source}:pair"]

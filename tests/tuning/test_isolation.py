@@ -439,6 +439,7 @@ gw.tune(Small().eval(), (x,), strategies=[Planted("spawn", planted.Spawns({file!
 """
 
 
+@pytest.mark.usefixtures("heeding_ctrl_c")
 @pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT, signal.SIGTERM])
 def test_when_the_caller_ends_nothing_is_left(tmp_path: Path, signum: int) -> None:
     file = tmp_path / "pids"
