@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -180,6 +181,22 @@ def test_a_steady_run_says_nothing_of_the_load_and_is_remembered(wild: set[str])
     key = tuning._key()
     assert key is not None
     assert choice_cache.recall(key) is not None
+
+
+def test_screening_is_not_repeated_beyond_a_tenth_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deadlines: list[float] = []
+
+    def rounds(calls: dict[str, object], *_: object, deadline: float, **__: object) -> Any:
+        deadlines.append(deadline - time.monotonic())
+        return {name: rounds_of(*[1e-3] * 10) for name in calls}
+
+    monkeypatch.setattr("graphwright.tuning.trial.interleave_until_steady", rounds)
+    model, x = small()
+    for options in ({"budget_s": 1000.0}, {"timeout_s": 200.0}):
+        gw.tune(model, (x,), strategies=[], remember=False, **options)
+        assert 50 < deadlines.pop() <= 100
 
 
 def test_what_was_unsteady_when_screened_is_timed_again_with_the_finalists() -> None:

@@ -6,6 +6,7 @@ several set-ups may run at once and timings may not.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -67,6 +68,7 @@ class CandidateEvaluator:
         device: where they run.
         objective: decides which figure may make a candidate `slower`.
         screening_s: seconds to time a candidate in turns with eager, over all samples.
+        timing_s: seconds by which timing has to end that is repeated since it was unsteady.
         dynamic_shapes: the dimensions that vary, as torch.export takes them; None for none.
     """
 
@@ -78,6 +80,7 @@ class CandidateEvaluator:
         *,
         objective: str,
         screening_s: float,
+        timing_s: float = math.inf,
         dynamic_shapes: Any = None,
     ) -> None:
         self.module = module
@@ -86,6 +89,7 @@ class CandidateEvaluator:
         self.device = device
         self.objective = objective
         self.screening_s = screening_s
+        self.timing_s = timing_s
         self.dynamic_shapes = dynamic_shapes
 
     @property
@@ -196,6 +200,7 @@ class CandidateEvaluator:
         """Time what was set up, in turns with eager, and say whether it is slower."""
         row = trial.row
         budget_s = self.screening_s / len(self.samples)
+        deadline = time.monotonic() + self.timing_s
         parts = trial.sample_rows(self.samples)
         try:
             for sample, part, built in zip(self.samples, parts, trial.builts, strict=True):
@@ -206,7 +211,11 @@ class CandidateEvaluator:
                     calls = {"candidate": mine, "eager": self.bound(self.module, sample.call)}
                     before = trial.meter.kept()
                     measured = interleave_until_steady(
-                        calls, self.timer, budget_s=budget_s, objective=self.objective
+                        calls,
+                        self.timer,
+                        budget_s=budget_s,
+                        objective=self.objective,
+                        deadline=deadline,
                     )
                     part.screening, part.baseline = measured["candidate"], measured["eager"]
                     part.unsteady = unsteadiness(part.screening, self.objective)

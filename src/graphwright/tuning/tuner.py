@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -295,6 +296,7 @@ class Tuning:
             self.asked.device,
             objective=self.asked.objective,
             screening_s=SCREENING_S,
+            timing_s=min(self.asked.timeout_s / 2, (self.asked.budget_s or math.inf) / 10),
             dynamic_shapes=self._dynamic_shapes(),
         )
 
