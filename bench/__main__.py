@@ -12,6 +12,7 @@ scripts/bench operators [--out DIR]                   our operators: bandwidth, 
 scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
 scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
 scripts/bench watching SRC [--out DIR]                what looking costs, beside a checkout
+scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/reference/
 """
@@ -445,6 +446,10 @@ def main() -> None:
     training_.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     training_.add_argument("--no-memory", action="store_true", help="leave peak memory out")
     training_.add_argument("--quick", action="store_true", help="tiny sizes: no result")
+    busy = commands.add_parser("busy", help="tune() beside a load: is what it says right?")
+    busy.add_argument("--runs", type=int, default=10, help="runs beside the load")
+    busy.add_argument("--processes", type=int, default=2, help="busy processes beside them")
+    busy.add_argument("--out", type=Path, default=RESULTS)
     comparing = commands.add_parser("compare", help="two results of tune, capture or training")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
@@ -463,6 +468,11 @@ def main() -> None:
         from .buckets.run import benchmark
 
         sys.exit(not benchmark(given.out, commit(), quick=given.quick))
+    elif given.command == "busy":
+        from .busy.run import benchmark as beside_load
+
+        failed = beside_load(given.out, runs=given.runs, processes=given.processes)
+        sys.exit(bool(failed))
     elif given.command == "compare":
         from .compare import main as compare
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import signal
 import threading
@@ -76,6 +77,9 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("graphwright.tuning.tuner.FINAL_S_EACH", 0.05)
     monkeypatch.setattr("graphwright.evaluation.measurement.WARMUP_S", 0.0)
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_CALLS_PER_BLOCK", 10)
+    # What else runs here decides nothing: only planted samples are unsteady.
+    monkeypatch.setattr("graphwright.evaluation.measurement.MAX_SPREAD", math.inf)
+    monkeypatch.setattr("graphwright.evaluation.measurement.MAX_HELD_UP_SHARE", math.inf)
     # Which passes a test sees must not depend on a time.
     monkeypatch.setattr("graphwright.fusion.pass_manager.WORTH", 1.0)
 

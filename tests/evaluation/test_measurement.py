@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from graphwright.evaluation import measurement
 from graphwright.evaluation.measurement import (
     MAX_ROUNDS,
     MIN_ROUNDS,
@@ -19,8 +20,9 @@ from graphwright.evaluation.measurement import (
     Timer,
     break_even,
     interleave,
+    interleave_until_steady,
     median_interval,
-    noise_notes,
+    unsteadiness,
 )
 
 times = st.floats(min_value=1e-6, max_value=1.0)
@@ -101,15 +103,135 @@ def test_spread_is_half_of_the_interquartile_range() -> None:
     assert Samples((1.0,)).spread == 0.0
 
 
-def test_noise_is_reported_and_calm_is_not() -> None:
-    calm = Measurement(tuple((1.0, 1.001) for _ in range(10)), (1.0,) * 10)
-    assert noise_notes(calm) == []
-    drifting = Measurement(tuple((1.0 + 0.06 * i,) * 2 for i in range(10)), (1.0,) * 10)
-    assert any("drifted" in note for note in noise_notes(drifting))
-    outliers = Measurement(tuple((1.0,) * 7 + (9.0, 9.0) for _ in range(10)), (1.0,) * 10)
-    assert any("5% of the calls took" in note for note in noise_notes(outliers))
-    wide = Measurement(tuple((1.0, 3.0) for _ in range(10)), (1.0,) * 10)
-    assert any("noisy" in note for note in noise_notes(wide))
+# ---------------------------------------------------------------- on a busy machine
+
+
+@pytest.fixture
+def strict(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The limits that tune() has; other tests have none."""
+    monkeypatch.setattr(measurement, "MAX_SPREAD", 1.5)
+    monkeypatch.setattr(measurement, "MAX_HELD_UP_SHARE", 0.75)
+
+
+def rounds_of(*seconds: float, calls: int = 4) -> Measurement:
+    return Measurement(tuple((s,) * calls for s in seconds), seconds)
+
+
+def test_calls_that_were_held_up_do_not_move_a_round() -> None:
+    """Most calls wait for a core, as beside two busy processes."""
+    blocks = ((72e-3, 1.2e-3, 24e-3, 1e-3, 48e-3),) * 5 + ((1.1e-3, 24e-3),)
+    held_up = Measurement(blocks, (1e-3,) * 6)
+    assert held_up.rounds("latency") == pytest.approx([1.1e-3] * 6)
+    assert held_up.typical().median == pytest.approx(1.1e-3)
+    assert held_up.typical().spread == pytest.approx(0.0)
+
+
+@pytest.mark.usefixtures("strict")
+def test_what_is_calm_is_steady() -> None:
+    assert unsteadiness(rounds_of(*(1.0 + 0.01 * (i % 5) for i in range(10)))) == ""
+    # A few rounds that were held up are no matter.
+    assert unsteadiness(rounds_of(*[1.0] * 20, *[9.0] * 5)) == ""
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_spread_and_drift_are_unsteady(objective: str) -> None:
+    spread = rounds_of(*[1.0, 3.0] * 10)
+    assert unsteadiness(spread, objective) == "its rounds disagree by a factor of 3.0"
+    drift = rounds_of(*(1.0 + 0.2 * i for i in range(20)))
+    assert unsteadiness(drift, objective) == "its rounds disagree by a factor of 1.9"
+
+
+@pytest.mark.usefixtures("strict")
+def test_what_is_held_up_all_the_time_is_unsteady() -> None:
+    """10.9 ms again and again, with a fastest call of 0.04 ms: steady, and wrong."""
+    blocks = [(10.9e-3,) * 10] * 24 + [(0.04e-3,) + (10.9e-3,) * 9]
+    held_up = Measurement(tuple(blocks), (10.9e-3,) * 25)
+    low, high = median_interval(held_up.rounds("latency"))
+    assert low == high == 10.9e-3
+    why = "100% of its calls took over 3 times as long as the fastest one"
+    assert unsteadiness(held_up) == why
+
+
+class Machine:
+    """A clock that timed calls and sleep move, and a load that holds some calls up until a time.
+
+    Attributes:
+        until: seconds; before that, three of four calls of "threads" take a hundred times as long.
+    """
+
+    def __init__(self, until: float) -> None:
+        self.now = 0.0
+        self.until = until
+        self.slept: list[float] = []
+        self._turn = 0
+
+    def run(self, seconds: float, *, held_up: bool) -> float:
+        self._turn += 1
+        if held_up and self.now < self.until and self._turn % 8:
+            seconds *= 100
+        self.now += seconds
+        return seconds
+
+    def sleep(self, seconds: float) -> None:
+        self.slept.append(seconds)
+        self.now += seconds
+
+    def time(self, **given: float) -> dict[str, Measurement]:
+        calls = {
+            "eager": lambda: self.run(2e-3, held_up=False),
+            "threads": lambda: self.run(1e-3, held_up=True),
+        }
+        return interleave_until_steady(
+            calls, FakeTimer(), budget_s=1.0, clock=lambda: self.now, sleep=self.sleep, **given
+        )
+
+
+@pytest.mark.usefixtures("strict")
+def test_on_a_quiet_machine_nothing_is_timed_again() -> None:
+    machine = Machine(until=0.0)
+    found = machine.time()
+    assert machine.slept == []
+    assert found["threads"].ratios(found["eager"]) == pytest.approx([0.5] * 25)
+
+
+@pytest.mark.usefixtures("strict")
+def test_what_is_unsteady_is_timed_again_later_and_longer() -> None:
+    once = Machine(until=1e9).time(deadline=0.0)
+    assert unsteadiness(once["threads"])
+    assert not unsteadiness(once["eager"])
+    machine = Machine(until=2.0)
+    found = machine.time()
+    assert machine.slept == [1.0]
+    assert not any(map(unsteadiness, found.values()))
+    assert found["threads"].ratios(found["eager"]) == pytest.approx([0.5] * 50)
+
+
+@pytest.mark.usefixtures("strict")
+def test_a_load_that_stays_is_given_up_after_two_more_times() -> None:
+    machine = Machine(until=1e9)
+    found = machine.time()
+    assert machine.slept == [1.0, 4.0]
+    assert unsteadiness(found["threads"])
+
+
+@pytest.mark.usefixtures("strict")
+def test_nothing_is_timed_again_that_would_end_too_late() -> None:
+    machine = Machine(until=1e9)
+    machine.time(deadline=machine.now + 5.0)
+    assert machine.slept == [1.0]
+
+
+def test_a_block_is_sized_by_the_fastest_call_and_ends_in_time() -> None:
+    """A warm-up that was held up says nothing of the calls; and a block is not without end."""
+    machine = Machine(until=0.05)
+    found = interleave({"a": lambda: machine.run(1e-3, held_up=True)}, FakeTimer(), budget_s=1.0)
+    assert {len(block) for block in found["a"].latency[1:]} == {10}
+    slow = interleave({"a": lambda: 0.2}, FakeTimer(), budget_s=0)["a"]
+    assert {len(block) for block in slow.latency} == {1}
+    held_up = itertools.chain([1e-3] * 4, itertools.repeat(0.2))
+    short = interleave({"a": lambda: next(held_up)}, FakeTimer(), budget_s=0)["a"]
+    assert {len(block) for block in short.latency} == {2}
 
 
 def test_peak_memory_sees_a_large_temporary(device: torch.device) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib.util
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,6 +19,9 @@ import graphwright as gw
 from graphwright.evaluation.measurement import Measurement
 from graphwright.report.result import Row, Status
 from graphwright.strategies.base import Availability, Built
+from graphwright.tuning import choice_cache
+from graphwright.tuning.selection import near_best
+from graphwright.tuning.trial import judge
 from graphwright.tuning.tuner import Tuning
 
 HAS_ONNX = all(importlib.util.find_spec(n) for n in ("onnx", "onnxscript", "onnxruntime"))
@@ -81,6 +85,130 @@ def test_a_finalist_is_near_the_best_by_its_own_time_too() -> None:
     tuning._kept = {r.strategy: [Built(model)] for r in tuning.report.rows}
     tuning._drop_the_beaten()
     assert set(tuning._kept) == {"eager", "slow", "fast"}
+
+
+def test_torch_compile_is_in_the_common_rounds_even_if_it_is_slower() -> None:
+    model, x = small()
+    strategies = [
+        Planted("inductor", planted.right_but_slower),
+        Planted("slow", planted.right_but_slower),
+    ]
+    report = gw.tune(model, (x,), strategies=strategies).report
+    compiled, slow, eager = (report.row(name) for name in ("inductor", "slow", "eager"))
+    assert compiled is not None
+    assert slow is not None
+    assert eager is not None
+    assert compiled.status is slow.status is Status.SLOWER
+    assert slow.final is None
+    assert compiled.final is not None
+    assert compiled.bare is not None
+    assert eager.final is not None
+    assert report.ratios(eager, "inductor") == eager.final.ratios(compiled.bare)
+    assert report.chosen == "eager"
+
+
+def test_the_common_rounds_decide_whether_a_finalist_is_slower() -> None:
+    figures = {"eager": 1.0, "inductor": 0.5}
+    found = {name: Measurement(((s,),) * 5, (s,) * 5) for name, s in figures.items()}
+    row = Row("inductor", Status.SLOWER, "1.10 to 1.20 times eager's time")
+    judge(row, found["inductor"], found["eager"], "latency")
+    assert (row.status, row.reason) == (Status.OK, "")
+    judge(row, found["eager"], found["inductor"], "latency")
+    assert (row.status, row.reason) == (Status.SLOWER, "2.00 to 2.00 times eager's time")
+
+
+# ---------------------------------------------------------------- on a busy machine
+
+
+def rounds_of(*seconds: float) -> Measurement:
+    return Measurement(tuple((s,) for s in seconds), seconds)
+
+
+@pytest.fixture
+def wild(monkeypatch: pytest.MonkeyPatch) -> set[str]:
+    """The names of candidates whose final rounds are planted: unsteady, or 1 ms and steady."""
+    names: set[str] = set()
+
+    def rounds(calls: dict[str, object], *_: object, **__: object) -> dict[str, Measurement]:
+        unsteady, steady = rounds_of(*[1e-5, 1.0] * 5), rounds_of(*[1e-3] * 10)
+        return {name: unsteady if name in names else steady for name in calls}
+
+    monkeypatch.setattr("graphwright.evaluation.measurement.MAX_SPREAD", 1.5)
+    monkeypatch.setattr("graphwright.tuning.final_rounds.interleave_until_steady", rounds)
+    monkeypatch.setattr("graphwright.tuning.tuner.load_average", lambda: "load average 4.0")
+    monkeypatch.setattr("graphwright.tuning.trial.unsteadiness", lambda *_: "")
+    monkeypatch.setattr("graphwright.tuning.selection.FINALIST_FACTOR", 1e9)
+    monkeypatch.setattr("graphwright.tuning.trial._SLOWER", 1e9)
+    return names
+
+
+def test_what_is_unsteady_is_never_chosen_and_the_verdict_says_why(wild: set[str]) -> None:
+    model, x = small()
+    wild.add("eager:no_grad")
+    tuning = Tuning(model, (x,), strategies=["eager:no_grad", "eager:inference_mode"])
+    report = tuning.run().report
+    row = report.row("eager:no_grad")
+    assert row is not None
+    assert row.unsteady == "its rounds disagree by a factor of 100000.0"
+    assert report.ratios(row) == []
+    assert report.chosen != "eager:no_grad"
+    assert report.reason.endswith(
+        " The machine was busy (load average 4.0): eager:no_grad stayed unsteady and takes part "
+        "in no ratio. Tune again when less else runs."
+    )
+    # What a busy machine decided is not remembered.
+    key = tuning._key()
+    assert key is not None
+    assert choice_cache.recall(key) is None
+
+
+def test_where_eager_is_unsteady_it_is_kept(wild: set[str]) -> None:
+    model, x = small()
+    wild.add("eager")
+    tuning = Tuning(model, (x,), strategies=["eager:no_grad", "eager:inference_mode"])
+    report = tuning.run().report
+    assert report.chosen == "eager"
+    assert all(report.speedup(row) is None for row in report.rows)
+    assert "its own time is unsteady" in report.reason
+    assert "The machine was busy" in report.reason
+
+
+def test_a_steady_run_says_nothing_of_the_load_and_is_remembered(wild: set[str]) -> None:
+    assert not wild
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=["eager:no_grad"])
+    assert "busy" not in tuning.run().report.reason
+    key = tuning._key()
+    assert key is not None
+    assert choice_cache.recall(key) is not None
+
+
+def test_screening_is_not_repeated_beyond_a_tenth_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    deadlines: list[float] = []
+
+    def rounds(calls: dict[str, object], *_: object, deadline: float, **__: object) -> Any:
+        deadlines.append(deadline - time.monotonic())
+        return {name: rounds_of(*[1e-3] * 10) for name in calls}
+
+    monkeypatch.setattr("graphwright.tuning.trial.interleave_until_steady", rounds)
+    model, x = small()
+    for options in ({"budget_s": 1000.0}, {"timeout_s": 200.0}):
+        gw.tune(model, (x,), strategies=[], remember=False, **options)
+        assert 50 < deadlines.pop() <= 100
+
+
+def test_what_was_unsteady_when_screened_is_timed_again_with_the_finalists() -> None:
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=[])
+    figures = {"eager": (3, 3), "fast": (1, 3), "beaten": (2, 3), "wild": (9, 3)}
+    for name, (mine, eager) in figures.items():
+        row = Row(name, Status.OK, screening=rounds_of(*[mine] * 5))
+        row.baseline = rounds_of(*[eager] * 5)
+        tuning.report.rows.append(row)
+    tuning.report.rows[-1].unsteady = "its rounds disagree by a factor of 3.0"
+    assert [row.strategy for row in near_best(tuning.report)] == ["fast", "wild"]
 
 
 def test_within_the_noise_the_simpler_one_is_chosen() -> None:

@@ -12,6 +12,7 @@ import pytest
 import graphwright
 from bench import __main__ as run
 from bench import compare
+from bench.busy import run as busy
 from bench.common import processes
 from bench.training import table as training_table
 from bench.tune import table as tune_table
@@ -104,6 +105,25 @@ def test_a_mean_against_what_is_not_to_be_had_here_is_not_measured() -> None:
     assert met(result(one=failed), "reduce-overhead") == {"0 of 1 models": False}
     early = {"failed": "took over 150 s, at torch.jit", "ways": {"eager": way(9)}}
     assert met(result(one=here, two=early), "reduce-overhead") == {"0 of 2 models": None}
+
+
+# ------------------------------------------------------------ beside a load
+
+
+def test_ratios_beside_a_load_are_right_or_marked() -> None:
+    def run(fast: float, *unsteady: str) -> dict[str, Any]:
+        return {"ratios": {"eager": {"fast": fast}}, "unsteady": dict.fromkeys(unsteady, "why")}
+
+    quiet, right, marked = run(2.0), run(2.9), {"ratios": {}, "unsteady": {"fast": "why"}}
+    assert busy.problems(quiet, [right] * 7 + [marked] * 3) == []
+    assert busy.problems(quiet, [right, run(3.1), run(1.3)]) == [
+        "busy run 2: fast vs eager is off by a factor of 1.55",
+        "busy run 3: fast vs eager is off by a factor of 1.54",
+    ]
+    assert busy.problems(quiet, [right] * 6 + [marked] * 4) == [
+        "4 of 10 busy runs have rows that are marked as unsteady"
+    ]
+    assert busy.problems(run(2.0, "fast"), []) == ["quiet: fast is marked as unsteady"]
 
 
 # ------------------------------------------------------------ tables

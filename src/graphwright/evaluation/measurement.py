@@ -1,8 +1,10 @@
-"""Timing: interleaved rounds, raw samples, spread, and notes on noise.
+"""Timing: interleaved rounds, raw samples, spread, and whether they are steady.
 
-The method follows hyperfine and Google Benchmark. Every sample is kept. Shown are the median and
-its rank-based 95 % interval. Callables are timed in turns, so that a drifting clock affects all
-alike, and ratios are taken within a round.
+The method follows hyperfine and Google Benchmark. Every sample is kept. Callables are timed in
+turns, so that a drifting clock affects all alike, and ratios are taken within a round. A round's
+figure is the median of its calls, but for those that were held up: other work on the machine only
+ever makes a call longer, often a hundred times (Chen and Revels, Robust benchmarking in noisy
+environments, 2016). Shown are the median of the rounds and its rank-based 95 % interval.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,14 +31,19 @@ BLOCK_S = 0.02
 MIN_ROUNDS = 5
 MAX_ROUNDS = 25
 WARMUP_S = 0.1
+# Seconds after which a block ends early, as where other work holds its calls up.
+MAX_BLOCK_S = 0.25
+# A call that takes more than so many times as long as the fastest one was held up by other work.
+HELD_UP = 3.0
+# Figures are unsteady if the 95 % interval of their median spans more than this factor ...
+MAX_SPREAD = 1.5
+# ... or if more than this share of the calls were held up.
+MAX_HELD_UP_SHARE = 0.75
+# Seconds to wait before unsteady callables are timed again, each time for twice as long.
+PAUSES_S = (1.0, 4.0)
 # Seconds are kept to a tenth of a nanosecond, beyond any clock, so that a saved sample is short and
 # yet exactly the one that was taken.
 DIGITS = 10
-# What is worth a reader's attention: these shares of the median, and of the samples.
-_WIDE_SPREAD = 0.25
-_DRIFT = 0.2
-_OUTLIER = 1.5
-_OUTLIER_SHARE = 0.05
 
 
 @dataclass(frozen=True)
@@ -81,8 +88,8 @@ class Measurement:
     round for calls issued back to back. All in seconds per call.
     """
 
-    latency: tuple[tuple[float, ...], ...]
-    throughput: tuple[float, ...]
+    latency: tuple[tuple[float, ...], ...] = field(repr=False)
+    throughput: tuple[float, ...] = field(repr=False)
 
     @property
     def latencies(self) -> Samples:
@@ -98,12 +105,23 @@ class Measurement:
         """One figure a round: the median latency, or the seconds per call back to back."""
         if objective == "throughput":
             return list(self.throughput)
-        return [statistics.median(block) for block in self.latency]
+        fastest = min(map(min, self.latency))
+        return [_undisturbed_median(block, fastest) for block in self.latency]
+
+    def typical(self, objective: str = "latency") -> Samples:
+        """The figures of the rounds as samples, whose median is what is shown."""
+        return Samples(tuple(self.rounds(objective)))
 
     def ratios(self, other: Measurement, objective: str = "latency") -> list[float]:
         """This callable's time over another's, round by round of the same interleaved run."""
         mine, theirs = self.rounds(objective), other.rounds(objective)
         return [a / b for a, b in zip(mine, theirs, strict=True)]
+
+
+def _undisturbed_median(seconds: Sequence[float], fastest: float) -> float:
+    """The median of the calls that were not held up; of all if all were."""
+    kept = [each for each in seconds if each <= HELD_UP * fastest]
+    return statistics.median(kept or seconds)
 
 
 def weighted(parts: Sequence[tuple[float, Measurement]]) -> Measurement:
@@ -139,13 +157,11 @@ class Timer:
         return time.perf_counter() - start
 
     def block(self, call: Call, calls: int) -> float:
-        """Seconds per call of back-to-back calls: by CUDA events, or the clock on the CPU."""
+        """Seconds per call of back-to-back calls: by CUDA events, or of each one on the CPU."""
         self.synchronize()
         if not self._cuda:
-            start = time.perf_counter()
-            for _ in range(calls):
-                call()
-            return (time.perf_counter() - start) / calls
+            spent = _timed_calls(self, call, calls)
+            return _undisturbed_median(spent, min(spent))
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()
@@ -161,6 +177,7 @@ def interleave(
     timer: Timer,
     *,
     budget_s: float,
+    max_rounds: int | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> dict[str, Measurement]:
     """Time several callables in turns: each round times each of them once, in rotating order.
@@ -168,20 +185,20 @@ def interleave(
     Args:
         calls: what to time, by name; each takes no argument.
         timer: where they run.
-        budget_s: seconds to spend in all; at least five rounds are taken whatever they cost,
-            and at most twenty-five.
+        budget_s: seconds to spend in all; at least five rounds are taken whatever they cost.
+        max_rounds: the most rounds to take; twenty-five by default.
         clock: seconds, monotonic; tests pass their own.
 
     Returns:
         a Measurement for each name, with as many rounds as all the others.
     """
     names = list(calls)
-    sizes = {name: _block_size(calls[name], timer) for name in names}
+    fastest = {name: _warm_up(calls[name], timer) for name in names}
     latency: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     throughput: dict[str, list[float]] = {name: [] for name in names}
     deadline = clock() + budget_s
     with collection_held_off():
-        for turn in range(MAX_ROUNDS):
+        for turn in range(max_rounds or MAX_ROUNDS):
             if turn >= MIN_ROUNDS and clock() >= deadline:
                 break
             shift = turn % len(names)
@@ -189,19 +206,89 @@ def interleave(
                 call = calls[name]
                 # One call for the caches that the callable before has used.
                 timer.once(call)
-                calls_taken = (timer.once(call) for _ in range(sizes[name]))
-                latency[name].append(tuple(round(s, DIGITS) for s in calls_taken))
-                throughput[name].append(round(timer.block(call, sizes[name]), DIGITS))
+                # The fastest call so far: one that was held up says little about the others.
+                size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
+                block = _timed_calls(timer, call, size)
+                fastest[name] = min(fastest[name], *block)
+                latency[name].append(tuple(round(s, DIGITS) for s in block))
+                throughput[name].append(round(timer.block(call, size), DIGITS))
     return {name: Measurement(tuple(latency[name]), tuple(throughput[name])) for name in names}
 
 
-def _block_size(call: Call, timer: Timer) -> int:
-    """Calls that fill a block, after a warm-up that brings caches and clocks up."""
+def interleave_until_steady(
+    calls: Mapping[str, Call],
+    timer: Timer,
+    *,
+    budget_s: float,
+    objective: str = "latency",
+    deadline: float | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
+) -> dict[str, Measurement]:
+    """Time callables in turns; where one is unsteady, all of them again, later and longer.
+
+    Args:
+        calls: as for `interleave`.
+        timer: likewise.
+        budget_s: seconds to spend if all are steady at once.
+        objective: the figure that has to be steady.
+        deadline: by `clock`; nothing is timed again that would end after it. None for no limit.
+        clock: as for `interleave`.
+        sleep: waits for seconds; tests pass their own.
+
+    Returns:
+        the measurements that have the fewest unsteady ones among them, the latest of those.
+    """
+    found = interleave(calls, timer, budget_s=budget_s, clock=clock)
+    for attempt, pause_s in enumerate(PAUSES_S, 1):
+        unsteady = _count_unsteady(found, objective)
+        longer_s = budget_s * 2**attempt
+        if not unsteady or (deadline is not None and clock() + pause_s + longer_s > deadline):
+            break
+        sleep(pause_s)
+        again = interleave(
+            calls, timer, budget_s=longer_s, max_rounds=MAX_ROUNDS * 2**attempt, clock=clock
+        )
+        if _count_unsteady(again, objective) <= unsteady:
+            found = again
+    return found
+
+
+def _count_unsteady(found: Mapping[str, Measurement], objective: str) -> int:
+    return sum(bool(unsteadiness(measurement, objective)) for measurement in found.values())
+
+
+def unsteadiness(measurement: Measurement, objective: str = "latency") -> str:
+    """Why a measurement is not to be compared, in words; empty if it is steady.
+
+    Spread and drift widen the interval of the median. What is held up nearly all the time may have
+    a narrow one.
+    """
+    figures = measurement.rounds(objective)
+    low, high = median_interval(figures)
+    if high > MAX_SPREAD * low:
+        return f"its rounds disagree by a factor of {high / low:.1f}"
+    calls = figures if objective == "throughput" else measurement.latencies.seconds
+    share = sum(each > HELD_UP * min(calls) for each in calls) / len(calls)
+    if share > MAX_HELD_UP_SHARE:
+        return f"{share:.0%} of its calls took over {HELD_UP:g} times as long as the fastest one"
+    return ""
+
+
+def _warm_up(call: Call, timer: Timer) -> float:
+    """Seconds of the fastest call of a warm-up that brings caches and clocks up."""
     spent = [timer.once(call) for _ in range(3)]
     while sum(spent) < WARMUP_S and len(spent) < 1000:
         spent.append(timer.once(call))
-    seconds = statistics.median(spent)
-    return max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(seconds, 1e-9))))
+    return min(spent)
+
+
+def _timed_calls(timer: Timer, call: Call, count: int) -> list[float]:
+    """Seconds of single calls, fewer if they take too long together."""
+    spent: list[float] = []
+    while len(spent) < count and sum(spent) < MAX_BLOCK_S:
+        spent.append(timer.once(call))
+    return spent
 
 
 @contextlib.contextmanager
@@ -228,26 +315,6 @@ def _freeze() -> Callable[[], object]:
 # While it is thrown, collections pass over all objects that were there before: torch's alone are
 # hundreds of thousands, and each figure of memory takes a collection or two.
 OLD_OBJECTS_FROZEN = SharedSwitch(_freeze)
-
-
-def noise_notes(measurement: Measurement) -> list[str]:
-    """What a reader should know before trusting these samples; empty when they are calm."""
-    samples = measurement.latencies
-    median = samples.median
-    notes = []
-    relative = samples.spread / median
-    if relative > _WIDE_SPREAD:
-        notes.append(f"noisy: half of the calls lie over {_WIDE_SPREAD:.0%} off the median")
-    far = sum(s > _OUTLIER * median for s in samples.seconds) / len(samples.seconds)
-    if far > _OUTLIER_SHARE:
-        notes.append(f"over {_OUTLIER_SHARE:.0%} of the calls took over {_OUTLIER:g} × the median")
-    rounds = measurement.rounds("latency")
-    half = len(rounds) // 2
-    if half >= 3:
-        drift = statistics.median(rounds[half:]) / statistics.median(rounds[:half]) - 1
-        if abs(drift) > _DRIFT:
-            notes.append(f"drifted by over {_DRIFT:.0%} during its rounds: other load, clocks?")
-    return notes
 
 
 def break_even(
@@ -343,10 +410,16 @@ def _trim_heap() -> None:
         trim(0)
 
 
+def load_average() -> str:
+    """The load of this machine in words; empty where the system has no such figure."""
+    with contextlib.suppress(OSError, AttributeError):
+        return f"load average {os.getloadavg()[0]:.1f} on {os.cpu_count() or 1} cores"
+    return ""
+
+
 def load_note() -> str | None:
     """A note when other work was running on this machine's cores, else None."""
     with contextlib.suppress(OSError, AttributeError):
-        load, cores = os.getloadavg()[0], os.cpu_count() or 1
-        if load > 1.5 * cores:
-            return f"load average {load:.1f} on {cores} cores: other work was running"
+        if os.getloadavg()[0] > 1.5 * (os.cpu_count() or 1):
+            return f"{load_average()}: other work was running"
     return None

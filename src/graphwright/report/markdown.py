@@ -2,22 +2,17 @@
 
 from __future__ import annotations
 
-from .result import Results
-from .table import closing, columns, explanations, ordered, shapes, title
+from .result import Results, Row
+from .table import blocks, closing, columns, explanations, shapes, title
 
 
 def to_markdown(report: Results) -> str:
-    """Title, the table with all its columns, the choice, explanations and the machine."""
-    shown = columns(report)
+    """Title, the tables with all their columns, the choice, explanations and the machine."""
     lines = [f"### {title(report)}", ""]
-    lines.append("| " + " | ".join(column.heading for column in shown) + " |")
-    lines.append("| " + " | ".join("---" if i < 2 else "---:" for i in range(len(shown))) + " |")
-    for row in ordered(report):
-        cells = [_escaped(column.cell(report, row)) for column in shown]
-        if row.strategy == report.chosen:
-            cells[:2] = [f"**{cells[0]}**", "**chosen**"]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines.append("")
+    for block in blocks(report):
+        if block.heading:
+            lines += [f"{block.heading}:", ""]
+        lines += [*_table(report, block.rows), ""]
     headings, *by_shape = shapes(report) or [[]]
     if by_shape:
         lines.append("| " + " | ".join(map(_escaped, headings)) + " |")
@@ -34,6 +29,20 @@ def to_markdown(report: Results) -> str:
         lines.append("")
     lines += [_escaped(line) + "\n" for line in closing(report)]
     return "\n".join(lines).rstrip() + "\n"
+
+
+def _table(report: Results, rows: list[Row]) -> list[str]:
+    shown = columns(report, rows)
+    lines = [
+        "| " + " | ".join(column.heading for column in shown) + " |",
+        "| " + " | ".join("---" if i < 2 else "---:" for i in range(len(shown))) + " |",
+    ]
+    for row in rows:
+        cells = [_escaped(column.cell(report, row)) for column in shown]
+        if row.strategy == report.chosen:
+            cells[:2] = [f"**{cells[0]}**", "**chosen**"]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
 
 
 def _escaped(text: str) -> str:

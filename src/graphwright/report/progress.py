@@ -65,7 +65,8 @@ class _Shown:
         mark = _MARKS.get(row.status, "–")
         line = f"{mark} {row.strategy}: "
         if row.measurement is not None and row.status in (Status.OK, Status.SLOWER):
-            line += duration(row.measurement.latencies.median)
+            line += duration(row.measurement.typical().median)
+            line += ", unsteady" if row.unsteady else ""
             line += f", set up in {duration(row.setup_s or 0.0)}"
         else:
             line += f"{row.status}, {row.reason}"

@@ -51,6 +51,7 @@ class Row:
         screening: measured in turns with eager, without the checks of a TunedModule.
         baseline: eager in the same rounds.
         final: measured in turns with all other finalists, with these checks.
+        unsteady: why its figures are not to be compared, as on a busy machine; empty if they are.
         bare: of torch.compile's default as a finalist, the same without these checks.
         repeat: the command that tries this candidate alone again.
         by_shape: with several shapes, a row for each.
@@ -71,8 +72,9 @@ class Row:
     baseline: Measurement | None = None
     final: Measurement | None = None
     bare: Measurement | None = None
+    unsteady: str = ""
     repeat: str = ""
-    by_shape: dict[str, Row] = field(default_factory=dict)
+    by_shape: dict[str, Row] = field(default_factory=dict, repr=False)
     cold_start_s: float | None = None
     first_answers: list[float] = field(default_factory=list)
 
@@ -132,27 +134,27 @@ class Results:
         """The row of the chosen strategy."""
         return None if self.chosen is None else self.row(self.chosen)
 
-    def ratios(self, row: Row, other: str = EAGER, objective: str | None = None) -> list[float]:
-        """Time of a row relative to another's, one figure per round; empty without measurements.
+    @property
+    def figure(self) -> str:
+        """The figure that ratios are of: "throughput" if that is the objective, else "latency"."""
+        return "throughput" if self.objective == "throughput" else "latency"
 
-        Finalists are compared in their common rounds, other rows by their ratios to eager.
+    def ratios(self, row: Row, other: str = EAGER) -> list[float]:
+        """Time of a row relative to another's, one figure per round of the same set of rounds.
+
+        Finalists are compared in their common rounds. Any other row is compared with eager alone,
+        in the rounds of its screening. Empty without such rounds, and where one is unsteady.
         """
-        what = objective or ("throughput" if self.objective == "throughput" else "latency")
         peer = self.row(other)
-        if peer is None or row.measurement is None:
+        if peer is None or row.unsteady:
             return []
-        if row.final is not None and peer.final is not None:
-            return row.final.ratios(peer.bare or peer.final, what)
-        if row.screening is None or row.baseline is None:
+        if row.final is not None:
+            if peer.final is None or peer.unsteady:
+                return []
+            return row.final.ratios(peer.bare or peer.final, self.figure)
+        if other != EAGER or row.screening is None or row.baseline is None:
             return []
-        mine = row.screening.ratios(row.baseline, what)
-        if other == EAGER:
-            return mine
-        if peer.screening is None or peer.baseline is None:
-            return []
-        theirs = peer.screening.ratios(peer.baseline, what)
-        # The rounds were at different times: only medians can be compared.
-        return [statistics.median(mine) / statistics.median(theirs)]
+        return row.screening.ratios(row.baseline, self.figure)
 
     def speedup(self, row: Row, other: str = EAGER) -> tuple[float, float, float] | None:
         """How many times faster than another row: median and 95 % interval; None without data."""
@@ -168,8 +170,7 @@ class Results:
         peer, ratios = self.row(other), self.ratios(row, other)
         if peer is None or peer is row or row.measurement is None or not ratios:
             return None
-        objective = "throughput" if self.objective == "throughput" else "latency"
-        mine = statistics.median(row.measurement.rounds(objective))
+        mine = row.measurement.typical(self.figure).median
         # The other's time follows from the ratio, so that both belong to the same rounds.
         theirs = mine / statistics.median(ratios)
         return break_even(row.setup_s or 0.0, mine, peer.setup_s or 0.0, theirs)

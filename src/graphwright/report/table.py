@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 from .result import COMPILE_DEFAULT, EAGER, Results, Row, Status
 
+# What a cell shows that has nothing to show.
+NO_FIGURE = "–"
 _ORDER = list(Status)
 
 
@@ -21,32 +23,62 @@ class Column:
     priority: int
 
 
-def ordered(report: Results) -> list[Row]:
-    """Rows by status, the best by the report's objective first."""
+@dataclass(frozen=True)
+class Block:
+    """Rows whose figures can be compared with each other, best first."""
 
-    def key(row: Row) -> tuple[int, float]:
-        cost = 0.0
-        if row.measurement is not None:
-            cost = row.measurement.latencies.median
-            if report.objective == "throughput":
-                cost = row.measurement.back_to_back.median
+    heading: str
+    rows: list[Row]
+
+
+def blocks(report: Results) -> list[Block]:
+    """The finalists, timed together; then all others, whose figures are of their screening."""
+    finalists = [row for row in report.rows if row.final is not None]
+    others = [row for row in report.rows if row.final is None]
+    found = []
+    if finalists:
+        heading = "Finalists: timed together in common rounds, with the checks of every call"
+        found.append(Block(heading, _sorted(report, finalists)))
+    if others:
+        heading = ""
+        if finalists:
+            heading = "Screening only: timed apart, each in turns with eager, without these checks"
+            if not any(row.measurement for row in others):
+                heading = "Not timed"
+        found.append(Block(heading, _sorted(report, others)))
+    return found
+
+
+def ordered(report: Results) -> list[Row]:
+    """All rows as they are shown."""
+    return [row for block in blocks(report) for row in block.rows]
+
+
+def _sorted(report: Results, rows: list[Row]) -> list[Row]:
+    """Rows by status, the best by the report's objective first, unsteady ones last."""
+
+    def key(row: Row) -> tuple[int, bool, float]:
+        cost = math.inf
         if report.objective == "memory":
             cost = float(row.peak_bytes or 0)
-        if report.objective == "cold_start":
+        elif report.objective == "cold_start":
             cost = math.inf if row.cold_start_s is None else row.cold_start_s
-        return _ORDER.index(row.status), cost
+        elif row.final is not None:
+            cost = row.final.typical(report.figure).median
+        elif ratios := report.ratios(row):
+            # Their times are of different moments: only the ratios can be compared.
+            cost = statistics.median(ratios)
+        return _ORDER.index(row.status), bool(row.unsteady), cost
 
-    return sorted(report.rows, key=key)
+    return sorted(rows, key=key)
 
 
-def columns(report: Results) -> list[Column]:
-    """All columns that a report fills, in the order they are shown."""
-    timed = any(row.cold_start_s is not None for row in report.rows)
-    first = Column("first answer", lambda report, row: _seconds(row.cold_start_s), 0)
-    return [
+def columns(report: Results, rows: list[Row]) -> list[Column]:
+    """The columns that some rows fill, in the order they are shown."""
+    found = [
         Column("strategy", lambda report, row: row.strategy, 0),
-        Column("status", lambda report, row: str(row.status), 0),
-        *([first] if timed else []),
+        Column("status", _status, 0),
+        Column("first answer", lambda report, row: _seconds(row.cold_start_s), 0),
         Column("latency", _latency, 0),
         Column("vs eager", lambda report, row: _speedup(report, row, EAGER), 0),
         Column("vs compile", lambda report, row: _speedup(report, row, COMPILE_DEFAULT), 1),
@@ -59,6 +91,7 @@ def columns(report: Results) -> list[Column]:
         Column("peak memory", lambda report, row: memory(row.peak_bytes), 5),
         Column("error", _error, 6),
     ]
+    return [c for c in found if any(c.cell(report, row) != NO_FIGURE for row in rows)]
 
 
 def duration(seconds: float) -> str:
@@ -72,42 +105,50 @@ def duration(seconds: float) -> str:
 
 def memory(count: int | None) -> str:
     """Bytes as MiB; a dash where there is no figure."""
-    return "–" if count is None else f"{count / 2**20:.1f} MiB"
+    return NO_FIGURE if count is None else f"{count / 2**20:.1f} MiB"
+
+
+def ratio(value: float) -> str:
+    """How many times as fast, with two decimals or, below a hundredth, one figure."""
+    return f"{value:.2f}×" if value >= 0.01 else f"{value:.1g}×"
+
+
+def _status(report: Results, row: Row) -> str:
+    if row.strategy == report.chosen:
+        return "chosen"
+    return "unsteady" if row.unsteady and row.status is Status.OK else str(row.status)
 
 
 def _latency(report: Results, row: Row) -> str:
     if row.measurement is None:
-        return "–"
-    samples = row.measurement.latencies
-    timed_apart = row.final is None and any(other.final is not None for other in report.rows)
-    mark = "~" if timed_apart else ""
-    return f"{mark}{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
+        return NO_FIGURE
+    samples = row.measurement.typical()
+    return f"{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
 
 
 def _speedup(report: Results, row: Row, other: str) -> str:
-    if row.strategy == other:
-        return "–" if row.measurement is None else "1×"
     found = report.speedup(row, other)
     if found is None:
-        return "–"
-    return f"{found[0]:.2f}×" if found[0] >= 0.01 else f"{found[0]:.1g}×"
+        return NO_FIGURE
+    # With its checks, torch.compile's default is compared with itself without.
+    same = row.strategy == other and (row.final is None or row.bare is None)
+    return "1×" if same else ratio(found[0])
 
 
 def _throughput(report: Results, row: Row) -> str:
     if row.measurement is None:
-        return "–"
+        return NO_FIGURE
     rate = 1 / row.measurement.back_to_back.median
     return f"{rate:,.0f}" if rate >= 100 else f"{rate:.1f}"
 
 
 def _seconds(value: float | None) -> str:
-    return "–" if value is None else duration(value)
+    return NO_FIGURE if value is None else duration(value)
 
 
 def _break_even(report: Results, row: Row, other: str) -> str:
-    peer = report.row(other)
-    if peer is None or peer is row or row.measurement is None or peer.measurement is None:
-        return "–"
+    if row.strategy == other or not report.ratios(row, other):
+        return NO_FIGURE
     calls = report.break_even(row, other)
     if calls is None:
         return "never"
@@ -115,7 +156,7 @@ def _break_even(report: Results, row: Row, other: str) -> str:
 
 
 def _error(report: Results, row: Row) -> str:
-    return "–" if row.error is None else f"{row.error.rms:.1e}"
+    return NO_FIGURE if row.error is None else f"{row.error.rms:.1e}"
 
 
 def explanations(report: Results) -> list[tuple[str, str]]:
@@ -127,6 +168,8 @@ def explanations(report: Results) -> list[tuple[str, str]]:
         text = ". ".join(part.rstrip(".") for part in (row.reason, row.remedy, again) if part)
         if text:
             reasons.setdefault(text, []).append(row.strategy)
+        if row.unsteady:
+            notes.setdefault(f"unsteady, so in no ratio: {row.unsteady}", []).append(row.strategy)
         for note in row.notes:
             notes.setdefault(note, []).append(row.strategy)
     items = (*reasons.items(), *notes.items())
@@ -140,17 +183,10 @@ def closing(report: Results) -> list[str]:
         lines.append(
             f"Remembered from {report.recalled}, when this was measured; verified again now."
         )
-    finalists = [row.strategy for row in report.rows if row.final is not None]
-    apart = [row for row in report.rows if row.final is None and row.measurement is not None]
-    if finalists:
-        lines.append(
-            f"Timed again in common rounds, with the checks of every call: {', '.join(finalists)}."
-            + (" What has a ~ was timed at another moment, without." if apart else "")
-        )
     peer = report.row(COMPILE_DEFAULT)
-    if peer is not None and peer.bare is not None:
-        bare = duration(peer.bare.latencies.median)
-        lines.append(f"torch.compile's default is compared without those checks: {bare}.")
+    if peer is not None and peer.bare is not None and not peer.unsteady:
+        bare = duration(peer.bare.typical().median)
+        lines.append(f"vs compile: against torch.compile's default without these checks, {bare}.")
     if any(row.cold_start_s is not None for row in report.rows):
         lines.append(
             "First answer: from the start of a fresh process until it was right, the least of "
@@ -172,9 +208,9 @@ def closing(report: Results) -> list[str]:
 
 
 def _saved(report: Results) -> list[str]:
-    """The share of eager's time that rows do without, the quickest first."""
+    """The share of eager's time that the first block's rows do without, the quickest first."""
     found = []
-    for row in ordered(report):
+    for row in blocks(report)[0].rows if report.rows else []:
         faster = report.speedup(row, EAGER)
         if row.status is Status.OK and faster is not None and faster[0] > 1.005:
             found.append(f"{row.strategy} {1 - 1 / faster[0]:.0%}")

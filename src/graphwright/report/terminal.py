@@ -17,7 +17,7 @@ from rich.text import Text
 
 from ..errors import GraphwrightError
 from .result import Results, Row, Status
-from .table import closing, columns, explanations, ordered, shapes, title
+from .table import Column, blocks, closing, columns, explanations, shapes, title
 
 _STYLES = {
     Status.OK: "",
@@ -34,27 +34,22 @@ _WIDE = 160
 
 
 def render(report: Results, width: int) -> RenderableType:
-    """The table with what belongs below it; columns that find no room are named there."""
-    shown = columns(report)
-    left_out: list[str] = []
-    rows = ordered(report)
-    while _width(report, rows, [c.heading for c in shown]) > width and len(shown) > 4:
-        last = max(shown, key=lambda column: column.priority)
-        if last.priority == 0:
-            break
-        left_out.append(last.heading)
-        shown.remove(last)
-    table = Table(title=escape(title(report)), title_justify="left", title_style="bold")
-    for index, column in enumerate(shown):
-        left = index < 2
-        table.add_column(column.heading, justify="left" if left else "right", no_wrap=True)
-    for row in rows:
-        cells = [escape(column.cell(report, row)) for column in shown]
-        style = _STYLES[row.status]
-        if row.strategy == report.chosen:
-            style, cells[1] = "bold green", "chosen"
-        table.add_row(*cells, style=style)
-    parts: list[RenderableType] = [table] if rows else []
+    """The tables with what belongs below them; columns that find no room are named there."""
+    parts: list[RenderableType] = []
+    if report.rows:
+        parts.append(Text(title(report), style="bold"))
+    left_out: dict[str, None] = {}
+    for block in blocks(report):
+        shown = columns(report, block.rows)
+        while _width(report, block.rows, shown) > width:
+            last = max(shown, key=lambda column: column.priority)
+            if last.priority == 0:
+                break
+            left_out[last.heading] = None
+            shown.remove(last)
+        if block.heading:
+            parts.append(Text(f"{block.heading}:", style="italic"))
+        parts.append(_table(report, block.rows, shown))
     headings, *cells_by_shape = shapes(report) or [[]]
     if cells_by_shape:
         by_shape = Table()
@@ -76,12 +71,22 @@ def render(report: Results, width: int) -> RenderableType:
     return Group(*parts)
 
 
-def _width(report: Results, rows: list[Row], headings: list[str]) -> int:
+def _table(report: Results, rows: list[Row], shown: list[Column]) -> Table:
+    table = Table()
+    for index, column in enumerate(shown):
+        table.add_column(column.heading, justify="left" if index < 2 else "right", no_wrap=True)
+    for row in rows:
+        chosen = row.strategy == report.chosen
+        cells = [escape(column.cell(report, row)) for column in shown]
+        table.add_row(*cells, style="bold green" if chosen else _STYLES[row.status])
+    return table
+
+
+def _width(report: Results, rows: list[Row], shown: list[Column]) -> int:
     total = 1
-    for column in columns(report):
-        if column.heading in headings:
-            cells = [len(column.cell(report, row)) for row in rows]
-            total += max([len(column.heading), *cells]) + 3
+    for column in shown:
+        cells = [len(column.cell(report, row)) for row in rows]
+        total += max([len(column.heading), *cells]) + 3
     return total
 
 
@@ -89,9 +94,8 @@ def show(report: Results, console: Console | None = None) -> None:
     """Print a report; where there is no terminal, at a width that holds all columns."""
     console = console or Console()
     if not console.is_terminal:
-        rows = ordered(report)
-        needed = _width(report, rows, [column.heading for column in columns(report)])
-        console = Console(file=console.file, width=max(_WIDE, needed))
+        needed = [_width(report, b.rows, columns(report, b.rows)) for b in blocks(report)]
+        console = Console(file=console.file, width=max([_WIDE, *needed]))
     console.print(render(report, console.width))
 
 

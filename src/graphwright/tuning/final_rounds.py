@@ -7,12 +7,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..artifacts.tuned_module import TunedModule
-from ..evaluation.measurement import Measurement, interleave, weighted
+from ..evaluation.measurement import (
+    Measurement,
+    interleave_until_steady,
+    unsteadiness,
+    weighted,
+)
 from ..report.report import Report
-from ..report.result import COMPILE_DEFAULT, EAGER, Row
+from ..report.result import COMPILE_DEFAULT, EAGER, Row, Status
 from ..strategies.base import Built, Candidate
 from .selection import cost, near_best
-from .trial import CandidateEvaluator
+from .trial import CandidateEvaluator, judge
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
 _BARE = "torch.compile without checks"
@@ -49,16 +54,24 @@ class FinalRounds:
         Args:
             on_failure: called with the row of a candidate that is not right in this process.
         """
-        while missing := [row for row in near_best(self.report) if row.strategy not in self.kept]:
+        while missing := [row for row in self._finalists() if row.strategy not in self.kept]:
             late = self.deadline is not None and time.monotonic() > self.deadline
             if late and len(self.kept) > 1:
                 for row in missing:
-                    row.notes.append("near the best, but the budget was spent: not timed again")
+                    row.notes.append("a finalist, but the budget was spent: not timed again")
                 break
             # One at a time: if it fails, others may be near the best.
             self._build_here(min(missing, key=lambda row: cost(self.report, row)), on_failure)
         if len(self.kept) > 1:
             self._time()
+
+    def _finalists(self) -> list[Row]:
+        """The rows near the best, and torch.compile's default if it works."""
+        found = near_best(self.report)
+        compiled = self.report.row(COMPILE_DEFAULT)
+        if compiled is None or compiled in found:
+            return found
+        return [*found, compiled] if compiled.status in (Status.OK, Status.SLOWER) else found
 
     def _build_here(self, row: Row, on_failure: Callable[[Row], object]) -> None:
         trial = self.evaluator.set_up(self.candidates[row.strategy])
@@ -76,6 +89,7 @@ class FinalRounds:
         samples, bound = self.evaluator.samples, self.evaluator.bound
         seconds = self._affordable_seconds_each() * len(tuned) / len(samples)
         found: dict[str, list[tuple[float, Measurement]]] = {}
+        unsteady: dict[str, str] = {}
         for index, sample in enumerate(samples):
             calls = {
                 name: bound(self.evaluator.module if name == EAGER else call, sample.call)
@@ -83,16 +97,30 @@ class FinalRounds:
             }
             if COMPILE_DEFAULT in tuned:
                 calls[_BARE] = bound(self.kept[COMPILE_DEFAULT][index].call, sample.call)
-            measured = interleave(calls, self.evaluator.timer, budget_s=seconds)
+            measured = interleave_until_steady(
+                calls,
+                self.evaluator.timer,
+                budget_s=seconds,
+                objective=self.report.figure,
+                deadline=self.deadline,
+            )
             for name, measurement in measured.items():
                 found.setdefault(name, []).append((sample.weight, measurement))
+                why = unsteadiness(measurement, self.report.figure)
+                row = rows[COMPILE_DEFAULT if name == _BARE else name]
+                if why:
+                    unsteady.setdefault(row.strategy, why)
                 if len(samples) > 1 and name != _BARE:
-                    rows[name].by_shape[sample.name].final = measurement
+                    part = row.by_shape[sample.name]
+                    part.final, part.unsteady = measurement, why
         means = {n: m[0][1] if len(samples) == 1 else weighted(m) for n, m in found.items()}
         if _BARE in means:
             rows[COMPILE_DEFAULT].bare = means.pop(_BARE)
         for name, measurement in means.items():
-            rows[name].final = measurement
+            rows[name].final, rows[name].unsteady = measurement, unsteady.get(name, "")
+        if EAGER not in unsteady:
+            for name, measurement in means.items():
+                judge(rows[name], measurement, means[EAGER], self.report.objective)
 
     def _affordable_seconds_each(self) -> float:
         """`seconds_each`, or less if the deadline is near."""

@@ -21,26 +21,30 @@ def eligible(report: Report) -> list[Row]:
 
 
 def cost(report: Report, row: Row) -> float:
-    """The figure to minimize: time relative to eager, peak bytes, or seconds to a first answer."""
+    """The figure to minimize: time relative to eager, peak bytes, or seconds to a first answer.
+
+    Infinite if it is not known, as of an unsteady candidate's time.
+    """
     if report.objective == "cold_start":
         return math.inf if row.cold_start_s is None else row.cold_start_s
     if report.objective == "memory" and row.peak_bytes is not None:
         return float(row.peak_bytes)
-    return statistics.median(report.ratios(row))
+    return statistics.median(report.ratios(row) or [math.inf])
 
 
 def _own_cost(report: Report, row: Row) -> float:
     """The figure to minimize, but with the row's absolute time in place of its ratio to eager."""
-    if report.objective in ("memory", "cold_start") or row.screening is None:
+    if report.objective in ("memory", "cold_start") or row.screening is None or row.unsteady:
         return cost(report, row)
-    return statistics.median(row.screening.rounds(report.objective))
+    return row.screening.typical(report.figure).median
 
 
 def near_best(report: Report) -> list[Row]:
     """The candidates to time again: those near the best by their ratio to eager or by their time.
 
     Both count, since ratios of different candidates cannot be compared when eager's own time varies
-    from one screening to the next. Candidates whose first answer was not timed yet are kept too.
+    from one screening to the next. Candidates whose first answer was not timed yet are kept too,
+    and so are unsteady ones.
     """
     rows = eligible(report)
     near = {row.strategy for row in rows if cost(report, row) == math.inf}
@@ -51,10 +55,20 @@ def near_best(report: Report) -> list[Row]:
 
 
 def ranked(report: Report, rows: list[Row]) -> list[Row]:
-    """The eligible ones of some rows, best first; within the noise of the best, simplest first."""
+    """The eligible ones of some rows, best first; within the noise of the best, simplest first.
+
+    Those that were not timed in the common rounds, if there were any, come last.
+    """
     rows = [row for row in rows if row.status is Status.OK]
-    rows.sort(key=lambda row: cost(report, row))
-    if not rows:
+    timed_apart = [row for row in rows if row.final is None]
+    finalists = [row for row in rows if row.final is not None]
+    return _ranked(report, finalists) + _ranked(report, timed_apart)
+
+
+def _ranked(report: Report, rows: list[Row]) -> list[Row]:
+    # By complexity where the cost is not known: then eager comes first.
+    rows = sorted(rows, key=lambda row: (cost(report, row), row.complexity))
+    if not rows or cost(report, rows[0]) == math.inf:
         return rows
     tied = [row for row in rows if _ties(report, row, rows[0])]
     tied.sort(key=lambda row: row.complexity)
@@ -65,6 +79,8 @@ def _ties(report: Report, row: Row, best: Row) -> bool:
     """Whether a row is as good as the best within the noise."""
     if report.objective in ("memory", "cold_start"):
         return cost(report, row) <= _WORTH_IT * cost(report, best)
+    if cost(report, row) == math.inf:
+        return False
     if row.final is not None and best.final is not None:
         # Compare them directly: the ratios to eager have eager's noise in addition.
         low, _ = median_interval(row.final.ratios(best.final, report.objective))
@@ -74,10 +90,31 @@ def _ties(report: Report, row: Row, best: Row) -> bool:
     return low <= high * _WORTH_IT
 
 
-def reason_for(report: Report, chosen: Row, finalists: list[Row]) -> str:
-    """Why a candidate was chosen, for a reader who looks at nothing else."""
+def reason_for(report: Report, chosen: Row, finalists: list[Row], load: str = "") -> str:
+    """Why a candidate was chosen, for a reader who looks at nothing else.
+
+    Args:
+        report: the report of the run.
+        chosen: the row of what was chosen.
+        finalists: the rows that were timed in common rounds and are right.
+        load: the load of the machine in words; named where figures are unsteady.
+    """
     if report.objective == "cold_start":
-        return _reason_for_cold_start(report, chosen)
+        text = _reason_for_cold_start(report, chosen)
+    else:
+        text = _reason(report, chosen, finalists)
+    unsteady = [row.strategy for row in report.rows if row.unsteady]
+    if unsteady:
+        seen = f" ({load})" if load else ""
+        text += (
+            f" The machine was busy{seen}: {', '.join(unsteady)} stayed unsteady and "
+            f"{'takes' if len(unsteady) == 1 else 'take'} part in no ratio. "
+            "Tune again when less else runs."
+        )
+    return text
+
+
+def _reason(report: Report, chosen: Row, finalists: list[Row]) -> str:
     what = {
         "latency": "the lowest latency",
         "throughput": "the highest throughput",
@@ -92,17 +129,16 @@ def reason_for(report: Report, chosen: Row, finalists: list[Row]) -> str:
         beaten = f"none of the {others} others that were measured beats it"
         if others == 1:
             beaten = "the other one that was measured does not beat it"
+        if chosen.unsteady:
+            beaten = "its own time is unsteady, so that nothing can be said to beat it"
         return f"eager was chosen: {beaten} beyond the noise.{untried}"
     text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
     speed = report.speedup(chosen)
     if speed is not None:
         text += f", {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast as eager"
-    best = min(
-        finalists,
-        key=lambda row: statistics.median(report.ratios(row)),
-        default=chosen,
-    )
-    if best is not chosen and report.objective != "memory":
+    best = min(finalists, key=lambda row: cost(report, row), default=chosen)
+    known = cost(report, best) < math.inf
+    if known and best is not chosen and report.objective != "memory":
         text += f"; {best.strategy} is not faster beyond the noise, and less simple"
     return text + "."
 

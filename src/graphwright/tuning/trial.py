@@ -6,6 +6,7 @@ several set-ups may run at once and timings may not.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -19,11 +20,12 @@ from ..calls.snapshots import Call, run
 from ..errors import in_words
 from ..evaluation.accuracy import ErrorMeasure, tensors_in
 from ..evaluation.measurement import (
+    Measurement,
     MemoryMeter,
     Timer,
-    interleave,
+    interleave_until_steady,
     median_interval,
-    noise_notes,
+    unsteadiness,
     weighted,
 )
 from ..evaluation.reference import Case, Sample, exact_outcome
@@ -66,6 +68,7 @@ class CandidateEvaluator:
         device: where they run.
         objective: decides which figure may make a candidate `slower`.
         screening_s: seconds to time a candidate in turns with eager, over all samples.
+        timing_s: seconds by which timing has to end that is repeated since it was unsteady.
         dynamic_shapes: the dimensions that vary, as torch.export takes them; None for none.
     """
 
@@ -77,6 +80,7 @@ class CandidateEvaluator:
         *,
         objective: str,
         screening_s: float,
+        timing_s: float = math.inf,
         dynamic_shapes: Any = None,
     ) -> None:
         self.module = module
@@ -85,6 +89,7 @@ class CandidateEvaluator:
         self.device = device
         self.objective = objective
         self.screening_s = screening_s
+        self.timing_s = timing_s
         self.dynamic_shapes = dynamic_shapes
 
     @property
@@ -195,6 +200,7 @@ class CandidateEvaluator:
         """Time what was set up, in turns with eager, and say whether it is slower."""
         row = trial.row
         budget_s = self.screening_s / len(self.samples)
+        deadline = time.monotonic() + self.timing_s
         parts = trial.sample_rows(self.samples)
         try:
             for sample, part, built in zip(self.samples, parts, trial.builts, strict=True):
@@ -204,9 +210,18 @@ class CandidateEvaluator:
                     # The row of eager thus shows by how much two equal callables differ here.
                     calls = {"candidate": mine, "eager": self.bound(self.module, sample.call)}
                     before = trial.meter.kept()
-                    measured = interleave(calls, self.timer, budget_s=budget_s)
+                    measured = interleave_until_steady(
+                        calls,
+                        self.timer,
+                        budget_s=budget_s,
+                        objective=self.objective,
+                        deadline=deadline,
+                    )
                     part.screening, part.baseline = measured["candidate"], measured["eager"]
-                    part.notes += noise_notes(part.screening)
+                    part.unsteady = unsteadiness(part.screening, self.objective)
+                    beside = unsteadiness(part.baseline, self.objective)
+                    if beside and not part.unsteady:
+                        part.unsteady = f"of eager beside it, {beside}"
                     grown = trial.meter.kept() - before
                     if grown > _LEAK and row.strategy != EAGER:
                         why = f"it leaks: {memory(grown)} are kept of calls that are over"
@@ -264,6 +279,7 @@ class CandidateEvaluator:
         row.error = max(
             (part.error for part in parts if part.error), key=lambda e: e.rms, default=None
         )
+        row.unsteady = next((part.unsteady for part in parts if part.unsteady), "")
         weights = [sample.weight for sample in self.samples]
         for figure in ("screening", "baseline"):
             found = [getattr(part, figure) for part in parts]
@@ -271,17 +287,28 @@ class CandidateEvaluator:
                 setattr(row, figure, weighted(list(zip(weights, found, strict=True))))
 
     def _judge(self, row: Row) -> None:
-        """Mark a candidate as slower if eager is faster beyond the noise, by the objective."""
-        if row.strategy == EAGER or row.screening is None or row.baseline is None:
-            return
-        # Whoever wants the first answer early accepts slower calls later.
-        if row.status is not Status.OK or self.objective == "cold_start":
-            return
-        what = "throughput" if self.objective == "throughput" else "latency"
-        low, high = median_interval(row.screening.ratios(row.baseline, what))
-        if low > _SLOWER:
-            row.status = Status.SLOWER
-            row.reason = f"{low:.2f} to {high:.2f} times eager's time"
+        if row.screening is not None and row.baseline is not None:
+            judge(row, row.screening, row.baseline, self.objective)
+
+
+def judge(row: Row, mine: Measurement, eager: Measurement, objective: str) -> None:
+    """Mark a candidate as slower if eager is faster beyond the noise, by the objective.
+
+    Args:
+        row: the candidate's; a mark of other rounds is replaced.
+        mine: the candidate's measurement.
+        eager: eager's, of the same rounds.
+        objective: what is tuned for.
+    """
+    if row.status is Status.SLOWER:
+        row.status, row.reason = Status.OK, ""
+    # Whoever wants the first answer early accepts slower calls later.
+    if row.strategy == EAGER or row.status is not Status.OK or objective == "cold_start":
+        return
+    low, high = median_interval(mine.ratios(eager, objective))
+    if low > _SLOWER and not row.unsteady:
+        row.status = Status.SLOWER
+        row.reason = f"{low:.2f} to {high:.2f} times eager's time"
 
 
 class _Refused(Exception):

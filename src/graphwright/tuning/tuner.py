@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import datetime
 import gc
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -23,14 +24,14 @@ from ..calls.options import flag_problem, refuse
 from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
 from ..errors import ModelFailed, in_words
-from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_note
+from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_average, load_note
 from ..evaluation.reference import Sample, reference, refuse_changed_containers
 from ..evaluation.verification import verify
 from ..graphs.conditions import for_inference
 from ..report.environment import environment
 from ..report.progress import Progress, Silent, shown
 from ..report.report import Report
-from ..report.result import EAGER, Row, Status
+from ..report.result import COMPILE_DEFAULT, EAGER, Row, Status
 from ..shapes.dimensions import within
 from ..strategies.base import Built, Candidate, Compiler, without_grad
 from ..strategies.registry import is_ours
@@ -262,7 +263,8 @@ class Tuning:
         if note:
             self.report.notes.append(note)
         self._check_other_sizes(chosen.strategy, self._kept[chosen.strategy])
-        if key is not None:
+        # What a busy machine decided is not for the next run, which may have a quiet one.
+        if key is not None and not any(row.unsteady for row in self.report.rows):
             self.report.seconds = time.monotonic() - self._started
             choice_cache.remember(key, self.report)
         # Only now: the watch of the result must begin after the last change that tuning makes.
@@ -297,6 +299,7 @@ class Tuning:
             self.asked.device,
             objective=self.asked.objective,
             screening_s=SCREENING_S,
+            timing_s=min(self.asked.timeout_s / 2, (self.asked.budget_s or math.inf) / 10),
             dynamic_shapes=self._dynamic_shapes(),
         )
 
@@ -327,7 +330,7 @@ class Tuning:
 
     def _drop_the_beaten(self) -> None:
         """Drop candidates that are out of the race, with the memory that they hold."""
-        near = {EAGER, *(row.strategy for row in near_best(self.report))}
+        near = {EAGER, COMPILE_DEFAULT, *(row.strategy for row in near_best(self.report))}
         beaten = [name for name in self._kept if name not in near]
         for name in beaten:
             del self._kept[name]
@@ -411,7 +414,7 @@ class Tuning:
             chosen = rows[0]
         report.chosen = chosen.strategy
         finalists = [r for r in report.rows if r.final is not None and r.status is Status.OK]
-        report.reason = reason_for(report, chosen, finalists)
+        report.reason = reason_for(report, chosen, finalists, load_average())
 
     def _possible_ranges(self, builts: Sequence[Built]) -> tuple[Range, ...]:
         """The ranges of sizes that may be answered by what was built; none if it has one size."""

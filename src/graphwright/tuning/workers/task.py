@@ -38,6 +38,7 @@ class Task:
     device: torch.device
     objective: str
     screening_s: float
+    timing_s: float
     dynamic_shapes: Any
     settings: Settings
 
@@ -50,6 +51,7 @@ class Task:
             evaluator.device,
             evaluator.objective,
             evaluator.screening_s,
+            evaluator.timing_s,
             evaluator.dynamic_shapes,
             Settings.current(),
         )
@@ -65,6 +67,7 @@ class Task:
             self.device,
             objective=self.objective,
             screening_s=self.screening_s,
+            timing_s=self.timing_s,
             dynamic_shapes=self.dynamic_shapes,
         )
 

@@ -1,0 +1,1 @@
+"""tune() on a machine that is busy with other work."""
