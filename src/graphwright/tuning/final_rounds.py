@@ -11,7 +11,7 @@ from ..evaluation.measurement import Measurement, interleave, weighted
 from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, Row
 from ..strategies.base import Built, Candidate
-from .selection import cost, near_best
+from .selection import near_best
 from .trial import CandidateEvaluator
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
@@ -56,7 +56,7 @@ class FinalRounds:
                     row.notes.append("near the best, but the budget was spent: not timed again")
                 break
             # One at a time: if it fails, others may be near the best.
-            self._build_here(min(missing, key=lambda row: cost(self.report, row)), on_failure)
+            self._build_here(min(missing, key=self.report.cost), on_failure)
         if len(self.kept) > 1:
             self._time()
 

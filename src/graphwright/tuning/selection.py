@@ -20,19 +20,10 @@ def eligible(report: Report) -> list[Row]:
     return [row for row in report.rows if row.status is Status.OK]
 
 
-def cost(report: Report, row: Row) -> float:
-    """The figure to minimize: time relative to eager, peak bytes, or seconds to a first answer."""
-    if report.objective == "cold_start":
-        return math.inf if row.cold_start_s is None else row.cold_start_s
-    if report.objective == "memory" and row.peak_bytes is not None:
-        return float(row.peak_bytes)
-    return statistics.median(report.ratios(row))
-
-
 def _own_cost(report: Report, row: Row) -> float:
     """The figure to minimize, but with the row's absolute time in place of its ratio to eager."""
     if report.objective in ("memory", "cold_start") or row.screening is None:
-        return cost(report, row)
+        return report.cost(row)
     return statistics.median(row.screening.rounds(report.objective))
 
 
@@ -43,8 +34,8 @@ def near_best(report: Report) -> list[Row]:
     from one screening to the next. Candidates whose first answer was not timed yet are kept too.
     """
     rows = eligible(report)
-    near = {row.strategy for row in rows if cost(report, row) == math.inf}
-    for measure in (cost, _own_cost):
+    near = {row.strategy for row in rows if report.cost(row) == math.inf}
+    for measure in (Report.cost, _own_cost):
         limit = FINALIST_FACTOR * min((measure(report, row) for row in rows), default=0.0)
         near |= {row.strategy for row in rows if measure(report, row) <= limit}
     return [row for row in rows if row.strategy in near]
@@ -53,7 +44,7 @@ def near_best(report: Report) -> list[Row]:
 def ranked(report: Report, rows: list[Row]) -> list[Row]:
     """The eligible ones of some rows, best first; within the noise of the best, simplest first."""
     rows = [row for row in rows if row.status is Status.OK]
-    rows.sort(key=lambda row: cost(report, row))
+    rows.sort(key=report.cost)
     if not rows:
         return rows
     tied = [row for row in rows if _ties(report, row, rows[0])]
@@ -64,7 +55,7 @@ def ranked(report: Report, rows: list[Row]) -> list[Row]:
 def _ties(report: Report, row: Row, best: Row) -> bool:
     """Whether a row is as good as the best within the noise."""
     if report.objective in ("memory", "cold_start"):
-        return cost(report, row) <= _WORTH_IT * cost(report, best)
+        return report.cost(row) <= _WORTH_IT * report.cost(best)
     if row.final is not None and best.final is not None:
         # Compare them directly: the ratios to eager have eager's noise in addition.
         low, _ = median_interval(row.final.ratios(best.final, report.objective))
