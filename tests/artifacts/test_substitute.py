@@ -15,6 +15,7 @@ import torch
 from chosen import choosing
 from planted import Planted, corrupts_weights, off_by_one_per_cent, raises
 from torch import nn
+from torch.export import Dim
 
 import graphwright as gw
 from graphwright.artifacts import saving, substitute
@@ -237,6 +238,22 @@ def test_several_samples_are_all_answered(
     for args in calls:
         torch.testing.assert_close(loaded(*args), model(*args))
     assert loaded.calls == {"tuned": 2}
+
+
+@pytest.mark.parametrize("name", ["fused", "eager"])
+def test_calls_between_buckets_are_answered_too(
+    name: str, model: nn.Module, plant: Callable[..., None], tmp_path: Path
+) -> None:
+    shapes = ({0: Dim("batch", min=1, max=5)},)
+    tuned = tuned_with(CHOICE, model, dynamic_shapes=shapes, buckets=gw.Buckets(batch=[2, 5]))
+    plant(CHOICE, form=named("fused") if name == "fused" else None)
+    assert saved(tuned, tmp_path / "net.gw")[0] == name
+    loaded = gw.load(tmp_path / "net.gw", model)
+    for size in (2, 3, 5):
+        x = torch.randn(size, 16)
+        torch.testing.assert_close(loaded(x), model(x))
+    if name == "fused":
+        assert loaded.calls == {"tuned": 2, "tuned, padded to a bucket": 1}
 
 
 def test_without_the_model_nothing_takes_its_place(
