@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -190,6 +191,7 @@ def test_a_package_s_function_is_found(source: Path, monkeypatch: pytest.MonkeyP
         ("pair", ("--allow", "int4"), "int4"),
         ("pair", ("--strategies", "warp"), "Unknown strategy 'warp'"),
         ("pair", ("--strategies", "indcutor"), "Did you mean 'inductor'?"),
+        ("pair", ("--exclude", "warp"), "Unknown strategy 'warp'"),
         ("pair", ("--json", "/no/such/folder/out.json"), "there is no folder /no/such/folder"),
         ("pair", ("--tolerance", "-1"), "tolerance"),
     ],
@@ -392,7 +394,10 @@ def test_strategies_says_what_loading_takes_and_what_is_tried_on_request(
     assert needs["torchscript"] == needs["aot_inductor"] == "trust"
     assert needs["inductor"] == "model, trust"
     assert needs["eager"] == needs["aot_autograd"] == "model"
-    assert needs["xla"] == needs["tensorrt"] == "never"
+    assert needs["xla"] == needs["tensorrt"] == needs["inductor:freeze"] == "never"
+    assert needs["aot_inductor:freeze"] == "trust"
+    text = " ".join(" ".join(line) for line in lines).split()
+    assert "aot_inductor:freeze is saved in its place" in " ".join(text)
     only = {line[1]: line[4] for line in lines if len(line) > 4 and line[1]}
     assert only["tf32"] == only["bf16"] == only["fp16"] == "allowed"
     assert only["inductor:max-autotune"] == only["aot_inductor"] == only["xla"] == "named"
@@ -460,6 +465,39 @@ def test_what_needs_the_model_says_so_and_is_built_again(source: Path, tmp_path:
     result = invoke("run", file, "--model", f"{source}:Net", "--device", "cpu", "--calls", 2)
     assert result.exit_code == 0, result.output
     assert "built again" in result.stdout
+
+
+def test_in_place_of_a_winner_that_cannot_be_saved_the_best_is_that_can_be(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from graphwright.strategies.fused import FUSED
+
+    monkeypatch.setattr(type(FUSED), "unsavable", "it is of this moment", raising=False)
+    monkeypatch.setattr("graphwright.artifacts.substitute.TIMING_S", 0.02)
+    file, alone = tmp_path / "net.gw", ("--strategies", "fused", "--device", "cpu")
+    with choosing("fused"):
+        result = invoke("tune", f"{source}:pair", *alone, "--fresh", "--save", file)
+    assert result.exit_code == 0, result.output
+    assert "fused was chosen" in " ".join(result.stdout.split())
+    said = result.stdout.splitlines()[-1]
+    assert re.search(r"^fused, \d\S* \S+ a call, cannot be saved: it is of this moment\. ", said)
+    assert re.search(r"Saved in its place: eager, \d\S* \S+ a call\. ", said)
+    assert f"Saved as {file}" in said
+    assert "run it with --model" in said
+    result = invoke("run", file, "--model", f"{source}:Net", "--device", "cpu", "--calls", 2)
+    assert result.exit_code == 0, result.output
+    assert "net.gw: pair by eager" in result.stdout
+    assert "cannot be saved: it is of this moment" in " ".join(result.stdout.split())
+
+
+def test_what_is_excluded_is_not_tried(source: Path) -> None:
+    names = "--strategies", "eager:no_grad,eager:inference_mode,torchscript"
+    more = "--exclude", "torchscript", "--exclude", "eager:no_grad"
+    result = invoke("tune", f"{source}:pair", *names, *more, "--device", "cpu", "--fresh")
+    assert result.exit_code == 0, result.output
+    assert "eager:inference_mode" in result.stdout
+    assert "no_grad" not in result.stdout
+    assert "torchscript" not in result.stdout
 
 
 def test_a_winner_that_cannot_be_saved_is_a_sentence_after_the_table(
@@ -645,7 +683,7 @@ def test_ctrl_c_while_saving_does_not_cost_the_table(
     def interrupted(*args: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("graphwright.artifacts.saving.save", interrupted)
+    monkeypatch.setattr("graphwright.artifacts.saving.save_best", interrupted)
     result = invoke("tune", f"{source}:pair", *QUICK, "--save", tmp_path / "net.gw")
     assert result.exit_code == 130
     assert "was chosen" in result.stdout

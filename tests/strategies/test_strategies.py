@@ -21,10 +21,12 @@ from graphwright.strategies.registry import (
     RUNNERS,
     default_candidates,
     parse_candidates,
+    without,
 )
 
-SLOW_TO_COMPILE = {"inductor:max-autotune"}
+SLOW_TO_COMPILE = {"inductor:max-autotune", "aot_inductor:freeze"}
 NAMES = [
+    pytest.param("aot_inductor:freeze", marks=pytest.mark.slow),
     *(c.name for c in COMPILERS if c.name not in SLOW_TO_COMPILE),
     "channels_last",
     "channels_last+torchscript:optimize",
@@ -105,6 +107,26 @@ def test_names_are_unique_and_made_of_parts() -> None:
 def test_unknown_names_are_refused_with_the_known_ones(name: str) -> None:
     with pytest.raises(OptionError, match="channels_last"):
         parse_candidates([name], ("tf32", "bf16"))
+
+
+@pytest.mark.parametrize(
+    ("exclude", "left"),
+    [
+        ([], ["eager", "eager+graph", "inductor", "channels_last+inductor+graph", "bf16"]),
+        (["inductor"], ["eager", "eager+graph", "bf16"]),
+        (["inductor+graph"], ["eager", "eager+graph", "inductor", "bf16"]),
+        (["graph"], ["eager", "inductor", "bf16"]),
+        (["eager+graph", "channels_last"], ["eager", "inductor", "bf16"]),
+        (["bf16", "xla"], ["eager", "eager+graph", "inductor", "channels_last+inductor+graph"]),
+        (["inductor:freeze"], None),
+    ],
+)
+def test_what_is_excluded_goes_with_all_that_has_its_parts(
+    exclude: list[str], left: list[str] | None
+) -> None:
+    names = ["eager", "eager+graph", "inductor", "channels_last+inductor+graph", "bf16"]
+    candidates = parse_candidates(names, ("bf16",))
+    assert [c.name for c in without(candidates, exclude)] == (names if left is None else left)
 
 
 def test_nothing_lossy_is_tried_unless_allowed() -> None:

@@ -456,6 +456,10 @@ def test_lossy_precision_is_tried_when_allowed_and_bounded(device: torch.device)
         ({"args": (torch.ones(4, 16),), "tolerance": -1.0}, "tolerance"),
         ({"args": (torch.ones(4, 16),), "budget_s": 0}, "budget_s"),
         ({"args": (torch.ones(4, 16),), "strategies": ["warp"]}, "Unknown strategy 'warp'"),
+        ({"args": (torch.ones(4, 16),), "exclude": ["warp"]}, "Unknown strategy 'warp'"),
+        ({"args": (torch.ones(4, 16),), "exclude": ["eager"]}, "eager cannot be left out"),
+        ({"args": (torch.ones(4, 16),), "exclude": [7]}, "exclude holds a int"),
+        ({"args": (torch.ones(4, 16),), "exclude": 7}, "exclude is a int"),
         ({"args": (), "objective": "x", "allow": ("y",)}, "objective.*allow"),
     ],
 )

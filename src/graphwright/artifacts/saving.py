@@ -5,7 +5,9 @@ from __future__ import annotations
 import dataclasses
 import os
 import tempfile
-from collections.abc import Mapping
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,37 +16,118 @@ from torch import nn
 
 from ..calls.serialization import digest_of, packed, write_tensors
 from ..calls.signature import switches
-from ..errors import ArtifactError, StrategyFailed
+from ..errors import ArtifactError, StrategyFailed, levels_above
 from ..report.environment import environment
+from ..report.report import Report
 from ..strategies.base import Kept
-from ..strategies.registry import is_ours
 from . import container, evidence, padding_plans
-from .tuned_module import Absent, TunedModule
+from .substitute import substitutes, unsavable
+from .tuned_module import Absent, Origin, TunedModule
 
 # Members of the file.
 REPORT, STRATEGY = "report.json", "strategy"
 CONSTANTS, WEIGHTS = "constants.safetensors", "weights.safetensors"
 
 
-def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
+@dataclass(frozen=True)
+class Saved:
+    """What was written to a file.
+
+    Attributes:
+        strategy: the candidate that it holds.
+        needs_model: whether `load` has to build it again from the model.
+        note: if it is not the choice, both with their times, and why; else empty.
+    """
+
+    strategy: str
+    needs_model: bool
+    note: str = ""
+
+
+def save(tuned: TunedModule, path: str | os.PathLike[str]) -> str:
     """Save what `tune` has found: the choice, its evidence, the weights, and what was built.
 
     `load` needs neither the model nor a new build for what `fused`, TorchScript, ONNX Runtime and
     AOTInductor have built. Everything else is built again from the model; for torch.compile its
     cache is saved. The file is written as a whole or not at all.
 
+    A choice that cannot be saved, such as `inductor:freeze`, is replaced in the file by the best
+    candidate that can be, which is built, verified and timed here for that; a warning names both
+    with their times. `tuned` itself goes on as it is.
+
     Args:
         tuned: what `tune` returned, not a copy of it.
         path: of the file; an existing file is replaced, and its permissions are kept.
 
+    Returns:
+        the name of the strategy that the file holds.
+
+    Raises:
+        ArtifactError: nothing can be saved; the text says why.
+    """
+    saved = save_best(tuned, path)
+    if saved.note:
+        warnings.warn(saved.note, RuntimeWarning, stacklevel=levels_above())
+    return saved.strategy
+
+
+def save_best(tuned: TunedModule, path: str | os.PathLike[str]) -> Saved:
+    """Save the choice, or in its place the best candidate that can be saved.
+
+    Raises:
+        ArtifactError: nothing can be saved; the text says why.
+    """
+    origin, target = _checked(tuned, path), container.path_of(path)
+    try:
+        return _write(tuned, origin, tuned.report, target)
+    except StrategyFailed as error:
+        problem = error
+    failures: list[str] = []
+    for found in substitutes(tuned, origin, failures):
+        note = found.note(tuned.report, problem.what, failures)
+        try:
+            saved = _write(tuned, found.origin, found.report(tuned.report, note), target)
+        except StrategyFailed as error:
+            failures.append(f"{found.row.strategy} cannot be saved: {error.what}")
+        else:
+            return replace(saved, note=note)
+    raise _not_saved(origin, problem, failures) from problem
+
+
+def save_choice(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
+    """Save the choice, and nothing in its place.
+
     Raises:
         ArtifactError: it cannot be saved; the text says why.
+    """
+    origin = _checked(tuned, path)
+    try:
+        _write(tuned, origin, tuned.report, container.path_of(path))
+    except StrategyFailed as error:
+        raise _not_saved(origin, error) from error
+
+
+def _not_saved(
+    origin: Origin, error: StrategyFailed, failures: Sequence[str] = ()
+) -> ArtifactError:
+    others = "".join(f"; {each.rstrip('.')}" for each in failures)
+    return ArtifactError(
+        f"{origin.candidate.name} cannot be saved: {error.what.rstrip('.')}{others}.",
+        remedy=error.remedy,
+    )
+
+
+def _checked(tuned: TunedModule, path: str | os.PathLike[str]) -> Origin:
+    """What a tuned module was made of, if it may be saved to a path.
+
+    Raises:
+        ArtifactError: it may not; the text says why.
     """
     if not isinstance(tuned, TunedModule):
         raise ArtifactError(
             f"save() was given a {type(tuned).__name__}.", remedy="Pass what tune() returned."
         )
-    origin, target = tuned._choice.origin, container.path_of(path)
+    origin = tuned._choice.origin
     if origin is None:
         raise ArtifactError(
             "This copy was not tuned, so that there is nothing to save.",
@@ -58,45 +141,50 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         raise ArtifactError(
             f"The model was changed after it was tuned: {change}.", remedy="Tune it again."
         )
-    candidate = origin.candidate
-    if not is_ours(candidate):
-        raise ArtifactError(
-            f"{candidate.name} is a strategy of your own, which load() would not know.",
-            remedy="Tune with strategies of graphwright's.",
-        )
     other = _other_layout(tuned._choice.module)
     if other is not None:
         raise ArtifactError(
             f"{other[0]} of the model is {other[1]}, which cannot be saved.",
             remedy="Tune a model whose weights are dense tensors.",
         )
-    unsavable = getattr(candidate.compiler, "unsavable", None)
-    if unsavable is not None:
-        raise ArtifactError(
-            f"{candidate.name} cannot be saved: {unsavable}.",
-            remedy="Tune without it: strategies=[…] names those to try.",
+    folder = container.path_of(path).parent
+    if not os.path.isdir(folder):  # Path.is_dir raises for impossible paths.
+        raise ArtifactError(f"There is no folder {folder}.", remedy="Make it first.")
+    return origin
+
+
+def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> Saved:
+    """Write a candidate to a file.
+
+    Args:
+        tuned: the tuned module.
+        origin: the candidate, and what was built of it.
+        report: that has it as the choice.
+        target: the file.
+
+    Raises:
+        StrategyFailed: this candidate cannot be saved.
+        ArtifactError: no candidate can be.
+    """
+    candidate, device = origin.candidate, origin.device
+    why = unsavable(candidate)
+    if why is not None:
+        raise StrategyFailed(
+            why, remedy=f"Tune without it: exclude=[{candidate.name!r}], or --exclude."
         )
-    if not os.path.isdir(target.parent):  # Path.is_dir raises for impossible paths.
-        raise ArtifactError(f"There is no folder {target.parent}.", remedy="Make it first.")
     with tempfile.TemporaryDirectory(prefix="graphwright-") as made, torch.no_grad():
         folder = Path(made)
-        loads, keeps = False, not needs_model(tuned)
+        loads, keeps = False, not _needs_model(origin)
         constants: dict[str, torch.Tensor] = {}
         seen: set[str] = set()
-        try:
-            for index, built in enumerate(origin.builts[:1] if origin.ranges else origin.builts):
-                if built.save is not None and (keeps or candidate.loader is None):
-                    place = folder / STRATEGY / str(index)
-                    place.mkdir(parents=True)
-                    kept = built.save(place) or Kept({})
-                    constants |= {prefix_of(index) + name: t for name, t in kept.tensors.items()}
-                    seen |= {prefix_of(index) + name for name in kept.seen}
-                    loads = keeps
-        except StrategyFailed as error:
-            raise ArtifactError(
-                f"{candidate.name} cannot be saved: {error.what}.", remedy=error.remedy
-            ) from error
-        device = origin.device
+        for index, built in enumerate(origin.builts[:1] if origin.ranges else origin.builts):
+            if built.save is not None and (keeps or candidate.loader is None):
+                place = folder / STRATEGY / str(index)
+                place.mkdir(parents=True)
+                kept = built.save(place) or Kept({})
+                constants |= {prefix_of(index) + name: t for name, t in kept.tensors.items()}
+                seen |= {prefix_of(index) + name for name in kept.seen}
+                loads = keeps
         evidence.write(folder, origin.samples, device)
         padded = tuned._choice.padded
         if padded is not None:
@@ -107,11 +195,11 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
         shared = _shared(weights, constants)
         own = {name: tensor for name, tensor in weights.items() if name not in shared}
         write_tensors(folder / WEIGHTS, own)
-        (folder / REPORT).write_text(tuned.report.to_json(), encoding="utf-8")
+        (folder / REPORT).write_text(report.to_json(), encoding="utf-8")
         facts: dict[str, Any] = {
             "strategy": candidate.name,
             "loads": loads,
-            "model": tuned.report.model,
+            "model": report.model,
             "model_there": not isinstance(tuned._choice.module, Absent),
             "pure": tuned._choice.pure,
             "quiet": tuned._choice.same_under_no_grad,
@@ -121,12 +209,11 @@ def save(tuned: TunedModule, path: str | os.PathLike[str]) -> None:
             "ranges": [dataclasses.astuple(each) for each in origin.ranges],
         }
         container.write(target, folder, facts)
+    return Saved(candidate.name, not keeps)
 
 
-def needs_model(tuned: TunedModule) -> bool:
+def _needs_model(origin: Origin) -> bool:
     """Whether `load` has to build it again from the model."""
-    origin = tuned._choice.origin
-    assert origin is not None  # `save` has checked.
     # Without the model, calls would write to other tensors than the model's.
     stateful = any(sample.reference.written for sample in origin.samples)
     return stateful or origin.candidate.loader is None

@@ -109,6 +109,12 @@ def main() -> None:
 @click.option(
     "--strategies", metavar="A,B", help="Try only these, such as torchscript,inductor+graph."
 )
+@click.option(
+    "--exclude",
+    multiple=True,
+    metavar="NAME",
+    help="Leave out every strategy that has these parts, such as inductor:freeze or xla.",
+)
 @click.option("--tolerance", type=float, help="Relative error to accept, in place of 3 × eager's.")
 @click.option("--budget", type=_Seconds(), help="Take no longer than this: 120s or 2m.")
 @click.option(
@@ -128,7 +134,9 @@ def main() -> None:
 )
 @click.option("--markdown", "markdown_file", type=_FILE, help="Save the report as Markdown.")
 @click.option("--svg", "svg_file", type=_FILE, help="Save the report as a picture.")
-@click.option("--save", "save_file", type=_FILE, help="Save the winner, for `run`.")
+@click.option(
+    "--save", "save_file", type=_FILE, help="Save the winner, for `run`, or the best that can be."
+)
 def tune(
     target: str,
     inputs: Sequence[str],
@@ -136,6 +144,7 @@ def tune(
     objective: str,
     allow: Sequence[str],
     strategies: str | None,
+    exclude: Sequence[str],
     tolerance: float | None,
     budget: float | None,
     timeout: float,
@@ -171,6 +180,7 @@ def tune(
         loaded.args,
         loaded.kwargs,
         strategies=names,
+        exclude=_split(exclude),
         objective=objective,
         tolerance=tolerance,
         allow=_split(allow),
@@ -325,8 +335,15 @@ def strategies(device: str | None) -> None:
     from torch import nn
 
     from ..report.terminal import printing, show_strategies
-    from ..strategies.base import probe
-    from ..strategies.registry import COMPILERS, LOSSY, REWRITES, RUNNERS, default_candidates
+    from ..strategies.base import Candidate, probe
+    from ..strategies.registry import (
+        COMPILERS,
+        LOSSY,
+        REWRITES,
+        RUNNERS,
+        default_candidates,
+        savable_form,
+    )
 
     place = _device(device)
     # Convolutions are what rewrites look for.
@@ -354,6 +371,8 @@ def strategies(device: str | None) -> None:
                 remarks = [found.reason, found.remedy]
                 if unsavable := getattr(part, "unsavable", ""):
                     remarks.append(f"Not to be saved: {unsavable}")
+                    if form := savable_form(Candidate(part)):
+                        remarks.append(f"{form.name} is saved in its place where it is as fast")
                 only = "" if part in tried else "allowed" if part in allowed else "named"
                 needs = _needs(part) if kind == "compilers" else ""
                 cells = (part.name, "yes" if found.available else "no", needs, only)

@@ -110,13 +110,20 @@ def write_text(name: str, text: str) -> str:
 
 
 def save_winner(tuned: Any, name: str) -> str:
-    """Save what was chosen; what is to be said of it."""
-    from ..artifacts.saving import needs_model, save
+    """Save what was chosen, or the best that can be saved; what is to be said of it."""
+    from rich.console import Console
+
+    from ..artifacts.saving import save_best
     from ..report.table import memory
 
-    save(tuned, name)
-    more = " It is built again from the model: run it with --model." * needs_model(tuned)
-    return f"Saved as {name}, {memory(Path(name).stat().st_size)}.{more}"
+    with Console(stderr=True).status(f"saving {name}"):
+        saved = save_best(tuned, name)
+    parts = [
+        saved.note,
+        f"Saved as {name}, {memory(Path(name).stat().st_size)}.",
+        "It is built again from the model: run it with --model." * saved.needs_model,
+    ]
+    return " ".join(filter(None, parts))
 
 
 def deliver(

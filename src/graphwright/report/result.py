@@ -156,6 +156,14 @@ class Results:
             return []
         return row.screening.ratios(row.baseline, self.figure)
 
+    def cost(self, row: Row) -> float:
+        """The figure to minimize: time relative to eager, peak bytes, or seconds to an answer."""
+        if self.objective == "cold_start":
+            return math.inf if row.cold_start_s is None else row.cold_start_s
+        if self.objective == "memory" and row.peak_bytes is not None:
+            return float(row.peak_bytes)
+        return statistics.median(self.ratios(row))
+
     def speedup(self, row: Row, other: str = EAGER) -> tuple[float, float, float] | None:
         """How many times faster than another row: median and 95 % interval; None without data."""
         ratios = self.ratios(row, other)

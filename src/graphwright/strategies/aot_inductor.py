@@ -1,4 +1,4 @@
-"""AOTInductor: torch.export, then Inductor's kernels as a library.
+"""AOTInductor: torch.export, then Inductor's kernels as a library; plain, and with frozen weights.
 
 It builds a package (.pt2) of machine code and weights. Another process loads it as fast as it can
 be read, without the model and without compiling.
@@ -24,9 +24,9 @@ from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten
 from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
-from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
+from .base import AVAILABLE, Availability, Built, probe, tiny_model, without_grad
 from .export import Flat, dims_of, exported
-from .inductor import explained
+from .inductor import FROZEN, explained
 
 _PACKAGE, _CALL = "package.pt2", "call.json"
 # It is written to by a compilation, and is part of the keys of torch.compile's cache.
@@ -39,11 +39,13 @@ class AotInductor:
 
     `dynamic_shapes` names dimensions of the arguments as torch.export does, by position and name:
     `({0: Dim("batch", min=1, max=32)},)`; then what is built answers all sizes in that range.
+    With `freezing`, Inductor takes the weights for constants, as `inductor:freeze` has it do.
     """
 
     name: str = "aot_inductor"
     complexity: int = 34
     dynamic_shapes: Any = None
+    freezing: bool = False
     holds_code: ClassVar[bool] = True
     bound_to: ClassVar[tuple[str, ...]] = ("torch", "gpu", "cuda", "processor", "system")
     portable: ClassVar[bool] = False
@@ -53,7 +55,9 @@ class AotInductor:
         return True
 
     def probe(self, device: torch.device) -> Availability:
-        """Compile, load and run a tiny model."""
+        """Compile, load and run a tiny model; frozen weights need nothing more."""
+        if self.freezing:
+            return probe(AOT_INDUCTOR, device)
         model, x = tiny_model(device)
         try:
             self.build(model, (x,), {}).call(x)
@@ -77,7 +81,8 @@ class AotInductor:
             folder = tempfile.mkdtemp(prefix="graphwright-")
             try:
                 path = Path(folder) / _PACKAGE
-                with _quiet(), torch._inductor.config.patch(_ITS_OWN):
+                options = _ITS_OWN | (FROZEN if self.freezing else {})
+                with _quiet(), torch._inductor.config.patch(options):
                     torch._inductor.aoti_compile_and_package(program, package_path=str(path))
                 known = _Packaged(path, flat.call.slots, out)
             except BaseException:
@@ -146,3 +151,4 @@ def _quiet() -> Iterator[None]:
 
 
 AOT_INDUCTOR = AotInductor()
+FREEZE = AotInductor("aot_inductor:freeze", 35, freezing=True)

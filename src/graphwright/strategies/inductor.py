@@ -123,7 +123,7 @@ class Inductor:
         else:
             compiled = torch.compile(fresh_entry(model), mode=self.mode, dynamic=False)
         # TorchDynamo asks for this switch too, so that an option of the backend is not enough.
-        with torch.no_grad(), torch._inductor.config.patch(_FROZEN if self.freezing else {}):
+        with torch.no_grad(), torch._inductor.config.patch(FROZEN if self.freezing else {}):
             notes, delta = compile_and_run(compiled, args, kwargs, 3 if self.cuda_graphs else 1)
         if not self.cuda_graphs:
             return Built(without_grad(compiled), notes, frozen, save=_save_cache, capturable=True)
@@ -154,7 +154,7 @@ def _save_cache(folder: Path) -> None:
 
 
 # The user's module keeps its weights, whatever the user has chosen for code of their own.
-_FROZEN: dict[str, Any] = {"freezing": True, "freezing_discard_parameters": False}
+FROZEN: dict[str, Any] = {"freezing": True, "freezing_discard_parameters": False}
 
 
 def _frozen_backend() -> Callable[..., Any]:
@@ -167,7 +167,7 @@ def _frozen_backend() -> Callable[..., Any]:
     from torch._inductor.compile_fx import compile_fx
 
     def frozen(graph: torch.fx.GraphModule, inputs: list[Any]) -> Any:
-        return compile_fx(graph, inputs, config_patches=dict(_FROZEN))
+        return compile_fx(graph, inputs, config_patches=dict(FROZEN))
 
     return frozen
 

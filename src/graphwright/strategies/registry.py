@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
 
 import torch
 from torch import nn
@@ -38,6 +39,7 @@ COMPILERS: tuple[Compiler, ...] = (
     strategy.GRAPH,
     aot_autograd.AOT_AUTOGRAD,
     aot_inductor.AOT_INDUCTOR,
+    aot_inductor.FREEZE,
     inductor.INDUCTOR,
     inductor.FREEZE,
     inductor.REDUCE_OVERHEAD,
@@ -54,9 +56,15 @@ REWRITES: tuple[Rewrite, ...] = (
 RUNNERS: tuple[Runner, ...] = (runners.GRAPH,)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
-# Not tried by default. The first takes minutes. The second is as fast as inductor, and worth its
-# time only if it is saved. The third imports torchax, which renames one of PyTorch's back ends.
-_ON_REQUEST = {inductor.MAX_AUTOTUNE.name, aot_inductor.AOT_INDUCTOR.name, xla.XLA.name}
+# Not tried by default. The first takes minutes. The next two are as fast as inductor, and worth
+# their time only if they are saved. The last imports torchax, which renames one of PyTorch's back
+# ends.
+_ON_REQUEST = {
+    inductor.MAX_AUTOTUNE.name,
+    aot_inductor.AOT_INDUCTOR.name,
+    aot_inductor.FREEZE.name,
+    xla.XLA.name,
+}
 _ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name}
 # Compilers that are also tried with the runner `graph`, and with each rewrite.
 _UNDER_GRAPH = (
@@ -85,6 +93,7 @@ _USUAL = {
         "onnxruntime:graph": (2.5, 6.0),
         "aot_autograd": (0.9, 3.0),
         "aot_inductor": (1.5, 25.0),
+        "aot_inductor:freeze": (1.6, 27.0),
         "inductor": (1.5, 10.0),
         "inductor:freeze": (1.6, 12.0),
         "inductor:reduce-overhead": (3.0, 12.0),
@@ -105,6 +114,7 @@ _USUAL = {
         "onnxruntime:graph": (1.3, 4.0),
         "aot_autograd": (0.95, 3.0),
         "aot_inductor": (1.3, 25.0),
+        "aot_inductor:freeze": (1.4, 27.0),
         "inductor": (1.3, 15.0),
         "inductor:freeze": (1.4, 20.0),
         "inductor:reduce-overhead": (1.3, 15.0),
@@ -157,6 +167,13 @@ def _promise(candidate: Candidate, device: torch.device) -> float:
     return math.log(gain) / (seconds + _BESIDE_S)
 
 
+def savable_form(candidate: Candidate) -> Candidate | None:
+    """What runs the same kernels as a candidate that cannot be saved, and can be; None for none."""
+    if candidate.compiler is not inductor.FREEZE:
+        return None
+    return replace(candidate, compiler=aot_inductor.FREEZE)
+
+
 def is_ours(candidate: Candidate) -> bool:
     """Whether all parts of a candidate are graphwright's own, so that its name identifies it."""
     parts = ((candidate.compiler, COMPILERS), (candidate.rewrite, REWRITES))
@@ -187,6 +204,29 @@ def parse_candidates(
                 remedy="A strategy has name, complexity, probe() and build().",
             )
     return list({candidate.name: candidate for candidate in found}.values())
+
+
+def without(candidates: Sequence[Candidate], exclude: Iterable[str]) -> list[Candidate]:
+    """The candidates that have not all parts of any of these names; plain eager always stays.
+
+    Raises:
+        OptionError: a name is unknown, or is that of plain eager.
+    """
+    if not isinstance(exclude, Iterable):
+        raise OptionError(f"exclude is a {type(exclude).__name__}: write a list of names.")
+    left_out = []
+    for name in exclude:
+        if not isinstance(name, str):
+            raise OptionError(f"exclude holds a {type(name).__name__}, which is no name.")
+        if _parse(name, LOSSY).name == eager.EAGER.name:
+            raise OptionError("eager cannot be left out: all others are measured against it.")
+        left_out.append({*name.split("+")})
+    return [c for c in candidates if not any(parts <= _parts(c) for parts in left_out)]
+
+
+def _parts(candidate: Candidate) -> set[str]:
+    parts = (candidate.rewrite, candidate.compiler, candidate.runner)
+    return {part.name for part in parts if part is not None}
 
 
 def _parse(name: str, allow: Sequence[str]) -> Candidate:

@@ -24,13 +24,13 @@ from typing import IO
 
 import torch
 
-from ..artifacts.saving import save
+from ..artifacts.saving import save_choice
+from ..artifacts.substitute import unsavable
 from ..artifacts.tuned_module import TunedModule
 from ..errors import GraphwrightError, in_words
 from ..report.result import EAGER, Row, Status
 from ..report.table import duration
 from ..strategies.base import Built, Candidate
-from ..strategies.registry import is_ours
 from .trial import CandidateEvaluator
 from .workers.fork_server import CANDIDATE
 from .workers.process import kill_group, last_line
@@ -146,8 +146,7 @@ class ColdStarts:
 
     def _save(self, candidate: Candidate, path: Path) -> bool:
         """Save a candidate that can be loaded without the model; False if it cannot."""
-        savable = getattr(candidate.compiler, "unsavable", None) is None and is_ours(candidate)
-        if not savable or candidate.loader is None:
+        if unsavable(candidate) is not None or candidate.loader is None:
             return False
         name = candidate.name
         builts = self.kept.get(name)
@@ -160,7 +159,7 @@ class ColdStarts:
         if any(built.save is None for built in builts):
             return False
         try:
-            save(self.tuned(name, builts), path)
+            save_choice(self.tuned(name, builts), path)
         except GraphwrightError as error:
             raise _Refused(Status.FAILED, *in_words(error)) from error
         return True

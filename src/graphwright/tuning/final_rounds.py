@@ -16,7 +16,7 @@ from ..evaluation.measurement import (
 from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, Row, Status
 from ..strategies.base import Built, Candidate
-from .selection import cost, near_best
+from .selection import near_best
 from .trial import CandidateEvaluator, judge
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
@@ -61,7 +61,7 @@ class FinalRounds:
                     row.notes.append("a finalist, but the budget was spent: not timed again")
                 break
             # One at a time: if it fails, others may be near the best.
-            self._build_here(min(missing, key=lambda row: cost(self.report, row)), on_failure)
+            self._build_here(min(missing, key=self.report.cost), on_failure)
         if len(self.kept) > 1:
             self._time()
 

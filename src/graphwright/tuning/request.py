@@ -35,7 +35,13 @@ from ..report.result import Shape
 from ..shapes.dimensions import portable
 from ..strategies.base import Candidate, Compiler
 from ..strategies.eager import EAGER
-from ..strategies.registry import LOSSY, default_candidates, is_ours, parse_candidates
+from ..strategies.registry import (
+    LOSSY,
+    default_candidates,
+    is_ours,
+    parse_candidates,
+    without,
+)
 from .workers.fork_server import CANDIDATE
 
 if TYPE_CHECKING:
@@ -94,6 +100,7 @@ class Request:
         buckets: Buckets | None = None,
         pad: Any = None,
         strategies: Iterable[str | Compiler | Candidate] | None = None,
+        exclude: Iterable[str] = (),
         objective: str = "latency",
         tolerance: float | None = None,
         allow: Sequence[str] = (),
@@ -163,6 +170,8 @@ class Request:
             )
         if isinstance(strategies, str):
             strategies = strategies.split(",")
+        if isinstance(exclude, str):
+            exclude = exclude.split(",")
         candidates = (
             default_candidates(
                 module, device, allow, also=_FOR_COLD_START if objective == "cold_start" else ()
@@ -170,6 +179,7 @@ class Request:
             if strategies is None
             else parse_candidates(strategies, allow)
         )
+        candidates = without(candidates, exclude)
         # Eager first, since all others are measured against it.
         by_name = {candidate.name: candidate for candidate in candidates}
         eager = by_name.pop(EAGER.name, Candidate(EAGER))

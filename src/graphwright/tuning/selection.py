@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 
 from ..evaluation.measurement import median_interval
 from ..report.report import Report
@@ -20,22 +19,10 @@ def eligible(report: Report) -> list[Row]:
     return [row for row in report.rows if row.status is Status.OK]
 
 
-def cost(report: Report, row: Row) -> float:
-    """The figure to minimize: time relative to eager, peak bytes, or seconds to a first answer.
-
-    Infinite if it is not known, as of an unsteady candidate's time.
-    """
-    if report.objective == "cold_start":
-        return math.inf if row.cold_start_s is None else row.cold_start_s
-    if report.objective == "memory" and row.peak_bytes is not None:
-        return float(row.peak_bytes)
-    return statistics.median(report.ratios(row) or [math.inf])
-
-
 def _own_cost(report: Report, row: Row) -> float:
     """The figure to minimize, but with the row's absolute time in place of its ratio to eager."""
     if report.objective in ("memory", "cold_start") or row.screening is None or row.unsteady:
-        return cost(report, row)
+        return report.cost(row)
     return row.screening.typical(report.figure).median
 
 
@@ -47,8 +34,8 @@ def near_best(report: Report) -> list[Row]:
     and so are unsteady ones.
     """
     rows = eligible(report)
-    near = {row.strategy for row in rows if cost(report, row) == math.inf}
-    for measure in (cost, _own_cost):
+    near = {row.strategy for row in rows if report.cost(row) == math.inf}
+    for measure in (Report.cost, _own_cost):
         limit = FINALIST_FACTOR * min((measure(report, row) for row in rows), default=0.0)
         near |= {row.strategy for row in rows if measure(report, row) <= limit}
     return [row for row in rows if row.strategy in near]
@@ -67,8 +54,8 @@ def ranked(report: Report, rows: list[Row]) -> list[Row]:
 
 def _ranked(report: Report, rows: list[Row]) -> list[Row]:
     # By complexity where the cost is not known: then eager comes first.
-    rows = sorted(rows, key=lambda row: (cost(report, row), row.complexity))
-    if not rows or cost(report, rows[0]) == math.inf:
+    rows = sorted(rows, key=lambda row: (report.cost(row), row.complexity))
+    if not rows or report.cost(rows[0]) == math.inf:
         return rows
     tied = [row for row in rows if _ties(report, row, rows[0])]
     tied.sort(key=lambda row: row.complexity)
@@ -78,8 +65,8 @@ def _ranked(report: Report, rows: list[Row]) -> list[Row]:
 def _ties(report: Report, row: Row, best: Row) -> bool:
     """Whether a row is as good as the best within the noise."""
     if report.objective in ("memory", "cold_start"):
-        return cost(report, row) <= _WORTH_IT * cost(report, best)
-    if cost(report, row) == math.inf:
+        return report.cost(row) <= _WORTH_IT * report.cost(best)
+    if report.cost(row) == math.inf:
         return False
     if row.final is not None and best.final is not None:
         # Compare them directly: the ratios to eager have eager's noise in addition.
@@ -136,8 +123,8 @@ def _reason(report: Report, chosen: Row, finalists: list[Row]) -> str:
     speed = report.speedup(chosen)
     if speed is not None:
         text += f", {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast as eager"
-    best = min(finalists, key=lambda row: cost(report, row), default=chosen)
-    known = cost(report, best) < math.inf
+    best = min(finalists, key=report.cost, default=chosen)
+    known = report.cost(best) < math.inf
     if known and best is not chosen and report.objective != "memory":
         text += f"; {best.strategy} is not faster beyond the noise, and less simple"
     return text + "."

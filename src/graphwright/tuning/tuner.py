@@ -72,6 +72,7 @@ def tune(
     buckets: Buckets | None = None,
     pad: Any = None,
     strategies: Iterable[str | Compiler | Candidate] | None = None,
+    exclude: Iterable[str] = (),
     objective: Objective = "latency",
     tolerance: float | None = None,
     allow: Sequence[str] = (),
@@ -108,6 +109,8 @@ def tune(
         pad: the padding values, as `graph()` takes them.
         strategies: names such as "inductor+graph", or strategies or candidates of your own; None
             tries all that usually pay off. Eager is always added.
+        exclude: names of strategies to leave out, with all that have the same parts: "inductor"
+            stands for "channels_last+inductor+graph" too, "inductor+graph" not for "inductor".
         objective: "latency" (one synchronized call), "throughput" (calls issued back to back),
             "memory" (peak bytes) or "cold_start" (seconds from the start of a process to the first
             right answer; what `load` can load is loaded for that).
@@ -148,6 +151,7 @@ def tune(
         buckets=buckets,
         pad=pad,
         strategies=strategies,
+        exclude=exclude,
         objective=objective,
         tolerance=tolerance,
         allow=allow,
