@@ -157,12 +157,15 @@ class Results:
         return row.screening.ratios(row.baseline, self.figure)
 
     def cost(self, row: Row) -> float:
-        """The figure to minimize: time relative to eager, peak bytes, or seconds to an answer."""
+        """The figure to minimize: time relative to eager, peak bytes, or seconds to an answer.
+
+        Infinite if it is not known, as of an unsteady candidate's time.
+        """
         if self.objective == "cold_start":
             return math.inf if row.cold_start_s is None else row.cold_start_s
         if self.objective == "memory" and row.peak_bytes is not None:
             return float(row.peak_bytes)
-        return statistics.median(self.ratios(row))
+        return statistics.median(self.ratios(row) or [math.inf])
 
     def speedup(self, row: Row, other: str = EAGER) -> tuple[float, float, float] | None:
         """How many times faster than another row: median and 95 % interval; None without data."""
