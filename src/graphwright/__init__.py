@@ -15,6 +15,7 @@ from .dispatch.graphed_module import graph as graph
 from .errors import ArtifactError as ArtifactError
 from .errors import CaptureError as CaptureError
 from .errors import ExtensionError as ExtensionError
+from .errors import FallbackWarning as FallbackWarning
 from .errors import GraphwrightError as GraphwrightError
 from .errors import MemoryBudgetExceeded as MemoryBudgetExceeded
 from .errors import ModelFailed as ModelFailed
@@ -47,6 +48,7 @@ __all__ = [
     "CaptureError",
     "Extension",
     "ExtensionError",
+    "FallbackWarning",
     "Finding",
     "FusedModule",
     "Graph",

@@ -8,9 +8,11 @@ do about it. docs/reference/errors.md mirrors this file.
 from __future__ import annotations
 
 import contextlib
+import logging
 import sys
 import sysconfig
 import traceback
+import warnings
 from pathlib import Path
 
 import torch
@@ -110,6 +112,28 @@ def user_frame(error: BaseException) -> str | None:
         if is_the_user_s(frame.filename) and not own:
             return f"{frame.filename}:{frame.lineno}"
     return None
+
+
+class FallbackWarning(RuntimeWarning):
+    """What graphwright made answers a kind of call by the model itself, eagerly."""
+
+
+_LOGGER = logging.getLogger("graphwright")
+# Without a handler of the user's own, the warning alone is shown.
+_LOGGER.addHandler(logging.NullHandler())
+
+
+def warn_of_fallback(what: str, why: str, remedy: str) -> None:
+    """Warn and log that calls of a kind are eager; callers do so once for a kind.
+
+    Args:
+        what: the object that was called.
+        why: in words, without a full stop.
+        remedy: what the user can do, as sentences.
+    """
+    text = f"{what} runs eagerly for this kind of call, since {why.rstrip('.')}. {remedy}"
+    _LOGGER.warning(text)
+    warnings.warn(text, FallbackWarning, stacklevel=levels_above())
 
 
 def levels_above() -> int:

@@ -14,13 +14,13 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
-from ..calls.options import callable_problem, count_problem, flag_problem, refuse
+from ..calls.options import callable_problem, choice_problem, count_problem, flag_problem, refuse
 from ..calls.serialization import read_tensors, unpacked
 from ..calls.signature import SWITCHES, CallSignature, Range, switches
 from ..calls.snapshots import run, same_bits
@@ -37,7 +37,7 @@ from ..strategies.registry import LOSSY, parse_candidates
 from . import container, evidence, padding_plans
 from .padded_calls import PaddedCalls, StoredPaddedCalls, Tuned
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
-from .tuned_module import Absent, Origin, TunedModule, assemble
+from .tuned_module import Absent, OnMiss, Origin, TunedModule, assemble
 
 _AS_SAVED = "as it was saved"
 
@@ -48,6 +48,7 @@ def load(
     *,
     trust: bool = False,
     audit: int | None = None,
+    on_miss: OnMiss = "eager",
 ) -> TunedModule:
     """Load what `save` has written, and verify it on the inputs and results stored in the file.
 
@@ -64,6 +65,7 @@ def load(
             code is TorchScript, libraries of AOTInductor, caches of torch.compile, and compiled
             kernels (without these, `fused` compiles its own).
         audit: as `tune()` takes it.
+        on_miss: as `tune()` takes it.
 
     Raises:
         ArtifactError: the file is damaged, belongs to another model, needs the model or trust, or
@@ -75,10 +77,11 @@ def load(
         None if model is None else callable_problem("model", model),
         flag_problem("trust", trust),  # Any text, even "no", would count as True.
         count_problem("audit", audit, optional=True),
+        choice_problem("on_miss", on_miss, get_args(OnMiss)),
     )
     file = container.path_of(path)
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
-        loading = _Loading(file, members, model, trust, audit)
+        loading = _Loading(file, members, model, trust, audit, on_miss)
         try:
             return loading.load()
         finally:
@@ -95,7 +98,9 @@ class _Loading:
         model: Callable[..., Any] | None,
         trust: bool,
         audit: int | None,
+        on_miss: OnMiss,
     ) -> None:
+        self.on_miss = on_miss
         self.file, self.members, self.trust, self.audit = file, members, trust, audit
         facts = self.facts = members.facts
         folder = self.folder = members.ready(REPORT, *evidence.FILES)
@@ -406,6 +411,7 @@ class _Loading:
             pad_with=pad_with,
             loaded=self.notes or [_AS_SAVED],
             audit=self.audit,
+            on_miss=self.on_miss,
         )
 
 

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -29,7 +29,7 @@ from ..calls.signature import (
 )
 from ..calls.watch import ModuleWatch, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
-from ..errors import SignatureError
+from ..errors import SignatureError, warn_of_fallback
 from ..graphs.composition import (
     Parts,
     apart_from_capture,
@@ -51,6 +51,10 @@ GRADIENTS, NOTHING_TUNED = "gradients are wanted", "nothing tuned"
 TRANSFORMED = "it is traced or transformed"
 CAPTURED = "it is captured"
 CHANGED, OTHER, NO_BUCKET = "the module changed", "another signature", "no bucket"
+# Of these the caller knows, whatever was tuned.
+_INTENDED = (GRADIENTS, TRANSFORMED, CAPTURED)
+# What is done with a call that was not tuned.
+OnMiss = Literal["eager", "error"]
 # The signature of calls that something was built for, and what was built.
 Entry = tuple[CallSignature | RangedSignature, Callable[..., Any]]
 
@@ -128,6 +132,7 @@ class _Choice:
         origin: Origin | None,
         loaded: Sequence[str],
         inside: Mapping[int, Built],
+        on_miss: OnMiss,
     ) -> None:
         self.module = module
         # By the identity of the entry's callable: what a capture runs in its place.
@@ -148,6 +153,8 @@ class _Choice:
         winner = None if origin is None else origin.candidate.name
         if winner == EAGER and self.table and not isinstance(module, Absent):
             self.plain = module.function_of() if isinstance(module, Called) else module
+        self.on_miss = on_miss
+        self._told: set[str] = set()
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
 
@@ -208,6 +215,8 @@ class _Choice:
     def eager(self, kind: str, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Call the module itself, if there is one, and count the call by its reason."""
         if not isinstance(self.module, Absent):
+            if self.report.chosen != EAGER:
+                self._fell_back(kind)
             self.calls[f"eager: {kind}"] += 1
             with self.turns.calling():
                 return call(*args, **kwargs)
@@ -216,6 +225,23 @@ class _Choice:
             # The difference to the nearest bucket says more than that there is no plan.
             self.last_difference = self.differences(args, kwargs) or self.last_difference
         raise self.module.refusal(kind, self.last_difference)
+
+    def _fell_back(self, kind: str) -> None:
+        """Warn of a call that goes to the module itself, once for each kind; or refuse it.
+
+        Raises:
+            SignatureError: with on_miss="error", the call is not one that was tuned.
+        """
+        what = f"What tune() made of {type(self.module).__name__}"
+        why = kind if self.last_difference in (None, kind) else f"{kind} ({self.last_difference})"
+        if self.on_miss == "error" and kind not in _INTENDED:
+            raise SignatureError(
+                f"{what} does not answer this call: {why.rstrip('.')}.",
+                remedy="Tune for it too (samples=, buckets=), or allow on_miss='eager'.",
+            )
+        if kind not in self._told:
+            self._told.add(kind)
+            warn_of_fallback(what, why, "`calls` and explain() count them.")
 
     def outdated(self, watch: ModuleWatch) -> bool:
         """Whether the module has changed; the reason is kept for `explain`."""
@@ -257,6 +283,7 @@ class TunedModule(ModuleProxy):
         origin: Origin | None = None,
         loaded: Sequence[str] = (),
         inside: Mapping[int, Built] | None = None,
+        on_miss: OnMiss = "eager",
     ) -> None:
         super().__init__(module)
         choice = _Choice(
@@ -271,6 +298,7 @@ class TunedModule(ModuleProxy):
             origin,
             loaded,
             inside or {},
+            on_miss,
         )
         object.__setattr__(self, "_choice", choice)
 
@@ -447,6 +475,7 @@ def assemble(
     pad_with: Callable[[list[tuple[CallSignature, Callable[..., Any]]]], PaddedCalls] | None = None,
     loaded: Sequence[str] = (),
     audit: int | None = None,
+    on_miss: OnMiss = "eager",
 ) -> TunedModule:
     """Make a TunedModule that answers calls by one candidate.
 
@@ -460,6 +489,7 @@ def assemble(
         pad_with: makes a PaddedCalls from what was built, for calls between the buckets.
         loaded: how it was loaded from a file, in words.
         audit: if a copy of the weights is held, compare their values every so many calls.
+        on_miss: what is done with a call that was not tuned.
     """
     builts, eager = origin.builts, origin.candidate.name == EAGER
     watch = None
@@ -499,6 +529,7 @@ def assemble(
         origin,
         loaded,
         {} if eager else {key: built for key, built in found_inside if built is not None},
+        on_miss,
     )
 
 

@@ -47,7 +47,7 @@ from ..errors import (
     SignatureError,
     VerificationError,
     in_words,
-    levels_above,
+    warn_of_fallback,
 )
 from ..evaluation.accuracy import difference
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
@@ -81,7 +81,8 @@ MAX_QUICK = 1 << 16
 _MAX_REFUSED = 1024
 # Seconds that a capture counts for which other threads left no room for.
 _BUSY_S = 0.01
-_WARNED_CATEGORIES = (UNCAPTURED, _LIMIT, PADDING, UNPAID)
+# Eager calls of these kinds are told apart by their reasons, others by their kind alone.
+_TOLD_BY_REASON = (UNCAPTURED, _LIMIT, PADDING, UNPAID)
 
 
 class GraphedCallable(StandIn):
@@ -471,19 +472,21 @@ class GraphedCallable(StandIn):
         self._tally.eager[category] += 1
         # It may raise what the function raises.
         result = self._run_detached(args, kwargs, as_called=as_called)
-        if category in _WARNED_CATEGORIES and reason not in self._warned:
-            self._warned.add(reason)
-            warnings.warn(
-                f"{name_of(self.fn)} runs eagerly for this kind of call, since {category}: "
-                f"{reason}",
-                RuntimeWarning,
-                stacklevel=levels_above(),
-            )
+        self._tell(category, reason)
         return result
+
+    def _tell(self, category: str, reason: str = "") -> None:
+        """Warn of eager calls, once for each kind."""
+        kind = reason if category in _TOLD_BY_REASON else category
+        if kind not in self._warned:
+            self._warned.add(kind)
+            why = f"{category}: {reason}" if reason else category
+            warn_of_fallback(name_of(self.fn), why, "Its statistics and explain() count them.")
 
     def _run_as_is(self, category: str, args: Args, kwargs: Kwargs) -> Any:
         """Run the function as it is, with gradients."""
         self._tally.eager[category] += 1
+        self._tell(category)
         with self._entries.turns.calling():
             return self.fn(*args, **kwargs)
 

@@ -31,7 +31,7 @@ from ..calls.options import (
 )
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
 from ..calls.watch import ModuleWatch, unread_in_words
-from ..errors import OptionError, first_line
+from ..errors import OptionError, first_line, warn_of_fallback
 from ..graphs.composition import (
     Parts,
     apart_from_capture,
@@ -45,6 +45,7 @@ from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants
 from .passes.base import Pass
 from .tracing import global_hooks
 
+_GRADIENTS = "gradients are wanted"
 # Kinds of call that are fused; others go to the module.
 MAX_KINDS = 16
 
@@ -108,6 +109,17 @@ class _Fusion:
             self._warn_of_parts()
         return fused
 
+    def count_eager(self, why: str) -> None:
+        """Count a call that goes to the module itself, and warn of the first of each kind."""
+        if f"eager: {why}" not in self.calls:
+            detail = f" ({self.last_problem})" if self.last_problem and why != _GRADIENTS else ""
+            warn_of_fallback(
+                f"What fuse() made of {type(self.module).__name__}",
+                why + detail,
+                "`calls` and explain() count them.",
+            )
+        self.calls[f"eager: {why}"] += 1
+
     def _warn_of_parts(self) -> None:
         """Warn of parts inside of the model: its graph is made of what these stand for."""
         for child in self.module.modules():
@@ -166,7 +178,7 @@ class FusedModule(ModuleProxy):
             return self._in_capture(parts, args, kwargs)
         why = self._why_not(args, kwargs)
         if why is not None:
-            fusion.calls[f"eager: {why}"] += 1
+            fusion.count_eager(why)
             with fusion.turns.calling():
                 return fusion.module(*args, **kwargs)
         fused = fusion.fitting(args, kwargs)
@@ -177,7 +189,7 @@ class FusedModule(ModuleProxy):
                 # What fails in the model fails below as it does in the model.
                 fusion.last_problem = first_line(error)
         if fused is None or fused.call is None:
-            fusion.calls["eager: it could not be fused"] += 1
+            fusion.count_eager("it could not be fused")
             with fusion.turns.calling(), torch.no_grad():
                 return fusion.module(*args, **kwargs)
         fusion.calls["fused"] += 1
@@ -186,7 +198,7 @@ class FusedModule(ModuleProxy):
 
     def _why_not(self, args: Args, kwargs: Kwargs) -> str | None:
         if self._wants_grad(args, kwargs):
-            return "gradients are wanted"
+            return _GRADIENTS
         if capturing_now() or captured_by_others():
             # A graph would keep the folded weights, and its owner would not know of them.
             warn_of_lost_gain(
@@ -218,7 +230,7 @@ class FusedModule(ModuleProxy):
     def _in_capture(self, parts: Parts, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call inside of a capture whose owner looks at what it depends on."""
         fusion, fused = self._fusion, None
-        why = "gradients are wanted" if self._wants_grad(args, kwargs) else None
+        why = _GRADIENTS if self._wants_grad(args, kwargs) else None
         if why is None:
             with apart_from_capture() as alone:
                 why = "it is traced or transformed"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, get_args
 
 import torch
 from torch import nn
 
-from ..artifacts.tuned_module import TunedModule
+from ..artifacts.tuned_module import OnMiss, TunedModule
 from ..calls.modules import FunctionModule, should_be_in_eval_mode
 from ..calls.options import (
     args_problem,
@@ -86,6 +86,7 @@ class Request:
     remember: bool
     fresh: bool
     audit: int | None
+    on_miss: OnMiss
 
     @classmethod
     def of(
@@ -111,6 +112,7 @@ class Request:
         remember: bool = True,
         fresh: bool = False,
         audit: int | None = None,
+        on_miss: OnMiss = "eager",
     ) -> Request:
         """Check what `tune` was given; the arguments are its own.
 
@@ -132,6 +134,7 @@ class Request:
             flag_problem("remember", remember),
             flag_problem("fresh", fresh),
             count_problem("audit", audit, optional=True),
+            choice_problem("on_miss", on_miss, get_args(OnMiss)),
         )
         if CANDIDATE in os.environ:
             raise OptionError(
@@ -202,6 +205,7 @@ class Request:
             remember,
             fresh,
             audit,
+            on_miss,
         )
 
     @property

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..artifacts.tuned_module import Origin, TunedModule, assemble
+from ..artifacts.tuned_module import OnMiss, Origin, TunedModule, assemble
 from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.modules import FunctionModule
 from ..calls.options import flag_problem, refuse
@@ -83,6 +83,7 @@ def tune(
     remember: bool = True,
     fresh: bool = False,
     audit: int | None = None,
+    on_miss: OnMiss = "eager",
     progress: bool | None = None,
 ) -> TunedModule:
     """Try every way to run a model that this machine has, verify each, and take the best.
@@ -132,6 +133,9 @@ def tune(
         audit: if the winner holds a copy of the weights, compare a checksum of the module's weights
             every so many calls. This finds writes that PyTorch does not report
             (`weight.data.mul_()`, NumPy, a pointer).
+        on_miss: what is done with a call that was not tuned, of another shape, say, or of a module
+            that has changed: it goes to the model itself, is counted, and the first of each kind
+            warns ("eager"), or it raises ("error"). Calls that want gradients always go there.
         progress: whether to show progress on stderr; None shows it on a terminal.
 
     Raises:
@@ -162,6 +166,7 @@ def tune(
         remember=remember,
         fresh=fresh,
         audit=audit,
+        on_miss=on_miss,
     )
     with shown(progress) as listener:
         return tuning.run(listener)
@@ -497,6 +502,7 @@ class Tuning:
             same_under_no_grad=self._same_under_no_grad,
             pad_with=None if buckets is None else buckets.padded_calls,
             audit=self.asked.audit,
+            on_miss=self.asked.on_miss,
         )
 
     def _restore(self) -> None:
