@@ -326,27 +326,20 @@ def tables() -> None:
             (ROOT / "docs" / "images").mkdir(exist_ok=True)
             picture = ROOT / "docs" / "images" / f"{PICTURE}.svg"
             picture.write_text(to_svg(shown), encoding="utf-8")
-    for file in sorted(RESULTS.glob("capture*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        lines += [f"## `{file.name}`, commit {data['commit']}", "", capture_to_markdown(data)]
-    for file in sorted(RESULTS.glob("buckets*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        lines += [f"## `{file.name}`, commit {data['commit']}", "", buckets_to_markdown(data)]
-    for file in sorted(RESULTS.glob("operators*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        lines += [f"## `{file.name}`, commit {data['commit']}", "", operators_to_markdown(data)]
-    for file in sorted(RESULTS.glob("fusion*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        lines += [f"## `{file.name}`, commit {data['commit']}", "", fusion_to_markdown(data)]
-    for file in sorted(RESULTS.glob("engines*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        lines += [f"## `{file.name}`, commit {data['commit']}", "", engines_to_markdown(data)]
-    for file in sorted(RESULTS.glob("answers*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        lines += [f"## `{file.name}`, commit {data['commit']}", "", answers_to_markdown(data)]
-    for file in sorted(RESULTS.glob("unseen*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        lines += [f"## `{file.name}`, commit {data['commit']}", "", unseen_to_markdown(data)]
+    sections = {
+        "capture": capture_to_markdown,
+        "buckets": buckets_to_markdown,
+        "operators": operators_to_markdown,
+        "fusion": fusion_to_markdown,
+        "engines": engines_to_markdown,
+        "answers": answers_to_markdown,
+        "unseen": unseen_to_markdown,
+    }
+    for benchmark, to_markdown in sections.items():
+        for file in sorted(RESULTS.glob(f"{benchmark}*.json")):
+            data = json.loads(file.read_text(encoding="utf-8"))
+            if data["benchmark"] == benchmark:
+                lines += [f"## `{file.name}`, commit {data['commit']}", "", to_markdown(data)]
     text = "\n".join(lines).rstrip() + "\n"
     (PAGES / "results.md").write_text(text, encoding="utf-8")
     for file in RESULTS.glob("architectures*.json"):
