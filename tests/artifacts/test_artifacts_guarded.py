@@ -184,7 +184,7 @@ def test_what_load_would_refuse_is_not_written(tree: Any) -> None:
 
 @pytest.mark.parametrize("trust", ["no", 1, None])
 def test_trust_is_yes_or_no(trust: Any, single: Path) -> None:
-    with pytest.raises(gw.OptionError, match=r"trust is .* has to be True or False"):
+    with pytest.raises(gw.OptionError, match=r"trust is .*, not True or False"):
         gw.load(single, trust=trust)
 
 

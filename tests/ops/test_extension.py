@@ -440,7 +440,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "writes to an argument, and has a backward",
     ),
     "a function that is an attribute": ({"functions": {"name": SCHEMA}}, "an attribute of every"),
-    "functions in a list": ({"functions": ["f"]}, "functions is no dictionary but list"),
+    "functions in a list": ({"functions": ["f"]}, "functions is a list, not a dictionary"),
     "flags in a text": ({"cflags": "-O0 -g"}, "cflags is one text"),
     "a sample that is no tuple": (
         {"functions": {"f": Function("(Tensor x) -> Tensor", like_first, samples=(X,))}},

@@ -47,9 +47,10 @@ FACES = {
     "GraphedStep": "close explain pool release statistics",
     "MemoryPool": "close closed device evict evictions graphs high_water in_use limit release "
     "reserved",
-    "Report": "break_even check chosen chosen_row created eager_error environment from_json inputs "
-    "interrupted model notes objective ratios reason recalled row rows seconds shapes speedup "
-    "to_json",
+    "FallbackWarning": "",
+    "Report": "break_even check chosen chosen_row cost created eager_error environment figure "
+    "from_json inputs interrupted model notes objective ratios reason recalled row rows seconds "
+    "shapes speedup to_json",
     "TunedModule": "calls explain module report",
 }
 

@@ -465,11 +465,6 @@ def _cache_misses() -> int:
 def _module_for(model: Callable[..., Any] | None) -> nn.Module:
     if model is None:
         return Absent()
-    if not callable(model) or isinstance(model, type):
-        raise ArtifactError(
-            f"{model!r:.80}, passed as the model, is no module and no function.",
-            remedy="Pass the model that was tuned, in eval mode, and not its name or its class.",
-        )
     if isinstance(model, TunedModule):
         model = model.module
     module = model if isinstance(model, nn.Module) else FunctionModule(model)

@@ -323,6 +323,8 @@ def _batched(leaves: Sequence[Any]) -> list[Axes]:
 
 def _parameters(fn: Callable[..., Any]) -> tuple[list[str], bool]:
     """Names of a function's parameters, and whether it takes further ones (`*args`, `**kwargs`)."""
+    # torch.compile's module takes anything, and the one that it compiles has the names.
+    fn = getattr(fn, "_orig_mod", fn)
     try:
         signature = inspect.signature(fn.forward if isinstance(fn, nn.Module) else fn)
     except (TypeError, ValueError):
