@@ -126,6 +126,7 @@ def test_a_frozen_branch_is_wrong(device: torch.device) -> None:
     assert report.chosen == "eager"
 
 
+@pytest.mark.slow
 def test_one_zeroed_element_of_sixteen_million_is_wrong(device: torch.device) -> None:
     model = nn.Sequential(nn.ReLU()).eval()
     x = torch.rand(16, 1 << 20, device=device) + 0.1
