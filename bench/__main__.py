@@ -10,6 +10,8 @@ scripts/bench answers [--out DIR] [--only MODEL ...]  first answers of new proce
 scripts/bench fusion [--out DIR] [--only MODEL ...]   fuse() beside TorchScript and Inductor
 scripts/bench operators [--out DIR]                   our operators: bandwidth, and beside Inductor
 scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
+scripts/bench composition [--out DIR]                 graph(fuse(m)) beside tune's fused+graph
+scripts/bench refused [--out DIR] [--quick]           calls that graph() refuses, beside eager
 scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
 scripts/bench watching SRC [--out DIR]                what looking costs, beside a checkout
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
@@ -409,6 +411,11 @@ def main() -> None:
     operating = commands.add_parser("operators", help="our operators beside a copy and Inductor")
     operating.add_argument("--out", type=Path, default=RESULTS)
     operating.add_argument("--quick", action="store_true", help="try the script: no result")
+    composed = commands.add_parser("composition", help="graph(fuse(m)) beside tune's fused+graph")
+    composed.add_argument("--out", type=Path, default=RESULTS)
+    refused = commands.add_parser("refused", help="calls that graph() refuses, beside eager")
+    refused.add_argument("--out", type=Path, default=RESULTS)
+    refused.add_argument("--quick", action="store_true", help="try the script: no result")
     unseen = commands.add_parser("unseen", help="fused+graph on models chosen by a seed")
     unseen.add_argument("--only", nargs="+", default=[], metavar="LIBRARY")
     unseen.add_argument("--out", type=Path, default=RESULTS)
@@ -478,6 +485,14 @@ def main() -> None:
         from .operators.run import benchmark as operators
 
         sys.exit(operators(given.out, quick=given.quick))
+    elif given.command == "composition":
+        from .composition.run import benchmark as compose
+
+        sys.exit(compose(given.out))
+    elif given.command == "refused":
+        from .refused.run import benchmark as refuse
+
+        sys.exit(refuse(given.out, quick=given.quick))
     elif given.command == "unseen":
         from .unseen.run import benchmark as compare_unseen
 

@@ -1,0 +1,1 @@
+"""graph(fuse(model)) beside tune()'s fused+graph and graph(model)."""

@@ -1,0 +1,1 @@
+"""Calls that graph() has to refuse, beside eager."""
