@@ -31,6 +31,7 @@ Fn = Callable[..., Any]
 def no_warnings() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
+        warnings.simplefilter("ignore", gw.FallbackWarning)
         yield
 
 
