@@ -142,7 +142,7 @@ def saved_net(name: str, device: str, folder: str) -> None:
 
 @pytest.mark.slow
 def test_each_strategy_is_the_same_in_another_process(tmp_path: Path, device: torch.device) -> None:
-    candidates = parse_candidates(STRATEGIES, ())
+    candidates = parse_candidates(list(STRATEGIES), ())
     names = [c.name for c in candidates if c.availability(device).available]
     # All but those that want a GPU, or the build of ONNX Runtime that goes with one.
     optional = "+graph" if device.type == "cpu" else "onnxruntime"
