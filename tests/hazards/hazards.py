@@ -239,6 +239,10 @@ def graphs_end_at_once(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(transaction, "capturing_now", lambda: False)
 
 
+def pools_end_at_once(patch: pytest.MonkeyPatch) -> None:
+    patch.delattr(gw.MemoryPool, "__del__")
+
+
 def nothing_is_swept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(gw.MemoryPool, "_sweep", lambda self: None)
 
@@ -940,6 +944,18 @@ def an_old_graph_may_become_garbage_during_a_capture(device: torch.device) -> No
     graph = gw.capture(work, x, pool=pool)
     same(graph(x), x * 2 + 1)
     assert len(pool.graphs) == 2
+
+
+@hazard(11, pools_end_at_once, only="cuda", isolated=True)
+def a_name_may_be_bound_again_by_a_block(device: torch.device) -> None:
+    x, total = rand(device, 4, 16), torch.zeros(4, 16, device=device)
+    graph: Any = gw.capture(lambda t: t * 2, x)  # the only one to hold its pool
+    same(graph(x), x * 2)
+    total.add_(x)
+    with gw.capturing() as graph:
+        total.add_(x)
+    graph.replay()
+    same(total, x + x)
 
 
 # 12. Memory stays flat.

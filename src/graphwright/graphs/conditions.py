@@ -22,10 +22,12 @@ class _Thread(threading.local):
     Attributes:
         depth: how many captures.
         inference: how many blocks, captures included, in which nothing may be trained.
+        kept: what lives until the captures are over.
     """
 
     depth = 0
     inference = 0
+    kept: tuple[object, ...] = ()
 
 
 THREAD = _Thread()
@@ -96,6 +98,15 @@ def capturing_now() -> bool:
     return THREAD.depth > 0
 
 
+def keep_while_capturing(*dropped: object) -> None:
+    """Keep what nobody holds any more until this thread's captures are over.
+
+    Destroying a CUDA graph would break them (pytorch #91302).
+    """
+    if THREAD.depth:
+        THREAD.kept = (*THREAD.kept, *dropped)
+
+
 def captured_by_others() -> bool:
     """Whether the current CUDA stream is being captured, by graphwright or anyone else."""
     return _CUDA and torch.cuda.is_current_stream_capturing()
@@ -140,6 +151,8 @@ def as_captured() -> Iterator[None]:
             yield
     finally:
         THREAD.depth -= 1
+        if not THREAD.depth:
+            THREAD.kept = ()
 
 
 @contextlib.contextmanager

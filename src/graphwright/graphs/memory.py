@@ -15,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from ..calls import forking
 from ..calls.options import device_problem, flag_problem, kind_problem, refuse, shown
 from ..errors import CaptureError, MemoryBudgetExceeded, OptionError
+from .conditions import keep_while_capturing
 from .recorder import Recorder, Recording
 
 # PyTorch's CUDA allocator packs blocks of up to 10 MiB into shared segments of up to 20 MiB, and
@@ -147,6 +148,11 @@ class MemoryPool:
         # Changes whenever a graph is closed: there may be room for another one.
         self._version = 0
         self._closed = False
+
+    def __del__(self) -> None:
+        # Its last graph may be dropped inside of a capture, and take the pool with it.
+        if hasattr(self, "_retired"):
+            keep_while_capturing(self._recorder, self._retired)
 
     def _recorder_for(self, device: torch.device) -> Recorder:
         """The pool's recorder, made on first use.
