@@ -13,7 +13,8 @@ import torch
 
 from graphwright.report.environment import environment
 
-RESULTS = Path(__file__).resolve().parent.parent / "bench" / "results"
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "bench" / "results"
 
 
 class Recorder:
@@ -39,9 +40,10 @@ class Recorder:
         if self.outcomes.get(report.nodeid, "passed") == "passed":
             self.outcomes[report.nodeid] = report.outcome
         if report.failed:
-            self.failures[report.nodeid] = report.longreprtext[-2000:]
+            text = report.longreprtext.replace(f"{ROOT}/", "")[-2000:]
+            self.failures[report.nodeid] = text
             # At once: a run that is cut off has no summary.
-            print(f"\nFAILED {report.nodeid}\n{report.longreprtext[-2000:]}", flush=True)
+            print(f"\nFAILED {report.nodeid}\n{text}", flush=True)
 
 
 def main() -> int:
