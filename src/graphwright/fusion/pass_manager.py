@@ -301,20 +301,26 @@ def _optimised(
     region: Region,
 ) -> tuple[Callable[..., Any], str]:
     """A traced call after all passes that pay; what is wrong with it, if anything is."""
-    call, problem = _rewritten(traced, module, args, kwargs, work, state, region)
+    known = None
+    if work.check:
+        with torch.no_grad():
+            known = reference(module, module, Call("the sample", args, dict(kwargs)), state=state)
+    call, problem = _rewritten(traced, module, args, kwargs, work, state, region, known)
     if problem or not work.measure:
         return call, problem
     device = tensors_of((args, kwargs))[0].device
-    lost: list[tuple[str, str]] = []
+    # What is wrong, or had no time, is not tried again with fewer others.
+    left_out = list(region.left_out)
+    names = {name for name, _ in left_out}
+    work = replace(work, passes=[each for each in work.passes if each.name not in names])
     for name, group in GROUPS.items():
         done = {each for each, _ in region.done} & {each.name for each in group}
         if not done or work.why_not:
             continue
         fewer = replace(work, passes=[each for each in work.passes if each not in group])
-        # Only what will be used is worth verifying.
-        quick = replace(fewer, check=False)
         other = Region(region.path)
-        without, problem = _rewritten(traced, module, args, kwargs, quick, state, other)
+        # Only what will be used is worth verifying.
+        without, problem = _rewritten(traced, module, args, kwargs, fewer, state, other, None)
         if problem:
             continue
         try:
@@ -323,19 +329,14 @@ def _optimised(
             region.untimed[name] = first_line(error)
             continue
         region.gained[name] = then - now
-        if then >= (1 - WORTH) * now:
+        if then >= (1 - WORTH) * now or (known is not None and not verify(without, known).ok):
             continue
-        if work.check:
-            other = Region(region.path)
-            without, problem = _rewritten(traced, module, args, kwargs, fewer, state, other)
-            if problem:
-                continue
         why = f"{_loses(now, then)}, with {name}"
-        lost += [(each.name, why) for each in group if each.name in done]
+        left_out += [(each.name, why) for each in group if each.name in done]
         call, work = without, fewer
         other.gained, other.untimed = region.gained, region.untimed
         vars(region).update(vars(other))
-    region.left_out += lost
+    region.left_out[:] = left_out
     if region.done:
         try:
             now, then = compared((call, module), args, kwargs, device)
@@ -364,26 +365,25 @@ def _rewritten(
     work: _Work,
     state: ModuleState,
     region: Region,
+    known: Reference | None,
     *,
-    in_place: bool = True,
+    together: bool = True,
 ) -> tuple[Callable[..., Any], str]:
     """A traced call after all passes; what is wrong with it, if anything is.
 
-    Where nothing is checked, passes change one copy, unless one of them fails.
+    All passes change one copy, and the result is compared with what is known, if that is given.
+    Where it is wrong, or a pass fails, they are tried again one by one, so that the others stay.
     """
     leaves, _ = flatten(args, kwargs)
     samples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = samples[0].device
-    known: Reference | None = None
-    writes: bool | None = None
-    if work.check:
-        with torch.no_grad():
-            known = reference(module, module, Call("the sample", args, dict(kwargs)), state=state)
+    if known is not None and not together:
         verdict = _verdict(traced.call(traced.graph), known)
         if verdict:
             return module, f"its graph computes something else: {verdict}"
-    in_place = in_place and not work.check
-    graph = copy_of(traced.graph) if in_place else traced.graph
+    writes: bool | None = None
+    graph = copy_of(traced.graph) if together else traced.graph
+    problem = ""
     for each in work.passes:
         if each is not CLEAN:
             if work.why_not:
@@ -394,51 +394,56 @@ def _rewritten(
                 region.left_out.append(("others", why))
             if writes:
                 continue
+        verdict = ""
         try:
-            result = each(graph, device, in_place=in_place)
+            result = each(graph, device, in_place=together)
             if not result.changes:
                 continue
-            verdict = ""
-            if known is not None:
-                candidate = _in_layout(traced, result.model, samples, state)
+            if known is not None and not together:
+                candidate = _in_layout(traced, copy_of(result.model), samples, state)
                 verdict = _verdict(traced.call(candidate), known)
         except Exception as error:
-            if in_place:
-                region.done.clear()
-                region.left_out.clear()
-                again = traced, module, args, kwargs, work, state, region
-                return _rewritten(*again, in_place=False)
-            verdict = f"{type(error).__name__}: {first_line(error)}"
+            verdict = problem = f"{type(error).__name__}: {first_line(error)}"
+            if together:
+                break
         if verdict:
             region.left_out.append((each.name, verdict))
             continue
         graph = result.model
         region.done += [(each.name, change) for change in result.changes]
-    region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
-    try:
-        ended = _in_layout(traced, graph, samples, state)
-        share_constants(ended, module)
-        call = traced.call(ended)
-    except Exception as error:
-        return module, f"{type(error).__name__}: {first_line(error)}"
-    if known is not None:
-        final = verify(call, known)
-        if not final.ok:
-            return module, final.reason
-    return call, ""
+    else:
+        problem = ""
+        region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
+        try:
+            # The traced graph itself stays as it is.
+            ended = graph if together else copy_of(graph)
+            ended = _in_layout(traced, ended, samples, state)
+            share_constants(ended, module)
+            call = traced.call(ended)
+            final = None if known is None else verify(call, known)
+            if final is None or final.ok:
+                return call, ""
+            problem = final.reason
+        except Exception as error:
+            problem = f"{type(error).__name__}: {first_line(error)}"
+    if not together:
+        return module, problem
+    region.done.clear()
+    region.left_out.clear()
+    again = traced, module, args, kwargs, work, state, region, known
+    return _rewritten(*again, together=False)
 
 
 def _in_layout(
     traced: Traced, graph: fx.GraphModule, samples: Sequence[torch.Tensor], state: ModuleState
 ) -> fx.GraphModule:
-    """A graph with eager's strides where they can be seen."""
-    copied = copy_of(graph)
+    """A graph with eager's strides where they can be seen; the given one is changed."""
     try:
         mine = [t for t in clone_leaves(samples) if isinstance(t, torch.Tensor)]
-        restored(copied, traced.strides, *mine)
+        restored(graph, traced.strides, *mine)
     finally:
         state.restore()
-    return finished(copied)
+    return finished(graph)
 
 
 def _verdict(call: Callable[..., Any], known: Reference) -> str:
