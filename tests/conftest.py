@@ -93,7 +93,7 @@ def captures_pay(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tensors this small are faster on one; and no other thread draws random numbers."""
-    monkeypatch.setattr("graphwright.graphs.python_state.threading.active_count", lambda: 1)
+    monkeypatch.setattr("graphwright.calls.threads.threading.active_count", lambda: 1)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

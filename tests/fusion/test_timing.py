@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.fusion import pass_manager, timing
+from graphwright.strategies.fused import FUSED
 
 
 def model(device: torch.device) -> tuple[nn.Module, torch.Tensor]:
@@ -107,7 +109,57 @@ def test_nothing_is_timed_unless_asked_for(
     body, x = model(device)
     asked = timed_as(monkeypatch, {})
     gw.fuse(body, (x,), measure=False)
+    gw.fuse(body, (x,))
     assert not asked
+
+
+def test_a_gpu_is_timed_by_itself_unless_passes_are_named(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_manager, "MEASURED", frozenset({device.type}))
+    body, x = model(device)
+    asked = timed_as(monkeypatch, dict.fromkeys([*timing.GROUPS, pass_manager.ALL], 0.25))
+    gw.fuse(body, (x,), passes=["norms", "activations", "convolutions"])
+    gw.fuse(body, (x,), measure=False)
+    assert not asked
+    copied = copy.deepcopy(gw.fuse(body, (x,)))
+    before = len(asked)
+    assert before
+    monkeypatch.setattr(pass_manager, "compared", lambda *rest: asked.append(2) or [1.0, 1.25])
+    with torch.no_grad():
+        copied(x)
+    assert len(asked) == 2 * before
+
+
+def test_the_strategy_times_its_passes(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pass_manager, "MEASURED", frozenset({device.type}))
+    body, x = model(device)
+    asked = timed_as(monkeypatch, dict.fromkeys([*timing.GROUPS, pass_manager.ALL], 0.25))
+    FUSED.build(body, (x,), {})
+    assert asked
+
+
+@pytest.mark.gpu
+def test_kernels_are_compiled_before_the_graph_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    from triton import knobs
+
+    ahead: list[bool] = []
+
+    def seen(*rest: Any, is_manual_warmup: bool, **others: Any) -> None:
+        ahead.append(is_manual_warmup)
+
+    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", seen)
+    device = torch.device("cuda")
+    # Of sizes that no other test has: kernels are compiled once in a process.
+    body = nn.Sequential(nn.LayerNorm(1234), nn.Linear(1234, 88), nn.SiLU(), nn.LayerNorm(88))
+    x = torch.randn(37, 1234, device=device)
+    fused = gw.fuse(body.to(device).eval(), (x,))
+    with torch.no_grad():
+        fused(x)
+    assert len(ahead) > 1
+    assert all(ahead)
 
 
 def test_the_faster_call_is_seen(device: torch.device) -> None:

@@ -205,7 +205,11 @@ def tune(
     )
     tuning.report.notes += loaded.notes
     tuned = None
-    with shown(True) as listener, _warnings_on_stderr(), contextlib.suppress(KeyboardInterrupt):
+    with (
+        shown(True, f"tune {loaded.name}") as listener,
+        _warnings_on_stderr(),
+        contextlib.suppress(KeyboardInterrupt),
+    ):
         tuned = tuning.run(listener)
     result = tuning.report
     writers = report_writers(result)

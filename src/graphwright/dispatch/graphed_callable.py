@@ -57,7 +57,7 @@ from ..graphs.graph import GraphClosed
 from ..graphs.memory import MemoryPool, pool_problem
 from ..graphs.python_state import StateChanges
 from ..graphs.turns import Busy
-from ..report.progress import Progress, shown
+from ..report.progress import SHORT_S, Progress, shown
 from ..shapes.buckets import PADDING
 from .capture_budget import CaptureBudget
 from .fast_path import MISS, Shortcut, shortcut
@@ -526,7 +526,7 @@ class GraphedCallable(StandIn):
         Args:
             calls: arguments of each call: a tuple of positional ones, a dictionary of keyword ones,
                 or a pair of both.
-            progress: show progress on stderr; None shows it where stderr is a terminal.
+            progress: whether to show progress on stderr if it takes more than two seconds.
 
         Raises:
             CaptureError: one cannot be captured; then none is.
@@ -535,7 +535,8 @@ class GraphedCallable(StandIn):
         """
         refuse("prepare", items_problem("calls", calls, "calls: write [(x,)]"))
         wanted = [arguments_of(call) for call in calls]
-        with shown(progress) as bar, self.pool._lock:
+        title = f"prepare({name_of(self.fn)})"
+        with shown(progress, title, after_s=SHORT_S) as bar, self.pool._lock:
             self._prepare(wanted, bar)
         self._new_budgets()
 

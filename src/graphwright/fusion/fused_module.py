@@ -41,6 +41,7 @@ from ..graphs.composition import (
 )
 from ..graphs.conditions import captured_by_others, capturing_now
 from ..graphs.turns import turns_of
+from ..report.progress import SHORT_S, shown
 from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants_grad
 from .passes.base import Pass
 from .tracing import global_hooks
@@ -60,7 +61,7 @@ class _Fusion:
         verify: bool,
         audit: int | None = None,
         budget_s: float | None = None,
-        measure: bool = False,
+        measure: bool | None = None,
     ) -> None:
         self.module = module
         self.passes = tuple(passes)
@@ -90,15 +91,18 @@ class _Fusion:
                 return known
             signature = CallSignature.of(args, kwargs)
             try:
-                fused = fused_call(
-                    self.module,
-                    args,
-                    kwargs,
-                    self.passes,
-                    check=self.verify,
-                    measure=self.measure,
-                    budget_s=self.budget_s,
-                )
+                title = f"fuse({type(self.module).__name__})"
+                with shown(None, title, after_s=SHORT_S) as progress:
+                    fused = fused_call(
+                        self.module,
+                        args,
+                        kwargs,
+                        self.passes,
+                        check=self.verify,
+                        measure=self.measure,
+                        budget_s=self.budget_s,
+                        doing=progress.doing,
+                    )
             except Exception as error:
                 # Once is enough to have tried.
                 failed = Fused(None, [], [("", first_line(error))])
@@ -301,7 +305,7 @@ def _again(
     verify: bool,
     audit: int | None = None,
     budget_s: float | None = None,
-    measure: bool = False,
+    measure: bool | None = None,
 ) -> FusedModule:
     """A FusedModule that fuses at its first call."""
     return FusedModule(_Fusion(module, passes_named(passes), verify, audit, budget_s, measure))
@@ -329,15 +333,17 @@ def fuse(
     verify: bool = True,
     audit: int | None = None,
     budget_s: float | None = None,
-    measure: bool = False,
+    measure: bool | None = None,
 ) -> FusedModule:
     """Rewrite a model for inference into fewer, fatter kernels, without a compiler.
 
     The model is run, its operations are taken down as a graph, and passes rewrite that: batch norms
     folded into weights, convolutions and linear layers with what follows them, memory layout,
-    attention and norms written out by hand. Each pass is verified by itself against float64, on
-    several inputs, and left out if its numbers are off. Where a call cannot be a graph, because the
-    host reads a value, say, or a submodule has hooks, the submodules are taken one by one.
+    attention and norms written out by hand. The result is verified against float64 on several
+    inputs. If its numbers are off, passes are verified one by one, and those that are wrong are
+    left out. Where a call cannot be a graph, because the host reads a value, say, or a submodule
+    has hooks, the submodules are taken one by one. What takes more than two seconds shows progress
+    on stderr.
 
     Args:
         fn_or_module: a module in eval mode, or a function.
@@ -351,7 +357,8 @@ def fuse(
             no time for are left out, and `explain()` names them. What was begun is finished and
             verified. None for no limit.
         measure: whether groups of passes are timed, on a GPU as a graph replays them, and left out
-            where they lose time; `explain()` tells what each wins.
+            where they lose time; `explain()` tells what each wins. None does so on a GPU, unless
+            passes are named.
 
     Returns:
         a module to be called like the model, under no_grad.
@@ -371,7 +378,7 @@ def fuse(
         flag_problem("verify", verify),
         count_problem("audit", audit, optional=True),
         positive_problem("budget_s", budget_s, "number of seconds", optional=True),
-        flag_problem("measure", measure),
+        flag_problem("measure", measure, optional=True),
     )
     wanted = passes_named(passes)
     while isinstance(fn_or_module, FusedModule):
@@ -390,6 +397,8 @@ def fuse(
             "The model is in training mode, and fuse() is for inference.",
             remedy="Call model.eval() first.",
         )
+    if measure is None and passes is not None:
+        measure = False  # What is named is wanted.
     fusion = _Fusion(module, wanted, verify, audit, budget_s, measure)
     if args or kwargs:
         fusion.add(tuple(args), dict(kwargs or {}))

@@ -1,4 +1,4 @@
-"""The list of passes, and running them over a model's graphs, with each pass verified."""
+"""The list of passes, and running them over a model's graphs, verified and timed."""
 
 from __future__ import annotations
 
@@ -35,6 +35,7 @@ from ..graphs.composition import apart_from_capture
 from ..graphs.conditions import for_inference
 from ..graphs.python_state import PythonState
 from ..ops.fused.fused_operator import prepare_triton
+from .kernels import compile_kernels
 from .nodes import copy_of, finished, is_mutable, is_view, value_of
 from .passes.attention import ATTENTION, MASKS
 from .passes.base import Change, Pass
@@ -72,6 +73,8 @@ PASSES: tuple[Pass, ...] = (
 )
 # Passes that run only if they are named: this one may change which results are NaN.
 ON_REQUEST: tuple[Pass, ...] = (ATTENTION,)
+# Devices where passes are timed unless the caller says otherwise.
+MEASURED = frozenset({"cuda"})
 # What all passes together win is told by this name.
 ALL = "beside the model as it is"
 # Arguments of submodules, by their names.
@@ -135,6 +138,7 @@ class _Work:
         measure: whether they are timed, and left out where they lose time.
         budget_s: seconds that all of it may take; None for no limit.
         start: when it began, by `time.monotonic`.
+        doing: is told what is under way.
     """
 
     passes: Sequence[Pass]
@@ -143,6 +147,7 @@ class _Work:
     measure: bool = False
     budget_s: float | None = None
     start: float = field(default_factory=time.monotonic)
+    doing: Callable[[str], None] = lambda what: None
 
     @property
     def why_not(self) -> str:
@@ -187,8 +192,9 @@ def fused_call(
     passes: Sequence[Pass],
     *,
     check: bool,
-    measure: bool = False,
+    measure: bool | None = None,
     budget_s: float | None = None,
+    doing: Callable[[str], None] = lambda what: None,
 ) -> Fused:
     """Fuse a model for one call signature.
 
@@ -198,9 +204,11 @@ def fused_call(
         kwargs: likewise.
         passes: in order.
         check: whether they are verified.
-        measure: whether they are timed, and left out where they lose time.
+        measure: whether they are timed, and left out where they lose time; None where the
+            arguments are on a device of MEASURED.
         budget_s: seconds after which no other pass or part is tried. What has been tried by then is
             verified in any case.
+        doing: is told what is under way.
 
     Raises:
         ModelFailed: the model fails on its arguments.
@@ -218,14 +226,17 @@ def fused_call(
         # Its bits cannot be compared, or mean something else than passes assume.
         found.untraced.append(("", "the weight {} is {}".format(*unusual)))
         return found
-    places = {t.device for t in tensors_of((args, kwargs)) if t.device.type == "cuda"}
+    devices = {t.device for t in tensors_of((args, kwargs))}
+    places = [device for device in devices if device.type == "cuda"]
     if places:
         prepare_triton()
+    if measure is None:
+        measure = any(device.type in MEASURED for device in devices)
     with _LOCK:
         state, undo = ModuleState(module, lazily=True), PythonState(module)
-        work = _Work(passes, check, state, measure, budget_s, start)
+        work = _Work(passes, check, state, measure, budget_s, start, doing)
         try:
-            with for_inference(), torch.random.fork_rng(list(places)), state.watching():
+            with for_inference(), torch.random.fork_rng(places), state.watching():
                 _fuse(module, args, kwargs, work, found)
         finally:
             try:
@@ -273,6 +284,7 @@ def _of_module(
     found: Fused,
 ) -> Callable[..., Any] | None:
     """A module as one graph, or None, with the reason noted."""
+    work.doing(f"tracing {path}".rstrip())
     with unseen():
         state = ModuleState(module, shared=work.state) if path else work.state
     try:
@@ -303,6 +315,7 @@ def _optimised(
     """A traced call after all passes that pay; what is wrong with it, if anything is."""
     known = None
     if work.check:
+        work.doing("computing the float64 reference")
         with torch.no_grad():
             known = reference(module, module, Call("the sample", args, dict(kwargs)), state=state)
     call, problem = _rewritten(traced, module, args, kwargs, work, state, region, known)
@@ -317,6 +330,7 @@ def _optimised(
         done = {each for each, _ in region.done} & {each.name for each in group}
         if not done or work.why_not:
             continue
+        work.doing(f"timing {name}")
         fewer = replace(work, passes=[each for each in work.passes if each not in group])
         other = Region(region.path)
         # Only what will be used is worth verifying.
@@ -338,6 +352,7 @@ def _optimised(
         vars(region).update(vars(other))
     region.left_out[:] = left_out
     if region.done:
+        work.doing("timing all passes")
         try:
             now, then = compared((call, module), args, kwargs, device)
         except Exception as error:
@@ -395,6 +410,8 @@ def _rewritten(
             if writes:
                 continue
         verdict = ""
+        if not together:
+            work.doing(f"verifying the pass {each.name}")
         try:
             result = each(graph, device, in_place=together)
             if not result.changes:
@@ -417,9 +434,14 @@ def _rewritten(
         try:
             # The traced graph itself stays as it is.
             ended = graph if together else copy_of(graph)
+            work.doing("compiling kernels")
+            with unseen():
+                compile_kernels(ended, device)
             ended = _in_layout(traced, ended, samples, state)
             share_constants(ended, module)
             call = traced.call(ended)
+            if known is not None:
+                work.doing("verifying")
             final = None if known is None else verify(call, known)
             if final is None or final.ok:
                 return call, ""

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,6 +17,7 @@ from torch import nn
 
 from ..calls.dependencies import Dependencies
 from ..calls.signature import SCALARS, describe, without_memory
+from ..calls.threads import others_run
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
 
@@ -45,7 +45,7 @@ class PythonState:
         self._module = module
         self._hooks = hooks
         # While other threads run, nobody can tell who drew from the host's generators.
-        self._alone = threading.active_count() == 1
+        self._alone = not others_run()
         self._python = random.getstate()
         self._torch = torch.default_generator.get_state()
         numpy = sys.modules.get("numpy")

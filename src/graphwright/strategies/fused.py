@@ -47,7 +47,7 @@ class FusedCompiler:
         return AVAILABLE
 
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
-        """Fuse; pass by pass against float64 only if the whole is off from eager.
+        """Fuse, with passes timed on a GPU; verified here only if the whole is off from eager.
 
         The tuner verifies what comes of it in any case.
         """

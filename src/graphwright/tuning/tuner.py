@@ -136,7 +136,9 @@ def tune(
         on_miss: what is done with a call that was not tuned, of another shape, say, or of a module
             that has changed: it goes to the model itself, is counted, and the first of each kind
             warns ("eager"), or it raises ("error"). Calls that want gradients always go there.
-        progress: whether to show progress on stderr; None shows it on a terminal.
+        progress: whether to show progress on stderr: a bar on a terminal and in a notebook, else a
+            line each ten seconds, or, if the logger `graphwright` takes INFO, there. None does so;
+            True has a line for each candidate too.
 
     Raises:
         OptionError: an option is unknown or makes no sense.
@@ -168,7 +170,7 @@ def tune(
         audit=audit,
         on_miss=on_miss,
     )
-    with shown(progress) as listener:
+    with shown(progress, f"tune({tuning.asked.name})") as listener:
         return tuning.run(listener)
 
 

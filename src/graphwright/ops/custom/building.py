@@ -27,6 +27,7 @@ from pathlib import Path
 import torch
 
 from ...errors import ExtensionError
+from ...report.progress import SHORT_S, shown
 from .diagnosis import diagnosed
 from .sources import Unit
 
@@ -133,7 +134,8 @@ def _build(unit: Unit, name: str, flags: Flags, place: Path, *, verbose: bool) -
         ending = ".cpp" if unit.language == "C++" else ".cu"
         source = new / f"source{ending}"
         source.write_text(unit.text, encoding="utf-8")
-        _compile(unit, name, flags, source, verbose=verbose)
+        with shown(None, f"building {name}", after_s=SHORT_S):
+            _compile(unit, name, flags, source, verbose=verbose)
         (made,) = new.glob(f"{_module(place.name)}*.so")
         # Under a name of its own: a path that is loaded already is not looked at again.
         built = made.rename(new / f"{_digest(made)[:16]}.so")

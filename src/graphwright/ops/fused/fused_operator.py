@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from ...calls.threads import own_thread
 from . import launch_cache
 
 # Operators exist as long as their library: keep it as long as the process lives.
@@ -46,9 +47,7 @@ def prepare_triton() -> threading.Thread:
         with contextlib.suppress(Exception):
             importlib.import_module("triton.runtime.cache").triton_key()
 
-    thread = threading.Thread(target=hashed, name="graphwright: Triton's hash", daemon=True)
-    thread.start()
-    return thread
+    return own_thread(hashed, "Triton's hash")
 
 
 @dataclass
