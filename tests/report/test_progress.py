@@ -151,7 +151,11 @@ def test_long_work_shows_itself(
         "prepare": lambda: gw.graph(model).prepare([(x,)]),
         "fuse": lambda: gw.fuse(model, (x,)),
         "building": lambda: building._build(
-            Unit("C++", ""), "shown", building.Flags(), tmp_path / "shown", verbose=False
+            Unit("C++", "", (), (), ()),
+            "shown",
+            building.Flags(),
+            tmp_path / "shown",
+            verbose=False,
         ),
     }
     with contextlib.suppress(ValueError):  # Nothing was built.
