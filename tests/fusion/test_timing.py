@@ -141,27 +141,6 @@ def test_the_strategy_times_its_passes(
     assert asked
 
 
-@pytest.mark.gpu
-def test_kernels_are_compiled_before_the_graph_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    from triton import knobs
-
-    ahead: list[bool] = []
-
-    def seen(*rest: Any, is_manual_warmup: bool, **others: Any) -> None:
-        ahead.append(is_manual_warmup)
-
-    monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", seen)
-    device = torch.device("cuda")
-    # Of sizes that no other test has: kernels are compiled once in a process.
-    body = nn.Sequential(nn.LayerNorm(1234), nn.Linear(1234, 88), nn.SiLU(), nn.LayerNorm(88))
-    x = torch.randn(37, 1234, device=device)
-    fused = gw.fuse(body.to(device).eval(), (x,))
-    with torch.no_grad():
-        fused(x)
-    assert len(ahead) > 1
-    assert all(ahead)
-
-
 def test_the_faster_call_is_seen(device: torch.device) -> None:
     weight = torch.randn(256, 256, device=device)
 

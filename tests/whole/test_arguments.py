@@ -217,7 +217,7 @@ PUBLIC = {
             "verify": FLAG,
             "audit": NONE | COUNT,
             "budget_s": NONE | POSITIVE,
-            "measure": FLAG,
+            "measure": NONE | FLAG,
         },
         {"passes": "pass"},
     ),

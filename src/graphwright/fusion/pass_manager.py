@@ -35,7 +35,6 @@ from ..graphs.composition import apart_from_capture
 from ..graphs.conditions import for_inference
 from ..graphs.python_state import PythonState
 from ..ops.fused.fused_operator import prepare_triton
-from .kernels import compile_kernels
 from .nodes import copy_of, finished, is_mutable, is_view, value_of
 from .passes.attention import ATTENTION, MASKS
 from .passes.base import Change, Pass
@@ -434,9 +433,7 @@ def _rewritten(
         try:
             # The traced graph itself stays as it is.
             ended = graph if together else copy_of(graph)
-            work.doing("compiling kernels")
-            with unseen():
-                compile_kernels(ended, device)
+            work.doing("compiling kernels and running the graph")
             ended = _in_layout(traced, ended, samples, state)
             share_constants(ended, module)
             call = traced.call(ended)

@@ -17,7 +17,6 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,8 +29,6 @@ from ...graphs.cuda.driver import KernelFunction
 
 # More shared memory would need an attribute of the kernel.
 _SHARED = 48 * 1024
-# Kernels that are compiled at once: more would wait for Python's lock.
-_COMPILERS = 8
 _ALIGNED = 16  # Triton compiles for pointers that this divides, or for any.
 # Types of kernel arguments, by their names here.
 _NUMBERS: dict[str, Any] = {"i32": ctypes.c_int32, "i64": ctypes.c_int64, "fp32": ctypes.c_float}
@@ -124,7 +121,6 @@ class _Here(threading.local):
     notes: dict[str, Launch | None] | None = None
     launched: list[tuple[Any, Sequence[int], Sequence[Any]]] | None = None
     answers: Mapping[str, Launch] = {}
-    compiling: bool = False
 
 
 _HERE = _Here()
@@ -145,26 +141,6 @@ def noting() -> Iterator[dict[str, Launch]]:
         _HERE.notes = before
         if EDITION is not None and edition_of(_FOLDER) == EDITION:
             found |= {kind: launch for kind, launch in notes.items() if launch is not None}
-
-
-@contextlib.contextmanager
-def compiling() -> Iterator[None]:
-    """Compile what our operators would launch in this thread, side by side, and launch nothing.
-
-    Their results are memory that nobody has written to. All is compiled when the block ends.
-
-    Raises:
-        ImportError: this version of Triton compiles one kernel at a time.
-    """
-    from triton.runtime import _async_compile  # It has no public name.
-
-    executor = ThreadPoolExecutor(_COMPILERS, "graphwright: Triton")
-    before, _HERE.compiling = _HERE.compiling, True
-    try:
-        with executor, _async_compile.AsyncCompileMode(executor):
-            yield
-    finally:
-        _HERE.compiling = before
 
 
 @contextlib.contextmanager
@@ -219,9 +195,6 @@ def launched(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants
         arguments: those that are no constants, in order.
         constants: the others by name, and options.
     """
-    if _HERE.compiling:
-        kernel.warmup(*arguments, grid=grid, **constants)
-        return
     compiled = kernel[grid](*arguments, **constants)
     if _HERE.launched is not None:
         _HERE.launched.append((compiled, grid, arguments))
@@ -230,7 +203,7 @@ def launched(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants
 def noted(name: str, launch: Callable[..., Any], *args: Any) -> Any:
     """Run an operator's launch; record it inside of `noting`."""
     notes = _HERE.notes
-    if notes is None or _HERE.compiling:
+    if notes is None:
         return launch(*args)
     _HERE.launched = []
     try:
