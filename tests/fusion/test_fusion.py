@@ -18,6 +18,7 @@ import torch
 from chosen import choosing
 from torch import fx, nn
 from torch.nn import functional as F  # noqa: N812  # the field's name for it
+from torch.utils._pytree import tree_leaves
 
 import graphwright as gw
 from graphwright.calls.snapshots import same_bits
@@ -1390,16 +1391,107 @@ def test_global_hooks_run() -> None:
         handle.remove()
 
 
-def test_tensors_whose_changes_go_unnoticed_are_no_constants() -> None:
-    weights = [torch.randn(9)]
-    model = Model(lambda self, x: self.body(x) * self.held[0], body=nn.Sequential(nn.ReLU()))
-    model.held = weights
+def mask_by_pieces(x: torch.Tensor) -> torch.Tensor:
+    mask = x.new_zeros((8, 8))
+    for count, rows in enumerate((slice(0, -3), slice(-3, None))):
+        mask[rows, 2:] = count + 1
+    parts = mask.view(2, 4, 8).permute(1, 0, 2).reshape(4, -1)
+    return torch.relu(x + (parts.unsqueeze(1) - parts.unsqueeze(2)).sum())
+
+
+def read_between(x: torch.Tensor) -> torch.Tensor:
+    mask = x.new_zeros(8)
+    mask[:2] = 3
+    before = x * mask
+    mask[2:] = 5
+    return torch.relu(before + mask)
+
+
+def written_with_input(x: torch.Tensor) -> torch.Tensor:
+    mask = torch.ones_like(x)
+    mask[1:] = 2
+    mask[:1] = x[:1]
+    return torch.relu(mask * 2)
+
+
+def returned(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    mask = torch.full_like(x, 2.5)
+    mask[1:] = 2
+    return mask, torch.relu(x * mask)
+
+
+def of_a_weight(x: torch.Tensor) -> torch.Tensor:
+    row = torch.arange(8.0, device=x.device).expand(8)
+    other = row * 2
+    other[3] = 100
+    return torch.relu(x + row + other)
+
+
+@pytest.mark.parametrize(
+    "function", [mask_by_pieces, read_between, written_with_input, returned, of_a_weight]
+)
+def test_what_is_written_piece_by_piece_is_a_constant_where_it_is_one(
+    function: Callable[..., Any], device: torch.device
+) -> None:
+    x = torch.randn(8, 8, device=device)
+    fused = gw.fuse(function, (x,), verify=False)
+    for _ in range(2):
+        results = fused(x)
+        for found, expected in zip(tree_leaves(results), tree_leaves(function(x)), strict=True):
+            same(found, expected)
+            found.add_(1)  # It is the caller's own.
+    fixed = function in (mask_by_pieces, of_a_weight)
+    writes = "memory that it sees elsewhere" in fused.explain()
+    assert writes != fixed
+
+
+def test_tensors_in_containers_are_constants_that_are_watched() -> None:
+    model = Model(lambda self, x: self.body(x) * self.held["a"][0], body=nn.Sequential(nn.ReLU()))
+    model.held = {"a": [torch.randn(9)]}
     x = images()
     fused = gw.fuse(model, (x,))
-    assert any("no attribute of a module" in why for _, why in fused.untraced)
-    weights[0].mul_(3)
-    with torch.no_grad():
+    assert fused.untraced == []
+    same(fused(x), model(x))
+    for change in (model.held["a"][0].zero_, lambda: model.held.update(a=[torch.randn(9)])):
+        fused = gw.fuse(model, (x,))
         same(fused(x), model(x))
+        change()
+        same(fused(x), model(x))
+        assert fused.calls["eager: the module changed"] == 1
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_a_cache_on_the_module_is_no_hindrance(filled: bool) -> None:
+    def biased(self: Model, x: torch.Tensor) -> torch.Tensor:
+        key = str(x.device)
+        if key not in self.cache:
+            self.cache[key] = self.weight[:, torch.arange(8).flip(0)]
+        return torch.relu(self.body(x) + self.cache[key])
+
+    model = Model(biased, body=nn.Linear(5, 8))
+    model.weight = nn.Parameter(torch.randn(1, 8))
+    model.cache = {}
+    x = torch.randn(3, 5)
+    with torch.no_grad():
+        expected = model(x)
+    if not filled:
+        model.cache.clear()
+    fused = gw.fuse(model, (x,))
+    assert fused.untraced == []
+    assert len(model.cache) == filled
+    same(fused(x), expected)
+    with torch.no_grad():
+        model.weight.mul_(2)
+    model.cache.clear()
+    same(fused(x), model(x))
+
+
+def test_tensors_whose_changes_go_unnoticed_are_no_constants() -> None:
+    held = functools.lru_cache(lambda: torch.randn(9))
+    model = Model(lambda self, x: self.body(x) * held(), body=nn.Sequential(nn.ReLU()))
+    x = images()
+    fused = gw.fuse(model, (x,))
+    assert any("neither the model nor what it holds" in why for _, why in fused.untraced)
 
 
 def test_weights_that_are_handed_out_stay_as_they_are() -> None:

@@ -146,7 +146,6 @@ def test_long_work_shows_itself(
     for place in ("dispatch.graphed_callable", "fusion.fused_module", "ops.custom.building"):
         monkeypatch.setattr(f"graphwright.{place}.SHORT_S", 0.0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4)
-    unit = Unit("C++", "", (), (), ())
     work: dict[str, Callable[[], Any]] = {
         "tune": lambda: gw.tune(model, (x,), strategies=["eager:no_grad"], remember=False),
         "prepare": lambda: gw.graph(model).prepare([(x,)]),

@@ -18,7 +18,7 @@ _NEW = {
     *("linear", "matmul", "batch_norm", "layer_norm", "group_norm", "instance_norm", "rms_norm"),
     *("max_pool1d", "max_pool2d", "max_pool3d", "softmax", "log_softmax", "relu6"),
     *("adaptive_avg_pool1d", "adaptive_avg_pool2d", "adaptive_avg_pool3d"),
-    *("scaled_dot_product_attention", "square", "silu", "hardswish"),
+    *("scaled_dot_product_attention", "square", "silu", "hardswish", "repeat_interleave"),
 }
 _ADDED = "constant_"
 

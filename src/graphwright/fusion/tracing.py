@@ -8,7 +8,7 @@ once. Nothing is compiled: a graph of some hundred operations takes some tenths 
 from __future__ import annotations
 
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,8 +19,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils import _pytree as pytree
 
+from ..calls.dependencies import Dependencies
 from ..calls.first_use import unseen
-from ..calls.modules import FunctionModule
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, describe, flatten, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
@@ -144,12 +144,7 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
             undo.check()
             first = pytree.tree_leaves(on_leaves(clone_leaves(leaves)))
             undo.check()
-            given = [leaf for leaf in clone_leaves(leaves) if isinstance(leaf, torch.Tensor)]
-            # One mode for what the graph's nodes are like: else there is one for each of them,
-            # a third of the time.
-            shared = TracingContext(FakeTensorMode(allow_fallback_kernels=True))
-            with tracing(shared):
-                graph = make_fx(on_tensors, pre_dispatch=True)(*given)
+            graph = _graph_of(on_tensors, leaves)
             undo.check()
             read = reads_of_arguments(on_leaves, leaves, device)
     except GraphwrightError as error:
@@ -162,6 +157,16 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
     if read is not None:
         where = "" if read.place is None else f" at {read.place}"
         raise Untraceable(f"the host reads a value that comes from the arguments{where}")
+    if _unwatched(graph, model):
+        # A cache that was empty, and is again: what it is filled with comes from the model.
+        try:
+            with torch.no_grad(), torch.random.fork_rng(generators), pretend_capturing():
+                graph = _graph_of(on_tensors, leaves)
+        except Exception as error:
+            raise Untraceable(f"{type(error).__name__}: {first_line(error)}") from error
+        finally:
+            state.restore()
+            undo.restore(python=True)
     _check(graph, model)
     strides = [leaf.stride() for leaf in first if isinstance(leaf, torch.Tensor)]
     return Traced(graph, strides, slots, kept[0])
@@ -172,16 +177,33 @@ def global_hooks() -> bool:
     return any(getattr(torch.nn.modules.module, kind, None) for kind in _GLOBAL_HOOKS)
 
 
-def _check(graph: fx.GraphModule, model: nn.Module) -> None:
-    """Refuse what a graph of operations would not repeat, and take out what it needs not."""
-    own = {tensor.untyped_storage()._cdata for tensor in _tensors_of(model)}
+def _graph_of(on_tensors: Callable[..., Any], leaves: Sequence[Any]) -> fx.GraphModule:
+    """The operations of one run."""
+    given = [leaf for leaf in clone_leaves(leaves) if isinstance(leaf, torch.Tensor)]
+    # One mode for what the graph's nodes are like: else there is one for each of them, a third of
+    # the time.
+    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+        graph: fx.GraphModule = make_fx(on_tensors, pre_dispatch=True)(*given)
+    return graph
+
+
+def _unwatched(graph: fx.GraphModule, model: nn.Module) -> bool:
+    """Whether the graph holds a tensor that could change without anybody's notice."""
+    found = [tensor for _, tensor in Dependencies(model).tensors]
+    own = {t.untyped_storage()._cdata for t in found if t.layout is torch.strided}
     for node in graph.graph.nodes:
         tensor = constant(graph, node)
         if tensor is None or all(user.target in _LITERALS for user in node.users):
             continue
         if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in own:
-            # Nobody would notice that it changes.
-            raise Untraceable("it works with a tensor that is no attribute of a module")
+            return True
+    return False
+
+
+def _check(graph: fx.GraphModule, model: nn.Module) -> None:
+    """Refuse what a graph of operations would not repeat, and take out what it needs not."""
+    if _unwatched(graph, model):
+        raise Untraceable("it works with a tensor that neither the model nor what it holds has")
     for node in list(graph.graph.nodes):
         if node.op == "call_function" and node.target in _CONTEXTS:
             graph.graph.erase_node(node)  # All of it runs without gradients.
@@ -197,14 +219,3 @@ def _check(graph: fx.GraphModule, model: nn.Module) -> None:
                 if any(root.op in ("placeholder", "get_attr") for root in roots(value)):
                     raise Untraceable(f"{leaf_names(node)} writes to what is not the call's own")
     graph.recompile()
-
-
-def _tensors_of(model: nn.Module) -> list[torch.Tensor]:
-    """The tensors whose changes are noticed."""
-    found = [*model.parameters(), *model.buffers()]
-    for child in model.modules():
-        values = child.reached() if isinstance(child, FunctionModule) else vars(child).values()
-        for value in values:
-            found += [value] if isinstance(value, torch.Tensor) else []
-            found += [*value.parameters(), *value.buffers()] if isinstance(value, nn.Module) else []
-    return [tensor for tensor in found if tensor.layout is torch.strided]

@@ -9,13 +9,14 @@ from __future__ import annotations
 import contextlib
 import random
 import sys
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..calls.dependencies import Dependencies
+from ..calls.dependencies import Dependencies, Source
 from ..calls.signature import SCALARS, describe, without_memory
 from ..calls.threads import others_run
 from ..calls.watch import ModuleWatch
@@ -191,11 +192,20 @@ class _Snapshot:
         return any(_random_state(value) != state for value, state in self._random)
 
 
+def _labelled(sources: Iterable[Source]) -> Iterator[tuple[tuple[Any, ...], Source]]:
+    """Sources with what tells them apart; functions of a file read the same globals."""
+    counts: Counter[tuple[Any, ...]] = Counter()
+    for source in sources:
+        label = type(source), str(source.name), id(source.owner)
+        counts[label] += 1
+        yield (*label, counts[label]), source
+
+
 def _first_change(before: _Snapshot, now: _Snapshot) -> str | None:
     """The name of something that differs between two snapshots; None if nothing does."""
-    known = {(type(s), str(s.name), id(s.owner)): s for s in now.found.sources}
-    for old in before.found.sources:
-        source = known.get((type(old), str(old.name), id(old.owner)))
+    known = dict(_labelled(now.found.sources))
+    for label, old in _labelled(before.found.sources):
+        source = known.get(label)
         if source is None:
             continue  # Another object took its place, which shows in the source that holds it.
         if source.held.keys() != old.held.keys():

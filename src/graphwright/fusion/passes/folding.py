@@ -19,7 +19,9 @@ from ..nodes import (
     is_view,
     only_user,
     reaches_output,
+    roots,
     value_of,
+    written_by,
 )
 from .base import Change, Pass
 
@@ -39,6 +41,15 @@ _CONVERSIONS = (
     aten.to.other,
     aten.contiguous.default,
 )
+# What they fill new memory with; None for what they are given.
+_CREATED = {
+    aten.new_zeros.default: 0,
+    aten.zeros_like.default: 0,
+    aten.new_ones.default: 1,
+    aten.ones_like.default: 1,
+    aten.new_full.default: None,
+    aten.full_like.default: None,
+}
 # Bytes up to which a computed constant is kept, beside what it was computed from.
 _LARGEST_CONSTANT = 16 << 20
 
@@ -65,7 +76,9 @@ def _clean(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             graph.graph.erase_node(node)
     found = [Change("does nothing", (name,)) for name in gone]
     written = [node.name for node in list(graph.graph.nodes) if _out_of_place(graph, node)]
-    return found + [Change("writes to new memory", (name,)) for name in written]
+    found += [Change("writes to new memory", (name,)) for name in written]
+    # What is written piece by piece, a mask say, need not be either, if it is a constant.
+    return found + (_constants(graph, device) if any(map(is_mutable, graph.graph.nodes)) else [])
 
 
 def _out_of_place(graph: fx.GraphModule, node: fx.Node) -> bool:
@@ -105,16 +118,9 @@ def _without_data(node: fx.Node) -> torch.Tensor:
 
 def _constants(graph: fx.GraphModule, device: torch.device) -> list[Change]:
     """Compute what depends on constants alone, once."""
-    values: dict[fx.Node, torch.Tensor] = {}
-    for node in graph.graph.nodes:
-        known = constant(graph, node)
-        if known is not None:
-            values[node] = known
-        elif _is_fixed(node) and all(source in values for source in node.all_input_nodes):
-            args, kwargs = fx.node.map_arg((inputs(node), node.kwargs), values.__getitem__)
-            result = node.target(*args, **kwargs)
-            if isinstance(result, torch.Tensor) and result.nbytes <= _LARGEST_CONSTANT:
-                values[node] = result
+    changing: set[fx.Node] = set()
+    while (values := _values(graph, changing)) is None:
+        pass
     last = next(iter(reversed(graph.graph.nodes)))
     own = {v.untyped_storage()._cdata for n, v in values.items() if n.op == "get_attr"}
     found = []
@@ -128,7 +134,78 @@ def _constants(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             for user in ends:
                 user.replace_input_with(node, kept)
             found.append(Change("computed once", (node.name,)))
+    for node in reversed(graph.graph.nodes):
+        # Unlike others, writes are not taken out for want of a user.
+        if node in values and is_mutable(node) and not _is_read(node):
+            graph.graph.erase_node(node)
     return found
+
+
+def _values(graph: fx.GraphModule, changing: set[fx.Node]) -> dict[fx.Node, torch.Tensor] | None:
+    """The values of what depends on constants alone, when all writes to them have been made.
+
+    Args:
+        graph: whose constants.
+        changing: nodes whose memory is no constant; those that are found to be such are added.
+
+    Returns:
+        None if any were added, so that the values are those of another moment.
+    """
+    values: dict[fx.Node, torch.Tensor] = {}
+    written: dict[fx.Node, int] = {}
+    known = len(changing)
+    order = {node: n for n, node in enumerate(graph.graph.nodes)}
+    for node in graph.graph.nodes:
+        memory = {root for each in written_by(node) for root in roots(each)}
+        # The model's own memory may not be written to here.
+        own = any(root.op == "get_attr" for root in memory)
+        result = None if own or node in changing else _value(graph, node, values)
+        if result is None:
+            changing |= memory & values.keys()
+        else:
+            values[node] = result
+            written |= dict.fromkeys(memory, order[node])
+    for node in values:
+        # What is read before the last write would be read as it is after it; and what is returned
+        # is new at every call.
+        for root in roots(node) & written.keys():
+            early = any(u not in values and order[u] < written[root] for u in node.users)
+            if early or reaches_output(node):
+                changing.add(root)
+    return values if len(changing) == known else None
+
+
+def _value(
+    graph: fx.GraphModule, node: fx.Node, values: dict[fx.Node, torch.Tensor]
+) -> torch.Tensor | None:
+    """What a node gives for these values, if that is a tensor that may be kept."""
+    if (known := constant(graph, node)) is not None:
+        return known
+    result: Any = None
+    if node.op == "call_function" and node.target in _CREATED:
+        result = _created(node)
+    elif _is_fixed(node) and all(source in values for source in node.all_input_nodes):
+        args, kwargs = fx.node.map_arg((inputs(node), node.kwargs), values.__getitem__)
+        result = node.target(*args, **kwargs)  # type: ignore[operator]  # it is an operation
+    kept = isinstance(result, torch.Tensor) and result.nbytes <= _LARGEST_CONSTANT
+    return result if kept else None
+
+
+def _is_read(node: fx.Node) -> bool:
+    """Whether a node that stays uses it."""
+    return any(is_mutable(user) or user.op == "output" or _is_read(user) for user in node.users)
+
+
+def _created(node: fx.Node) -> torch.Tensor | None:
+    """New memory with one value in it, where a tensor only tells what it is like."""
+    like, given = value_of(node), arguments(node)
+    assert isinstance(node.target, Op)
+    fill = _CREATED[node.target]
+    fill = given["fill_value"] if fill is None else fill
+    if like is None or like.nbytes > _LARGEST_CONSTANT or isinstance(fill, fx.Node):
+        return None
+    made = torch.empty_strided(like.shape, like.stride(), dtype=like.dtype, device=like.device)
+    return made.fill_(fill)
 
 
 def _is_fixed(node: fx.Node) -> bool:
@@ -137,7 +214,7 @@ def _is_fixed(node: fx.Node) -> bool:
     if node.op != "call_function" or not isinstance(target, Op):
         return False
     random = torch.Tag.nondeterministic_seeded in target.tags
-    return not random and not is_mutable(node) and not target._opname.startswith("empty")
+    return not random and not target._opname.startswith(("empty", "new_empty"))
 
 
 def _batch_norms(graph: fx.GraphModule, device: torch.device) -> list[Change]:
