@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,8 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.fusion import pass_manager, timing
+from graphwright.ops.fused import compiling
+from graphwright.ops.fused.launch_cache import launched
 from graphwright.strategies.fused import FUSED
 
 
@@ -139,6 +143,62 @@ def test_the_strategy_times_its_passes(
     asked = timed_as(monkeypatch, dict.fromkeys([*timing.GROUPS, pass_manager.ALL], 0.25))
     FUSED.build(body, (x,), {})
     assert asked
+
+
+@pytest.mark.gpu
+def test_kernels_are_compiled_by_other_processes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from triton import knobs
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    found: list[bool] = []
+
+    def seen(*rest: Any, cache_hit: bool, **others: Any) -> None:
+        found.append(cache_hit)
+
+    monkeypatch.setattr(knobs.compilation, "listener", seen)
+    # Of sizes that no other test has: kernels are compiled once in a process.
+    sizes = (1234, 88, 345, 2222)
+    layers = [nn.Sequential(nn.LayerNorm(n), nn.Linear(n, m)) for n, m in pairwise(sizes)]
+    body = nn.Sequential(*layers, nn.LayerNorm(2222)).to("cuda").eval()
+    x = torch.randn(37, 1234, device="cuda")
+    fused = gw.fuse(body, (x,))
+    with torch.no_grad():
+        torch.testing.assert_close(fused(x), body(x), rtol=1e-3, atol=1e-3)
+    assert len(found) >= 4
+    assert all(found)
+
+
+def test_processes_that_compile_end_with_the_block(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    slow = tmp_path / "slow.py"
+    slow.write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(compiling.compile_worker, "__file__", str(slow))
+    monkeypatch.setattr(compiling.os, "sched_getaffinity", lambda pid: range(8))
+    monkeypatch.setattr(compiling, "_LIMIT_S", 0.05)
+    work = compiling.Compiling()
+    work.jobs = {str(n): {} for n in range(6)}
+    work.start()
+    processes = list(work._processes)
+    assert len(processes) == 3
+    work.wait()
+    assert all(process.poll() is None for process in processes)
+    work.close()
+    assert all(process.poll() is not None for process in processes)
+
+
+def test_without_triton_nothing_is_compiled_ahead() -> None:
+    asked: list[int] = []
+
+    def ask() -> None:
+        asked.append(launched(None, (1,)))  # type: ignore[func-returns-value]  # it raises
+
+    with compiling.compiling(ask) as work:
+        work.wait()
+    assert not work.jobs
+    assert not asked
 
 
 def test_the_faster_call_is_seen(device: torch.device) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import threading
 import time
@@ -35,6 +36,7 @@ from ..graphs.composition import apart_from_capture
 from ..graphs.conditions import for_inference
 from ..graphs.python_state import PythonState
 from ..ops.fused.fused_operator import prepare_triton
+from .kernels import compiling_kernels
 from .nodes import copy_of, finished, is_mutable, is_view, value_of
 from .passes.attention import ATTENTION, MASKS
 from .passes.base import Change, Pass
@@ -312,14 +314,19 @@ def _optimised(
     region: Region,
 ) -> tuple[Callable[..., Any], str]:
     """A traced call after all passes that pay; what is wrong with it, if anything is."""
-    known = None
-    if work.check:
+
+    @functools.cache
+    def truth() -> Reference | None:
+        if not work.check:
+            return None
         work.doing("computing the float64 reference")
         with torch.no_grad():
-            known = reference(module, module, Call("the sample", args, dict(kwargs)), state=state)
-    call, problem = _rewritten(traced, module, args, kwargs, work, state, region, known)
+            return reference(module, module, Call("the sample", args, dict(kwargs)), state=state)
+
+    call, problem = _rewritten(traced, module, args, kwargs, work, state, region, truth)
     if problem or not work.measure:
         return call, problem
+    known = truth()
     device = tensors_of((args, kwargs))[0].device
     # What is wrong, or had no time, is not tried again with fewer others.
     left_out = list(region.left_out)
@@ -333,7 +340,8 @@ def _optimised(
         fewer = replace(work, passes=[each for each in work.passes if each not in group])
         other = Region(region.path)
         # Only what will be used is worth verifying.
-        without, problem = _rewritten(traced, module, args, kwargs, fewer, state, other, None)
+        made = _rewritten(traced, module, args, kwargs, fewer, state, other, lambda: None)
+        without, problem = made
         if problem:
             continue
         try:
@@ -379,19 +387,21 @@ def _rewritten(
     work: _Work,
     state: ModuleState,
     region: Region,
-    known: Reference | None,
+    truth: Callable[[], Reference | None],
     *,
     together: bool = True,
 ) -> tuple[Callable[..., Any], str]:
     """A traced call after all passes; what is wrong with it, if anything is.
 
-    All passes change one copy, and the result is compared with what is known, if that is given.
+    All passes change one copy, and the result is compared with the reference, if there is one: it
+    is computed while kernels are compiled.
     Where it is wrong, or a pass fails, they are tried again one by one, so that the others stay.
     """
     leaves, _ = flatten(args, kwargs)
     samples = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     device = samples[0].device
-    if known is not None and not together:
+    known = None if together else truth()
+    if known is not None:
         verdict = _verdict(traced.call(traced.graph), known)
         if verdict:
             return module, f"its graph computes something else: {verdict}"
@@ -415,7 +425,7 @@ def _rewritten(
             result = each(graph, device, in_place=together)
             if not result.changes:
                 continue
-            if known is not None and not together:
+            if known is not None:
                 candidate = _in_layout(traced, copy_of(result.model), samples, state)
                 verdict = _verdict(traced.call(candidate), known)
         except Exception as error:
@@ -430,10 +440,15 @@ def _rewritten(
     else:
         problem = ""
         region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
+        with compiling_kernels(graph, device) as kernels:
+            known = truth()
+            if kernels is not None:
+                work.doing("compiling kernels")
+                kernels.wait()
         try:
             # The traced graph itself stays as it is.
             ended = graph if together else copy_of(graph)
-            work.doing("compiling kernels and running the graph")
+            work.doing("running the graph")
             ended = _in_layout(traced, ended, samples, state)
             share_constants(ended, module)
             call = traced.call(ended)
@@ -449,7 +464,7 @@ def _rewritten(
         return module, problem
     region.done.clear()
     region.left_out.clear()
-    again = traced, module, args, kwargs, work, state, region, known
+    again = traced, module, args, kwargs, work, state, region, truth
     return _rewritten(*again, together=False)
 
 

@@ -121,6 +121,7 @@ class _Here(threading.local):
     notes: dict[str, Launch | None] | None = None
     launched: list[tuple[Any, Sequence[int], Sequence[Any]]] | None = None
     answers: Mapping[str, Launch] = {}
+    instead: type[Exception] | None = None
 
 
 _HERE = _Here()
@@ -141,6 +142,20 @@ def noting() -> Iterator[dict[str, Launch]]:
         _HERE.notes = before
         if EDITION is not None and edition_of(_FOLDER) == EDITION:
             found |= {kind: launch for kind, launch in notes.items() if launch is not None}
+
+
+@contextlib.contextmanager
+def not_launching(instead: type[Exception]) -> Iterator[None]:
+    """Let our operators ask Triton for their kernels in this thread, but launch nothing.
+
+    Args:
+        instead: what Triton raises where it was kept from compiling one.
+    """
+    before, _HERE.instead = _HERE.instead, instead
+    try:
+        yield
+    finally:
+        _HERE.instead = before
 
 
 @contextlib.contextmanager
@@ -195,6 +210,10 @@ def launched(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants
         arguments: those that are no constants, in order.
         constants: the others by name, and options.
     """
+    if _HERE.instead is not None:
+        with contextlib.suppress(_HERE.instead):
+            kernel.warmup(*arguments, grid=grid, **constants)
+        return
     compiled = kernel[grid](*arguments, **constants)
     if _HERE.launched is not None:
         _HERE.launched.append((compiled, grid, arguments))
@@ -203,7 +222,7 @@ def launched(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants
 def noted(name: str, launch: Callable[..., Any], *args: Any) -> Any:
     """Run an operator's launch; record it inside of `noting`."""
     notes = _HERE.notes
-    if notes is None:
+    if notes is None or _HERE.instead is not None:
         return launch(*args)
     _HERE.launched = []
     try:
