@@ -440,7 +440,7 @@ def _rewritten(
     else:
         problem = ""
         region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
-        with compiling_kernels(graph, device) as kernels:
+        with compiling_kernels(graph, samples) as kernels:
             known = truth()
             if kernels is not None:
                 work.doing("compiling kernels")

@@ -38,6 +38,17 @@ class Compiling:
         self.jobs: dict[str, dict[str, Any]] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
 
+    def ask(self, calls: Callable[[], object]) -> None:
+        """Note the kernels of some calls, in which nothing is launched."""
+        from triton.runtime import _async_compile  # It has no public name.
+
+        before = _async_compile.active_mode.set(self)
+        try:
+            with launch_cache.not_launching(_Taken):
+                calls()
+        finally:
+            _async_compile.active_mode.reset(before)
+
     def submit(self, key: str, compile: Callable[[], Any], *_: Any) -> Any:  # noqa: A002  # Triton's
         """What Triton calls instead of compiling, in its asynchronous mode.
 
@@ -95,14 +106,8 @@ def compiling(calls: Callable[[], object]) -> Iterator[Compiling]:
     work = Compiling()
     try:
         with contextlib.suppress(Exception):
-            from triton.runtime import _async_compile  # It has no public name.
-
-            before = _async_compile.active_mode.set(work)
-            try:
-                with launch_cache.not_launching(_Taken):
-                    calls()
-            finally:
-                _async_compile.active_mode.reset(before)
+            work.ask(calls)
+        with contextlib.suppress(Exception):
             work.start()
         yield work
     finally:
