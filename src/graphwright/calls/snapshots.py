@@ -236,6 +236,34 @@ def _is_array(value: Any) -> bool:
     return kind is memoryview or (kind.__module__ == "numpy" and kind.__name__ == "ndarray")
 
 
+class _Joined:
+    """Small tensors of one kind that are compared all at once: a GPU is waited for each time.
+
+    Args:
+        names: of the tensors.
+        tensors: contiguous and strided, of the same size of element and device.
+        values: what they are compared with.
+    """
+
+    def __init__(
+        self, names: list[str], tensors: list[torch.Tensor], values: list[torch.Tensor]
+    ) -> None:
+        self.names = frozenset(names)
+        self._tensors = tensors
+        self._places = self._where()
+        self._bits = list(map(_bits, tensors))  # They share the tensors' memory.
+        self._values = torch.cat(list(map(_bits, values)))
+
+    def hold(self) -> bool:
+        """Whether all of them hold these values."""
+        if self._where() != self._places:
+            return False
+        return torch.equal(torch.cat(self._bits), self._values)
+
+    def _where(self) -> list[tuple[int, torch.Size, torch.dtype]]:
+        return [(tensor.data_ptr(), tensor.shape, tensor.dtype) for tensor in self._tensors]
+
+
 class ModuleState:
     """A snapshot of what a module holds, to put back and to compare.
 
@@ -289,6 +317,7 @@ class ModuleState:
         self._memory: _Memory = memory or _Memory(module, self._held, lazily=lazily)
         self._kept = {name: self._memory.keep(t) for name, (_, _, t) in self._places.items()}
         self._varied: dict[str, torch.Tensor] = {}
+        self._joined: list[_Joined] | None = None
         self._parameters = {
             name: parameter
             for name, parameter in module.named_parameters()
@@ -326,11 +355,12 @@ class ModuleState:
             n for n, kept in (*self._kept.items(), *self._weights.items()) if kept.was_written()
         ]
         with unseen(), torch.no_grad():
+            same = self._that_hold()
             for name, (holder, key, tensor) in self._places.items():
                 holder[key] = tensor
                 if tensor.requires_grad and not self._grad[name]:
                     tensor.detach_()
-                if not self._holds(name, tensor):
+                if name not in same and not self._holds(name, tensor):
                     kept = self._kept[name]
                     if not kept.used:
                         self._memory.use(kept.value.untyped_storage()._cdata)
@@ -354,9 +384,27 @@ class ModuleState:
             return True
         return same_bits(now, self._value(name))
 
+    def _that_hold(self) -> set[str]:
+        """Names of small tensors that hold what they are restored to."""
+        if self._joined is None:
+            groups: dict[tuple[int, torch.device], list[str]] = {}
+            for name, (_, _, tensor) in self._places.items():
+                plain = type(tensor) in PLAIN and not without_memory(tensor)
+                plain &= not (
+                    tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+                )
+                if plain and tensor.is_contiguous() and 0 < tensor.nbytes < _LARGE:
+                    groups.setdefault((tensor.element_size(), tensor.device), []).append(name)
+            self._joined = [
+                _Joined(names, [self._places[n][2] for n in names], list(map(self._value, names)))
+                for names in groups.values()
+            ]
+        return {name for group in self._joined if group.hold() for name in group.names}
+
     def vary(self, storages: Collection[int]) -> None:
         """From now on, restore other values in the buffers of some storages, given by identity."""
         generator = torch.Generator().manual_seed(0)
+        self._joined = None
         for name, (_, _, tensor) in self._places.items():
             if tensor.untyped_storage()._cdata in storages and tensor.is_floating_point():
                 added = 0.5 + torch.rand(tensor.shape, generator=generator, device="cpu")
@@ -366,8 +414,11 @@ class ModuleState:
         """Copies of the buffers that differ from what was kept, by name."""
         found = {}
         with unseen():
-            for name, (holder, key, _) in self._places.items():
+            same = self._that_hold()
+            for name, (holder, key, tensor) in self._places.items():
                 now = holder.get(key)
+                if now is tensor and name in same:
+                    continue
                 if isinstance(now, torch.Tensor) and not self._holds(name, now):
                     found[f"buffer {name} after the call"] = now.detach().clone()
         return found

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -58,11 +58,11 @@ class _Asking(fx.Interpreter):
             with self._mode:
                 self.run(*fakes)
 
-    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def get_attr(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A constant without data."""
         return self._mode.from_tensor(super().get_attr(target, args, kwargs), static_shapes=True)
 
-    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What an operation returns, without data."""
         if getattr(target, "namespace", "") == LIBRARY.ns:
             with unset_fake_temporarily():
@@ -72,7 +72,7 @@ class _Asking(fx.Interpreter):
                 if kind not in self._seen:
                     self._seen.add(kind)
                     target(*mine, **named)
-        return super().call_function(target, args, dict(kwargs))
+        return super().call_function(target, args, kwargs)
 
 
 def _is_ours(node: fx.Node) -> bool:
@@ -81,11 +81,11 @@ def _is_ours(node: fx.Node) -> bool:
 
 
 def _kind(node: fx.Node) -> str:
-    """An operator with the sizes of its arguments."""
+    """An operator with its arguments, or their sizes."""
     values = map(value_of, node.all_input_nodes)
-    return repr(
-        (str(node.target), node.kwargs, [v is not None and (v.dtype, *v.shape) for v in values])
-    )
+    sizes = [None if value is None else (value.dtype, *value.shape) for value in values]
+    others = [arg for arg in (*node.args, *node.kwargs.values()) if not isinstance(arg, fx.Node)]
+    return f"{node.target} {sizes} {others}"
 
 
 def _memory(value: Any) -> Any:

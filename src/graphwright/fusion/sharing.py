@@ -13,8 +13,9 @@ from ..errors import StrategyFailed
 from .nodes import constant, is_added, roots, written_by
 from .serialization import seen
 
-# By model; a tensor is forgotten with the last graph that holds it.
-_Known = weakref.WeakValueDictionary[int, torch.Tensor]
+# By what a tensor is like, then by identity; it is forgotten with the last graph that holds it.
+_Like = tuple[torch.dtype, torch.device, torch.Size, tuple[int, ...]]
+_Known = dict[_Like, weakref.WeakValueDictionary[int, torch.Tensor]]
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
 
 
@@ -30,7 +31,7 @@ def share_constants(graph: fx.GraphModule, module: nn.Module) -> None:
     except StrategyFailed:
         return
     written = {root for node in nodes for each in written_by(node) for root in roots(each)}
-    known = _KNOWN.setdefault(module, _Known())
+    of_module = _KNOWN.setdefault(module, {})
     own = _memory([*module.parameters(), *module.buffers()])
     for node in nodes:
         tensor = constant(graph, node)
@@ -39,7 +40,9 @@ def share_constants(graph: fx.GraphModule, module: nn.Module) -> None:
         memory = _memory([tensor])
         if not memory or memory <= own:
             continue
-        other = next((each for each in known.values() if _alike(each, tensor)), None)
+        like = tensor.dtype, tensor.device, tensor.shape, tensor.stride()
+        known = of_module.setdefault(like, weakref.WeakValueDictionary())
+        other = next((each for each in known.values() if same_bits(each, tensor)), None)
         if other is None:
             known[id(tensor)] = tensor
         else:
@@ -50,7 +53,3 @@ def share_constants(graph: fx.GraphModule, module: nn.Module) -> None:
 def _memory(tensors: Iterable[torch.Tensor]) -> set[int]:
     strided = (t for t in tensors if t.layout is torch.strided and t.nbytes)
     return {t.untyped_storage().data_ptr() for t in strided}
-
-
-def _alike(a: torch.Tensor, b: torch.Tensor) -> bool:
-    return a.device == b.device and a.stride() == b.stride() and same_bits(a, b)

@@ -98,6 +98,9 @@ def _out_of_place(graph: fx.GraphModule, node: fx.Node) -> bool:
         return False
     if len(twin._schema.arguments) != len(target._schema.arguments):
         return False
+    if len(node.all_input_nodes) == 1 and before.is_floating_point() and len(node.args) == 1:
+        node.target = twin  # relu_ and the like: the same dtype, shape and strides.
+        return True
     try:
         # It may promote to another dtype, or broadcast what it writes to.
         args, kwargs = fx.node.map_arg((inputs(node), node.kwargs), _without_data)
