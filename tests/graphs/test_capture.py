@@ -399,3 +399,21 @@ def test_other_elements_dropped_is_not_something_else(device: torch.device) -> N
     torch.testing.assert_close(result[kept], 2 * x[kept])
     with pytest.raises(gw.CaptureError, match="computes something else"):
         gw.capture(drops, x, 1.5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_block_takes_attention_without_dropout(
+    device: torch.device, masked: bool, dtype: torch.dtype
+) -> None:
+    # It may draw random numbers, says its schema, and draws none.
+    q, k, v = (torch.randn(2, 4, 16, 32, device=device, dtype=dtype) for _ in range(3))
+    mask = torch.randn(16, 16, device=device, dtype=dtype) if masked else None
+    attention = torch.nn.functional.scaled_dot_product_attention
+    with torch.no_grad():
+        expected = attention(q, k, v, mask)
+        with gw.capturing() as graph:
+            found = attention(q, k, v, mask)
+        graph.replay()
+        torch.testing.assert_close(found, expected)
+    graph.close()

@@ -389,11 +389,7 @@ class ModuleState:
         if self._joined is None:
             groups: dict[tuple[int, torch.device], list[str]] = {}
             for name, (_, _, tensor) in self._places.items():
-                plain = type(tensor) in PLAIN and not without_memory(tensor)
-                plain &= not (
-                    tensor.is_meta or tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
-                )
-                if plain and tensor.is_contiguous() and 0 < tensor.nbytes < _LARGE:
+                if _is_plain(tensor) and 0 < tensor.nbytes < _LARGE:
                     groups.setdefault((tensor.element_size(), tensor.device), []).append(name)
             self._joined = [
                 _Joined(names, [self._places[n][2] for n in names], list(map(self._value, names)))
@@ -456,6 +452,14 @@ class ModuleState:
     def tensors(self) -> list[tuple[str, torch.Tensor]]:
         """Parameters and buffers by name."""
         return [*self._parameters.items(), *((n, t) for n, (_, _, t) in self._places.items())]
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor's bits are those of its memory, one after the other."""
+    if type(tensor) not in PLAIN or without_memory(tensor) or tensor.is_meta:
+        return False
+    other = tensor.is_quantized or tensor.is_conj() or tensor.is_neg()
+    return not other and tensor.is_contiguous()
 
 
 def _replaced(now: Any, before: torch.Tensor) -> int:

@@ -121,7 +121,7 @@ class Journal(OperationMode):
 
         PyTorch gives no seed to a graph that sets its generator back to the start.
         """
-        if id(generator) in self._generators and generator.get_state().equal(start):
+        if id(generator) in self._drawn_from and generator.get_state().equal(start):
             self.refuse(_seeding_error())
 
     def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
