@@ -27,7 +27,7 @@ from ..calls.signature import (
     inside_transform,
     tensors_of,
 )
-from ..calls.watch import ModuleWatch, unread_in_words
+from ..calls.watch import ModuleWatch, cost_in_words, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..errors import SignatureError, warn_of_fallback
 from ..graphs.composition import (
@@ -39,6 +39,7 @@ from ..graphs.composition import (
 )
 from ..graphs.conditions import captured_by_others, capturing_now
 from ..graphs.turns import turns_of
+from ..ops import compiled_checks
 from ..report.report import Report
 from ..report.result import EAGER
 from ..strategies.base import Built, Candidate
@@ -436,7 +437,7 @@ class TunedModule(ModuleProxy):
                 + ("" if every is None else f" once in {every} calls.")
             )
         if choice.watch is not None:
-            lines += unread_in_words(choice.watch)
+            lines += [*cost_in_words(choice.watch), *unread_in_words(choice.watch)]
         if change is not None:
             lines.append(f"Every call now {goes}, since {change}.")
             if not absent:
@@ -495,6 +496,7 @@ def assemble(
     watch = None
     if origin.candidate.name.split(":")[0] != EAGER:  # Eager needs no watching.
         copies = any(built.holds_weights for built in builts)
+        compiled_checks.begin()
         watch = ModuleWatch(module, values=copies, audit=audit)
     calls: list[Callable[..., Any]] = [built.call for built in builts]
     if eager:  # What tune() gives never requires grad, eager included.

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import operator
+import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
@@ -35,6 +36,13 @@ from .dependencies import (
 from .signature import guard_of, without_memory
 from .snapshots import checksum
 
+# The check in C++, once it is built; see `ops/compiled_checks.py`.
+COMPILED: list[Callable[..., Callable[[], bool]]] = []
+# Checks in Python in a row that find no change before one in C++ is made: at first, and where what
+# is watched is written to again and again.
+_QUIET, _MOST_QUIET = 2, 1024
+# Looks whose cost is told by the fastest.
+_COST_LOOKS = 10
 # How many objects that cannot be looked into are named.
 _SHOWN = 5
 # Read by functions in C, as these run at every call.
@@ -181,6 +189,25 @@ class ModuleWatch:
         if versions is None or len(versions) != len(attributed) + len(dictionaries):
             versions = quick.versions_now()
         quick.versions[:] = versions
+        quick.drop_compiled()
+
+    def compiled(self) -> Callable[[], bool] | None:
+        """The check in C++ of all but audits, gradients and other watches, if there can be one."""
+        quick = self._quick
+        if not COMPILED:
+            return None
+        counted = dict(zip(map(id, self._counted), self._versions, strict=True))
+        tensors = [counted.get(id(tensor), -1) for tensor in self._tensors]
+        try:
+            return COMPILED[0](*quick.parts(), self._tensors, tensors)
+        except TypeError:  # One of the objects is of a kind that it does not know.
+            return None
+
+    def unaudited(self) -> bool:
+        """Whether what the check in C++ leaves out is as it was."""
+        if self._trained is not None and self._thawed():
+            return False
+        return self._audit is None or self._audited()
 
     def same_tensors(self) -> bool:
         """Whether geometry and, if they matter, values and requires_grad are what they were."""
@@ -307,6 +334,9 @@ class _Quick:
         values: everything that these give, in a row.
         addressed: tensors.
         addresses: their addresses.
+        compiled: the check in C++ of all of this, if there is one.
+        quiet: how often in a row the check in Python found no change.
+        patience: how often it has to, before one in C++ is made.
     """
 
     def __init__(self) -> None:
@@ -327,6 +357,26 @@ class _Quick:
         self.values: list[Any] = []
         self.addressed: list[torch.Tensor] = []
         self.addresses: list[int] = []
+        self.compiled: Callable[[], bool] | None = None
+        self.quiet = 0
+        self.patience = _QUIET
+
+    def drop_compiled(self) -> None:
+        """Go on without the check in C++, which is of what was watched before."""
+        if self.compiled is not None:
+            self.patience = min(2 * self.patience, _MOST_QUIET)
+        self.compiled, self.quiet = None, 0
+
+    def parts(self) -> list[list[Any]]:
+        """What the check in C++ is made of, without tensors, in its order."""
+        parts = [self.owners, self.dictionaries, self.empty, self.typed, self.types]
+        parts += [self.classes, self.forwards, self.lists, self.lengths, self.items]
+        getters, begin = [], 0
+        for get, of in self.getters:
+            count = len(get(of))
+            getters.append((get, of, tuple(self.values[begin : begin + count])))
+            begin += count
+        return [*parts, self.long, self.long_lengths, getters]
 
     def versions_now(self) -> list[Any]:
         """Versions of all dictionaries, as they are now."""
@@ -347,6 +397,19 @@ class _Quick:
         tensors, joined = watch.same_tensors, watch._joined
 
         def unchanged() -> bool:
+            check = self.compiled
+            if check is not None:
+                if check():
+                    return watch.unaudited() and all(other.unchanged() for other in joined)
+                self.drop_compiled()
+            if not unchanged_in_python():
+                return False
+            self.quiet += 1
+            if COMPILED and self.quiet >= self.patience:
+                self.compiled, self.quiet = watch.compiled(), 0
+            return True
+
+        def unchanged_in_python() -> bool:
             if [*map(version, map(attributes, owners)), *map(version, dictionaries)] != versions:
                 return False
             if list(map(type, typed)) != types_ or any(empty):
@@ -399,6 +462,20 @@ def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any,
 def _both(source: Source) -> list[Any]:
     now = source.read()
     return [*now, *now.values()]
+
+
+def cost_in_words(watch: ModuleWatch) -> list[str]:
+    """A line on what it costs to look for changes; none where looking has a consequence."""
+    if watch.audit is not None:
+        return []
+    took = []
+    for _ in range(_COST_LOOKS):
+        began = time.perf_counter()
+        if not watch.unchanged():
+            return []
+        took.append(time.perf_counter() - began)
+    how = "Python" if watch._quick.compiled is None else "C++"
+    return [f"looking for changes takes {min(took) * 1e6:.1f} µs a call, in {how}"]
 
 
 def unread_in_words(watch: ModuleWatch) -> list[str]:

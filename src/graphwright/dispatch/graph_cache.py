@@ -11,7 +11,7 @@ from torch import nn
 
 from ..calls.modules import FunctionModule, any_in_training
 from ..calls.signature import Args, CallSignature, Kwargs, quick_key
-from ..calls.watch import ModuleWatch, unread_in_words
+from ..calls.watch import ModuleWatch, cost_in_words, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.graph import GraphState
@@ -175,9 +175,12 @@ class GraphCache:
         """Whether a new graph takes the place of another."""
         return len(self._order) >= self._max_graphs
 
-    def unread(self) -> list[str]:
-        """A line on objects of the module that cannot be watched, if there are any."""
-        return [] if self._current is None else unread_in_words(self._current.watch)
+    def about_watch(self) -> list[str]:
+        """Lines on what watching the module takes, and on objects that it cannot look into."""
+        if self._current is None:
+            return []
+        watch = self._current.watch
+        return [*cost_in_words(watch), *unread_in_words(watch)]
 
     def ready(self) -> list[CacheEntry]:
         """The entries whose graphs can be replayed, least recently used first."""

@@ -57,6 +57,7 @@ from ..graphs.graph import GraphClosed
 from ..graphs.memory import MemoryPool, pool_problem
 from ..graphs.python_state import StateChanges
 from ..graphs.turns import Busy
+from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, shown
 from ..shapes.buckets import PADDING
 from .capture_budget import CaptureBudget
@@ -117,6 +118,7 @@ class GraphedCallable(StandIn):
             count_problem("audit", audit, optional=True),
             choice_problem("breaks", breaks, get_args(Breaks)),
         )
+        compiled_checks.begin()
         self.fn = fn
         self.pool = MemoryPool() if pool is None else pool
         self.on_miss = on_miss
@@ -575,7 +577,7 @@ class GraphedCallable(StandIn):
             name: None for e in self._entries.ready() if e.graph for name in e.graph.parts.names
         }
         lines += [f"its graphs hold {name}" for name in inside]
-        lines += self._entries.unread()
+        lines += self._entries.about_watch()
         if self._last_miss is not None:
             lines.append(f"last call without a graph: {self._last_miss}")
         return "\n".join(lines)

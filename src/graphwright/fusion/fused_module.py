@@ -30,7 +30,7 @@ from ..calls.options import (
     refuse,
 )
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
-from ..calls.watch import ModuleWatch, unread_in_words
+from ..calls.watch import ModuleWatch, cost_in_words, unread_in_words
 from ..errors import OptionError, first_line, warn_of_fallback
 from ..graphs.composition import (
     Parts,
@@ -41,6 +41,7 @@ from ..graphs.composition import (
 )
 from ..graphs.conditions import captured_by_others, capturing_now
 from ..graphs.turns import turns_of
+from ..ops import compiled_checks
 from ..report.progress import SHORT_S, shown
 from .pass_manager import PASSES, Fused, Region, fused_call, passes_named, wants_grad
 from .passes.base import Pass
@@ -72,6 +73,7 @@ class _Fusion:
         self.lock = forking.lock()
         self.table: list[tuple[CallSignature, Fused]] = []
         self.audit = audit
+        compiled_checks.begin()
         self.watch = ModuleWatch(module, values=True, audit=audit, hooks=False)
         self.calls: Counter[str] = Counter()
         self.last_problem: str | None = None
@@ -275,7 +277,7 @@ class FusedModule(ModuleProxy):
             lines.append(f"{count} call{'s' * (count != 1)} {way}")
         if fusion.last_problem is not None:
             lines.append(f"last problem: {fusion.last_problem}")
-        lines += unread_in_words(fusion.watch)
+        lines += [*cost_in_words(fusion.watch), *unread_in_words(fusion.watch)]
         change = fusion.watch.changed()
         if change is not None:
             lines.append(f"Every call now goes to the module itself, since {change}.")

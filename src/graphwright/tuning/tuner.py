@@ -28,6 +28,7 @@ from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_average, load_note
 from ..evaluation.reference import Sample, reference, refuse_changed_containers
 from ..evaluation.verification import verify
 from ..graphs.conditions import for_inference
+from ..ops import compiled_checks
 from ..report.environment import environment
 from ..report.progress import Progress, Silent, shown
 from ..report.report import Report
@@ -57,6 +58,8 @@ FINAL_S_EACH = 2.0
 # The share of a time budget that is kept for the finalists.
 _FINALISTS_SHARE = 0.25
 # How notes about calls between the buckets begin.
+# Seconds that checks in C++ may take to be built, the first time on a machine.
+_CHECKS_S = 60.0
 _BETWEEN = "Some calls between the buckets will be eager:"
 _RANGE = "What was built for all sizes at once answers the buckets alone:"
 
@@ -234,6 +237,7 @@ class Tuning:
     def run(self, progress: Progress | None = None) -> TunedModule:
         """Tune. On KeyboardInterrupt, complete the report with what is known and raise it again."""
         listener = progress or Silent()
+        compiled_checks.begin()
         frozen = OLD_OBJECTS_FROZEN.thrown()
         with for_inference(), _same_random_state(self.asked.device), frozen:
             try:
@@ -268,6 +272,8 @@ class Tuning:
         if self.asked.objective == "cold_start":
             self._time_first_answers(progress)
         progress.step("finalists")
+        # What checks cost is timed as it will be.
+        compiled_checks.wait(_CHECKS_S)
         self._final_rounds()
         chosen = self._choose()
         note = load_note()

@@ -65,7 +65,9 @@ def folder() -> Path:
     return platformdirs.user_cache_path("graphwright") / "extensions"
 
 
-def library(unit: Unit, name: str, flags: Flags, *, verbose: bool = False) -> Path:
+def library(
+    unit: Unit, name: str, flags: Flags, *, verbose: bool = False, quiet: bool = False
+) -> Path:
     """The shared library of a unit, built if it was not before.
 
     Args:
@@ -73,6 +75,7 @@ def library(unit: Unit, name: str, flags: Flags, *, verbose: bool = False) -> Pa
         name: of the extension, for messages.
         flags: of the compilers.
         verbose: whether the compiler's commands are shown.
+        quiet: whether progress is not shown.
 
     Raises:
         ExtensionError: there is no compiler, or the source does not compile.
@@ -91,7 +94,8 @@ def library(unit: Unit, name: str, flags: Flags, *, verbose: bool = False) -> Pa
                 shutil.rmtree(place, ignore_errors=True)
                 for left in place.parent.glob(f"{key}.*.new"):  # of builds that were killed
                     shutil.rmtree(left, ignore_errors=True)
-                _build(unit, name, flags, place, verbose=verbose)
+                with shown(False if quiet else None, f"building {name}", after_s=SHORT_S):
+                    _build(unit, name, flags, place, verbose=verbose)
     except OSError as error:
         raise ExtensionError(
             f"The library of {name} cannot be kept in {folder()}: {error.strerror or error}.",
@@ -134,8 +138,7 @@ def _build(unit: Unit, name: str, flags: Flags, place: Path, *, verbose: bool) -
         ending = ".cpp" if unit.language == "C++" else ".cu"
         source = new / f"source{ending}"
         source.write_text(unit.text, encoding="utf-8")
-        with shown(None, f"building {name}", after_s=SHORT_S):
-            _compile(unit, name, flags, source, verbose=verbose)
+        _compile(unit, name, flags, source, verbose=verbose)
         (made,) = new.glob(f"{_module(place.name)}*.so")
         # Under a name of its own: a path that is loaded already is not looked at again.
         built = made.rename(new / f"{_digest(made)[:16]}.so")

@@ -1,0 +1,374 @@
+// Whether what a call depends on is as it was: the fast check of `ModuleWatch`, in one loop.
+//
+// A Check is made of what `watch._Quick` holds. It may say that something changed where nothing did,
+// and never the other way round. Dictionaries tell that they were written to by their version tags
+// (CPython 3.11) or by watchers (3.12 and later); neither is in the stable interface, so that
+// `compiled_checks.py` tries both out before it uses them.
+
+#include <Python.h>
+
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include <cstdint>
+#include <unordered_map>
+#include <vector>
+
+namespace {
+
+struct Check;
+
+// Which checks look at a dictionary.
+std::unordered_map<PyObject*, std::vector<Check*>> watching;
+
+struct TensorFacts {
+  PyObject* object;
+  const void* address;
+  c10::ScalarType dtype;
+  int64_t version;  // -1 where it does not matter
+  size_t begin;     // of its sizes and strides
+  size_t dimensions;
+};
+
+struct Getter {
+  PyObject* get;
+  PyObject* of;
+  size_t begin;  // of the values that it gave
+  size_t count;
+};
+
+struct Check {
+  PyObject_HEAD
+  std::vector<PyObject*> held;  // owned references to all that is pointed to
+  std::vector<std::pair<PyObject*, PyObject*>> owners;  // with their dictionaries
+  std::vector<std::pair<PyObject*, uint64_t>> dictionaries;
+  std::vector<PyObject*> empty;
+  std::vector<std::pair<PyObject*, PyTypeObject*>> typed;
+  std::vector<std::pair<PyObject*, PyObject*>> classes;
+  std::vector<std::pair<PyObject*, Py_ssize_t>> lists;
+  std::vector<PyObject*> items;
+  std::vector<std::pair<PyObject*, Py_ssize_t>> longs;
+  std::vector<Getter> getters;
+  std::vector<PyObject*> values;
+  std::vector<TensorFacts> tensors;
+  std::vector<int64_t> geometry;
+  PyObject* forward;
+  bool written;
+};
+
+#if PY_VERSION_HEX >= 0x030C0000
+int watcher = -1;
+
+int on_write(PyDict_WatchEvent event, PyObject* dictionary, PyObject*, PyObject*) {
+  auto found = watching.find(dictionary);
+  if (found != watching.end())
+    for (Check* check : found->second) check->written = true;
+  return 0;
+}
+
+uint64_t version_of(PyObject*) { return 0; }
+
+bool watch(Check* self, PyObject* dictionary) {
+  if (PyDict_Watch(watcher, dictionary) < 0) return false;
+  watching[dictionary].push_back(self);
+  return true;
+}
+
+void unwatch(Check* self, PyObject* dictionary) {
+  auto found = watching.find(dictionary);
+  if (found == watching.end()) return;
+  auto& checks = found->second;
+  for (size_t n = checks.size(); n-- > 0;)
+    if (checks[n] == self) checks.erase(checks.begin() + n);
+  if (checks.empty()) {
+    watching.erase(found);
+    PyDict_Unwatch(watcher, dictionary);
+  }
+}
+#else
+#pragma GCC diagnostic ignored "-Wdeprecated-declarations"
+uint64_t version_of(PyObject* dictionary) {
+  return reinterpret_cast<PyDictObject*>(dictionary)->ma_version_tag;
+}
+
+bool watch(Check*, PyObject*) { return true; }
+void unwatch(Check*, PyObject*) {}
+#endif
+
+bool is_empty(PyObject* object) {
+  if (PyDict_Check(object)) return PyDict_GET_SIZE(object) == 0;
+  const Py_ssize_t size = PyObject_Size(object);
+  if (size < 0) PyErr_Clear();
+  return size == 0;
+}
+
+bool same_items(PyObject* list, Py_ssize_t count, PyObject* const* items) {
+  if (PyList_CheckExact(list) || PyTuple_CheckExact(list)) {
+    if (PySequence_Fast_GET_SIZE(list) != count) return false;
+    PyObject** now = PySequence_Fast_ITEMS(list);
+    for (Py_ssize_t n = 0; n < count; ++n)
+      if (now[n] != items[n]) return false;
+    return true;
+  }
+  if (PyObject_Size(list) != count) return PyErr_Clear(), false;
+  PyObject* iterator = PyObject_GetIter(list);
+  if (iterator == nullptr) return PyErr_Clear(), false;
+  bool same = true;
+  for (Py_ssize_t n = 0; same; ++n) {
+    PyObject* now = PyIter_Next(iterator);
+    if (now == nullptr) {
+      same = n == count && !PyErr_Occurred();
+      break;
+    }
+    same = n < count && now == items[n];
+    Py_DECREF(now);
+  }
+  Py_DECREF(iterator);
+  PyErr_Clear();
+  return same;
+}
+
+bool same_values(Check* self, const Getter& getter) {
+  PyObject* now = PyObject_CallOneArg(getter.get, getter.of);
+  if (now == nullptr) return PyErr_Clear(), false;
+  const bool sized = PyTuple_CheckExact(now) || PyList_CheckExact(now);
+  bool same = sized && PySequence_Fast_GET_SIZE(now) == static_cast<Py_ssize_t>(getter.count);
+  for (size_t n = 0; same && n < getter.count; ++n)
+    same = PySequence_Fast_GET_ITEM(now, n) == self->values[getter.begin + n];
+  Py_DECREF(now);
+  return same;
+}
+
+bool same_tensor(Check* self, const TensorFacts& known) {
+  const at::Tensor& tensor = THPVariable_Unpack(known.object);
+  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (impl->dtype().toScalarType() != known.dtype || !impl->has_storage()) return false;
+  const auto sizes = impl->sizes();
+  const auto strides = impl->strides();
+  if (sizes.size() != known.dimensions) return false;
+  const int64_t* expected = self->geometry.data() + known.begin;
+  for (size_t n = 0; n < known.dimensions; ++n)
+    if (sizes[n] != expected[n] || strides[n] != expected[known.dimensions + n]) return false;
+  if (impl->data() != known.address) return false;
+  return known.version < 0 || impl->version_counter().current_version() == known.version;
+}
+
+PyObject* check_call(PyObject* object, PyObject*, PyObject*) {
+  Check* self = reinterpret_cast<Check*>(object);
+  if (self->written) Py_RETURN_FALSE;
+  try {
+    for (auto& [owner, dictionary] : self->owners) {
+      PyObject** place = _PyObject_GetDictPtr(owner);
+      if (place == nullptr || *place != dictionary) Py_RETURN_FALSE;
+    }
+    for (auto& [dictionary, version] : self->dictionaries)
+      if (version_of(dictionary) != version) Py_RETURN_FALSE;
+    for (auto& [typed, type] : self->typed)
+      if (Py_TYPE(typed) != type) Py_RETURN_FALSE;
+    for (PyObject* empty : self->empty)
+      if (!is_empty(empty)) Py_RETURN_FALSE;
+    for (auto& [attributes, forward] : self->classes) {
+      PyObject* now = PyObject_GetItem(attributes, self->forward);
+      if (now == nullptr) PyErr_Clear();
+      Py_XDECREF(now);
+      if (now != forward) Py_RETURN_FALSE;
+    }
+    for (auto& [container, length] : self->longs) {
+      if (PyObject_Size(container) != length) {
+        PyErr_Clear();
+        Py_RETURN_FALSE;
+      }
+    }
+    PyObject* const* items = self->items.data();
+    for (auto& [list, length] : self->lists) {
+      if (!same_items(list, length, items)) Py_RETURN_FALSE;
+      items += length;
+    }
+    for (const Getter& getter : self->getters)
+      if (!same_values(self, getter)) Py_RETURN_FALSE;
+    for (const TensorFacts& tensor : self->tensors)
+      if (!same_tensor(self, tensor)) Py_RETURN_FALSE;
+  } catch (const std::exception&) {
+    Py_RETURN_FALSE;
+  }
+  Py_RETURN_TRUE;
+}
+
+PyObject* hold(Check* self, PyObject* object) {
+  Py_INCREF(object);
+  self->held.push_back(object);
+  return object;
+}
+
+// Takes what is held by position, in the order of `compiled_checks.py`.
+PyObject* check_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *owners, *dictionaries, *empty, *typed, *types, *classes, *forwards, *lists, *lengths,
+      *items, *longs, *long_lengths, *getters, *tensors, *versions;
+  if (!PyArg_ParseTuple(args, "O!O!O!O!O!O!O!O!O!O!O!O!O!O!O!", &PyList_Type, &owners, &PyList_Type,
+                        &dictionaries, &PyList_Type, &empty, &PyList_Type, &typed, &PyList_Type,
+                        &types, &PyList_Type, &classes, &PyList_Type, &forwards, &PyList_Type,
+                        &lists, &PyList_Type, &lengths, &PyList_Type, &items, &PyList_Type, &longs,
+                        &PyList_Type, &long_lengths, &PyList_Type, &getters, &PyList_Type, &tensors,
+                        &PyList_Type, &versions))
+    return nullptr;
+  Check* self = reinterpret_cast<Check*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  new (&self->held) decltype(self->held)();
+  new (&self->owners) decltype(self->owners)();
+  new (&self->dictionaries) decltype(self->dictionaries)();
+  new (&self->empty) decltype(self->empty)();
+  new (&self->typed) decltype(self->typed)();
+  new (&self->classes) decltype(self->classes)();
+  new (&self->lists) decltype(self->lists)();
+  new (&self->items) decltype(self->items)();
+  new (&self->longs) decltype(self->longs)();
+  new (&self->getters) decltype(self->getters)();
+  new (&self->values) decltype(self->values)();
+  new (&self->tensors) decltype(self->tensors)();
+  new (&self->geometry) decltype(self->geometry)();
+  self->written = false;
+  self->forward = hold(self, PyUnicode_InternFromString("forward"));
+  Py_DECREF(self->forward);  // `held` has a reference of its own.
+  const auto fail = [&](PyObject* error, const char* text) -> PyObject* {
+    if (!PyErr_Occurred()) PyErr_SetString(error, text);
+    Py_DECREF(self);
+    return nullptr;
+  };
+  const auto add_dictionary = [&](PyObject* dictionary) {
+    hold(self, dictionary);
+    if (!watch(self, dictionary)) return false;
+#if PY_VERSION_HEX < 0x030C0000
+    self->dictionaries.emplace_back(dictionary, version_of(dictionary));
+#else
+    self->dictionaries.emplace_back(dictionary, 0);
+#endif
+    return true;
+  };
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(owners); ++n) {
+    PyObject* owner = hold(self, PyList_GET_ITEM(owners, n));
+    PyObject** place = _PyObject_GetDictPtr(owner);
+    if (place == nullptr || *place == nullptr) return fail(PyExc_TypeError, "no dictionary");
+    PyObject* attributes = PyObject_GetAttrString(owner, "__dict__");
+    Py_XDECREF(attributes);
+    if (attributes != *place) return fail(PyExc_TypeError, "other attributes");
+    self->owners.emplace_back(owner, *place);
+    if (!add_dictionary(*place)) return fail(PyExc_TypeError, "no watcher");
+  }
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(dictionaries); ++n) {
+    PyObject* dictionary = PyList_GET_ITEM(dictionaries, n);
+    if (!PyDict_Check(dictionary) || !add_dictionary(dictionary))
+      return fail(PyExc_TypeError, "no dictionary");
+  }
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(empty); ++n)
+    self->empty.push_back(hold(self, PyList_GET_ITEM(empty, n)));
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(typed); ++n) {
+    hold(self, PyList_GET_ITEM(types, n));
+    self->typed.emplace_back(hold(self, PyList_GET_ITEM(typed, n)),
+                             reinterpret_cast<PyTypeObject*>(PyList_GET_ITEM(types, n)));
+  }
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(classes); ++n)
+    self->classes.emplace_back(hold(self, PyList_GET_ITEM(classes, n)),
+                               hold(self, PyList_GET_ITEM(forwards, n)));
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(lists); ++n)
+    self->lists.emplace_back(hold(self, PyList_GET_ITEM(lists, n)),
+                             PyLong_AsSsize_t(PyList_GET_ITEM(lengths, n)));
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(items); ++n)
+    self->items.push_back(hold(self, PyList_GET_ITEM(items, n)));
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(longs); ++n)
+    self->longs.emplace_back(hold(self, PyList_GET_ITEM(longs, n)),
+                             PyLong_AsSsize_t(PyList_GET_ITEM(long_lengths, n)));
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(getters); ++n) {
+    PyObject *get, *of, *values;
+    if (!PyArg_ParseTuple(PyList_GET_ITEM(getters, n), "OOO!", &get, &of, &PyTuple_Type, &values))
+      return fail(PyExc_TypeError, "no getter");
+    const size_t count = PyTuple_GET_SIZE(values);
+    self->getters.push_back({hold(self, get), hold(self, of), self->values.size(), count});
+    for (size_t k = 0; k < count; ++k)
+      self->values.push_back(hold(self, PyTuple_GET_ITEM(values, k)));
+  }
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(tensors); ++n) {
+    PyObject* object = hold(self, PyList_GET_ITEM(tensors, n));
+    if (!THPVariable_Check(object)) return fail(PyExc_TypeError, "no tensor");
+    const at::Tensor& tensor = THPVariable_Unpack(object);
+    c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+    if (!impl->has_storage() || impl->is_python_dispatch())
+      return fail(PyExc_TypeError, "no plain tensor");
+    const auto sizes = impl->sizes();
+    const auto strides = impl->strides();
+    self->tensors.push_back({object, impl->data(), impl->dtype().toScalarType(),
+                             PyLong_AsLongLong(PyList_GET_ITEM(versions, n)),
+                             self->geometry.size(), sizes.size()});
+    self->geometry.insert(self->geometry.end(), sizes.begin(), sizes.end());
+    self->geometry.insert(self->geometry.end(), strides.begin(), strides.end());
+  }
+  if (PyErr_Occurred()) return fail(PyExc_TypeError, "");
+  return reinterpret_cast<PyObject*>(self);
+}
+
+int check_traverse(PyObject* object, visitproc visit, void* arg) {
+  Check* self = reinterpret_cast<Check*>(object);
+  Py_VISIT(Py_TYPE(object));
+  for (PyObject* each : self->held) Py_VISIT(each);
+  return 0;
+}
+
+int check_clear(PyObject* object) {
+  Check* self = reinterpret_cast<Check*>(object);
+  self->written = true;
+  for (auto& [dictionary, _] : self->dictionaries) unwatch(self, dictionary);
+  self->dictionaries.clear();
+  std::vector<PyObject*> held;
+  held.swap(self->held);
+  for (PyObject* each : held) Py_DECREF(each);
+  return 0;
+}
+
+void check_dealloc(PyObject* object) {
+  Check* self = reinterpret_cast<Check*>(object);
+  PyTypeObject* type = Py_TYPE(object);
+  PyObject_GC_UnTrack(object);
+  check_clear(object);
+  using std::vector;
+  self->held.~vector();
+  self->owners.~vector();
+  self->dictionaries.~vector();
+  self->empty.~vector();
+  self->typed.~vector();
+  self->classes.~vector();
+  self->lists.~vector();
+  self->items.~vector();
+  self->longs.~vector();
+  self->getters.~vector();
+  self->values.~vector();
+  self->tensors.~vector();
+  self->geometry.~vector();
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyType_Slot slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(check_new)},
+    {Py_tp_call, reinterpret_cast<void*>(check_call)},
+    {Py_tp_traverse, reinterpret_cast<void*>(check_traverse)},
+    {Py_tp_clear, reinterpret_cast<void*>(check_clear)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(check_dealloc)},
+    {0, nullptr},
+};
+
+PyType_Spec spec = {
+    "graphwright.Check",
+    sizeof(Check),
+    0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_GC,
+    slots,
+};
+
+}  // namespace
+
+// The class, as a new reference; NULL with an exception set where it cannot be made.
+extern "C" __attribute__((visibility("default"))) PyObject* graphwright_check_type() {
+#if PY_VERSION_HEX >= 0x030C0000
+  if (watcher < 0 && (watcher = PyDict_AddWatcher(on_write)) < 0) return nullptr;
+#endif
+  return PyType_FromSpec(&spec);
+}

@@ -1,0 +1,102 @@
+"""Building the check of modules in C++: once for a machine, in the background.
+
+Until it is there, and where there is no compiler, `ModuleWatch` checks in Python.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..calls import watch
+from ..calls.threads import own_thread
+from .custom.building import Flags, library
+from .custom.sources import Unit
+
+_SOURCE = Path(watch.__file__).parent / "checks.cpp"
+
+
+@functools.cache
+def begin() -> threading.Thread:
+    """Begin to build and load it, once in a process."""
+    return own_thread(_provide, "checks in C++")
+
+
+def wait(timeout_s: float) -> None:
+    """Wait until it is there, or cannot be."""
+    begin().join(timeout_s)
+
+
+def _provide() -> None:
+    """Let watches use it, if it can be built and sees what it has to see."""
+    if os.environ.get("GRAPHWRIGHT_COMPILED_CHECKS") == "0":
+        return
+    # Attributes of instances fire no events in 3.13.0 (CPython issue 125608).
+    if sys.implementation.name != "cpython" or sys.version_info[:3] == (3, 13, 0):
+        return
+    # It is for speed alone, and the checks in Python are there.
+    with contextlib.suppress(Exception):
+        text = _SOURCE.read_text(encoding="utf-8")
+        unit = Unit("C++", text, (_SOURCE.name,), (), ())
+        path = library(unit, "checks", Flags(cpp=("-O2",)), quiet=True)
+        loaded = ctypes.PyDLL(str(path))
+        loaded.graphwright_check_type.restype = ctypes.py_object
+        check = loaded.graphwright_check_type()
+        if _sees(check):
+            watch.COMPILED[:] = [check]
+
+
+def _sees(check: Callable[..., Callable[[], bool]]) -> bool:
+    """Whether it sees each kind of change, and none where nothing has changed."""
+
+    class Tried:
+        pass
+
+    class Other:
+        pass
+
+    def written_often(tried: Any) -> None:
+        # CPython takes other ways to write once a line has run some times.
+        for n in range(64):
+            tried.a = n
+
+    def changes(tried: Any) -> list[Callable[[], object]]:
+        return [
+            lambda: setattr(tried, "a", 2),
+            lambda: vars(tried).update(a=3),
+            lambda: setattr(tried, "b", 3),
+            lambda: delattr(tried, "a"),
+            lambda: setattr(tried, "__dict__", dict(vars(tried))),
+            lambda: setattr(tried, "__class__", Other),
+            lambda: written_often(tried),
+            lambda: tried.held.update(new=1),
+            lambda: tried.items.append(None),
+            lambda: tried.empty.update(new=1),
+            lambda: tried.tensor.add_(1),
+            lambda: setattr(tried.tensor, "data", torch.zeros(3)),
+            lambda: tried.tensor.unsqueeze_(0),
+        ]
+
+    for n in range(len(changes(Tried()))):
+        tried: Any = Tried()
+        tried.a, tried.held, tried.items, tried.empty = 1, {"a": 1}, [object()], {}
+        tried.tensor = torch.zeros(3)
+        items = list(tried.items)
+        given = [[tried], [tried.held], [tried.empty], [tried], [Tried], [], []]
+        given += [[tried.items], [1], items, [], [], [], [tried.tensor], [tried.tensor._version]]
+        made = check(*given)
+        if not (made() and made()):
+            return False
+        changes(tried)[n]()
+        if made():
+            return False
+    return True
