@@ -120,3 +120,19 @@ def test_where_eager_won_nothing_is_lost() -> None:
         assert not told(lambda: part(x[:2]))
     assert not told(lambda: part(x[:2]))
     part(x[:2].clone().requires_grad_()).sum().backward()
+
+
+def test_a_build_for_cuda_without_a_gpu_is_not_asked_for_captures(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def raises() -> bool:
+        raise RuntimeError("CUDA driver version is insufficient for CUDA runtime version")
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", raises)
+    model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4)
+    fused, graphed = gw.fuse(model, (x,)), gw.graph(model)
+    with torch.no_grad():
+        assert torch.equal(graphed(x), model(x))
+        torch.testing.assert_close(fused(x), model(x))
+    assert fused.calls["fused"] == 1

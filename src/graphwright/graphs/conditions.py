@@ -13,8 +13,6 @@ from ..calls.modes import SharedSwitch
 from ..calls.signature import AttentionFastPath
 from ..errors import CaptureError
 
-_CUDA = torch.version.cuda is not None or torch.version.hip is not None
-
 
 class _Thread(threading.local):
     """What this thread is inside of.
@@ -109,7 +107,8 @@ def keep_while_capturing(*dropped: object) -> None:
 
 def captured_by_others() -> bool:
     """Whether the current CUDA stream is being captured, by graphwright or anyone else."""
-    return _CUDA and torch.cuda.is_current_stream_capturing()
+    # Where CUDA was built in and there is no GPU, asking raises.
+    return torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import io
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,6 +25,16 @@ from ..calls.snapshots import ModuleState, clone_leaves
 from ..errors import StrategyFailed, first_line
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
 from .export import Flat
+
+
+@contextlib.contextmanager
+def _deprecated() -> Iterator[None]:
+    """Without warnings that TorchScript is deprecated, outside of `build`, which notes them."""
+    with warnings.catch_warnings():
+        for kind in (DeprecationWarning, FutureWarning):
+            warnings.filterwarnings("ignore", r".*torch\.jit\.", kind)
+        yield
+
 
 # The profiling executor specialises a graph during its first runs.
 _PROFILING_RUNS = 3
@@ -67,13 +78,14 @@ class TorchScript:
         """The script that was saved; what comes after freezing is done again."""
         known = json.loads((folder / _CALL).read_bytes())
         device = next((tensor.device for tensor in tensors_of((args, kwargs))), None)
-        script = torch.jit.load(folder / _SCRIPT, map_location=device)
+        with _deprecated():
+            script = torch.jit.load(folder / _SCRIPT, map_location=device)
         call: _Scripted | _Traced = _Scripted(script)
         if known is not None:
             call = _Traced(
                 script, [int(n) for n in known["slots"]], TreeTemplate.read(known["out"])
             )
-        with torch.no_grad():
+        with torch.no_grad(), _deprecated():
             return self._run(call, args, kwargs, [])
 
     def _run(
@@ -94,7 +106,8 @@ class TorchScript:
         def save(folder: Path) -> None:
             if saved is None:
                 try:
-                    torch.jit.save(known.script, folder / _SCRIPT)
+                    with _deprecated():
+                        torch.jit.save(known.script, folder / _SCRIPT)
                 except RuntimeError as error:  # It calls Python: an autograd.Function, say.
                     raise StrategyFailed(f"torch.jit.save: {first_line(error)}") from error
             else:
