@@ -137,6 +137,7 @@ PUBLIC = {
             "remember": FLAG,
             "fresh": FLAG,
             "audit": NONE | COUNT,
+            "checks": NOTHING,
             "progress": NONE | FLAG,
         },
         {"strategies": "strategy", "memory_limit": "memory limit"},
@@ -169,6 +170,7 @@ PUBLIC = {
             "on_miss": NOTHING,
             "max_graphs": COUNT,
             "audit": NONE | COUNT,
+            "checks": NOTHING,
             "breaks": NOTHING,
             "dynamic_shapes": NONE,
             "buckets": NONE | {"buckets"},
@@ -216,6 +218,7 @@ PUBLIC = {
             "passes": NONE | EMPTY,
             "verify": FLAG,
             "audit": NONE | COUNT,
+            "checks": NOTHING,
             "budget_s": NONE | POSITIVE,
             "measure": NONE | FLAG,
         },
@@ -273,7 +276,13 @@ PUBLIC = {
     "load": Public(
         gw.load,
         {"path": "no/such/file"},
-        {"path": NOTHING, "model": NONE | FUNCTION, "trust": FLAG, "audit": NONE | COUNT},
+        {
+            "path": NOTHING,
+            "model": NONE | FUNCTION,
+            "trust": FLAG,
+            "audit": NONE | COUNT,
+            "checks": NOTHING,
+        },
         {"path": "file"},
     ),
     "extension": Public(

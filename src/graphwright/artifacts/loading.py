@@ -24,6 +24,7 @@ from ..calls.options import callable_problem, choice_problem, count_problem, fla
 from ..calls.serialization import read_tensors, unpacked
 from ..calls.signature import SWITCHES, CallSignature, Range, switches
 from ..calls.snapshots import run, same_bits
+from ..calls.watch import Checks
 from ..errors import ArtifactError, GraphwrightError, first_line, in_words
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare, verify
@@ -49,6 +50,7 @@ def load(
     trust: bool = False,
     audit: int | None = None,
     on_miss: OnMiss = "eager",
+    checks: Checks = "full",
 ) -> TunedModule:
     """Load what `save` has written, and verify it on the inputs and results stored in the file.
 
@@ -66,6 +68,7 @@ def load(
             kernels (without these, `fused` compiles its own).
         audit: as `tune()` takes it.
         on_miss: as `tune()` takes it.
+        checks: as `tune()` takes it.
 
     Raises:
         ArtifactError: the file is damaged, belongs to another model, needs the model or trust, or
@@ -78,10 +81,11 @@ def load(
         flag_problem("trust", trust),  # Any text, even "no", would count as True.
         count_problem("audit", audit, optional=True),
         choice_problem("on_miss", on_miss, get_args(OnMiss)),
+        choice_problem("checks", checks, get_args(Checks)),
     )
     file = container.path_of(path)
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
-        loading = _Loading(file, members, model, trust, audit, on_miss)
+        loading = _Loading(file, members, model, trust, audit, on_miss, checks)
         try:
             return loading.load()
         finally:
@@ -99,8 +103,10 @@ class _Loading:
         trust: bool,
         audit: int | None,
         on_miss: OnMiss,
+        checks: Checks,
     ) -> None:
         self.on_miss = on_miss
+        self.checks: Checks = checks
         self.file, self.members, self.trust, self.audit = file, members, trust, audit
         facts = self.facts = members.facts
         folder = self.folder = members.ready(REPORT, *evidence.FILES)
@@ -412,6 +418,7 @@ class _Loading:
             loaded=self.notes or [_AS_SAVED],
             audit=self.audit,
             on_miss=self.on_miss,
+            checks=self.checks,
         )
 
 

@@ -27,7 +27,7 @@ from ..calls.signature import (
     inside_transform,
     tensors_of,
 )
-from ..calls.watch import ModuleWatch, cost_in_words, unread_in_words
+from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..dispatch.fast_path import MISS, Shortcut, shortcut
 from ..errors import SignatureError, warn_of_fallback
 from ..graphs.composition import (
@@ -477,6 +477,7 @@ def assemble(
     loaded: Sequence[str] = (),
     audit: int | None = None,
     on_miss: OnMiss = "eager",
+    checks: Checks = "full",
 ) -> TunedModule:
     """Make a TunedModule that answers calls by one candidate.
 
@@ -491,13 +492,14 @@ def assemble(
         loaded: how it was loaded from a file, in words.
         audit: if a copy of the weights is held, compare their values every so many calls.
         on_miss: what is done with a call that was not tuned.
+        checks: what is looked at before a call is answered.
     """
     builts, eager = origin.builts, origin.candidate.name == EAGER
     watch = None
     if origin.candidate.name.split(":")[0] != EAGER:  # Eager needs no watching.
         copies = any(built.holds_weights for built in builts)
         compiled_checks.begin()
-        watch = ModuleWatch(module, values=copies, audit=audit)
+        watch = ModuleWatch(module, values=copies, audit=audit, checks=checks)
     calls: list[Callable[..., Any]] = [built.call for built in builts]
     if eager:  # What tune() gives never requires grad, eager included.
         calls = [eager_without_grad(module, same_under_no_grad)] * len(builts)
@@ -510,8 +512,10 @@ def assemble(
     found: list[Shortcut | None] = []
     if watch is not None and pure:
         unchanged, training = watch.unchanged, in_training(module)
+        # Where several calls were tuned, they are told apart by their signatures.
+        alike: Checks = "signature" if checks == "none" and len(builts) > 1 else checks
         found = [
-            shortcut(signature, built.launch, unchanged, training=training)
+            shortcut(signature, built.launch, unchanged, training=training, checks=alike)
             for signature, built in zip(signatures, builts, strict=True)
         ]
     short = [each for each in found if each is not None]

@@ -12,7 +12,7 @@ import operator
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
@@ -36,6 +36,9 @@ from .dependencies import (
 from .signature import guard_of, without_memory
 from .snapshots import checksum
 
+# What is looked at before a call is answered by what was built: its arguments and the module, its
+# arguments alone, or nothing.
+Checks = Literal["full", "signature", "none"]
 # The check in C++, once it is built; see `ops/compiled_checks.py`.
 COMPILED: list[Callable[..., Callable[[], bool]]] = []
 # Checks in Python in a row that find no change before one in C++ is made: at first, and where what
@@ -94,6 +97,7 @@ class ModuleWatch:
         audit: int | None = None,
         hooks: bool = True,
         found: Dependencies | None = None,
+        checks: Checks = "full",
     ) -> None:
         """Begin to watch.
 
@@ -105,6 +109,7 @@ class ModuleWatch:
             audit: with `values`, compare a checksum of the tensors' values at every Nth check.
             hooks: also watch what hooks reach; not needed where they run at every call.
             found: what the module depends on, if that is known.
+            checks: with any but "full", nothing is looked at and nothing has ever changed.
         """
         self.values = values
         self._module = module
@@ -116,7 +121,8 @@ class ModuleWatch:
         # Of parts inside, whose changes count too.
         self._joined: list[Watched] = []
         self._quick = _Quick()
-        self.unchanged = self._quick.comparison(self)
+        self._looks_at_all = checks == "full"
+        self.unchanged = self._quick.comparison(self) if self._looks_at_all else lambda: True
         self._begin(found or self._walk())
         self._sums = [] if self._audit is None else list(map(checksum, self._tensors))
 
@@ -304,6 +310,8 @@ class ModuleWatch:
 
     def rebound(self) -> bool:
         """Whether a watched tensor is gone, has moved or changed its shape; or a part changed."""
+        if not self._looks_at_all:
+            return False
         if any(watch.changed() is not None for watch in self._joined):
             return True
         held = {id(tensor) for _, tensor in Dependencies(self._module).tensors}
@@ -466,6 +474,8 @@ def _both(source: Source) -> list[Any]:
 
 def cost_in_words(watch: ModuleWatch) -> list[str]:
     """A line on what it costs to look for changes; none where looking has a consequence."""
+    if not watch._looks_at_all:
+        return ["changes of the module are not looked for"]
     if watch.audit is not None:
         return []
     took = []

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..calls.signature import Args, CallSignature, Kwargs, MixedArguments, fitting, lasting_switches
+from ..calls.watch import Checks
 from ..graphs.graph import GraphClosed
 
 # What a shortcut returns for a call that it cannot answer.
@@ -28,6 +29,7 @@ def shortcut(
     unchanged: Callable[[], bool],
     *,
     training: bool,
+    checks: Checks = "full",
 ) -> Shortcut | None:
     """Make a function that answers calls of a signature or returns `MISS`; None if impossible.
 
@@ -36,7 +38,10 @@ def shortcut(
         launch: replays the graph for positional tensors; it raises GraphClosed where it cannot.
         unchanged: whether the module is as it was, its mode included.
         training: whether the module is in training mode then.
+        checks: with "none", all calls of as many arguments are taken for calls of the signature.
     """
+    if checks == "none" and launch is not None and signature.flat is not None:
+        return _unchecked(len(signature.flat[0]), tuple(signature.flat[1]), launch)
     if launch is None or any(signature.switches[:2]):  # Autocast's dtype might change.
         return None
     quiet = not (training or signature.wants_grad)
@@ -55,6 +60,20 @@ def shortcut(
         return None
     count, names = len(signature.flat[0]), tuple(signature.flat[1])
     return _fast(signature.guard, count, names, launch, unchanged, quiet, expected)
+
+
+def _unchecked(count: int, names: tuple[str, ...], launch: Launch) -> Shortcut:
+    """The function for calls of which nothing is looked at."""
+
+    def fast(args: Args, kwargs: Kwargs) -> Any:
+        if len(args) != count or len(kwargs) != len(names):
+            return MISS
+        try:
+            return launch((*args, *[kwargs[name] for name in names]) if names else args)
+        except (GraphClosed, KeyError):
+            return MISS
+
+    return fast
 
 
 def _with_plain_values(mixed: MixedArguments, launch: Launch) -> Launch:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..calls.modules import FunctionModule, any_in_training
 from ..calls.signature import Args, CallSignature, Kwargs, quick_key
-from ..calls.watch import ModuleWatch, cost_in_words, unread_in_words
+from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.graph import GraphState
@@ -85,6 +85,7 @@ class GraphCache:
         forget: called with each entry that is discarded.
         forget_proofs: called with the verdicts of a state that is discarded.
         breaks: as for `graph()`.
+        checks: as for `graph()`.
 
     Attributes:
         captures: how many graphs were captured.
@@ -100,8 +101,10 @@ class GraphCache:
         forget: Callable[[CacheEntry], None],
         forget_proofs: Callable[[Iterable[Verdicts]], None],
         breaks: Breaks,
+        checks: Checks,
     ) -> None:
         self.fn = fn
+        self.checks: Checks = checks
         self.pool = pool
         self.captures = 0
         self._outputs: Outputs = outputs
@@ -157,7 +160,7 @@ class GraphCache:
                 self._drop(self._states[0])
             module = self.module()
             training = any_in_training(module)
-            watch = ModuleWatch(module, values=False)
+            watch = ModuleWatch(module, values=False, checks=self.checks)
             self._current = StateGraphs(watch, training, _by_grad_mode(module))
             self._states.append(self._current)
             return self._current

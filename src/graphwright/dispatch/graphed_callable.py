@@ -40,6 +40,7 @@ from ..calls.signature import (
     quick_key,
     require_grad,
 )
+from ..calls.watch import Checks
 from ..errors import (
     CaptureError,
     GraphwrightError,
@@ -107,6 +108,7 @@ class GraphedCallable(StandIn):
         max_graphs: int = 32,
         audit: int | None = None,
         breaks: Breaks = "auto",
+        checks: Checks = "full",
     ) -> None:
         refuse(
             "graph",
@@ -117,6 +119,7 @@ class GraphedCallable(StandIn):
             count_problem("max_graphs", max_graphs),
             count_problem("audit", audit, optional=True),
             choice_problem("breaks", breaks, get_args(Breaks)),
+            choice_problem("checks", checks, get_args(Checks)),
         )
         compiled_checks.begin()
         self.fn = fn
@@ -128,7 +131,7 @@ class GraphedCallable(StandIn):
         self._tally = Tally()
         self._breaks: Breaks = breaks
         self._entries = GraphCache(
-            fn, self.pool, outputs, max_graphs, self._forget, self._forget_proofs, breaks
+            fn, self.pool, outputs, max_graphs, self._forget, self._forget_proofs, breaks, checks
         )
         self._recent: CacheEntry | None = None
         self._short: tuple[CacheEntry, Shortcut] | None = None
@@ -194,7 +197,11 @@ class GraphedCallable(StandIn):
             return None
         state = entry.state
         return shortcut(
-            entry.signature, entry.graph.launcher(), state.watch.unchanged, training=state.training
+            entry.signature,
+            entry.graph.launcher(),
+            state.watch.unchanged,
+            training=state.training,
+            checks=self._entries.checks,
         )
 
     def _answer(self, entry: CacheEntry, args: Args, kwargs: Kwargs) -> Any:
@@ -618,6 +625,7 @@ class GraphedCallable(StandIn):
             "max_graphs": self._max_graphs,
             "audit": self._audit_every,
             "breaks": self._breaks,
+            "checks": self._entries.checks,
         }
 
 

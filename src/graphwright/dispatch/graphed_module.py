@@ -12,6 +12,7 @@ from ..calls.modes import opaque
 from ..calls.modules import ModuleProxy
 from ..calls.options import flag_problem, refuse
 from ..calls.signature import Call
+from ..calls.watch import Checks
 from ..errors import OptionError
 from ..graphs.captured_call import Breaks, Outputs
 from ..graphs.memory import MemoryPool
@@ -84,6 +85,7 @@ class _Options(TypedDict, total=False):
     max_graphs: int
     audit: int | None
     breaks: Breaks
+    checks: Checks
     dynamic_shapes: Any
     buckets: Buckets | None
     pad: Any
@@ -105,6 +107,7 @@ def graph(
     max_graphs: int = 32,
     audit: int | None = None,
     breaks: Breaks = "auto",
+    checks: Checks = "full",
     dynamic_shapes: Any = None,
     buckets: Buckets | None = None,
     pad: Any = None,
@@ -131,6 +134,10 @@ def graph(
             the device, so that one graph cannot hold it: "auto" keeps such constants on the device
             and divides the call into several graphs at such reads, where the value that was read
             decides which graph follows; "never" runs the call eagerly.
+        checks: what is looked at before a graph answers: "full" looks at the call and the module;
+            "signature" at the call alone, for a module that nobody changes; "none" at the number
+            of arguments alone, for calls that are all alike: for others, and where gradients are
+            wanted, results are wrong without a word. `explain()` says what looking takes.
         dynamic_shapes: which dimensions of the arguments vary, as for `torch.export`: a dictionary
             by argument, or a tuple for the positional ones, that has for each tensor a dictionary
             from axis to `Dim` (or its name), or a tuple with one entry per dimension, or None.
@@ -160,6 +167,7 @@ def graph(
         "max_graphs": max_graphs,
         "audit": audit,
         "breaks": breaks,
+        "checks": checks,
     }
     shapes: dict[str, Any] = {"dynamic_shapes": dynamic_shapes, "pad": pad, "split": split}
     refuse("graph", flag_problem("split", split))

@@ -6,7 +6,7 @@ import copy
 import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
@@ -23,6 +23,7 @@ from ..calls.modules import (
 from ..calls.options import (
     args_problem,
     callable_problem,
+    choice_problem,
     count_problem,
     flag_problem,
     kwargs_problem,
@@ -30,7 +31,7 @@ from ..calls.options import (
     refuse,
 )
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
-from ..calls.watch import ModuleWatch, cost_in_words, unread_in_words
+from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import OptionError, first_line, warn_of_fallback
 from ..graphs.composition import (
     Parts,
@@ -63,7 +64,9 @@ class _Fusion:
         audit: int | None = None,
         budget_s: float | None = None,
         measure: bool | None = None,
+        checks: Checks = "full",
     ) -> None:
+        self.checks: Checks = checks
         self.module = module
         self.passes = tuple(passes)
         self.verify = verify
@@ -74,9 +77,14 @@ class _Fusion:
         self.table: list[tuple[CallSignature, Fused]] = []
         self.audit = audit
         compiled_checks.begin()
-        self.watch = ModuleWatch(module, values=True, audit=audit, hooks=False)
+        self.watch = ModuleWatch(module, values=True, audit=audit, hooks=False, checks=checks)
         self.calls: Counter[str] = Counter()
         self.last_problem: str | None = None
+
+    @property
+    def options(self) -> tuple[int | None, float | None, bool | None, Checks]:
+        """Those of `fuse()` behind `verify`."""
+        return self.audit, self.budget_s, self.measure, self.checks
 
     def fitting(self, args: Args, kwargs: Kwargs) -> Fused | None:
         """What was made for calls like this one."""
@@ -182,6 +190,10 @@ class FusedModule(ModuleProxy):
         parts = parts_of_capture()
         if parts is not None:
             return self._in_capture(parts, args, kwargs)
+        if fusion.checks == "none" and len(fusion.table) == 1 and fusion.table[0][1].call:
+            fusion.calls["fused"] += 1
+            with torch.no_grad():
+                return fusion.table[0][1].call(*args, **kwargs)
         why = self._why_not(args, kwargs)
         if why is not None:
             fusion.count_eager(why)
@@ -291,14 +303,13 @@ class FusedModule(ModuleProxy):
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
         fusion = self._fusion
         module = copy.deepcopy(fusion.module, memo)
-        options = fusion.passes, fusion.verify, fusion.audit, fusion.budget_s, fusion.measure
+        options = fusion.passes, fusion.verify, *fusion.options
         return FusedModule(_Fusion(module, *options))
 
     def __reduce__(self) -> tuple[Any, ...]:
         fusion = self._fusion
         passes = [each.name if each in PASSES else each for each in fusion.passes]
-        options = fusion.verify, fusion.audit, fusion.budget_s, fusion.measure
-        return _again, (fusion.module, passes, *options)
+        return _again, (fusion.module, passes, fusion.verify, *fusion.options)
 
 
 def _again(
@@ -308,9 +319,11 @@ def _again(
     audit: int | None = None,
     budget_s: float | None = None,
     measure: bool | None = None,
+    checks: Checks = "full",
 ) -> FusedModule:
     """A FusedModule that fuses at its first call."""
-    return FusedModule(_Fusion(module, passes_named(passes), verify, audit, budget_s, measure))
+    options = audit, budget_s, measure, checks
+    return FusedModule(_Fusion(module, passes_named(passes), verify, *options))
 
 
 def _summary(region: Region) -> list[tuple[str, str]]:
@@ -336,6 +349,7 @@ def fuse(
     audit: int | None = None,
     budget_s: float | None = None,
     measure: bool | None = None,
+    checks: Checks = "full",
 ) -> FusedModule:
     """Rewrite a model for inference into fewer, fatter kernels, without a compiler.
 
@@ -361,6 +375,9 @@ def fuse(
         measure: whether groups of passes are timed, on a GPU as a graph replays them, and left out
             where they lose time; `explain()` tells what each wins. None does so on a GPU, unless
             passes are named.
+        checks: what is looked at before what was fused answers a call: "full" looks at the call and
+            the module; "signature" at the call alone, for a module that nobody changes; "none" at
+            nothing, if one kind of call was fused: others are then answered wrongly without a word.
 
     Returns:
         a module to be called like the model, under no_grad.
@@ -381,6 +398,7 @@ def fuse(
         count_problem("audit", audit, optional=True),
         positive_problem("budget_s", budget_s, "number of seconds", optional=True),
         flag_problem("measure", measure, optional=True),
+        choice_problem("checks", checks, get_args(Checks)),
     )
     wanted = passes_named(passes)
     while isinstance(fn_or_module, FusedModule):
@@ -401,7 +419,7 @@ def fuse(
         )
     if measure is None and passes is not None:
         measure = False  # What is named is wanted.
-    fusion = _Fusion(module, wanted, verify, audit, budget_s, measure)
+    fusion = _Fusion(module, wanted, verify, audit, budget_s, measure, checks)
     if args or kwargs:
         fusion.add(tuple(args), dict(kwargs or {}))
     return FusedModule(fusion)

@@ -29,6 +29,7 @@ from ..calls.options import (
 )
 from ..calls.signature import Args, CallSignature, Kwargs, arguments_of, refuse_weights
 from ..calls.snapshots import Call
+from ..calls.watch import Checks
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import parse_bytes
 from ..report.result import Shape
@@ -87,6 +88,7 @@ class Request:
     fresh: bool
     audit: int | None
     on_miss: OnMiss
+    checks: Checks
 
     @classmethod
     def of(
@@ -113,6 +115,7 @@ class Request:
         fresh: bool = False,
         audit: int | None = None,
         on_miss: OnMiss = "eager",
+        checks: Checks = "full",
     ) -> Request:
         """Check what `tune` was given; the arguments are its own.
 
@@ -135,6 +138,7 @@ class Request:
             flag_problem("fresh", fresh),
             count_problem("audit", audit, optional=True),
             choice_problem("on_miss", on_miss, get_args(OnMiss)),
+            choice_problem("checks", checks, get_args(Checks)),
         )
         if CANDIDATE in os.environ:
             raise OptionError(
@@ -206,6 +210,7 @@ class Request:
             fresh,
             audit,
             on_miss,
+            checks,
         )
 
     @property

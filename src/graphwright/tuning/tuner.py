@@ -23,6 +23,7 @@ from ..calls.modules import FunctionModule
 from ..calls.options import flag_problem, refuse
 from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
+from ..calls.watch import Checks
 from ..errors import ModelFailed, in_words
 from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_average, load_note
 from ..evaluation.reference import Sample, reference, refuse_changed_containers
@@ -87,6 +88,7 @@ def tune(
     fresh: bool = False,
     audit: int | None = None,
     on_miss: OnMiss = "eager",
+    checks: Checks = "full",
     progress: bool | None = None,
 ) -> TunedModule:
     """Try every way to run a model that this machine has, verify each, and take the best.
@@ -139,6 +141,10 @@ def tune(
         on_miss: what is done with a call that was not tuned, of another shape, say, or of a module
             that has changed: it goes to the model itself, is counted, and the first of each kind
             warns ("eager"), or it raises ("error"). Calls that want gradients always go there.
+        checks: what is looked at before the winner answers a call: "full" looks at the call and the
+            module; "signature" at the call alone, for a module that nobody changes; "none" at the
+            number of arguments alone, if one call was tuned and its graph takes tensors: other
+            calls than that are then answered wrongly without a word.
         progress: whether to show progress on stderr: a bar on a terminal and in a notebook, else a
             line each ten seconds, or, if the logger `graphwright` takes INFO, there. None does so;
             True has a line for each candidate too.
@@ -172,6 +178,7 @@ def tune(
         fresh=fresh,
         audit=audit,
         on_miss=on_miss,
+        checks=checks,
     )
     with shown(progress, f"tune({tuning.asked.name})") as listener:
         return tuning.run(listener)
@@ -511,6 +518,7 @@ class Tuning:
             pad_with=None if buckets is None else buckets.padded_calls,
             audit=self.asked.audit,
             on_miss=self.asked.on_miss,
+            checks=self.asked.checks,
         )
 
     def _restore(self) -> None:
