@@ -14,6 +14,8 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# Each test has a cache of its own, and would build them anew; tests/calls turns them on.
+os.environ.setdefault("GRAPHWRIGHT_COMPILED_CHECKS", "0")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # A worker's talk to the process that started it has a thread, which is none of the program's.
 TALKING = threading.active_count() - 1

@@ -11,14 +11,23 @@ from graphwright.ops import compiled_checks
 
 
 @pytest.fixture(params=["python", "compiled"], autouse=True)
-def checks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def checks(
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> str:
     if request.param == "python":
         monkeypatch.setattr(watch, "COMPILED", [])
-    else:
-        compiled_checks.wait(300)
-        if shutil.which("c++") is None:
-            pytest.skip("there is no C++ compiler")
-        assert watch.COMPILED, "it cannot be built, or does not see what it has to"
-        # From the first call on.
-        monkeypatch.setattr(watch, "_QUIET", 0)
-    return str(request.param)
+        return "python"
+    if shutil.which("c++") is None:
+        pytest.skip("there is no C++ compiler")
+    with pytest.MonkeyPatch.context() as patch:
+        # One folder for all workers: it is built once.
+        shared = tmp_path_factory.getbasetemp().parent / "checks"
+        patch.setenv("GRAPHWRIGHT_CACHE_DIR", str(shared))
+        patch.delenv("GRAPHWRIGHT_COMPILED_CHECKS")
+        compiled_checks.provide()
+    assert watch.COMPILED, "it cannot be built, or does not see what it has to"
+    # From the first call on.
+    monkeypatch.setattr(watch, "_QUIET", 0)
+    return "compiled"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -14,6 +15,8 @@ from chosen import choosing
 from torch import nn
 
 import graphwright as gw
+from graphwright.calls import watch
+from graphwright.calls.watch import ModuleWatch
 
 
 class Scaled(nn.Module):
@@ -99,3 +102,18 @@ def test_a_loaded_file_looks_at_as_much(tmp_path: Path) -> None:
         before = fast(x)
         model.by = 3.0
         assert torch.equal(fast(x), before)
+
+
+def test_it_is_built_once_there_are_many_looks(
+    checks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if checks == "compiled":
+        return
+    asked: list[int] = []
+    monkeypatch.setattr(watch, "WANTED", [lambda: asked.append(1)])
+    monkeypatch.setattr(watch, "_looks", itertools.count(1))
+    model, _ = made(torch.device("cpu"))
+    looked = ModuleWatch(model, values=False)
+    for n in range(watch._MANY + 100):
+        assert looked.unchanged()
+        assert len(asked) == (n >= watch._MANY)

@@ -146,17 +146,13 @@ def test_long_work_shows_itself(
     for place in ("dispatch.graphed_callable", "fusion.fused_module", "ops.custom.building"):
         monkeypatch.setattr(f"graphwright.{place}.SHORT_S", 0.0)
     model, x = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).eval(), torch.randn(2, 4)
+    monkeypatch.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path))
+    unit = Unit("C++", "", (), (), ())
     work: dict[str, Callable[[], Any]] = {
         "tune": lambda: gw.tune(model, (x,), strategies=["eager:no_grad"], remember=False),
         "prepare": lambda: gw.graph(model).prepare([(x,)]),
         "fuse": lambda: gw.fuse(model, (x,)),
-        "building": lambda: building._build(
-            Unit("C++", "", (), (), ()),
-            "shown",
-            building.Flags(),
-            tmp_path / "shown",
-            verbose=False,
-        ),
+        "building": lambda: building.library(unit, "shown", building.Flags()),
     }
     with contextlib.suppress(ValueError):  # Nothing was built.
         work[what]()

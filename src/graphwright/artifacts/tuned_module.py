@@ -498,7 +498,7 @@ def assemble(
     watch = None
     if origin.candidate.name.split(":")[0] != EAGER:  # Eager needs no watching.
         copies = any(built.holds_weights for built in builts)
-        compiled_checks.begin()
+        compiled_checks.offer()
         watch = ModuleWatch(module, values=copies, audit=audit, checks=checks)
     calls: list[Callable[..., Any]] = [built.call for built in builts]
     if eager:  # What tune() gives never requires grad, eager included.

@@ -41,6 +41,10 @@ from .snapshots import checksum
 Checks = Literal["full", "signature", "none"]
 # The check in C++, once it is built; see `ops/compiled_checks.py`.
 COMPILED: list[Callable[..., Callable[[], bool]]] = []
+# What builds it; called once, when looks in Python have become many.
+WANTED: list[Callable[[], object]] = []
+_MANY = 500
+_looks = itertools.count(1)
 # Checks in Python in a row that find no change before one in C++ is made: at first, and where what
 # is watched is written to again and again.
 _QUIET, _MOST_QUIET = 2, 1024
@@ -413,6 +417,8 @@ class _Quick:
             if not unchanged_in_python():
                 return False
             self.quiet += 1
+            if WANTED and next(_looks) > _MANY:
+                WANTED.pop()()
             if COMPILED and self.quiet >= self.patience:
                 self.compiled, self.quiet = watch.compiled(), 0
             return True
@@ -484,8 +490,7 @@ def cost_in_words(watch: ModuleWatch) -> list[str]:
         if not watch.unchanged():
             return []
         took.append(time.perf_counter() - began)
-    how = "Python" if watch._quick.compiled is None else "C++"
-    return [f"looking for changes takes {min(took) * 1e6:.1f} µs a call, in {how}"]
+    return [f"looking for changes takes {min(took) * 1e6:.1f} µs a call"]
 
 
 def unread_in_words(watch: ModuleWatch) -> list[str]:

@@ -121,7 +121,7 @@ class GraphedCallable(StandIn):
             choice_problem("breaks", breaks, get_args(Breaks)),
             choice_problem("checks", checks, get_args(Checks)),
         )
-        compiled_checks.begin()
+        compiled_checks.offer()
         self.fn = fn
         self.pool = MemoryPool() if pool is None else pool
         self.on_miss = on_miss

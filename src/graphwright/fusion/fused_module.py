@@ -76,7 +76,7 @@ class _Fusion:
         self.lock = forking.lock()
         self.table: list[tuple[CallSignature, Fused]] = []
         self.audit = audit
-        compiled_checks.begin()
+        compiled_checks.offer()
         self.watch = ModuleWatch(module, values=True, audit=audit, hooks=False, checks=checks)
         self.calls: Counter[str] = Counter()
         self.last_problem: str | None = None

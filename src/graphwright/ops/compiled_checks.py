@@ -19,35 +19,51 @@ import torch
 
 from ..calls import watch
 from ..calls.threads import own_thread
-from .custom.building import Flags, library
+from .custom.building import Flags, existing, library
 from .custom.sources import Unit
 
 _SOURCE = Path(watch.__file__).parent / "checks.cpp"
+_LOCK = threading.Lock()
+
+
+_FLAGS = Flags(cpp=("-O2",))
 
 
 @functools.cache
-def begin() -> threading.Thread:
-    """Begin to build and load it, once in a process."""
-    return own_thread(_provide, "checks in C++")
+def offer() -> None:
+    """Load it if it was built before; else build it in the background, once there are many looks.
+
+    A process that ends soon is not worth a compiler's time.
+    """
+    own_thread(_offer, "checks in C++")
 
 
-def wait(timeout_s: float) -> None:
-    """Wait until it is there, or cannot be."""
-    begin().join(timeout_s)
+def _offer() -> None:
+    provide(build=False)
+    if not watch.COMPILED:
+        watch.WANTED[:] = [lambda: own_thread(provide, "checks in C++")]
 
 
-def _provide() -> None:
-    """Let watches use it, if it can be built and sees what it has to see."""
-    if os.environ.get("GRAPHWRIGHT_COMPILED_CHECKS") == "0":
+def provide(*, build: bool = True) -> None:
+    """Let watches use it, if it can be loaded and sees what it has to see.
+
+    Args:
+        build: whether it is built where it was not before, which takes half a minute.
+    """
+    if watch.COMPILED or os.environ.get("GRAPHWRIGHT_COMPILED_CHECKS") == "0":
         return
     # Attributes of instances fire no events in 3.13.0 (CPython issue 125608).
     if sys.implementation.name != "cpython" or sys.version_info[:3] == (3, 13, 0):
         return
     # It is for speed alone, and the checks in Python are there.
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), _LOCK:
         text = _SOURCE.read_text(encoding="utf-8")
         unit = Unit("C++", text, (_SOURCE.name,), (), ())
-        path = library(unit, "checks", Flags(cpp=("-O2",)), quiet=True)
+        path = existing(unit, "checks", _FLAGS)
+        if path is None and build:
+            path = library(unit, "checks", _FLAGS, quiet=True)
+        if path is None:
+            return
         loaded = ctypes.PyDLL(str(path))
         loaded.graphwright_check_type.restype = ctypes.py_object
         check = loaded.graphwright_check_type()

@@ -59,8 +59,6 @@ FINAL_S_EACH = 2.0
 # The share of a time budget that is kept for the finalists.
 _FINALISTS_SHARE = 0.25
 # How notes about calls between the buckets begin.
-# Seconds that checks in C++ may take to be built, the first time on a machine.
-_CHECKS_S = 60.0
 _BETWEEN = "Some calls between the buckets will be eager:"
 _RANGE = "What was built for all sizes at once answers the buckets alone:"
 
@@ -244,7 +242,8 @@ class Tuning:
     def run(self, progress: Progress | None = None) -> TunedModule:
         """Tune. On KeyboardInterrupt, complete the report with what is known and raise it again."""
         listener = progress or Silent()
-        compiled_checks.begin()
+        # What checks cost is timed as it will be; a compiler would disturb what is timed.
+        compiled_checks.provide(build=False)
         frozen = OLD_OBJECTS_FROZEN.thrown()
         with for_inference(), _same_random_state(self.asked.device), frozen:
             try:
@@ -279,8 +278,6 @@ class Tuning:
         if self.asked.objective == "cold_start":
             self._time_first_answers(progress)
         progress.step("finalists")
-        # What checks cost is timed as it will be.
-        compiled_checks.wait(_CHECKS_S)
         self._final_rounds()
         chosen = self._choose()
         note = load_note()

@@ -105,6 +105,12 @@ def library(
     return _library_in(place)
 
 
+def existing(unit: Unit, name: str, flags: Flags) -> Path | None:
+    """The shared library of a unit, if it was built before."""
+    place = folder() / _key(unit, name, flags)
+    return _library_in(place) if is_current(place) else None
+
+
 def forget(path: Path) -> None:
     """Remove a library that cannot be used."""
     shutil.rmtree(path.parent, ignore_errors=True)
