@@ -13,7 +13,7 @@ scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTo
 scripts/bench composition [--out DIR]                 graph(fuse(m)) beside tune's fused+graph
 scripts/bench refused [--out DIR] [--quick]           calls that graph() refuses, beside eager
 scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
-scripts/bench watching SRC [--out DIR]                what looking costs, beside a checkout
+scripts/bench calls [SRC] [--out DIR]                 what a call costs beside what answers it
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/reference/
@@ -421,10 +421,10 @@ def main() -> None:
     unseen.add_argument("--out", type=Path, default=RESULTS)
     unseen.add_argument("--share", type=float, default=1.0, help="of the models: to try the script")
     unseen.add_argument("--plain", action="store_true", help="do not time passes")
-    watching = commands.add_parser("watching", help="what looking costs a call, beside a checkout")
-    watching.add_argument("src", type=Path, help="the src folder of the other checkout")
-    watching.add_argument("--rounds", type=int, default=10)
-    watching.add_argument("--out", type=Path, default=RESULTS)
+    calling = commands.add_parser("calls", help="what a call costs beside what answers it")
+    calling.add_argument("src", type=Path, nargs="?", help="the src folder of another checkout")
+    calling.add_argument("--rounds", type=int, default=10)
+    calling.add_argument("--out", type=Path, default=RESULTS)
     others = commands.add_parser("engines", help="other engines beside eager")
     others.add_argument("--only", nargs="+", default=[], metavar="MODEL")
     others.add_argument("--out", type=Path, default=RESULTS)
@@ -497,10 +497,10 @@ def main() -> None:
         from .unseen.run import benchmark as compare_unseen
 
         sys.exit(compare_unseen(given.out, given.only, given.share, timed=not given.plain))
-    elif given.command == "watching":
-        from .watching.run import run as watch
+    elif given.command == "calls":
+        from .calls.run import benchmark as call
 
-        sys.exit(watch(given.src, given.out, commit(), given.rounds))
+        sys.exit(bool(call(given.out, given.src, given.rounds)))
     elif given.command == "engines":
         from .engines.run import benchmark as engines
 

@@ -1,0 +1,1 @@
+"""What answering a call costs beside what answers it."""

@@ -1,0 +1,229 @@
+"""What a call costs beside what answers it: eager, the bare winner, what tune() gives, graph().
+
+    scripts/bench calls [SRC] [--rounds N] [--out DIR]
+
+With the src folder of another checkout, `tune` and `graph` of both are measured, each in a process
+of its own, one at a time in alternating rounds. Every call is waited for. Figures are microseconds:
+the median of the blocks' means.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from graphwright.report.environment import environment
+
+from ..common.processes import command, variables
+from ..common.record import ROOT, SCHEMA, commit, write
+
+Row = dict[str, Any]
+
+HERE = ROOT / "src"
+# A block takes about so long, and has at most so many calls.
+BLOCK_S, MOST = 0.02, 500
+# Strategies on either device: what usually wins there, without minutes of compiling.
+STRATEGIES = {
+    "cpu": ["eager:no_grad", "torchscript:freeze", "inductor:freeze"],
+    "cuda": ["eager:no_grad", "fused+graph", "torchscript:optimize+graph"],
+}
+# What is asked, in microseconds: where eager is chosen; elsewhere at all, and for each module.
+EAGER_SHARE, EAGER_US = 1.02, 0.5
+LEAST_US, REAL_US, HOT_US, GPU_US = 3.0, 0.2, 0.01, 5.0
+
+
+def models(device: torch.device) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
+    """Models with default sizes, random weights and inputs."""
+    import transformers
+
+    mlp = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU())
+    cnn = nn.Sequential(
+        nn.Conv2d(3, 16, 3, padding=1), nn.BatchNorm2d(16), nn.ReLU(), nn.MaxPool2d(2),
+        nn.Conv2d(16, 32, 3, padding=1), nn.BatchNorm2d(32), nn.ReLU(), nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(), nn.Linear(32, 10),
+    )  # fmt: skip
+    config = transformers.BertConfig
+    two = config(hidden_size=128, num_hidden_layers=2, num_attention_heads=2, intermediate_size=512)
+    ids, image = torch.randint(0, 1000, (1, 32)), torch.randn(1, 3, 64, 64)
+    mobile = transformers.MobileNetV2Model(transformers.MobileNetV2Config())
+    if device.type == "cuda":  # torchvision has no build for the CPU.
+        from torchvision.models import mobilenet_v3_large
+
+        mobile = mobilenet_v3_large()
+    found: dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]] = {
+        "MLP": (mlp, (torch.randn(8, 64),)),
+        "CNN": (cnn, (image,)),
+        "BERT, 2 layers": (transformers.BertModel(two), (ids,)),
+        "BERT, 12 layers": (transformers.BertModel(config()), (ids,)),
+        "ResNet-50": (transformers.ResNetModel(transformers.ResNetConfig()), (image,)),
+        type(mobile).__name__: (mobile, (image,)),
+    }
+    return {
+        name: (model.eval().to(device), tuple(x.to(device) for x in args))
+        for name, (model, args) in found.items()
+    }
+
+
+def ways(model: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[dict[str, Any], Row]:
+    """The ways to call a model, by name; what is known of them."""
+    import graphwright as gw
+    from graphwright.calls.watch import ModuleWatch
+
+    device = args[0].device
+    options: Row = {"remember": False, "progress": False, "isolate": False}
+    tuned = gw.tune(model, args, strategies=STRATEGIES[device.type], **options)
+    graphed = gw.graph(model)
+    for _ in range(3):
+        graphed(*args)
+    (entry,) = graphed._graphs._entries.ready()
+    launch = entry.graph.launcher()
+    found: dict[str, Callable[[], object]] = {
+        "eager": lambda: model(*args),
+        "winner": lambda: tuned._choice.table[0][1](*args),
+        "tune": lambda: tuned(*args),
+        "replay": lambda: launch(args),
+        "graph": lambda: graphed(*args),
+    }
+    watch = ModuleWatch(model, values=False)
+    count = len(list(model.modules()))
+    return found | {"look": watch.unchanged}, {"chosen": tuned.report.chosen, "modules": count}
+
+
+def block(work: Callable[[], object], count: int, wait: Callable[[], object]) -> float:
+    """Seconds of a call, the mean of some."""
+    began = time.perf_counter()
+    for _ in range(count):
+        work()
+        wait()
+    return (time.perf_counter() - began) / count
+
+
+def rounds() -> None:
+    """Answer each line on stdin by a round of measurements."""
+    torch.manual_seed(0)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device.type == "cpu":
+        torch.set_num_threads(2)
+    wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else int
+    made: dict[str, tuple[dict[str, Any], dict[str, int]]] = {}
+    facts: Row = {}
+    with torch.no_grad():
+        for name, (model, args) in models(device).items():
+            calls, facts[name] = ways(model, args)
+            # Checks in C++ are made once there were some looks.
+            for call in calls.values():
+                block(call, 20, wait)
+            counts = {
+                way: max(1, min(MOST, int(BLOCK_S / block(call, 3, wait))))
+                for way, call in calls.items()
+            }
+            made[name] = calls, counts
+        print(json.dumps(facts), flush=True)
+        for number, _ in enumerate(sys.stdin):
+            found: Row = {}
+            for name, (calls, counts) in made.items():
+                order = list(calls)[number % len(calls) :] + list(calls)[: number % len(calls)]
+                found[name] = {way: block(calls[way], counts[way], wait) * 1e6 for way in order}
+            print(json.dumps(found), flush=True)
+
+
+def measured(source: Path, count: int, other: Path | None) -> tuple[Row, Row]:
+    """Rounds of "now", and of "before" where there is another checkout; what is known of both."""
+    sides = {"now": source} | ({} if other is None else {"before": other})
+    processes = {
+        side: subprocess.Popen(
+            command("bench.calls.run"),
+            env=variables(where),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        for side, where in sides.items()
+    }
+    facts: Row = {}
+    found: dict[str, list[Row]] = {side: [] for side in sides}
+    try:
+        for side, process in processes.items():
+            assert process.stdout is not None
+            facts[side] = json.loads(process.stdout.readline())
+        for turn in range(count):
+            for side in list(sides) if turn % 2 else list(sides)[::-1]:
+                process = processes[side]
+                assert process.stdin is not None
+                assert process.stdout is not None
+                process.stdin.write("\n")
+                process.stdin.flush()
+                found[side].append(json.loads(process.stdout.readline()))
+    finally:
+        for process in processes.values():
+            process.kill()
+            process.wait()
+    return found, facts
+
+
+def medians(turns: list[Row]) -> dict[str, dict[str, float]]:
+    """The median of each way, by model."""
+    return {
+        name: {way: statistics.median(turn[name][way] for turn in turns) for way in turns[0][name]}
+        for name in turns[0]
+    }
+
+
+def targets(found: Row, facts: Row, *, gpu: bool) -> list[Row]:
+    """What is asked of each model, and whether it holds."""
+    rows = []
+    for name, us in medians(found["now"]).items():
+        chosen, count = facts["now"][name]["chosen"], facts["now"][name]["modules"]
+        limit = GPU_US if gpu else LEAST_US + REAL_US * count
+        if chosen == "eager":
+            most = EAGER_SHARE * us["eager"] + EAGER_US
+            rows.append((f"{name}: tuned to eager", us["tune"], most))
+        else:
+            rows.append((f"{name}: tune() above {chosen}", us["tune"] - us["winner"], limit))
+        rows.append((f"{name}: graph() above a replay", us["graph"] - us["replay"], limit))
+        rows.append((f"{name}: a look, hot", us["look"], LEAST_US + HOT_US * count))
+    return [
+        {"target": what, "figure": figure, "most": most, "met": figure <= most}
+        for what, figure, most in rows
+    ]
+
+
+def benchmark(out: Path, other: Path | None, count: int) -> int:
+    """Measure and write; the number of targets missed."""
+    found, facts = measured(HERE, count, other)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    result = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "calls",
+        "commit": commit(),
+        "environment": environment(device),
+        "unit": "us",
+        "facts": facts,
+        "rounds": found,
+        "targets": targets(found, facts, gpu=device.type == "cuda"),
+    }
+    where = out / f"calls-{'h200' if device.type == 'cuda' else 'cpu'}.json"
+    write(where, result)
+    for side, turns in found.items():
+        for name, us in medians(turns).items():
+            figures = ", ".join(f"{way} {value:.1f}" for way, value in us.items())
+            print(f"{side:<6} {name} ({facts[side][name]['chosen']}): {figures}")
+    for target in result["targets"]:
+        met = "yes" if target["met"] else "NO"
+        print(f"{target['target']:50}{target['figure']:>10.2f}{target['most']:>10.2f}  {met}")
+    print(f"wrote {where}")
+    return sum(not target["met"] for target in result["targets"])
+
+
+if __name__ == "__main__":
+    rounds()

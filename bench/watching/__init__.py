@@ -1,1 +1,0 @@
-"""What looking for changes costs at every call, beside another checkout."""
