@@ -631,6 +631,36 @@ def test_transforms_of_every_part_give_the_gradients_of_eager(device: torch.devi
         torch.testing.assert_close(found, tangent)
 
 
+@pytest.mark.filterwarnings("ignore:.*what was gained is lost:RuntimeWarning")
+@pytest.mark.parametrize("kind", ["graph", "buckets", "fuse", "tune"])
+@pytest.mark.parametrize("transform", ["grad", "jvp"])
+def test_transforms_inside_of_a_capture_give_the_gradients_of_eager(
+    kind: str, transform: str, device: torch.device
+) -> None:
+    model, x = nn.Linear(4, 4).to(device).eval(), torch.randn(2, 4, device=device)
+    batch = {"dynamic_shapes": ({0: "batch"},), "buckets": gw.Buckets(batch=[2])}
+    part: Any = gw.graph(model, **batch) if kind == "buckets" else MAKERS[kind](model, x)
+
+    def of(module: Any) -> Callable[[torch.Tensor], Any]:
+        def loss(values: dict[str, torch.Tensor], x: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(module, values, (x,)).square().sum()
+
+        def call(x: torch.Tensor) -> Any:
+            values = {name: p.detach() for name, p in module.named_parameters()}
+            if transform == "grad":
+                return torch.func.grad(loss)(values, x)
+            ones = {name: torch.ones_like(p) for name, p in values.items()}
+            return torch.func.jvp(lambda v: loss(v, x), (values,), (ones,))[1]
+
+        return call
+
+    wanted = of(model)(x)
+    with torch.no_grad():
+        graphed = gw.graph(of(part))
+        for _ in range(3):
+            torch.testing.assert_close(graphed(x), wanted)
+
+
 MAKERS: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
     "graph": lambda model, x: gw.graph(model),
     "fuse": lambda model, x: gw.fuse(model, (x,)),

@@ -738,11 +738,17 @@ def _overlapping(tensors: Sequence[torch.Tensor]) -> bool:
     return any(a + n > b for (a, n), (b, _) in itertools.pairwise(ranges) if a != b)
 
 
+def inside_func() -> bool:
+    """Whether torch.func or forward AD looks on, which no capture of ours sets up itself."""
+    return (
+        torch._C._functorch.peek_interpreter_stack() is not None or forward_ad._current_level >= 0
+    )
+
+
 def inside_transform() -> bool:
     """Whether a transform such as vmap, a tracer or a mode has to see the operations itself."""
     return (
-        torch._C._functorch.peek_interpreter_stack() is not None
-        or forward_ad._current_level >= 0
+        inside_func()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()
         or (torch._C._len_torch_function_stack() > 0 and _has_function_mode())

@@ -34,6 +34,7 @@ from ..calls.signature import (
     CallSignature,
     Kwargs,
     arguments_of,
+    inside_func,
     inside_transform,
     kind_key,
     leaf_names,
@@ -265,7 +266,7 @@ class GraphedCallable(StandIn):
             refused: that of calls of its signature, if it is known already.
         """
         captured = capturing_now()  # Then the capture's own mode is on, which is no transform.
-        if not captured and inside_transform():
+        if inside_func() if captured else inside_transform():
             warn_if_traced(self, "graph")
             return self._run_as_is("traced or transformed", args, kwargs)
         # A training step that is captured wants gradients too.

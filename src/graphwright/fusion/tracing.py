@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -189,15 +190,19 @@ def _graph_of(on_tensors: Callable[..., Any], leaves: Sequence[Any]) -> fx.Graph
 
 def _unwatched(graph: fx.GraphModule, model: nn.Module) -> bool:
     """Whether the graph holds a tensor that could change without anybody's notice."""
-    found = [tensor for _, tensor in Dependencies(model).tensors]
-    own = {t.untyped_storage()._cdata for t in found if t.layout is torch.strided}
+    own = {t.untyped_storage()._cdata for _, t in Dependencies(model).tensors if _has_memory(t)}
     for node in graph.graph.nodes:
         tensor = constant(graph, node)
         if tensor is None or all(user.target in _LITERALS for user in node.users):
             continue
-        if tensor.layout is not torch.strided or tensor.untyped_storage()._cdata not in own:
+        if not _has_memory(tensor) or tensor.untyped_storage()._cdata not in own:
             return True
     return False
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has a storage to know it by: not where it is sparse or torch.func wraps it."""
+    return tensor.layout is torch.strided and not is_wrapped(tensor)
 
 
 def _check(graph: fx.GraphModule, model: nn.Module) -> None:
