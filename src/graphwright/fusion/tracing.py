@@ -201,7 +201,7 @@ def _unwatched(graph: fx.GraphModule, model: nn.Module) -> bool:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether a tensor has a storage to know it by: not one that is sparse, or that torch.func wraps."""
+    """Whether a tensor has a storage to know it by; sparse and wrapped ones have none."""
     return tensor.layout is torch.strided and not is_wrapped(tensor)
 
 
