@@ -851,7 +851,7 @@ def test_code_that_asks_for_a_capture_on_a_new_way(device: torch.device) -> None
 def test_what_no_graph_can_hold_on_a_new_way_is_eager(device: torch.device) -> None:
     class Opaque:
         def __init__(self, x: torch.Tensor) -> None:
-            self.x = x
+            self.x, self.lock = x, threading.Lock()
 
     def opaque(x: torch.Tensor) -> Any:
         x += 1

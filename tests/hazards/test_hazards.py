@@ -9,6 +9,7 @@ from pathlib import Path
 
 import hazards_of_breaks  # noqa: F401  # adds its checks to the list
 import hazards_of_callables  # noqa: F401  # likewise
+import hazards_of_objects  # noqa: F401  # likewise
 import hazards_of_padding  # noqa: F401  # likewise
 import hazards_of_steps  # noqa: F401  # likewise
 import pytest
@@ -54,4 +55,4 @@ def test_hazard_shows_without_its_protection(
 
 
 def test_every_hazard_is_here() -> None:
-    assert {hazard.number for hazard in HAZARDS} == set(range(1, 21))
+    assert {hazard.number for hazard in HAZARDS} == set(range(1, 23))

@@ -23,6 +23,7 @@ from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..errors import OptionError, SignatureError
+from .objects import apart, build, has_nodes, has_objects
 from .options import shown
 
 Args = tuple[Any, ...]
@@ -97,17 +98,31 @@ _EINSUM: dict[str, Any] | None = (
 _SWITCH_NAMES = (*SWITCHES[:2], *_LASTING_NAMES, *(_LASTING_NAMES_ON_CUDA if _CUDA else ()))
 
 
-def flatten(args: Args, kwargs: Kwargs) -> tuple[list[Any], pytree.TreeSpec]:
+def flatten(
+    args: Args, kwargs: Kwargs, *, objects: bool = False
+) -> tuple[list[Any], pytree.TreeSpec]:
     """Flatten a call into its leaves and the tree that puts them back together.
 
     Keyword arguments are sorted by name: f(a=1, b=2) and f(b=2, a=1) are the same call.
+
+    Args:
+        args: of the call.
+        kwargs: likewise.
+        objects: whether objects are taken apart; else they are leaves.
+
+    Raises:
+        SignatureError: an object holds itself.
     """
-    return pytree.tree_flatten((tuple(args), dict(sorted(kwargs.items()))))
+    tree = (tuple(args), dict(sorted(kwargs.items())))
+    # Without objects and containers, there is nothing to take apart.
+    if objects and has_objects((*args, *kwargs.values())):
+        tree = apart(tree)
+    return pytree.tree_flatten(tree)
 
 
 def unflatten(leaves: Sequence[Any], spec: pytree.TreeSpec) -> tuple[Args, dict[str, Any]]:
     """Inverse of `flatten`."""
-    args, kwargs = pytree.tree_unflatten(leaves, spec)
+    args, kwargs = build(leaves, spec)
     return args, kwargs
 
 
@@ -120,12 +135,17 @@ def leaf_names(tree: Any, root: str) -> list[str]:
     return [root + pytree.keystr(path) for path, _ in paths]
 
 
-def argument_names(args: Args, kwargs: Kwargs) -> list[str]:
-    """Names of a call's leaves: positional by index, keywords by name."""
-    names = leaf_names(tuple(args), "args")
+def argument_names(args: Args, kwargs: Kwargs, *, objects: bool = False) -> list[str]:
+    """Names of a call's leaves, as `flatten` gives them: positional by index, keywords by name."""
+    taken = apart if objects else _as_it_is
+    names = leaf_names(taken(tuple(args)), "args")
     for key, value in sorted(kwargs.items()):
-        names += leaf_names(value, key)
+        names += leaf_names(taken(value), key)
     return names
+
+
+def _as_it_is(tree: Any) -> Any:
+    return tree
 
 
 def container_changes(before: Sequence[str], after: Sequence[str]) -> str:
@@ -153,8 +173,12 @@ def require_grad(args: Args, kwargs: Kwargs) -> bool:
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """All tensors among the leaves of a tree."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """All tensors in a tree, also inside of objects."""
+    leaves = pytree.tree_leaves(tree)
+    if has_objects(leaves):
+        with contextlib.suppress(SignatureError):  # One holds itself.
+            leaves = pytree.tree_leaves(apart(tree))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
 
 def describe(leaf: Any, name: str = "argument") -> tuple[Any, ...]:
@@ -543,24 +567,31 @@ class CallSignature:
     guard: Callable[..., bool] | None = field(compare=False, repr=False)
     # The same for calls that have plain values beside the tensors.
     mixed: MixedArguments | None = field(compare=False, repr=False, default=None)
+    # Whether objects are taken apart.
+    objects: bool = field(compare=False, repr=False, default=False)
 
     @classmethod
-    def of(cls, args: Args, kwargs: Kwargs) -> CallSignature:
+    def of(cls, args: Args, kwargs: Kwargs, *, objects: bool = False) -> CallSignature:
         """Describe a call.
+
+        Args:
+            args: of the call.
+            kwargs: likewise.
+            objects: whether objects among them are taken apart, or refused.
 
         Raises:
             SignatureError: an argument is neither a tensor nor a plain value.
         """
         if _CUDA and not _AttentionKernels.settled:
             _AttentionKernels.settle()
-        leaves, spec = flatten(args, kwargs)
+        leaves, spec = flatten(args, kwargs, objects=objects)
         described: list[tuple[Any, ...]] = []
         for index, leaf in enumerate(leaves):
             try:
                 described.append(describe(leaf))
             except SignatureError:
                 # Naming leaves is slow, so only the error does it.
-                describe(leaf, argument_names(args, kwargs)[index])
+                describe(leaf, argument_names(args, kwargs, objects=objects)[index])
                 raise
         flat = guard = None
         aliases = _shared(leaves)
@@ -579,7 +610,12 @@ class CallSignature:
             guard = guard_of((*args, *(kwargs[name] for name in flat[1])))
         mixed = None if flat is not None or aliases else MixedArguments.of(args, kwargs)
         switched = (*_autocast(), *lasting_switches())
-        return cls(spec, tuple(described), aliases, switched, flat, guard, mixed)
+        return cls(spec, tuple(described), aliases, switched, flat, guard, mixed, objects)
+
+    @functools.cached_property
+    def has_objects(self) -> bool:
+        """Whether objects among the arguments were taken apart."""
+        return self.objects and has_nodes(self.spec)
 
     @functools.cached_property
     def wants_grad(self) -> bool:
@@ -603,7 +639,7 @@ class CallSignature:
         if not found or any(len(a) == 5 or a[0] is not b[0] for a, b in (pairs[i] for i in found)):
             return None
         args, kwargs = unflatten(range(len(self.leaves)), self.spec)
-        return argument_names(args, kwargs)[found[0]]
+        return argument_names(args, kwargs, objects=self.objects)[found[0]]
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call has this signature; takes a microsecond or two."""
@@ -649,7 +685,7 @@ class CallSignature:
         if inside_transform():
             return "the call is traced, or inside a torch.func transform or a mode of PyTorch's"
         try:
-            other = CallSignature.of(args, kwargs)
+            other = CallSignature.of(args, kwargs, objects=self.objects)
         except SignatureError as error:
             return error.what
         if other == self:
@@ -657,7 +693,7 @@ class CallSignature:
         if other.spec != self.spec:
             return "other arguments: the tree of positional and keyword arguments differs"
         found = []
-        names = argument_names(args, kwargs)
+        names = argument_names(args, kwargs, objects=self.objects)
         for name, mine, theirs in zip(names, self.leaves, other.leaves, strict=True):
             if mine != theirs:
                 found.append(

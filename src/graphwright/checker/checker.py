@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import compilers_off
 from ..calls.modules import FunctionModule
+from ..calls.objects import apart
 from ..calls.options import args_problem, callable_problem, count_problem, kwargs_problem, refuse
 from ..calls.signature import argument_names, flatten, refuse_weights, unflatten
 from ..errors import (
@@ -118,7 +119,7 @@ class _Checker:
         self._module = module
         self._args = args
         self._kwargs = kwargs
-        self._leaves, self._spec = flatten(args, kwargs)
+        self._leaves, self._spec = flatten(args, kwargs, objects=True)
         held = [*module.parameters(), *module.buffers()]
         given = [leaf for leaf in self._leaves if isinstance(leaf, torch.Tensor)]
         self._pretend = not any(t.is_cuda for t in (*held, *given))
@@ -141,7 +142,7 @@ class _Checker:
             self._add_refusal(error)
             return self._found.all()
         try:
-            signature_of(self._args, self._kwargs, self._module)
+            signature_of(self._args, self._kwargs, self._module, objects=True)
         except CaptureError as error:
             self._add_refusal(error)
         undo = PythonState(self._module)
@@ -273,7 +274,10 @@ class _Checker:
                 warnings.simplefilter("ignore")
                 # In containers of its own, which it may change.
                 args, kwargs = unflatten(self._leaves, self._spec)
-                return self._fn(*args, **kwargs)
+                result = self._fn(*args, **kwargs)
+            with contextlib.suppress(SignatureError):  # What capture refuses, and says.
+                return apart(result)
+            return result
         finally:
             observer.undo()
             for tensor, alias in self._given:
@@ -289,7 +293,9 @@ class _Checker:
             *((f"the parameter {n}", t) for n, t in self._module.named_parameters()),
             *((f"the buffer {n}", t) for n, t in self._module.named_buffers()),
         ]
-        arguments = zip(argument_names(self._args, self._kwargs), self._leaves, strict=True)
+        arguments = zip(
+            argument_names(self._args, self._kwargs, objects=True), self._leaves, strict=True
+        )
         of_call = [(f"the argument {n}", t) for n, t in arguments if isinstance(t, torch.Tensor)]
         for name, tensor in (*of_module, *of_call):
             if tensor.layout is torch.strided:

@@ -79,6 +79,8 @@ class _PaddedCall:
 class BucketedCallable(GraphedCallable):
     """A function or module whose calls are answered by buckets; made by `graph(buckets=…)`."""
 
+    _takes_objects = False
+
     def __init__(
         self,
         fn: Callable[..., Any],

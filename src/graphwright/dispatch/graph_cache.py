@@ -86,6 +86,7 @@ class GraphCache:
         forget_proofs: called with the verdicts of a state that is discarded.
         breaks: as for `graph()`.
         checks: as for `graph()`.
+        objects: whether objects among arguments and results are taken apart.
 
     Attributes:
         captures: how many graphs were captured.
@@ -102,6 +103,8 @@ class GraphCache:
         forget_proofs: Callable[[Iterable[Verdicts]], None],
         breaks: Breaks,
         checks: Checks,
+        *,
+        objects: bool,
     ) -> None:
         self.fn = fn
         self.checks: Checks = checks
@@ -109,6 +112,7 @@ class GraphCache:
         self.captures = 0
         self._outputs: Outputs = outputs
         self._breaks: Breaks = breaks
+        self._objects = objects
         self._max_graphs = max_graphs
         self._forget = forget
         self._forget_proofs = forget_proofs
@@ -285,6 +289,7 @@ class GraphCache:
             outputs=self._outputs,
             evictable=True,
             breaks=self._breaks,
+            objects=self._objects,
         )
 
     def _record(self, graph: CapturedCall, signature: CallSignature, key: Any) -> CacheEntry:
@@ -296,7 +301,8 @@ class GraphCache:
         state.is_used = True
         if graph.parts.names or graph.tree is not None:  # A new path may run others.
             state.watch.join(graph.parts)
-        pure = not (graph.mutates or graph.random or graph.tree is not None)
+        effects = graph.mutates or graph.random or graph.has_effects
+        pure = not (effects or graph.tree is not None)
         entry = CacheEntry(signature, state, graph, pure=pure, grad=self.grad_mode())
         state.entries[signature, entry.grad] = entry
         self._order = {g: e for g, e in self._order.items() if g.state is GraphState.READY}

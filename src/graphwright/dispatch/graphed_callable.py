@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.dependencies import StandIn
 from ..calls.modes import opaque
+from ..calls.objects import apart, detached
 from ..calls.options import (
     callable_problem,
     choice_problem,
@@ -78,10 +79,13 @@ _LIMIT = "the pool's limit"
 SHARED = "an argument shares memory with a tensor of the call's own"
 _UNKNOWN_ARGUMENT = "an argument that cannot be captured"
 UNPAID = "capturing does not pay off"
+FIRST = "the first call with objects of these shapes"
 # Shapes and values of calls of which it is remembered what answers them.
 MAX_QUICK = 1 << 16
 # Signatures of which it is remembered that they were refused.
 _MAX_REFUSED = 1024
+# Signatures with objects that were seen once.
+_MAX_SEEN = 4096
 # Seconds that a capture counts for which other threads left no room for.
 _BUSY_S = 0.01
 # Eager calls of these kinds are told apart by their reasons, others by their kind alone.
@@ -98,6 +102,9 @@ class GraphedCallable(StandIn):
         pool: the memory that the graphs live in.
         on_miss: what is done with a call that has no graph.
     """
+
+    # Whether objects among the arguments are taken apart.
+    _takes_objects = True
 
     def __init__(
         self,
@@ -132,7 +139,15 @@ class GraphedCallable(StandIn):
         self._tally = Tally()
         self._breaks: Breaks = breaks
         self._entries = GraphCache(
-            fn, self.pool, outputs, max_graphs, self._forget, self._forget_proofs, breaks, checks
+            fn,
+            self.pool,
+            outputs,
+            max_graphs,
+            self._forget,
+            self._forget_proofs,
+            breaks,
+            checks,
+            objects=self._takes_objects,
         )
         self._recent: CacheEntry | None = None
         self._short: tuple[CacheEntry, Shortcut] | None = None
@@ -142,6 +157,8 @@ class GraphedCallable(StandIn):
         self._warned: set[str] = set()
         # Calls whose captures were refused for what may be otherwise later.
         self._refused: dict[CallSignature, _Refused] = {}
+        # Signatures with objects of calls that were eager once.
+        self._seen: dict[CallSignature, None] = {}
         self._new_budgets()
         self._closed = False
 
@@ -212,7 +229,7 @@ class GraphedCallable(StandIn):
             return self._find(args, kwargs)
         if (
             self._audit_every is not None
-            and not (graph.mutates or graph.random)
+            and not (graph.mutates or graph.random or graph.has_effects)
             and (entry.hits + 1) % self._audit_every == 0
         ):
             return self._audited(entry, graph, args, kwargs)
@@ -290,7 +307,7 @@ class GraphedCallable(StandIn):
                 self._recent = self._short = None
                 return self._wait(budget, UNPAID, args, kwargs)
         try:
-            signature = CallSignature.of(args, kwargs)
+            signature = CallSignature.of(args, kwargs, objects=self._takes_objects)
         except SignatureError as error:
             if torch.is_grad_enabled() and self.on_miss != "error":
                 # Tensors inside of it may require grad.
@@ -353,6 +370,8 @@ class GraphedCallable(StandIn):
                 return Miss(_category_of(entry.error), in_words(entry.error)[0])
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(call))
+        if self._is_first(signature):
+            return Miss(FIRST, "the next such call is captured")
         for budget in (self._for_room, self._for_refusals, self._for_values.get(_kind_of(call))):
             if budget is not None and budget.waits:
                 return Miss(UNPAID, budget.reason, budget)
@@ -385,6 +404,19 @@ class GraphedCallable(StandIn):
         # Free what the error held, such as autograd nodes, which remember the stream they ran on.
         gc.collect(1)
         return missed
+
+    def _is_first(self, signature: CallSignature) -> bool:
+        """Whether this is the first call with such objects.
+
+        A cache that grows with each call is of another shape each time, and capturing each of them
+        would never pay off; the next text may have the same lengths.
+        """
+        if not signature.has_objects or signature in self._seen:
+            return False
+        if len(self._seen) >= _MAX_SEEN:
+            del self._seen[next(iter(self._seen))]
+        self._seen[signature] = None
+        return True
 
     def _spend(self, seconds: float, call: UncapturedCall, *, for_room: bool) -> None:
         """Count a capture whose cause may come again with each call."""
@@ -488,7 +520,7 @@ class GraphedCallable(StandIn):
     def _tell(self, category: str, reason: str = "") -> None:
         """Warn of eager calls, once for each kind."""
         kind = reason if category in _TOLD_BY_REASON else category
-        if kind not in self._warned:
+        if category != FIRST and kind not in self._warned:
             self._warned.add(kind)
             why = f"{category}: {reason}" if reason else category
             warn_of_fallback(name_of(self.fn), why, "Its statistics and explain() count them.")
@@ -515,9 +547,7 @@ class GraphedCallable(StandIn):
             else:
                 with torch.no_grad():
                     result = self.fn(*args, **kwargs)
-        if with_grad:
-            return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, result)
-        return result
+        return detached(result) if with_grad else result
 
     def _forget(self, entry: CacheEntry) -> None:
         """Called when an entry is discarded: keep its counts, and drop what refers to it."""
@@ -563,7 +593,7 @@ class GraphedCallable(StandIn):
         except GraphClosed:
             return self._find(args, kwargs)
         self._count(entry, graph)
-        if graph.mutates or graph.random or graph.was_eager:
+        if graph.mutates or graph.random or graph.has_effects or graph.was_eager:
             return result  # It took a new path, which was eager.
         # A pure call has changed nothing, its arguments included.
         expected = self._run_detached(args, kwargs)
@@ -593,6 +623,7 @@ class GraphedCallable(StandIn):
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
         self._refused.clear()
+        self._seen.clear()
         self._new_budgets()
         self._quick.clear()
         self._entries.release()
@@ -704,6 +735,7 @@ def compare(result: Any, expected: Any, name: str, *, other_kernels: bool = Fals
         name: of the graph.
         other_kernels: whether the graph may run other kernels than eager, since shapes differ.
     """
+    result, expected = apart(result), apart(expected)
     mine, theirs = pytree.tree_leaves(result), pytree.tree_leaves(expected)
     names = leaf_names(expected, "output")
     for leaf, a, b in zip(names, mine, theirs, strict=True):

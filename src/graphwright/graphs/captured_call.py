@@ -16,13 +16,13 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import opaque
 from ..calls.modules import FunctionModule, first_in_training
+from ..calls.objects import changeable, giving, has_objects
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
 from ..calls.signature import (
     Args,
     CallSignature,
     Kwargs,
     argument_names,
-    container_changes,
     flatten,
     refuse_weights,
     tensors_of,
@@ -32,6 +32,7 @@ from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, SignatureError
 from .composition import Parts, SetUpFirst
 from .conditions import THREAD, autocast_cache_apart
+from .effects import GivenObjects, Outcome, Unrepeatable
 from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
 from .memory import MemoryPool, MemoryPrediction, pool_problem
@@ -59,6 +60,8 @@ class CapturedCall(Graph):
     # How warm-up compares results, and where it keeps copies of what the call changes.
     _comparison: Comparison | None = None
     _copies: Copies | None = None
+    # Whether a call changes or returns objects that it was given.
+    has_effects = False
 
     def __init__(
         self,
@@ -71,8 +74,20 @@ class CapturedCall(Graph):
         outputs: Outputs = "fresh",
         evictable: bool = False,
         breaks: Breaks = "never",
+        objects: bool = True,
     ) -> None:
         """Check the arguments; nothing runs yet.
+
+        Args:
+            fn: the function or module.
+            args: positional arguments of the call.
+            kwargs: its keyword arguments.
+            pool: as for `capture`.
+            warmup: likewise.
+            outputs: likewise.
+            evictable: whether the pool may close it for another graph.
+            breaks: as for `graph`.
+            objects: whether objects among the arguments and results are taken apart.
 
         Raises:
             OptionError: an option is invalid.
@@ -86,8 +101,9 @@ class CapturedCall(Graph):
             choice_problem("outputs", outputs, ("fresh", "static")),
         )
         self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
-        self.signature = signature_of(args, kwargs, self._module)
-        self._sample, self._spec = flatten(args, kwargs)
+        self._takes_objects = objects
+        self.signature = signature_of(args, kwargs, self._module, objects=objects)
+        self._sample, self._spec = flatten(args, kwargs, objects=objects)
         super().__init__(
             MemoryPool() if pool is None else pool, name_of(fn, self._sample), evictable=evictable
         )
@@ -109,6 +125,8 @@ class CapturedCall(Graph):
             and all(a is b for a, b in zip(args, self._sample, strict=True))
         )
         self._names = sorted(kwargs)
+        # Whether there is anything among the arguments that a call may change in place.
+        self._holds_objects = bool(_objects_of(args, kwargs))
         # Addresses of memory that the call uses by itself.
         self._outside: set[int] = set()
         self._tree_outside = -1
@@ -179,7 +197,7 @@ class CapturedCall(Graph):
             )
         watch = self._watch
         assert watch is not None
-        if self.mutates or self.random or self._results is None:
+        if self.mutates or self.random or self.has_effects or self._results is None:
             self._check_module(watch)
             return self.run(args, kwargs)
         # The device works while the module is checked; if that has changed, the result is dropped.
@@ -203,14 +221,30 @@ class CapturedCall(Graph):
             finish: turns the leaves of the result into those that the caller gets.
         """
         leaves = args if self._plain_args else self._leaves(args, kwargs)
-        return self.run_leaves(leaves, finish)
+        if not (self.has_effects or (self._holds_objects and self._results is None)):
+            return self.run_leaves(leaves, finish, (args, kwargs))
+        given = _objects_of(args, kwargs)
+        with giving(given):
+            made = self.run_leaves(leaves, finish, (args, kwargs))
+        return made.happen(given) if isinstance(made, Outcome) else made
 
-    def run_leaves(self, leaves: Sequence[Any], finish: Finish | None = None) -> Any:
-        """As `run`, for the leaves of the call's arguments."""
+    def run_leaves(
+        self,
+        leaves: Sequence[Any],
+        finish: Finish | None = None,
+        call: tuple[Args, Kwargs] | None = None,
+    ) -> Any:
+        """As `run`, for the leaves of a call's arguments; its effects are yet to happen.
+
+        Args:
+            leaves: of the arguments.
+            finish: turns the leaves of the result into those that the caller gets.
+            call: the arguments, if these hold objects.
+        """
         if self.mutates or self._results is None:
             self.check_overlap(leaves)
             if self._tree is not None and self._results is None:
-                return self._run_segments(self._tree, leaves, finish)
+                return self._run_segments(self._tree, leaves, call, finish)
         with self.pool._lock:
             recording, results = self._recording, self._results
             if recording is None or results is None or THREAD.depth:
@@ -229,7 +263,13 @@ class CapturedCall(Graph):
             return targets[0]
         return results.build(leaves, targets, finish)
 
-    def _run_segments(self, tree: SegmentTree, leaves: Sequence[Any], finish: Finish | None) -> Any:
+    def _run_segments(
+        self,
+        tree: SegmentTree,
+        leaves: Sequence[Any],
+        call: tuple[Args, Kwargs] | None,
+        finish: Finish | None,
+    ) -> Any:
         """Run the call in segments, or eagerly where these were given up."""
         with self.pool._lock:
             self._ready().order()
@@ -251,7 +291,7 @@ class CapturedCall(Graph):
                     self._update_from_tree(tree)
                     return made
         self.was_eager = True
-        args, kwargs = unflatten(leaves, self._spec)
+        args, kwargs = unflatten(leaves, self._spec) if call is None else call
         with torch.no_grad():
             results = self._fn(*args, **kwargs)
         if finish is None:
@@ -292,7 +332,7 @@ class CapturedCall(Graph):
 
         The function raises GraphClosed once the graph is no longer ready.
         """
-        if not (self._simple and self._fresh) or self._results is None:
+        if not (self._simple and self._fresh) or self._results is None or self.has_effects:
             return None
         # The function holds none of the graph's memory: the graph may be closed at any time.
         lock, slots, single = self.pool._lock, tuple(self._sources), self._results.single
@@ -320,7 +360,7 @@ class CapturedCall(Graph):
         if self.signature.flat is not None:
             # All are tensors; keyword arguments come in the order of their names.
             return (*args, *[kwargs[name] for name in self._names])
-        return flatten(args, kwargs)[0]
+        return flatten(args, kwargs, objects=self._takes_objects)[0]
 
     def _run_with_copies(
         self, recording: Recording, leaves: Sequence[Any], targets: list[torch.Tensor]
@@ -493,27 +533,46 @@ class CapturedCall(Graph):
     def _work(self, inputs: StaticInputs) -> Any:
         """Run the call on static inputs; lazily conjugated or negated results are materialized."""
         args, kwargs = unflatten(inputs.leaves, self._spec)
+        given = GivenObjects(_objects_tree(args, kwargs)) if self._holds_objects else None
         addresses = [inputs.tensor(slot).data_ptr() for slot in inputs.slots]
         with autocast_cache_apart():
             result = self._fn(*args, **kwargs)
-            after, spec = flatten(args, kwargs)
-            if (
-                spec != self._spec
-                or any(
-                    a is not b or (isinstance(b, torch.Tensor) and Geometry.of(b) != geometry)
-                    for a, b, geometry in zip(after, inputs.leaves, inputs.geometries, strict=True)
-                )
-                or addresses != [inputs.tensor(slot).data_ptr() for slot in inputs.slots]
-            ):
-                given = unflatten(inputs.leaves, self._spec)
-                changes = container_changes(argument_names(*given), argument_names(args, kwargs))
-                raise Untraceable(
-                    "The call changes the containers that it is given, or the shape or memory of "
-                    f"a tensor in them{changes and f': it {changes}'}; a graph would not.",
-                    remedy="Return what is new instead, or capture a function that passes copies, "
-                    "such as `lambda features: model(dict(features))`.",
-                )
-            return pytree.tree_map_only(torch.Tensor, resolved, result)
+            self._refuse_changed_inputs(inputs, addresses)
+            tree = self._outcome(given, result)
+            return pytree.tree_map_only(torch.Tensor, resolved, tree)
+
+    def _refuse_changed_inputs(self, inputs: StaticInputs, addresses: Sequence[int]) -> None:
+        """Refuse a call that gives an argument's tensor another shape or other memory."""
+        for leaf, geometry in zip(inputs.leaves, inputs.geometries, strict=True):
+            if isinstance(leaf, torch.Tensor) and Geometry.of(leaf) != geometry:
+                break
+        else:
+            if addresses == [inputs.tensor(slot).data_ptr() for slot in inputs.slots]:
+                return
+        raise Untraceable(
+            "The call changes the shape or memory of a tensor that it is given; a graph would not.",
+            remedy="Return what is new instead.",
+        )
+
+    def _outcome(self, given: GivenObjects | None, result: Any) -> Any:
+        """What the call returned, taken apart, with what it did to the objects it was given."""
+        if given is None and not has_objects(pytree.tree_leaves(result)):
+            return result
+        given = GivenObjects(()) if given is None else given
+        try:
+            if self._takes_objects:
+                tree, effects = given.outcome(result)
+                self.has_effects = self.has_effects or effects
+                return tree
+            if given.changes()[0]:
+                raise Unrepeatable("whose length or values then differ")
+        except Unrepeatable as error:
+            raise Untraceable(
+                f"The call changes a container that it is given, {error}; a graph would not.",
+                remedy="Return what is new instead, or capture a function that passes copies, "
+                "such as `lambda features: model(dict(features))`.",
+            ) from error
+        return result
 
     @contextlib.contextmanager
     def _transaction(self, state: GraphState) -> Iterator[PythonState]:
@@ -560,10 +619,22 @@ def name_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> str:
     return f"{own}({', '.join(shapes)})"
 
 
-def signature_of(args: Args, kwargs: Kwargs, module: nn.Module) -> CallSignature:
+def _objects_tree(args: Args, kwargs: Kwargs) -> Any:
+    """A call's arguments without the containers that a call makes of them for itself."""
+    return tuple(args), tuple(value for _, value in sorted(kwargs.items()))
+
+
+def _objects_of(args: Args, kwargs: Kwargs) -> list[Any]:
+    """What a call may change in place of its arguments."""
+    return changeable(_objects_tree(args, kwargs))
+
+
+def signature_of(
+    args: Args, kwargs: Kwargs, module: nn.Module, *, objects: bool = False
+) -> CallSignature:
     """The call's signature; refuse weights that no graph can hold, and calls for training."""
     try:
-        signature = CallSignature.of(args, kwargs)
+        signature = CallSignature.of(args, kwargs, objects=objects)
         refuse_weights(module)
     except SignatureError as error:
         raise CaptureError(error.what, where=error.where, remedy=error.remedy) from error
@@ -586,8 +657,8 @@ def device_of(args: Args, kwargs: Kwargs, module: nn.Module, pool: MemoryPool) -
     """The device of a call: its tensors', else the module's, else the pool's, else the default."""
     found = {tensor.device: None for tensor in tensors_of((args, dict(kwargs)))}
     if len(found) > 1:
-        names = argument_names(args, kwargs)
-        leaves, _ = flatten(args, kwargs)
+        names = argument_names(args, kwargs, objects=True)
+        leaves, _ = flatten(args, kwargs, objects=True)
         each = [
             f"{name} on {leaf.device}"
             for name, leaf in zip(names, leaves, strict=True)

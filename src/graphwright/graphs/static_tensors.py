@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calls.objects import build, has_nodes
 from ..calls.signature import describe, leaf_names
 from ..errors import CaptureError, SignatureError
 from .recorder import Allocate
@@ -184,6 +185,7 @@ class StaticOutputs:
         self.tree = tree
         refuse_results(tree)
         leaves, self._spec = pytree.tree_flatten(tree)
+        self._unflatten = build if has_nodes(self._spec) else pytree.tree_unflatten
         self.bases: list[torch.Tensor] = []
         owners: dict[int, list[int]] = {}
         for slot in inputs.slots:
@@ -217,7 +219,7 @@ class StaticOutputs:
     def again(self, finish: Finish | None = None) -> Any:
         """What the work returned, in new containers that the caller may change."""
         results = self._leaves if finish is None else finish(self._leaves)
-        return pytree.tree_unflatten(results, self._spec)
+        return self._unflatten(results, self._spec)
 
     def build(
         self,
@@ -242,7 +244,7 @@ class StaticOutputs:
             results.append(made[id(leaf)])
         if finish is not None:
             results = finish(results)
-        return pytree.tree_unflatten(results, self._spec)
+        return self._unflatten(results, self._spec)
 
 
 def refuse_results(tree: Any) -> None:
@@ -260,8 +262,7 @@ def refuse_results(tree: Any) -> None:
             except SignatureError as error:
                 raise CaptureError(
                     error.what,
-                    remedy="Return tensors, plain values, and tuples, lists or dictionaries of "
-                    "them; for transformers' language models pass use_cache=False.",
+                    remedy="Return tensors, plain values, and containers and objects of them.",
                 ) from error
 
 

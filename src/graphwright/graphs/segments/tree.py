@@ -13,7 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
+from ...calls.objects import build
 from ...calls.operations import default_generators
 from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
@@ -371,7 +373,7 @@ class SegmentTree:
             results = StaticOutputs(tree, inputs, outside)
         except CaptureError as error:
             self.given_up = _without_traceback(error)
-            return observer, tree, mutated
+            return observer, build(*pytree.tree_flatten(tree)), mutated
         made = results.again(finish)
         if self.copy_plan.fresh:
             made = results.build(leaves, [base.clone() for base in results.bases], finish)

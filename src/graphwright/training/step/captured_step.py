@@ -82,7 +82,7 @@ class CapturedStep(CapturedCall):
         lends: bool,
     ) -> None:
         with torch.no_grad():  # The body turns gradients on itself.
-            super().__init__(body.function, args, kwargs, pool=pool, warmup=warmup)
+            super().__init__(body.function, args, kwargs, pool=pool, warmup=warmup, objects=False)
         self._module = body.module
         self._body = body
         self._trained = body.parameters

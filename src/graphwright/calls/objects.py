@@ -1,0 +1,508 @@
+"""Objects in calls: taken apart into tensors, plain values and structure, and built again.
+
+PyTorch's trees stop at objects of classes that nobody has registered. `apart` puts a registered
+node in the place of each such object, with the object's attributes as children. `build` makes a
+tree with real objects of it again, without calling `__init__`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import enum
+import threading
+import types
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from ..errors import SignatureError
+
+# Leaves that need no look: everything else may be an object.
+PLAIN_TYPES = frozenset(
+    (
+        torch.Tensor, nn.Parameter, bool, int, float, complex, str, bytes, type(None),
+        torch.dtype, torch.device,
+    )
+)  # fmt: skip
+# Values of a set that its spec can hold.
+_SET_VALUES = (bool, int, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
+# Objects of a call, beyond which it is refused: it may reach all of a program.
+_MOST = 10_000
+# Never taken apart: they are more than their attributes.
+_WHOLE = (torch.Tensor, nn.Module, type, torch.Generator)
+
+
+# What the attributes of a class's objects are.
+
+
+@dataclass(frozen=True)
+class _Layout:
+    """Where objects of a class keep their attributes, and what container they are too."""
+
+    slots: tuple[tuple[str, Any], ...]
+    has_dict: bool
+    base: Any
+
+    def attributes(self, of: Any) -> dict[str, Any]:
+        """The attributes of an object by name, those of its slots first."""
+        found: dict[str, Any] = {}
+        for name, slot in self.slots:
+            with contextlib.suppress(AttributeError):  # It has not been set.
+                found.setdefault(name, slot.__get__(of))
+        if self.has_dict:
+            found |= object.__getattribute__(of, "__dict__")
+        return found
+
+    def content(self, of: Any) -> Any:
+        """What an object holds that is also a dictionary or list, in a plain one."""
+        if not self.holds:
+            return []
+        return dict(of) if self.base is dict else list(of)
+
+    @property
+    def holds(self) -> bool:
+        """Whether objects are also dictionaries or lists."""
+        return self.base in (dict, list)
+
+    def set(self, of: Any, name: str, value: Any) -> None:
+        """Set an attribute, whatever the class makes of assignments."""
+        for slot_name, slot in self.slots:
+            if slot_name == name:
+                slot.__set__(of, value)
+                return
+        object.__getattribute__(of, "__dict__")[name] = value
+
+    def remove(self, of: Any, name: str) -> None:
+        """Remove an attribute."""
+        for slot_name, slot in self.slots:
+            if slot_name == name:
+                slot.__delete__(of)
+                return
+        del object.__getattribute__(of, "__dict__")[name]
+
+
+_LAYOUTS: weakref.WeakKeyDictionary[type, _Layout | None] = weakref.WeakKeyDictionary()
+
+
+def layout_of(cls: type) -> _Layout | None:
+    """How objects of a class can be taken apart; None where they cannot."""
+    try:
+        return _LAYOUTS[cls]
+    except KeyError:
+        found = _LAYOUTS[cls] = _examine(cls)
+        return found
+
+
+def _examine(cls: type) -> _Layout | None:
+    if issubclass(cls, _WHOLE) or hasattr(cls, "__del__") or cls is object:
+        return None
+    bases: tuple[Any, ...] = (dict, list, types.SimpleNamespace)
+    base = next((each for each in bases if issubclass(cls, each)), object)
+    try:
+        # As CPython does, it refuses where objects of the class are more than Python's own.
+        base.__new__(cls)
+    except TypeError:
+        return None
+    slots = []
+    for each in cls.__mro__:
+        named = vars(each).get("__slots__", ())
+        for name in (named,) if isinstance(named, str) else named:
+            private = name.startswith("__") and not name.endswith("__")
+            full = f"_{each.__name__.lstrip('_')}{name}" if private else name
+            if name in ("__dict__", "__weakref__"):
+                continue
+            if full not in vars(each):
+                return None  # Something has replaced it.
+            slots.append((full, vars(each)[full]))
+    has_dict = any("__dict__" in vars(each) for each in cls.__mro__ if each is not type)
+    return _Layout(tuple(slots), has_dict, base)
+
+
+# Nodes that stand for objects in a tree.
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What an object is, its attributes' values aside: the context of its node.
+
+    Attributes:
+        cls: its class.
+        names: of its attributes.
+        holds: whether it is also a dictionary or list, whose content is the last child.
+    """
+
+    cls: type
+    names: tuple[str, ...]
+    holds: bool
+
+
+class _Node:
+    """A node of a tree; flattened it is its children, and its context."""
+
+    def __init__(self, children: list[Any], context: Any) -> None:
+        self.children = children
+        self.context = context
+
+    @classmethod
+    def build(cls, children: list[Any], context: Any) -> Any:
+        """What the node stands for."""
+        raise NotImplementedError
+
+    def keys(self) -> list[Any]:
+        """What its children are called."""
+        return [_NoKey()] * len(self.children)
+
+
+class _NoKey:
+    """The key of a child that has the name of its parent."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+class ObjectNode(_Node):
+    """An object: its children are the values of its attributes, its context is a `_Kind`."""
+
+    @classmethod
+    def build(cls, children: list[Any], context: Any) -> Any:
+        layout = layout_of(context.cls)
+        assert layout is not None
+        values = list(children)
+        made = layout.base.__new__(context.cls)
+        if context.holds:
+            content = values.pop()
+            dict.update(made, content) if layout.base is dict else list.extend(made, content)
+        for name, value in zip(context.names, values, strict=True):
+            layout.set(made, name, value)
+        return made
+
+    def keys(self) -> list[Any]:
+        names = [pytree.GetAttrKey(name) for name in self.context.names]
+        return [*names, *[_NoKey()] * (len(self.children) - len(names))]
+
+
+class _Shared(_Node):
+    """An object or container that has several places; its context is a number and their count."""
+
+    @classmethod
+    def build(cls, children: list[Any], context: Any) -> Any:
+        number, places = context
+        (made,) = children
+        _BUILDING.shared[number] = [made, places - 1]
+        return made
+
+
+class _Again(_Node):
+    """Another place of what is shared; its context is the number."""
+
+    @classmethod
+    def build(cls, children: list[Any], context: Any) -> Any:
+        waiting = _BUILDING.shared[context]
+        waiting[1] -= 1
+        if not waiting[1]:
+            del _BUILDING.shared[context]
+        return waiting[0]
+
+
+class GivenNode(_Node):
+    """An object that the caller has; its context is the position among those of the call."""
+
+    @classmethod
+    def build(cls, children: list[Any], context: Any) -> Any:
+        return _BUILDING.given[context]
+
+
+class _Constant(_Node):
+    """A value that is always the same; its context is its type and the value."""
+
+    @classmethod
+    def build(cls, children: list[Any], context: Any) -> Any:
+        return context[1]
+
+
+class _Set(_Node):
+    """A set of plain values; its context is its class, and the values with their types."""
+
+    @classmethod
+    def build(cls, children: list[Any], context: Any) -> Any:
+        return context[0](value for _, value in context[1])
+
+
+class _Kept(_Node):
+    """An object that something outside of the call holds; its context is that object."""
+
+    @classmethod
+    def build(cls, children: list[Any], context: Any) -> Any:
+        return context.value
+
+
+class _Same:
+    """A context that is equal only for the same object."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.value is self.value
+
+    def __hash__(self) -> int:
+        return id(self.value)
+
+
+_NODES: tuple[type[_Node], ...] = (
+    ObjectNode, _Shared, _Again, GivenNode, _Constant, _Set, _Kept,
+)  # fmt: skip
+
+
+class _Building(threading.local):
+    """How this thread builds trees.
+
+    Attributes:
+        is_on: whether nodes become what they stand for; else trees keep the nodes.
+        given: the caller's objects.
+        shared: what further places wait for, by number, with how many.
+    """
+
+    is_on = False
+    given: Sequence[Any] = ()
+
+    def __init__(self) -> None:
+        self.shared: dict[int, list[Any]] = {}
+
+
+_BUILDING = _Building()
+
+
+@contextlib.contextmanager
+def giving(objects: Sequence[Any]) -> Iterator[None]:
+    """Inside the block, trees are built with these objects in the places of the caller's."""
+    before, _BUILDING.given = _BUILDING.given, objects
+    try:
+        yield
+    finally:
+        _BUILDING.given = before
+
+
+def build(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
+    """A tree with real objects, of its leaves and the spec of a tree that was taken apart."""
+    before, _BUILDING.is_on = _BUILDING.is_on, True
+    try:
+        return pytree.tree_unflatten(leaves, spec)
+    finally:
+        _BUILDING.is_on = before
+
+
+def has_nodes(spec: pytree.TreeSpec, kinds: tuple[type, ...] = _NODES) -> bool:
+    """Whether a tree has nodes in the place of objects."""
+    if spec.type in kinds:
+        return True
+    return any(has_nodes(child, kinds) for child in spec.children())
+
+
+def _register(cls: type[_Node]) -> None:
+    def made(children: Iterable[Any], context: Any) -> Any:
+        return (cls.build if _BUILDING.is_on else cls)(list(children), context)
+
+    pytree.register_pytree_node(
+        cls,
+        lambda node: (node.children, node.context),
+        made,
+        flatten_with_keys_fn=lambda node: (
+            list(zip(node.keys(), node.children, strict=True)),
+            node.context,
+        ),
+    )
+
+
+for _each in _NODES:
+    _register(_each)
+
+
+# Taking apart.
+
+
+def has_objects(leaves: Sequence[Any]) -> bool:
+    """Whether any leaf is neither a plain tensor nor a plain value."""
+    return any(type(leaf) not in PLAIN_TYPES for leaf in leaves)
+
+
+def apart(tree: Any, given: Sequence[Any] = (), kept: Sequence[Any] = ()) -> Any:
+    """A tree with nodes in the place of objects; what cannot be seen into stays as it is.
+
+    Args:
+        tree: containers, objects, tensors and plain values.
+        given: objects of the caller: each becomes a node that `building_with` gives a value.
+        kept: objects that stay the same: each becomes a node that holds it.
+
+    Raises:
+        SignatureError: an object holds itself, or there are too many.
+    """
+    walk = _Walk(given, kept)
+    walk.count(tree, (), {})
+    if not (given or walk.shares() or has_objects(pytree.tree_leaves(tree))):
+        return tree
+    return walk.convert(tree)
+
+
+class _Walk:
+    """One walk through a tree: first to count the places of each object, then to convert it."""
+
+    def __init__(self, given: Sequence[Any] = (), kept: Sequence[Any] = ()) -> None:
+        self._known: dict[int, _Node] = {id(each): _Kept([], _Same(each)) for each in kept}
+        self._known |= {id(each): GivenNode([], place) for place, each in enumerate(given)}
+        self._places: dict[int, int] = {}
+        self._numbers: dict[int, int] = {}
+        # Alive until the end, so that no identity is used twice.
+        self._alive: list[Any] = []
+        self.changeable: list[Any] = []
+
+    def count(self, value: Any, path: tuple[str, ...], above: dict[int, str]) -> None:
+        """Count the places of all objects and containers in a tree.
+
+        Args:
+            value: the tree.
+            path: the names that led to it.
+            above: objects that hold it, with their names.
+        """
+        if type(value) in PLAIN_TYPES or id(value) in self._known:
+            return
+        parts = _parts_of(value)
+        if parts is None:
+            return
+        identity = id(value)
+        if identity in above:
+            raise SignatureError(
+                f"{''.join(path) or 'An object'} refers back to {above[identity] or 'itself'}; "
+                "objects that hold themselves cannot be taken apart.",
+                remedy="Leave the reference out of what is passed and returned.",
+            )
+        self._places[identity] = self._places.get(identity, 0) + 1
+        if self._places[identity] > 1 and _matters(value):
+            return
+        self._alive.append(value)
+        if len(self._alive) > _MOST:
+            raise SignatureError(
+                f"The call reaches more than {_MOST:,} objects through its arguments or results.",
+                remedy="Pass and return what is needed, not what holds it.",
+            )
+        if _is_changeable(value):
+            self.changeable.append(value)
+        inside = {**above, identity: "".join(path)}
+        for name, child in parts:
+            self.count(child, (*path, name), inside)
+
+    def shares(self) -> bool:
+        """Whether anything that a call may change has several places."""
+        return any(self._places[id(each)] > 1 for each in self._alive if _matters(each))
+
+    def convert(self, value: Any) -> Any:
+        """A tree that was counted, with nodes in the place of objects."""
+        if type(value) in PLAIN_TYPES:
+            return value
+        known = self._known.get(id(value))
+        if known is not None:
+            return known
+        constant = _constant_of(value)
+        if constant is not None and type(value) is not set:
+            return constant
+        if id(value) in self._numbers:
+            return _Again([], self._numbers[id(value)])
+        made = self._convert_inside(value) if constant is None else constant
+        places = self._places.get(id(value), 1)
+        if places == 1 or not _matters(value):
+            return made
+        number = self._numbers[id(value)] = len(self._numbers)
+        return _Shared([made], (number, places))
+
+    def _convert_inside(self, value: Any) -> Any:
+        """A container with what it holds converted, or an object's node."""
+        if is_container(value):
+            children, spec = one_level(value)
+            return spec.unflatten([self.convert(child) for child in children])
+        layout = layout_of(type(value))
+        if layout is None:
+            return value
+        attributes = layout.attributes(value)
+        children = [self.convert(child) for child in attributes.values()]
+        if layout.holds:
+            children.append(self._convert_inside(layout.content(value)))
+        return ObjectNode(children, _Kind(type(value), tuple(attributes), layout.holds))
+
+
+def changeable(tree: Any) -> list[Any]:
+    """The objects and containers of a tree that a call may change, in the order of the tree."""
+    walk = _Walk()
+    walk.count(tree, (), {})
+    return walk.changeable
+
+
+def is_container(value: Any) -> bool:
+    """Whether PyTorch's trees look into a value."""
+    children, _ = one_level(value)
+    return len(children) != 1 or children[0] is not value
+
+
+def one_level(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """What a container holds, and how it is built again."""
+    return pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+
+
+def _parts_of(value: Any) -> list[tuple[str, Any]] | None:
+    """What a container or object holds, with names; None for anything else."""
+    if _constant_of(value) is not None:
+        return [] if type(value) is set else None
+    if is_container(value):
+        children, _ = one_level(value)
+        return [(f"[{place}]", child) for place, child in enumerate(children)]
+    layout = layout_of(type(value))
+    if layout is None:
+        return None
+    found = [(f".{name}", child) for name, child in layout.attributes(value).items()]
+    content = layout.content(value)
+    values = content.values() if isinstance(content, dict) else content
+    return found + [(f"[{place}]", child) for place, child in enumerate(values)]
+
+
+def _constant_of(value: Any) -> _Node | None:
+    """A node for a value without tensors that its spec can hold; None for others."""
+    if isinstance(value, enum.Enum | type | torch.layout | torch.memory_format):
+        return _Constant([], (type(value), value))
+    if type(value) is torch.Size:
+        return _Constant([], (torch.Size, value))
+    if type(value) in (set, frozenset) and all(isinstance(each, _SET_VALUES) for each in value):
+        return _Set([], (type(value), frozenset((type(each), each) for each in value)))
+    return None
+
+
+def _is_changeable(value: Any) -> bool:
+    """Whether a call may change it in place, and not only what it holds."""
+    if isinstance(value, tuple) or type(value) is frozenset:
+        return False
+    return type(value) is set or is_container(value) or layout_of(type(value)) is not None
+
+
+def _matters(value: Any) -> bool:
+    """Whether it matters that two places hold the same object: not for a tuple of plain values."""
+    if isinstance(value, tuple):
+        return any(type(each) not in PLAIN_TYPES for each in value)
+    return _is_changeable(value)
+
+
+def detached(tree: Any) -> Any:
+    """A tree whose tensors are detached; objects in it stay the same, and hold detached tensors."""
+    for each in changeable(tree) if has_objects(pytree.tree_leaves(tree)) else []:
+        layout = None if is_container(each) else layout_of(type(each))
+        if layout is not None:
+            for name, value in layout.attributes(each).items():
+                if isinstance(value, torch.Tensor) and value.requires_grad:
+                    layout.set(each, name, value.detach())
+        elif type(each) is list:
+            each[:] = [v.detach() if isinstance(v, torch.Tensor) else v for v in each]
+        elif type(each) is dict:
+            each |= {k: v.detach() for k, v in each.items() if isinstance(v, torch.Tensor)}
+    return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)

@@ -1,0 +1,254 @@
+"""Effects: what a call does to the objects and containers that it was given.
+
+A cache that grew, an attribute that was rebound, a list that got an element: a captured call runs
+on copies of the caller's objects, which are compared before and after. What has changed is part of
+what the call returns, as an `Outcome`; after each replay it is done to the caller's own objects,
+with tensors of that replay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..calls.objects import (
+    GivenNode,
+    apart,
+    changeable,
+    has_objects,
+    is_container,
+    layout_of,
+    one_level,
+)
+from ..calls.signature import SCALARS, describe
+
+_LISTS, _DICTIONARIES = ("list", "deque"), ("dict", "OrderedDict", "defaultdict")
+
+
+@dataclass(frozen=True)
+class Change:
+    """A change of one of the caller's objects; the values that are new stand apart from it.
+
+    Attributes:
+        position: of the object among those of the call.
+        attributes: whether its attributes have changed, not what it holds as a container.
+        removed: names or keys that are gone.
+        start: for a list, where it begins to differ.
+    """
+
+    position: int
+    attributes: bool
+    removed: tuple[Any, ...] = ()
+    start: int = 0
+
+
+class Outcome:
+    """What a call returned, and what it did to the objects that it was given.
+
+    Attributes:
+        result: what it returned.
+        values: for each change, the new values.
+        changes: what has changed.
+    """
+
+    def __init__(self, result: Any, values: Sequence[Any], changes: tuple[Change, ...]) -> None:
+        self.result = result
+        self.values = values
+        self.changes = changes
+
+    def happen(self, given: Sequence[Any]) -> Any:
+        """Do to the caller's objects what the call did; returns its result."""
+        for change, value in zip(self.changes, self.values, strict=True):
+            _do(given[change.position], change, value)
+        return self.result
+
+
+def _made(children: list[Any], changes: Any) -> Outcome:
+    return Outcome(children[0], children[1], changes)
+
+
+pytree.register_pytree_node(
+    Outcome,
+    lambda outcome: ([outcome.result, list(outcome.values)], outcome.changes),
+    lambda children, changes: _made(list(children), changes),
+    flatten_with_keys_fn=lambda outcome: (
+        [
+            (pytree.GetAttrKey("result"), outcome.result),
+            (pytree.GetAttrKey("changes"), list(outcome.values)),
+        ],
+        outcome.changes,
+    ),
+)
+
+
+class Unrepeatable(Exception):
+    """A call changed something in a way that cannot be repeated; says what."""
+
+
+class GivenObjects:
+    """The objects among a call's arguments as they were before it ran.
+
+    Attributes:
+        objects: what a call may change in place, in the order of the arguments.
+    """
+
+    def __init__(self, arguments: Any) -> None:
+        """Remember what the arguments hold."""
+        self.objects = changeable(arguments)
+        self._before = [(_attributes(each), _content(each)) for each in self.objects]
+
+    def changes(self) -> tuple[list[Change], list[Any]]:
+        """What the call has done to them, and the new values.
+
+        Raises:
+            Unrepeatable: it changed a container that is not one of Python's own.
+        """
+        changes: list[Change] = []
+        values: list[Any] = []
+        for position, (each, (attributes, content)) in enumerate(
+            zip(self.objects, self._before, strict=True)
+        ):
+            for is_attributes, before, after in (
+                (True, attributes, _attributes(each)),
+                (False, content, _content(each)),
+            ):
+                found = _difference(before, after)
+                if found is None:
+                    continue
+                if not is_attributes and _kind(each) is None:
+                    raise Unrepeatable(f"a {type(each).__name__}, in a way of its own")
+                removed, start, value = found
+                changes.append(Change(position, is_attributes, removed, start))
+                values.append(value)
+        return changes, values
+
+    def outcome(self, result: Any) -> tuple[Any, bool]:
+        """What the call returned, taken apart, and whether it has to do with the arguments.
+
+        Raises:
+            Unrepeatable: it changed a container that is not one of Python's own.
+            SignatureError: an object holds itself, or there are too many.
+        """
+        changes, values = self.changes()
+        if not changes and not self.objects:
+            return apart(result), False
+        whole = Outcome(result, values, tuple(changes)) if changes else result
+        made = apart(whole, self.objects)
+        refers = bool(changes) or _refers(made)
+        return (made if refers or has_objects(pytree.tree_leaves(result)) else result), refers
+
+
+def _refers(tree: Any) -> bool:
+    """Whether a tree that was taken apart has objects of the caller in it."""
+    found = pytree.tree_leaves(tree, is_leaf=lambda each: isinstance(each, GivenNode))
+    return any(isinstance(each, GivenNode) for each in found)
+
+
+def _kind(value: Any) -> str | None:
+    """What kind of container of Python's own a value is, or holds; None for others."""
+    cls = type(value)
+    if cls is set:
+        return "set"
+    if is_container(value):
+        name = cls.__name__ if cls.__module__ in ("builtins", "collections") else ""
+        return name if name in (*_LISTS, *_DICTIONARIES) else None
+    layout = layout_of(cls)
+    return None if layout is None or not layout.holds else str(layout.base.__name__)
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    if is_container(value):
+        return dict(vars(value)) if hasattr(value, "__dict__") else {}
+    layout = layout_of(type(value))
+    return {} if layout is None else layout.attributes(value)
+
+
+def _content(value: Any) -> Any:
+    """What a container holds, in a plain dictionary or list."""
+    kind = _kind(value)
+    if kind == "set":
+        return dict.fromkeys(value)
+    if kind in _DICTIONARIES:
+        return dict(value)
+    if kind in _LISTS:
+        return list(value)
+    if not is_container(value):
+        return []
+    children, spec = one_level(value)
+    return {"spec": _Equal(spec), **dict(enumerate(children))}
+
+
+@dataclass(frozen=True)
+class _Equal:
+    """Is the same as what is equal to it."""
+
+    value: Any
+
+
+def _difference(before: Any, after: Any) -> tuple[tuple[Any, ...], int, Any] | None:
+    """What is gone, where a list begins to differ, and what is new; None if nothing is."""
+    if isinstance(before, list):
+        start = 0
+        for mine, its in zip(before, after, strict=False):
+            if not same(mine, its):
+                break
+            start += 1
+        if start == len(before) == len(after):
+            return None
+        return (), start, after[start:]
+    removed = tuple(key for key in before if key not in after)
+    new = {k: v for k, v in after.items() if k not in before or not same(before[k], v)}
+    if [k for k in before if k in after] != [k for k in after if k in before]:
+        removed, new = tuple(before), after  # In another order.
+    return (removed, 0, new) if removed or new else None
+
+
+def same(before: Any, after: Any) -> bool:
+    """Whether a value is what it was: the same object, or plain values in containers alike."""
+    if before is after:
+        return True
+    if type(before) is not type(after) or isinstance(before, torch.Tensor):
+        return False
+    if isinstance(before, SCALARS):
+        return describe(before) == describe(after)
+    if type(before) in (list, tuple):
+        return len(before) == len(after) and all(map(same, before, after))
+    if type(before) is dict:
+        return [*before] == [*after] and all(map(same, before.values(), after.values()))
+    return isinstance(before, _Equal | torch.Size) and bool(before == after)
+
+
+def _do(target: Any, change: Change, value: Any) -> None:
+    """Do a change to an object."""
+    if change.attributes:
+        layout = layout_of(type(target))
+        if layout is None:  # A container with attributes.
+            for name in change.removed:
+                del vars(target)[name]
+            vars(target).update(value)
+            return
+        for name in change.removed:
+            layout.remove(target, name)
+        for name, each in value.items():
+            layout.set(target, name, each)
+        return
+    kind = _kind(target)
+    if kind == "set":
+        target.difference_update(change.removed)
+        target.update(value)
+    elif kind in _DICTIONARIES:
+        # An OrderedDict keeps its order itself; what a subclass makes of writing is its own.
+        cls: Any = type(target) if is_container(target) else dict
+        for key in change.removed:
+            cls.__delitem__(target, key)
+        cls.update(target, value)
+    elif kind == "deque":
+        while len(target) > change.start:
+            target.pop()
+        target.extend(value)
+    else:
+        list.__setitem__(target, slice(change.start, None), value)

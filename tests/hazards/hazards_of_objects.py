@@ -1,0 +1,239 @@
+"""Hazards of objects that a call is given, changes and returns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hazards import any_call_fits, hazard, rand, refused, same
+
+import graphwright as gw
+from graphwright.calls import objects
+from graphwright.graphs import captured_call, effects, static_tensors
+
+
+@dataclasses.dataclass
+class Cache:
+    """Grows by what it is given, as a language model's does."""
+
+    keys: torch.Tensor
+    seen: list[torch.Tensor] = dataclasses.field(default_factory=list)
+    scale: float = 1.0
+
+    def update(self, x: torch.Tensor) -> torch.Tensor:
+        self.keys = torch.cat([self.keys, x * self.scale])
+        self.seen.append(x + 1)
+        return self.keys
+
+
+def step(x: torch.Tensor, cache: Cache) -> Any:
+    return cache.update(x).sum(0), cache
+
+
+def cache_of(*rows: torch.Tensor) -> Cache:
+    return Cache(torch.cat(rows))
+
+
+def prepared(fn: Any, *args: Any, **options: Any) -> Any:
+    """What graph() made, with a graph for such calls: the first one with objects is eager."""
+    graphed = gw.graph(fn, **options)
+    graphed.prepare([args])
+    return graphed
+
+
+# Switches.
+
+
+def effects_do_not_happen(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(effects.Outcome, "happen", lambda self, given: self.result)
+
+
+def objects_stay_static(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(
+        static_tensors.StaticOutputs,
+        "build",
+        lambda self, leaves, copies, finish=None: self.again(finish),
+    )
+
+
+def objects_are_those_of_the_first_call(patch: pytest.MonkeyPatch) -> None:
+    first: list[Any] = []
+    found = captured_call._objects_of
+
+    def once(args: Any, kwargs: Any) -> Any:
+        if any(isinstance(each, Cache) for each in args) and len(first) < 2:
+            first.append(found(args, kwargs))  # The first is of the sample.
+        return first[-1] if first else found(args, kwargs)
+
+    patch.setattr(captured_call, "_objects_of", once)
+
+
+def captures_run_on_the_callers_objects(patch: pytest.MonkeyPatch) -> None:
+    kept: list[Any] = []
+    flatten = captured_call.flatten
+
+    def flattened(args: Any, kwargs: Any, **options: Any) -> Any:
+        kept[:] = [(args, kwargs)]
+        return flatten(args, kwargs, **options)
+
+    patch.setattr(captured_call, "flatten", flattened)
+    patch.setattr(captured_call, "unflatten", lambda leaves, spec: kept[0])
+
+
+def places_are_told_apart(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(objects, "_matters", lambda value: False)
+
+
+def threads_share_what_they_build_with(patch: pytest.MonkeyPatch) -> None:
+    class Shared:
+        is_on = False
+        given: Any = ()
+        shared: dict[int, Any] = {}  # noqa: RUF012  # it is to be shared
+
+    patch.setattr(objects, "_BUILDING", Shared())
+
+
+# Checks.
+
+
+@hazard(21, objects_stay_static)
+def a_cache_of_call_1_is_right_after_call_2(device: torch.device) -> None:
+    a, b = rand(device, 2, 4), rand(device, 2, 4)
+    x = rand(device, 1, 4)
+    graphed = prepared(step, x, cache_of(a))
+    first, second = cache_of(a), cache_of(b)
+    result, returned = graphed(x, first)
+    graphed(x * 3, second)
+    assert returned is first
+    same(first.keys, torch.cat([a, x]))
+    same(first.seen[0], x + 1)
+    same(second.keys, torch.cat([b, x * 3]))
+    same(result, torch.cat([a, x]).sum(0))
+
+
+@hazard(21, effects_do_not_happen)
+def a_cache_that_was_passed_in_has_grown(device: torch.device) -> None:
+    a, x = rand(device, 2, 4), rand(device, 1, 4)
+    graphed = prepared(step, x, cache_of(a))
+    cache = cache_of(a)
+    for n in range(1, 4):
+        graphed(x * n, cache)
+    same(cache.keys, torch.cat([a, x, x * 2, x * 3]))
+    assert len(cache.seen) == 3
+
+
+@hazard(21, any_call_fits)
+def a_plain_value_of_an_object_counts(device: torch.device) -> None:
+    a, x = rand(device, 2, 4), rand(device, 1, 4)
+    graphed = prepared(step, x, cache_of(a))
+    for scale in (1.0, -2.0, 0.0, -0.0, 1.0):
+        cache, its = cache_of(a), cache_of(a)
+        cache.scale = its.scale = scale
+        result, _ = graphed(x, cache)
+        same(result, step(x, its)[0])
+        same(cache.keys, its.keys)
+        assert str(cache.keys.sum() * scale) == str(its.keys.sum() * scale)
+
+
+@hazard(21, places_are_told_apart)
+def two_objects_share_a_list(device: torch.device) -> None:
+    def both(x: torch.Tensor, one: Cache, other: Cache) -> torch.Tensor:
+        one.seen.append(x * 2)
+        return sum((each.sum() for each in other.seen), torch.zeros((), device=x.device))
+
+    def pair() -> tuple[Cache, Cache]:
+        one = Cache(torch.ones(1, device=device), [torch.ones(1, device=device)])
+        return one, Cache(torch.ones(1, device=device), one.seen)
+
+    x = rand(device, 3)
+    graphed = prepared(both, x, *pair())
+    one, other = pair()
+    same(graphed(x, one, other), (x * 2).sum() + 1)
+    assert one.seen is other.seen
+    same(other.seen[-1], x * 2)
+
+
+@hazard(22, objects_are_those_of_the_first_call)
+def an_object_that_the_caller_has_replaced(device: torch.device) -> None:
+    a, x = rand(device, 2, 4), rand(device, 1, 4)
+    graphed = prepared(step, x, cache_of(a))
+    first = cache_of(a)
+    graphed(x, first)
+    second = cache_of(a * 2)
+    _, returned = graphed(x, second)
+    assert returned is second
+    same(second.keys, torch.cat([a * 2, x]))
+    same(first.keys, torch.cat([a, x]))
+
+
+@hazard(22, captures_run_on_the_callers_objects)
+def a_capture_leaves_the_callers_objects_alone(device: torch.device) -> None:
+    a, x = rand(device, 2, 4), rand(device, 1, 4)
+    cache = cache_of(a)
+    prepared(step, x, cache)
+    same(cache.keys, a)
+    assert cache.seen == []
+
+    def fails(x: torch.Tensor, cache: Cache) -> None:
+        cache.keys = x
+        raise ValueError("between two effects")
+
+    refused(gw.CaptureError, lambda: gw.capture(fails, x, cache))
+    same(cache.keys, a)
+
+
+@hazard(22, captures_run_on_the_callers_objects)
+def an_exception_between_two_effects_leaves_the_first(device: torch.device) -> None:
+    def fails(x: torch.Tensor, cache: Cache) -> None:
+        cache.seen.append(x)
+        if cache.scale > 1:
+            raise ValueError("between two effects")
+        cache.keys = x * 2
+
+    a, x = rand(device, 2, 4), rand(device, 1, 4)
+    graphed = prepared(fails, x, cache_of(a))
+    for _ in range(3):
+        cache = cache_of(a)
+        cache.scale = 2.0
+        refused(ValueError, lambda: graphed(x, cache))  # noqa: B023  # called at once
+        assert len(cache.seen) == 1
+        same(cache.keys, a)
+    cache = cache_of(a)
+    graphed(x, cache)
+    same(cache.keys, x * 2)
+
+
+@hazard(22, threads_share_what_they_build_with)
+def threads_have_objects_of_their_own(device: torch.device) -> None:
+    a, x = rand(device, 2, 4), rand(device, 1, 4)
+    graphed = prepared(step, x, cache_of(a))
+    caches = [cache_of(a * n) for n in range(2)]
+    both = threading.Barrier(2)
+    returned: dict[int, Any] = {}
+    giving = captured_call.giving
+
+    @contextlib.contextmanager
+    def meeting(given: Any) -> Iterator[None]:
+        with giving(given):
+            both.wait(20)
+            yield
+            both.wait(20)
+
+    def call(n: int) -> None:
+        returned[n] = graphed(x, caches[n])[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(captured_call, "giving", meeting)
+        threads = [threading.Thread(target=call, args=(n,)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    for n, cache in enumerate(caches):
+        assert returned[n] is cache
+        same(cache.keys, torch.cat([a * n, x]))
