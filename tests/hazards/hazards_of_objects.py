@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import threading
 from collections.abc import Iterator
@@ -10,10 +11,11 @@ from typing import Any
 
 import pytest
 import torch
-from hazards import any_call_fits, hazard, rand, refused, same
+from hazards import any_call_fits, hazard, rand, refused, results_are_copies, same
+from torch import nn
 
 import graphwright as gw
-from graphwright.calls import objects
+from graphwright.calls import objects, places
 from graphwright.graphs import captured_call, effects, static_tensors
 
 
@@ -237,3 +239,104 @@ def threads_have_objects_of_their_own(device: torch.device) -> None:
     for n, cache in enumerate(caches):
         assert returned[n] is cache
         same(cache.keys, torch.cat([a * n, x]))
+
+
+# Attributes that forward sets.
+
+
+class Keeps(nn.Module):
+    """Keeps a view of its input, what it computed in a list, and one thing more in a dictionary."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.first: Any = None
+        self.levels: list[torch.Tensor] = []
+        self.table: dict[str, Any] = {"mean": None}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.linear(x)
+        self.first = x[:1]
+        self.levels = [y]
+        self.levels.append(y * 2)
+        self.table["mean"] = y.mean(0)
+        return y + self.levels[1]
+
+
+def pair_of(make: Any, device: torch.device) -> tuple[Any, Any]:
+    torch.manual_seed(0)
+    model = make().eval().to(device)
+    return model, copy.deepcopy(model)
+
+
+def any_value_fits(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(places.Place, "fits", lambda self: True)
+
+
+@hazard(21, objects_stay_static)
+def attributes_of_call_1_are_right_after_call_2(device: torch.device) -> None:
+    model, its = pair_of(Keeps, device)
+    graphed = gw.graph(model)
+    with torch.no_grad():
+        graphed(rand(device, 2, 4))
+        x = rand(device, 2, 4)
+        graphed(x)
+        its(x)
+        held = model.levels, model.table["mean"], model.first
+        graphed(x * 3)
+    assert graphed.statistics.hits == 3
+    assert graphed.statistics.captures == 1
+    for mine, other in zip(held[0], its.levels, strict=True):
+        same(mine, other)
+    same(held[1], its.table["mean"])
+    same(held[2], its.first)
+
+
+@hazard(22, effects_do_not_happen)
+def attributes_are_what_eager_leaves(device: torch.device) -> None:
+    model, its = pair_of(Keeps, device)
+    graphed = gw.graph(model)
+    with torch.no_grad():
+        for _ in range(3):
+            x = rand(device, 2, 4)
+            same(graphed(x), its(x))
+            assert type(model.levels) is list
+            for mine, other in zip(model.levels, its.levels, strict=True):
+                same(mine, other)
+            same(model.table["mean"], its.table["mean"])
+    assert graphed.statistics.hits == 3
+
+
+@hazard(22, results_are_copies)
+def an_attribute_is_a_view_of_an_input(device: torch.device) -> None:
+    model, _ = pair_of(Keeps, device)
+    graphed = gw.graph(model)
+    with torch.no_grad():
+        for _ in range(2):
+            x = rand(device, 2, 4)
+            graphed(x)
+            x.fill_(7.0)
+            same(model.first, torch.full((1, 4), 7.0, device=device))
+
+
+@hazard(22, any_value_fits)
+def an_attribute_that_the_caller_gave_another_kind_of_value(device: torch.device) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last: Any = None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            twice = self.last is not None and self.last.dim() == 1
+            self.last = x + 1
+            return x * 2 if twice else x * 1
+
+    model, its = pair_of(Branches, device)
+    graphed = gw.graph(model)
+    with torch.no_grad():
+        for value in (None, None, torch.ones(3, device=device), None):
+            x = rand(device, 2, 4)
+            if value is not None:
+                model.last = its.last = value
+            same(graphed(x), its(x))
+            same(model.last, its.last)

@@ -162,12 +162,18 @@ class Source:
 
 
 class DictionarySource(Source):
-    """The content of a dictionary."""
+    """The content of a dictionary, without hidden keys."""
 
-    __slots__ = ()
+    __slots__ = ("_hidden",)
+
+    def __init__(self, name: Name, owner: Any, hidden: frozenset[Any] = frozenset()) -> None:
+        self._hidden = hidden
+        super().__init__(name, owner)
 
     def read(self) -> dict[Any, Any]:
-        return dict(self.owner)
+        if not self._hidden:
+            return dict(self.owner)
+        return {key: value for key, value in dict(self.owner).items() if key not in self._hidden}
 
     def put_back(self) -> None:
         owner, held = self.owner, self.held
@@ -235,17 +241,24 @@ class AttributesSource(Source):
     Of attributes that the call's code does not name, only modules, tensors and plain values count.
     """
 
-    __slots__ = ("_names",)
+    __slots__ = ("_hidden", "_names")
 
-    def __init__(self, name: Name, owner: Any, names: frozenset[str] | None = None) -> None:
+    def __init__(
+        self,
+        name: Name,
+        owner: Any,
+        names: frozenset[str] | None = None,
+        hidden: frozenset[Any] = frozenset(),
+    ) -> None:
         self._names = names
+        self._hidden = hidden
         super().__init__(name, owner)
 
     def read(self) -> dict[Any, Any]:
         names, now = self._names, {}
         is_module = isinstance(self.owner, nn.Module)
         for key, value in dict(_attributes_of(self.owner) or ()).items():
-            if is_module and key in _IGNORED:
+            if (is_module and key in _IGNORED) or key in self._hidden:
                 continue
             named = names is None or key in names
             if not named and not (is_module and isinstance(value, _ALWAYS)):
@@ -391,7 +404,13 @@ class Dependencies:
     """
 
     def __init__(
-        self, root: Any, *, training: bool = False, whole: bool = False, hooks: bool = True
+        self,
+        root: Any,
+        *,
+        training: bool = False,
+        whole: bool = False,
+        hooks: bool = True,
+        hidden: Mapping[int, frozenset[Any]] | None = None,
     ) -> None:
         """Walk from a root to everything that its call can reach.
 
@@ -401,7 +420,9 @@ class Dependencies:
             whole: also look at what a watch need not see but a run may change: hooks of all kinds,
                 attributes that no code names, long lists.
             hooks: also look at what hooks reach; not needed where they run at every call.
+            hidden: attributes and items to leave out, by the identity of their owners.
         """
+        self._hidden = {} if hidden is None else hidden
         while isinstance(root, StandIn):
             root = root._graphwright_stands_for
         self.root = root
@@ -503,7 +524,9 @@ class Dependencies:
             before = "" if kind in _HOLDERS else "hook "
             self._held(Name(before, "", after), getattr(module, kind))
         names = self._names if id(type(module)) in self._classes else None
-        source = AttributesSource(Name("attribute ", "", after), module, names)
+        source = AttributesSource(
+            Name("attribute ", "", after), module, names, self._hidden_of(module)
+        )
         self._add(source, 1, inside=True)
         self._class(type(module), "forward")
         self._of_modules += len(self.sources) - before_it
@@ -525,6 +548,9 @@ class Dependencies:
         for key, value in source.held.items():
             if value is not None and not isinstance(value, nn.Module):
                 self._values.append((source.key_name(key), value, 1, True))
+
+    def _hidden_of(self, owner: Any) -> frozenset[Any]:
+        return self._hidden.get(id(owner), frozenset())
 
     def _visited(self, value: Any) -> bool:
         """Whether something is visited for the first time; notes the visit."""
@@ -585,7 +611,8 @@ class Dependencies:
                 self._add(kind(name, value), depth, inside=inside)
             self._container_attributes(name, value, depth, inside)
         elif isinstance(value, dict):
-            self._add(DictionarySource(name, value), depth, inside=inside)
+            source = DictionarySource(name, value, self._hidden_of(value))
+            self._add(source, depth, inside=inside)
             self._container_attributes(name, value, depth, inside)
         else:
             self._object(name, value, depth, inside)
@@ -618,7 +645,8 @@ class Dependencies:
         if _attributes_of(value) is not None:
             seen = True
             self.typed.append(value)
-            self._add(AttributesSource(name, value, names), depth, inside=inside)
+            source = AttributesSource(name, value, names, self._hidden_of(value))
+            self._add(source, depth, inside=inside)
         if _slots_of(kind):
             seen = True
             self._add(SlotsSource(name, value), depth, inside=inside)

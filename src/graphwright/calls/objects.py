@@ -506,3 +506,25 @@ def detached(tree: Any) -> Any:
         elif type(each) is dict:
             each |= {k: v.detach() for k, v in each.items() if isinstance(v, torch.Tensor)}
     return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, tree)
+
+
+@dataclass(frozen=True)
+class Equal:
+    """Is the same as what is equal to it."""
+
+    value: Any
+
+
+def same(before: Any, after: Any) -> bool:
+    """Whether a value is what it was: the same object, or plain values in containers alike."""
+    if before is after:
+        return True
+    if type(before) is not type(after) or isinstance(before, torch.Tensor):
+        return False
+    if type(before) in PLAIN_TYPES:
+        return repr(before) == repr(after)  # Which tells -0.0 from 0.0, and NaN is NaN.
+    if type(before) in (list, tuple):
+        return len(before) == len(after) and all(map(same, before, after))
+    if type(before) is dict:
+        return [*before] == [*after] and all(map(same, before.values(), after.values()))
+    return isinstance(before, Equal | torch.Size) and bool(before == after)

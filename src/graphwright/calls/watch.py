@@ -11,7 +11,7 @@ import itertools
 import operator
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
 import torch
@@ -102,6 +102,7 @@ class ModuleWatch:
         hooks: bool = True,
         found: Dependencies | None = None,
         checks: Checks = "full",
+        hidden: Mapping[int, frozenset[Any]] | None = None,
     ) -> None:
         """Begin to watch.
 
@@ -114,10 +115,13 @@ class ModuleWatch:
             hooks: also watch what hooks reach; not needed where they run at every call.
             found: what the module depends on, if that is known.
             checks: with any but "full", nothing is looked at and nothing has ever changed.
+            hidden: attributes and items that are not watched, by the identity of their owners.
         """
         self.values = values
         self._module = module
-        self._walk = functools.partial(Dependencies, module, training=training, hooks=hooks)
+        self._walk = functools.partial(
+            Dependencies, module, training=training, hooks=hooks, hidden=hidden
+        )
         self._training = training
         self.audit = self._audit = audit if values else None
         self._looks = 0

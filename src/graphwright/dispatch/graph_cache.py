@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ..calls.modules import FunctionModule, any_in_training
+from ..calls.places import Place, hidden
 from ..calls.signature import Args, CallSignature, Kwargs, quick_key
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
@@ -113,6 +114,8 @@ class GraphCache:
         self._outputs: Outputs = outputs
         self._breaks: Breaks = breaks
         self._objects = objects
+        # Attributes and items to which calls write, and which are not watched.
+        self._places: dict[tuple[int, Any], Place] = {}
         self._max_graphs = max_graphs
         self._forget = forget
         self._forget_proofs = forget_proofs
@@ -130,7 +133,10 @@ class GraphCache:
         # Finding what a function reaches takes a while, so it is done again only after a change.
         if self._function is None or not self._function[1].unchanged():
             made = FunctionModule(self.fn)
-            self._function = made, ModuleWatch(made, values=False)
+            self._function = (
+                made,
+                ModuleWatch(made, values=False, hidden=hidden(self._places.values())),
+            )
         return self._function[0]
 
     def grad_mode(self) -> bool | None:
@@ -164,10 +170,26 @@ class GraphCache:
                 self._drop(self._states[0])
             module = self.module()
             training = any_in_training(module)
-            watch = ModuleWatch(module, values=False, checks=self.checks)
+            watch = self._new_watch(module)
             self._current = StateGraphs(watch, training, _by_grad_mode(module))
             self._states.append(self._current)
             return self._current
+
+    def _new_watch(self, module: nn.Module) -> ModuleWatch:
+        found = hidden(self._places.values())
+        return ModuleWatch(module, values=False, checks=self.checks, hidden=found)
+
+    def _hide(self, places: Iterable[Place]) -> None:
+        """From now on, do not watch places that calls write to."""
+        new = {(id(each.owner), each.key): each for each in places}
+        if new.keys() <= self._places.keys():
+            return
+        state = self.known_state()
+        self._places |= new
+        for other in [each for each in self._states if each is not state]:
+            self._drop(other)
+        if state is not None:
+            state.watch = self._new_watch(self.module())
 
     @property
     def current(self) -> StateGraphs | None:
@@ -296,6 +318,7 @@ class GraphCache:
         for old in list(self._order)[: max(0, len(self._order) + 1 - self._max_graphs)]:
             self.discard(self._order[old])
         graph.record(share_inputs=self._outputs == "fresh")
+        self._hide(graph.places)
         # The first run may have set something up for good; the graph belongs to the state now.
         state = self.state()
         state.is_used = True

@@ -170,6 +170,8 @@ class GraphedCallable(StandIn):
         self._for_changes = CaptureBudget(free=2)
         self._for_room = CaptureBudget()
         self._for_refusals = CaptureBudget()
+        # Objects that hold tensors of other shapes each time, as a growing cache does.
+        self._for_objects = CaptureBudget()
 
     @property
     def _graphwright_stands_for(self) -> Any:
@@ -243,6 +245,8 @@ class GraphedCallable(StandIn):
             else:
                 if watch.changed() is not None:
                     return self._find(args, kwargs)
+                if graph.places and (why := graph.misfit()) is not None:
+                    return self._missed(UNCAPTURED, why, args, kwargs)
                 result = graph.run(args, kwargs)
         except GraphClosed:
             return self._find(args, kwargs)
@@ -372,7 +376,10 @@ class GraphedCallable(StandIn):
             return Miss("no graph fits", self._why(call))
         if self._is_first(signature):
             return Miss(FIRST, "the next such call is captured")
-        for budget in (self._for_room, self._for_refusals, self._for_values.get(_kind_of(call))):
+        budgets = [self._for_room, self._for_refusals, self._for_values.get(_kind_of(call))]
+        if signature.has_objects:
+            budgets.append(self._for_objects)
+        for budget in budgets:
             if budget is not None and budget.waits:
                 return Miss(UNPAID, budget.reason, budget)
         began = time.perf_counter()
@@ -426,6 +433,13 @@ class GraphedCallable(StandIn):
                 self._answered(),
                 f"there are more kinds of calls than graphs may be kept; raise max_graphs="
                 f"{self._max_graphs}, or name the sizes that vary as buckets",
+            )
+        if call.signature.has_objects:
+            self._for_objects.spend(
+                seconds,
+                self._answered(),
+                "objects among the arguments are of other shapes in most calls; pass a cache whose "
+                "tensors keep their shapes, such as transformers' StaticCache",
             )
         kind = _kind_of(call)
         if kind is None:

@@ -18,6 +18,7 @@ from ..calls.modes import opaque
 from ..calls.modules import FunctionModule, first_in_training
 from ..calls.objects import changeable, giving, has_objects
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
+from ..calls.places import Place, hidden, misfit
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -119,6 +120,8 @@ class CapturedCall(Graph):
         self.parts = Parts()
         self._breaks = breaks
         # Without keyword arguments and containers, the leaves are the arguments themselves.
+        # Attributes and items outside of it that each run writes to.
+        self.places: list[Place] = []
         self._plain_args = (
             not kwargs
             and len(args) == len(self._sample)
@@ -206,11 +209,16 @@ class CapturedCall(Graph):
         return result
 
     def _check_module(self, watch: ModuleWatch) -> None:
-        if (change := watch.changed()) is not None:
+        if (change := watch.changed() or self.misfit()) is not None:
             raise SignatureError(
                 f"Since {self.name} was captured, {change}.",
                 remedy="Capture it again, or use graphwright.graph(), which does so by itself.",
             )
+
+    def misfit(self) -> str | None:
+        """What keeps a replay from standing for a call now, beside changes of the module."""
+        name = misfit(self.places) if self.places else None
+        return None if name is None else f"{name} became another kind of value"
 
     def run(self, args: Args, kwargs: Kwargs, finish: Finish | None = None) -> Any:
         """Replay for a call that is known to fit.
@@ -223,7 +231,7 @@ class CapturedCall(Graph):
         leaves = args if self._plain_args else self._leaves(args, kwargs)
         if not (self.has_effects or (self._holds_objects and self._results is None)):
             return self.run_leaves(leaves, finish, (args, kwargs))
-        given = _objects_of(args, kwargs)
+        given = [*_objects_of(args, kwargs), *(place.owner for place in self.places)]
         with giving(given):
             made = self.run_leaves(leaves, finish, (args, kwargs))
         return made.happen(given) if isinstance(made, Outcome) else made
@@ -425,7 +433,7 @@ class CapturedCall(Graph):
 
     def _plan_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
         """Divide the call into segments; returns the bytes of each memory segment these take."""
-        tree = SegmentTree(self._module, self.pool, self._device)
+        tree = SegmentTree(self._module, self.pool, self._device, self.places)
         recorder = self.pool._recorder_for(self._device)
         taken = tree.plan(self._work, self._sample, recorder, generators)
         self._tree = tree
@@ -502,7 +510,7 @@ class CapturedCall(Graph):
             self._inputs = inputs
             self._held = [self._fn, warmed.external]
             self._set_recording(recording, before, prediction.nbytes)
-        self._watch = ModuleWatch(self._module, values=False)
+        self._watch = ModuleWatch(self._module, values=False, hidden=hidden(self.places))
         if self.parts.names or self._results is None:  # A new path may run others.
             self._watch.join(self.parts)
         if self._results is None:
@@ -556,12 +564,13 @@ class CapturedCall(Graph):
 
     def _outcome(self, given: GivenObjects | None, result: Any) -> Any:
         """What the call returned, taken apart, with what it did to the objects it was given."""
-        if given is None and not has_objects(pytree.tree_leaves(result)):
+        places = self.places
+        if given is None and not (places or has_objects(pytree.tree_leaves(result))):
             return result
         given = GivenObjects(()) if given is None else given
         try:
             if self._takes_objects:
-                tree, effects = given.outcome(result)
+                tree, effects = given.outcome(result, places)
                 self.has_effects = self.has_effects or effects
                 return tree
             if given.changes()[0]:
@@ -583,6 +592,8 @@ class CapturedCall(Graph):
             joining,
             transaction(self.pool, self._module, self._forget, self._trained) as python_state,
         ):
+            if self._takes_objects and self._trained is None:
+                python_state.allow_writes(self.places)
             yield python_state
 
     def _forget(self) -> None:

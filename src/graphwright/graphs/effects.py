@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.utils import _pytree as pytree
 
 from ..calls.objects import (
+    Equal,
     GivenNode,
     apart,
     changeable,
@@ -23,8 +23,9 @@ from ..calls.objects import (
     is_container,
     layout_of,
     one_level,
+    same,
 )
-from ..calls.signature import SCALARS, describe
+from ..calls.places import MISSING, Place
 
 _LISTS, _DICTIONARIES = ("list", "deque"), ("dict", "OrderedDict", "defaultdict")
 
@@ -126,14 +127,23 @@ class GivenObjects:
                 values.append(value)
         return changes, values
 
-    def outcome(self, result: Any) -> tuple[Any, bool]:
-        """What the call returned, taken apart, and whether it has to do with the arguments.
+    def outcome(self, result: Any, places: Sequence[Place] = ()) -> tuple[Any, bool]:
+        """What the call returned, taken apart, and whether that is all that it did.
+
+        Args:
+            result: what it returned.
+            places: outside of the call, to which it has written.
 
         Raises:
             Unrepeatable: it changed a container that is not one of Python's own.
             SignatureError: an object holds itself, or there are too many.
         """
         changes, values = self.changes()
+        for position, place in enumerate(places, len(self.objects)):
+            value = place.value()
+            if value is not MISSING:
+                changes.append(Change(position, place.is_attribute))
+                values.append({place.key: value})
         if not changes and not self.objects:
             return apart(result), False
         whole = Outcome(result, values, tuple(changes)) if changes else result
@@ -179,14 +189,7 @@ def _content(value: Any) -> Any:
     if not is_container(value):
         return []
     children, spec = one_level(value)
-    return {"spec": _Equal(spec), **dict(enumerate(children))}
-
-
-@dataclass(frozen=True)
-class _Equal:
-    """Is the same as what is equal to it."""
-
-    value: Any
+    return {"spec": Equal(spec), **dict(enumerate(children))}
 
 
 def _difference(before: Any, after: Any) -> tuple[tuple[Any, ...], int, Any] | None:
@@ -205,21 +208,6 @@ def _difference(before: Any, after: Any) -> tuple[tuple[Any, ...], int, Any] | N
     if [k for k in before if k in after] != [k for k in after if k in before]:
         removed, new = tuple(before), after  # In another order.
     return (removed, 0, new) if removed or new else None
-
-
-def same(before: Any, after: Any) -> bool:
-    """Whether a value is what it was: the same object, or plain values in containers alike."""
-    if before is after:
-        return True
-    if type(before) is not type(after) or isinstance(before, torch.Tensor):
-        return False
-    if isinstance(before, SCALARS):
-        return describe(before) == describe(after)
-    if type(before) in (list, tuple):
-        return len(before) == len(after) and all(map(same, before, after))
-    if type(before) is dict:
-        return [*before] == [*after] and all(map(same, before.values(), after.values()))
-    return isinstance(before, _Equal | torch.Size) and bool(before == after)
 
 
 def _do(target: Any, change: Change, value: Any) -> None:

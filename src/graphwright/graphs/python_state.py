@@ -10,14 +10,16 @@ import contextlib
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from ..calls.dependencies import Dependencies, Source
-from ..calls.signature import SCALARS, describe, without_memory
+from ..calls.dependencies import AttributesSource, Dependencies, DictionarySource, Source
+from ..calls.objects import same
+from ..calls.places import MISSING, Place, kind_of, tensors_in
+from ..calls.signature import without_memory
 from ..calls.threads import others_run
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
@@ -67,11 +69,24 @@ class PythonState:
             for o in optimizers
         ]
         self._last: _Snapshot | None = None
+        self._places: list[Place] | None = None
 
-    def check(self) -> None:
+    def allow_writes(self, places: list[Place]) -> None:
+        """Let the call write to attributes and items of dictionaries that it does not read.
+
+        Args:
+            places: those that are known; what is found is added.
+        """
+        self._places = places
+
+    def check(self, read: Container[int] | None = None) -> None:
         """Compare with the state after the last run: what changes again and again is state.
 
         What changes in the first run alone may be a cache.
+
+        Args:
+            read: storages that the run has used from outside, by identity, where new places may be
+                found to which each run writes; None where all are known.
 
         Raises:
             CaptureError: something changed; names the attribute or variable.
@@ -85,13 +100,44 @@ class PythonState:
         if before is not None and before.still_holds():
             return
         self._last = now = _Snapshot(self._module, hooks=self._hooks)
-        name = None if before is None else _first_change(before, now)
+        name = None if before is None else self._first_state(before, now, read)
         if name is not None:
             raise StateChanges(
                 f"{name} changes with every call, and a graph repeats no Python.",
                 remedy="Keep it out of the captured call: pass it in and return it as a tensor, or "
                 "update it where the graph is called.",
             )
+
+    def _first_state(
+        self, before: _Snapshot, now: _Snapshot, read: Container[int] | None
+    ) -> str | None:
+        """The name of something that changed and that a graph cannot repeat."""
+        places = self._places
+        if places is None:
+            return next((name for name, *_ in _changes(before, now)), None)
+        rebound: set[int] = set()
+        for name, source, key, old, new in _changes(before, now, rebound):
+            known = None
+            if source is not None:
+                known = next((p for p in places if p.owner is source.owner and p.key == key), None)
+            if known is None and read is not None and source is not None:
+                known = _place(name, source, key, old, new, read)
+                if known is not None:
+                    known.accept(self._at_first(known))
+                    places.append(known)
+            if known is None:
+                return name
+            if kind_of(new) not in known.accepted:
+                known.accept(new)
+            rebound.update(map(id, tensors_in(old)))
+        return None
+
+    def _at_first(self, place: Place) -> Any:
+        """What a place held before the first run."""
+        for source in self._kept.found.sources:
+            if source.owner is place.owner and _is_attribute(source) == place.is_attribute:
+                return source.held.get(place.key, MISSING)
+        return MISSING
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
         """Whether a storage belongs to one of the model's tensors, and the call does not train."""
@@ -103,7 +149,7 @@ class PythonState:
 
     def changed(self) -> str | None:
         """The name of something that has changed since the beginning; None if nothing has."""
-        return _first_change(self._kept, _Snapshot(self._module))
+        return next((name for name, *_ in _changes(self._kept, _Snapshot(self._module))), None)
 
     def refuse_host_randomness(
         self, device: torch.device, generators: Sequence[torch.Generator]
@@ -148,6 +194,8 @@ class PythonState:
             optimizer.state.update(states)
             for group, before in zip(optimizer.param_groups, groups, strict=False):
                 group.update(before)
+        for written in self._places or ():
+            written.put(self._at_first(written))
         if python:
             self._kept.found.put_back()
             for tensor, alias, place in self._data:
@@ -201,8 +249,44 @@ def _labelled(sources: Iterable[Source]) -> Iterator[tuple[tuple[Any, ...], Sour
         yield (*label, counts[label]), source
 
 
-def _first_change(before: _Snapshot, now: _Snapshot) -> str | None:
-    """The name of something that differs between two snapshots; None if nothing does."""
+def _is_attribute(source: Source) -> bool:
+    return type(source) is AttributesSource
+
+
+def _place(
+    name: str, source: Source, key: Any, old: Any, new: Any, read: Container[int]
+) -> Place | None:
+    """A place that each run gives new tensors without reading the old ones; None for others.
+
+    Args:
+        name: of the place.
+        source: what holds it.
+        key: of the place.
+        old: what it held before the last run.
+        new: what that run left in it.
+        read: storages that the run has used from outside, by identity.
+    """
+    if type(source) not in (AttributesSource, DictionarySource):
+        return None
+    kind = kind_of(new)
+    if kind is None or MISSING in (old, new) or kind_of(old) != kind:
+        return None
+    displaced = tensors_in(old)
+    if not displaced or any(t.untyped_storage()._cdata in read for t in displaced):
+        return None
+    return Place(name, source.owner, key, _is_attribute(source), [kind])
+
+
+def _changes(
+    before: _Snapshot, now: _Snapshot, rebound: Container[int] = ()
+) -> Iterator[tuple[str, Source | None, Any, Any, Any]]:
+    """What differs between two snapshots: the name, what holds it, its key, and both values.
+
+    Args:
+        before: the earlier one.
+        now: the later one.
+        rebound: tensors, by identity, of which it is known that others took their places.
+    """
     known = dict(_labelled(now.found.sources))
     for label, old in _labelled(before.found.sources):
         source = known.get(label)
@@ -210,20 +294,18 @@ def _first_change(before: _Snapshot, now: _Snapshot) -> str | None:
             continue  # Another object took its place, which shows in the source that holds it.
         if source.held.keys() != old.held.keys():
             key = next(iter(source.held.keys() ^ old.held.keys()))
-            return str(source.name if source.name.text else source.key_name(key))
+            named = source.name if source.name.text else source.key_name(key)
+            yield str(named), None, key, MISSING, MISSING
         for key, value in source.held.items():
-            if _identity(value) != _identity(old.held[key]):
-                return str(source.key_name(key))
+            if key in old.held and not same(old.held[key], value):
+                yield str(source.key_name(key)), source, key, old.held[key], value
     for name, (tensor, place) in before.places.items():
+        if id(tensor) in rebound:
+            continue
         if now.places.get(name, (None, None)) != (tensor, place) and name in now.places:
-            return name
-    return "a random generator of Python's or NumPy's" if before.drawn() else None
-
-
-def _identity(value: Any) -> Any:
-    if isinstance(value, SCALARS):
-        return describe(value)
-    return id(value)
+            yield name, None, None, tensor, tensor
+    if before.drawn():
+        yield "a random generator of Python's or NumPy's", None, None, None, None
 
 
 def _random_state(value: Any) -> str | None:

@@ -118,9 +118,9 @@ def warm(
                 remedy="Make it before the capture, and give it its first value there.",
             )
         journal.drop_unused_generators()
+        python_state.check(read=frozenset(journal.external))
         for tensor in tensors(result):
             journal.read(tensor)  # It may be a weight that no operation has touched.
-        python_state.check()
         python_state.refuse_host_randomness(recorder.device, journal.generators)
         if fallback is None and recorder.device.type != "cpu":
             _refuse_writes_on_host(journal.written)

@@ -1,0 +1,98 @@
+"""Places that each run of a call writes to: attributes of modules, items of dictionaries.
+
+`self.last = h` in a forward gives the attribute another tensor at each call. Such a place is no
+state that the call depends on, as long as the call does not read what it held before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+from ..errors import SignatureError
+from .objects import apart
+from .signature import describe
+
+MISSING: Any = object()
+
+
+@dataclass(eq=False)
+class Place:
+    """An attribute of an object, or an item of a dictionary, to which each run writes.
+
+    Attributes:
+        name: in words.
+        owner: the object or dictionary.
+        key: the attribute's name, or the item's key.
+        is_attribute: whether it is an attribute.
+        accepted: what it may hold before a call, as `kind_of` tells; the call has shown that it
+            does the same for each of these.
+    """
+
+    name: str
+    owner: Any
+    key: Any
+    is_attribute: bool
+    accepted: list[Any] = field(default_factory=list)
+
+    @property
+    def _holder(self) -> dict[Any, Any]:
+        found: dict[Any, Any] = vars(self.owner) if self.is_attribute else self.owner
+        return found
+
+    def value(self) -> Any:
+        """What it holds; `MISSING` if there is no such attribute or item."""
+        return self._holder.get(self.key, MISSING)
+
+    def put(self, value: Any) -> None:
+        """Let it hold a value, or nothing if that is `MISSING`."""
+        if value is not MISSING:
+            self._holder[self.key] = value
+        elif self.key in self._holder:
+            del self._holder[self.key]
+
+    def accept(self, value: Any) -> None:
+        """Let calls find a value of this kind in it."""
+        kind = kind_of(value)
+        if kind not in self.accepted:
+            self.accepted.append(kind)
+
+    def fits(self) -> bool:
+        """Whether it holds something of a kind that was accepted."""
+        return kind_of(self.value()) in self.accepted
+
+
+def kind_of(value: Any) -> Any:
+    """What two values share that differ in the values of tensors alone; None if it is unknown."""
+    if value is MISSING:
+        return MISSING
+    if value is None:
+        return "None"
+    try:
+        leaves, spec = pytree.tree_flatten(apart(value))
+        return spec, [describe(leaf) for leaf in leaves]
+    except SignatureError:
+        return None
+
+
+def tensors_in(value: Any) -> list[torch.Tensor]:
+    """The tensors in a value that `kind_of` knows."""
+    leaves = pytree.tree_leaves(apart(value))
+    return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def hidden(places: Iterable[Place]) -> Mapping[int, frozenset[Any]]:
+    """The keys of places by the identity of their owners, for `Dependencies`."""
+    found: dict[int, frozenset[Any]] = {}
+    for place in places:
+        found[id(place.owner)] = found.get(id(place.owner), frozenset()) | {place.key}
+    return found
+
+
+def misfit(places: Sequence[Place]) -> str | None:
+    """The name of a place that holds something of another kind than the call knows; or None."""
+    return next((place.name for place in places if not place.fits()), None)

@@ -1,0 +1,131 @@
+"""Language models as people call them: with caches, which are returned, passed in and grow."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import generative
+import pytest
+import torch
+from tiny_architectures import CASES, Case, ids
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import graphwright as gw
+from graphwright.calls.objects import apart
+
+
+def is_generative(case: Case) -> bool:
+    return "use_cache" in case.inputs(0)
+
+
+GENERATIVE = [case for case in CASES if is_generative(case)]
+# Not for their caches: they draw random numbers on the host, or compute something else where they
+# believe that a capture is under way.
+REFUSED = ("MusicgenForCausalLM", "UMT5ForConditionalGeneration")
+
+
+def with_cache(case: Case) -> Case:
+    config = {name: value for name, value in case.config.items() if name != "use_cache"}
+    return Case(case.model, case.inputs, config, case.refused)
+
+
+def inputs(case: Case, step: int) -> dict[str, Any]:
+    return {name: value for name, value in case.inputs(step).items() if name != "use_cache"}
+
+
+def assert_alike(mine: Any, its: Any) -> None:
+    """The same tree of the same classes, with the same tensors."""
+    leaves, spec = pytree.tree_flatten(apart(mine))
+    theirs, expected = pytree.tree_flatten(apart(its))
+    assert spec == expected
+    for a, b in zip(leaves, theirs, strict=True):
+        if isinstance(b, torch.Tensor):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        else:
+            assert (type(a), a) == (type(b), b)
+
+
+def cache_of(result: Any) -> tuple[str, Any] | None:
+    """The argument that takes a result's cache, and the cache."""
+    for name in ("past_key_values", "cache_params", "state"):
+        if result.get(name) is not None:
+            return name, result[name]
+    return None
+
+
+def following(given: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of the call after one, its cache excepted."""
+    torch.manual_seed(1)
+    if "decoder_input_ids" in given:
+        rest = {n: v for n, v in given.items() if not n.startswith("decoder_")}
+        return rest | {"decoder_input_ids": ids(given["decoder_input_ids"].shape[0], 1)}
+    rows = given["input_ids"].shape[0]
+    mask = given.get("attention_mask")
+    one = {} if mask is None else {"attention_mask": torch.cat([mask, mask[:, -1:]], dim=1)}
+    return {"input_ids": ids(rows, 1)} | one
+
+
+def check(model: nn.Module, calls: list[dict[str, Any]], *, refused: bool = False) -> None:
+    """Compare two calls, and one that goes on from the cache of the second, with eager's."""
+    graphed = gw.graph(model)
+    with torch.no_grad():
+        for given in calls:
+            expected = model(**copy.deepcopy(given))
+            result = graphed(**given)
+            assert_alike(result, expected)
+        if refused:
+            assert graphed.statistics.eager
+            return
+        assert graphed.statistics.hits == len(calls), graphed.explain()
+        cached, its = cache_of(result), cache_of(expected)
+        if cached is None or its is None:
+            return
+        more = following(calls[-1])
+        for _ in range(2):  # The first call with objects of these shapes may be eager.
+            mine, other = copy.deepcopy(cached), copy.deepcopy(its)
+            answer, wanted = graphed(**more, **dict([mine])), model(**more, **dict([other]))
+            assert_alike(answer, wanted)
+            assert_alike(mine, other)
+            returned, expected_cache = cache_of(answer), cache_of(wanted)
+            if expected_cache is not None:
+                assert returned is not None
+                assert (returned[1] is mine[1]) == (expected_cache[1] is other[1])
+    assert graphed.statistics.hits > len(calls), graphed.explain()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("case", GENERATIVE, ids=str)
+def test_results_with_caches_and_the_call_that_follows(case: Case) -> None:
+    case = with_cache(case)
+    torch.manual_seed(0)
+    check(case.build(), [inputs(case, step) for step in range(2)], refused=case.model in REFUSED)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "name",
+    [*generative.FEW, *(pytest.param(name, marks=pytest.mark.slow) for name in generative.MORE)],
+)
+def test_other_language_models_by_their_defaults(name: str) -> None:
+    calls = [generative.inputs(name) for _ in range(2)]
+    check(generative.build(name), calls, refused=name in REFUSED)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["Qwen2ForCausalLM", "MT5ForConditionalGeneration"])
+def test_fifty_steps_with_one_cache_are_right_and_captured_by_few_graphs(name: str) -> None:
+    model = generative.build(name)
+    graphed = gw.graph(model)
+    given = generative.inputs(name)
+    with torch.no_grad():
+        for text in range(2):
+            mine, its = graphed(**given), model(**given)
+            for _ in range(50):
+                more = following(given)
+                answer = graphed(**more, **dict([cache_of(mine)]))
+                assert_alike(answer, model(**more, **dict([cache_of(its)])))
+                assert answer.past_key_values is mine.past_key_values
+            # Of each length there is but one call in a text, and a graph of it would not pay.
+            assert graphed.statistics.captures <= (1 if text == 0 else 8)
