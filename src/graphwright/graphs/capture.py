@@ -38,8 +38,8 @@ def capture(
     Args:
         fn: a function or module. It runs a few times here, under `torch.no_grad`; what these runs
             change (buffers, inputs, random numbers, gradients) is put back.
-        args: sample arguments: tensors, plain values, and containers of them. Later calls must
-            agree with them in everything but the tensors' values.
+        args: sample arguments: tensors, plain values, and containers and objects of them. Later
+            calls must agree with them in everything but the tensors' values.
         pool: memory to share with other graphs; by default a new pool.
         warmup: ordinary runs before the capture, in addition to those that observe and rehearse it.
         outputs: "fresh" returns new tensors; "static" returns the graph's own, which the next

@@ -166,7 +166,12 @@ class CapturedCall(Graph):
                 f"{self.name} is in segments, whose results depend on the path that a call takes.",
                 remedy="Call the graph instead.",
             )
-        return self._results.tree
+        if self.has_effects:
+            raise CaptureError(
+                f"{self.name} changes or returns objects that it is given, or sets attributes.",
+                remedy="Call the graph instead: a replay alone does none of this.",
+            )
+        return self._results.again()
 
     @property
     def tree(self) -> SegmentTree | None:
