@@ -21,8 +21,8 @@ def is_generative(case: Case) -> bool:
 
 
 GENERATIVE = [case for case in CASES if is_generative(case)]
-# Not for their caches: one draws random numbers on the host; the others compute something else where
-# they believe that a capture is under way, depending on what transformers has found out before.
+# Not for their caches: one draws random numbers on the host; the others compute something else
+# where a capture seems to be under way, depending on what transformers has found out before.
 REFUSED = ("MusicgenForCausalLM", "DogeForCausalLM", "UMT5Model", "UMT5ForConditionalGeneration")
 
 
