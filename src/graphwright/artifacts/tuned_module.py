@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
 from ..calls.dependencies import Called
 from ..calls.modes import opaque
 from ..calls.modules import ModuleProxy, any_in_training, in_training
+from ..calls.objects import detached
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -549,7 +549,7 @@ def eager_without_grad(module: nn.Module, same_under_no_grad: bool) -> Callable[
         if same_under_no_grad:
             with torch.no_grad():
                 return module(*args, **kwargs)
-        return pytree.tree_map_only(torch.Tensor, torch.Tensor.detach, module(*args, **kwargs))
+        return detached(module(*args, **kwargs))
 
     return call
 

@@ -12,7 +12,7 @@ import enum
 import threading
 import types
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,7 +34,9 @@ _SET_VALUES = (bool, int, str, bytes, type(None), enum.Enum, torch.dtype, torch.
 # Objects of a call, beyond which it is refused: it may reach all of a program.
 _MOST = 10_000
 # Never taken apart: they are more than their attributes.
-_WHOLE = (torch.Tensor, nn.Module, type, torch.Generator)
+_WHOLE = (torch.Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
+# Packages whose objects are the machinery of tracers and compilers.
+_MACHINERY = ("torch._", "torch.fx", "torch.jit")
 
 
 # What the attributes of a class's objects are.
@@ -100,6 +102,8 @@ def layout_of(cls: type) -> _Layout | None:
 
 def _examine(cls: type) -> _Layout | None:
     if issubclass(cls, _WHOLE) or hasattr(cls, "__del__") or cls is object:
+        return None
+    if cls.__module__.startswith(_MACHINERY):
         return None
     bases: tuple[Any, ...] = (dict, list, types.SimpleNamespace)
     base = next((each for each in bases if issubclass(cls, each)), object)
@@ -347,6 +351,22 @@ def apart(tree: Any, given: Sequence[Any] = (), kept: Sequence[Any] = ()) -> Any
     if not (given or walk.shares() or has_objects(pytree.tree_leaves(tree))):
         return tree
     return walk.convert(tree)
+
+
+def flatten_result(result: Any) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of what a call returned, objects taken apart; the inverse is `build`.
+
+    Raises:
+        SignatureError: an object holds itself.
+    """
+    leaves, spec = pytree.tree_flatten(result)
+    return pytree.tree_flatten(apart(result)) if has_objects(leaves) else (leaves, spec)
+
+
+def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> Any:
+    """What a call returned with other tensors in the places of its own, in objects too."""
+    leaves, spec = flatten_result(result)
+    return build([change(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
 class _Walk:

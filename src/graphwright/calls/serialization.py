@@ -11,7 +11,7 @@ import hashlib
 import importlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import ArtifactError
+from .objects import build, has_nodes
 
 Json = Any
 
@@ -329,6 +330,11 @@ class TreeTemplate:
     leaves: tuple[Any, ...]
     slots: tuple[int, ...]
     spec: pytree.TreeSpec
+    # Whether objects have to be built; compilers see through PyTorch's own functions best.
+    objects: bool = field(init=False, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "objects", has_nodes(self.spec))
 
     @classmethod
     def of(cls, leaves: Sequence[Any], spec: pytree.TreeSpec) -> TreeTemplate:
@@ -342,6 +348,8 @@ class TreeTemplate:
         leaves = list(self.leaves)
         for slot, tensor in zip(self.slots, tensors, strict=True):
             leaves[slot] = tensor
+        if self.objects:
+            return build(leaves, self.spec)
         return pytree.tree_unflatten(leaves, self.spec)
 
     def written(self) -> dict[str, Json]:

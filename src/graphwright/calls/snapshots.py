@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 from ..errors import SignatureError, VerificationError
 from .dependencies import PLAIN, Dependencies, StandIn
 from .first_use import FirstUse, RawAccess, unseen
+from .objects import apart
 from .signature import (
     Args,
     argument_names,
@@ -518,6 +519,7 @@ def outputs_by_name(result: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
     Raises:
         SignatureError: a leaf is an object that may hide tensors.
     """
+    result = apart(result)
     leaves, spec = pytree.tree_flatten(result)
     named = dict(zip(leaf_names(result, "output"), leaves, strict=True))
     for name, leaf in named.items():
@@ -526,8 +528,7 @@ def outputs_by_name(result: Any) -> tuple[dict[str, Any], pytree.TreeSpec]:
         except SignatureError as error:
             raise SignatureError(
                 error.what,
-                remedy="Return tensors, plain values, and tuples, lists or dictionaries of them; "
-                "for transformers' language models pass use_cache=False.",
+                remedy="Return tensors, plain values, and containers and objects of them.",
             ) from error
     return named, spec
 

@@ -18,10 +18,10 @@ from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.utils import _pytree as pytree
 
 from ..calls.dependencies import Dependencies
 from ..calls.first_use import unseen
+from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, describe, flatten, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
@@ -126,7 +126,7 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
         given = list(leaves)
         for slot, tensor in zip(slots, tensors, strict=True):
             given[slot] = tensor
-        found, tree = pytree.tree_flatten(on_leaves(given))
+        found, tree = flatten_result(on_leaves(given))
         for place, leaf in enumerate(found):
             describe(leaf, f"result {place}")  # An object that may hold tensors is refused.
         kept[:] = [TreeTemplate.of(found, tree)]
@@ -143,7 +143,7 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
             with state.watching_addresses():
                 on_leaves(clone_leaves(leaves))
             undo.check()
-            first = pytree.tree_leaves(on_leaves(clone_leaves(leaves)))
+            first, _ = flatten_result(on_leaves(clone_leaves(leaves)))
             undo.check()
             graph = _graph_of(on_tensors, leaves)
             undo.check()

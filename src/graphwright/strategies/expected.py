@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.objects import build, flatten_result
 from ..calls.signature import Args, Kwargs, flatten, unflatten
 from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
@@ -42,7 +43,7 @@ class Expected:
         leaves, spec = flatten(args, kwargs)
         mine, named = unflatten(clone_leaves(leaves), spec)
         with torch.no_grad():
-            outputs, out_spec = pytree.tree_flatten(model(*mine, **named))
+            outputs, out_spec = flatten_result(model(*mine, **named))
         return cls(tuple(_described(leaf) for leaf in outputs), out_spec)
 
     @property
@@ -56,7 +57,7 @@ class Expected:
         Raises:
             StrategyFailed: it is another tree, or has tensors elsewhere.
         """
-        leaves, spec = pytree.tree_flatten(outputs)
+        leaves, spec = flatten_result(outputs)
         if spec != self.spec:
             raise StrategyFailed("the compiled model returns another structure")
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
@@ -74,7 +75,7 @@ class Expected:
         """These tensors as eager gives them: dtype, device, strides, and the tree around them."""
         rest = iter(tensors)
         leaves = [_as(next(rest), e) if isinstance(e, Result) else e for e in self.leaves]
-        return pytree.tree_unflatten(leaves, self.spec)
+        return build(leaves, self.spec)
 
 
 def tf32_allowed() -> bool:

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import Dim, ExportedProgram
-from torch.utils import _pytree as pytree
 
+from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten
 from ..errors import StrategyFailed, user_frame
@@ -28,7 +28,7 @@ class Flat(nn.Module):
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         args, kwargs = self.call.fill(tensors)
-        leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+        leaves, spec = flatten_result(self.model(*args, **kwargs))
         if any(isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool) for leaf in leaves):
             raise StrategyFailed("an output is a number that depends on a dynamic size")
         self.out = TreeTemplate.of(leaves, spec)

@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
@@ -136,7 +136,7 @@ def _near(fused: Fused, model: nn.Module, args: Args, kwargs: Kwargs) -> bool:
             mine, named = unflatten(clone_leaves(leaves), spec)
             assert call is not None
             with torch.no_grad():
-                results.append(pytree.tree_leaves(call(*mine, **named)))
+                results.append(flatten_result(call(*mine, **named))[0])
             state.restore()
     except Exception:
         return False

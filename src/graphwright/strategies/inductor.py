@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ..calls.objects import map_tensors
 from ..calls.signature import Args, Kwargs, flatten, unflatten
 from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
@@ -133,7 +133,7 @@ class Inductor:
 
         def call(*args: Any, **kwargs: Any) -> Any:
             torch.compiler.cudagraph_mark_step_begin()
-            return pytree.tree_map_only(torch.Tensor, torch.clone, compiled(*args, **kwargs))
+            return map_tensors(torch.clone, compiled(*args, **kwargs))
 
         return Built(without_grad(call), notes, frozen, save=_save_cache)
 

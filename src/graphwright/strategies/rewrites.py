@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.objects import build, flatten_result, has_objects
 from ..calls.signature import Args, Kwargs
 from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Finish, Rewrite, Rewritten
@@ -34,7 +35,7 @@ def _available(device: torch.device) -> Availability:
 def _channels_last(model: nn.Module, args: Args, kwargs: Kwargs) -> Rewritten:
     changed: nn.Module = copy.deepcopy(model).to(memory_format=torch.channels_last)  # type: ignore[call-overload]  # torch's stub lacks this form of to()
     with torch.no_grad():
-        results = pytree.tree_leaves(model(*args, **kwargs))
+        results, _ = flatten_result(model(*args, **kwargs))
     args, kwargs = pytree.tree_map(_turned, (args, dict(kwargs)))
     return Rewritten(changed, args, kwargs, _turning(results), copies_weights=True)
 
@@ -52,7 +53,7 @@ def _turning(results: Sequence[Any]) -> Finish:
     def finish(inner: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             args, kwargs = pytree.tree_map(_turned, (args, kwargs))
-            leaves, spec = pytree.tree_flatten(inner(*args, **kwargs))
+            leaves, spec = flatten_result(inner(*args, **kwargs))
             for index, (leaf, stride) in enumerate(zip(leaves, strides, strict=True)):
                 # Callers may view() what eager gives them: strides belong to the contract.
                 if stride is not None and leaf.stride() != stride:
@@ -60,7 +61,7 @@ def _turning(results: Sequence[Any]) -> Finish:
                         leaves[index] = torch.empty_strided(
                             leaf.shape, stride, dtype=leaf.dtype, device=leaf.device
                         ).copy_(leaf)
-            return pytree.tree_unflatten(leaves, spec)
+            return build(leaves, spec)
 
         return call
 
@@ -72,10 +73,14 @@ def _cast(dtype: torch.dtype, model: nn.Module, args: Args, kwargs: Kwargs) -> R
         raise StrategyFailed("the model has no floating-point parameters to convert")
     inner_model = copy.deepcopy(model).to(dtype)
     with torch.no_grad():
-        kinds = [
-            leaf.dtype if isinstance(leaf, torch.Tensor) else None
-            for leaf in pytree.tree_leaves(model(*args, **kwargs))
-        ]
+        results = model(*args, **kwargs)
+    leaves, _ = flatten_result(results)
+    kinds = [leaf.dtype if isinstance(leaf, torch.Tensor) else None for leaf in leaves]
+    # Compilers see through PyTorch's own functions best.
+    plain = not has_objects(pytree.tree_leaves(results))
+    flatten, unflatten = (
+        (pytree.tree_flatten, pytree.tree_unflatten) if plain else (flatten_result, build)
+    )
 
     class Cast(nn.Module):
         """The casts stand inside what is compiled, where a compiler can fuse them."""
@@ -87,12 +92,12 @@ def _cast(dtype: torch.dtype, model: nn.Module, args: Args, kwargs: Kwargs) -> R
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = pytree.tree_map(lambda leaf: _narrow(leaf, dtype), (args, kwargs))
-            leaves, spec = pytree.tree_flatten(self.model(*args, **kwargs))
+            leaves, spec = flatten(self.model(*args, **kwargs))
             leaves = [
                 leaf if kind is None else leaf.to(kind)
                 for leaf, kind in zip(leaves, kinds, strict=True)
             ]
-            return pytree.tree_unflatten(leaves, spec)
+            return unflatten(leaves, spec)
 
     return Rewritten(Cast(), args, kwargs, lambda inner: inner, copies_weights=True)
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..calls.signature import Args, Kwargs
-from ..errors import in_words, levels_above
+from ..errors import StrategyFailed, in_words, levels_above
 from ..graphs.capture import capture
 from ..graphs.captured_call import CapturedCall
 from .base import AVAILABLE, Availability, Built, Runner, tiny_model
@@ -27,6 +27,13 @@ def _probe(device: torch.device) -> Availability:
 def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
     graph = CapturedCall(built.call, args, kwargs, breaks="auto" if built.plain else "never")
     graph.warm()
+    if graph.places:
+        names = ", ".join(place.name for place in graph.places)
+        graph.close()
+        raise StrategyFailed(
+            f"each call sets {names}, which what is tuned would take for a change of the model; "
+            "graphwright.graph() sets it after each replay"
+        )
     graph.record()
 
     warned: list[str] = []

@@ -17,8 +17,8 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.utils import _pytree as pytree
 
+from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
@@ -128,9 +128,7 @@ class TorchScript:
         found = _Scripted(self._frozen(script))
         leaves, spec = flatten(args, kwargs)
         mine, named = unflatten(clone_leaves(leaves), spec)
-        if pytree.tree_structure(found(*mine, **named)) != pytree.tree_structure(
-            model(*args, **kwargs)
-        ):
+        if flatten_result(found(*mine, **named))[1] != flatten_result(model(*args, **kwargs))[1]:
             raise StrategyFailed("the scripted model returns another structure")
         return found
 
