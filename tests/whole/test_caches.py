@@ -134,3 +134,23 @@ def test_fifty_steps_with_one_cache_are_right_and_captured_by_few_graphs(name: s
                 assert answer.past_key_values is mine.past_key_values
             # Of each length there is but one call in a text, and a graph of it would not pay.
             assert graphed.statistics.captures <= (1 if text == 0 else 8)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", generative.FEW)
+def test_what_tune_makes_of_language_models(name: str) -> None:
+    model = generative.build(name)
+    given = generative.inputs(name)
+    strategies = ["eager:no_grad", "torchscript", "inductor", "fused"]
+    tuned = gw.tune(
+        model, kwargs=given, strategies=strategies, remember=False, progress=False, isolate=False
+    )
+    rows = {row.strategy: row for row in tuned.report.rows}
+    assert set(strategies) <= set(rows)
+    for row in rows.values():
+        assert row.measurement is not None or row.reason
+    with torch.no_grad():
+        assert_alike(tuned(**given), model(**given))
+    assert tuned.calls["tuned"] == 1
+    print(name, {row.strategy: (str(row.status), row.reason) for row in rows.values()})
