@@ -6,8 +6,12 @@ What goes wrong is in hazards_of_objects.py, random programs in test_random_obje
 from __future__ import annotations
 
 import collections
+import contextlib
 import dataclasses
+import gc
 import threading
+import warnings
+import weakref
 from typing import Any
 
 import pytest
@@ -162,3 +166,258 @@ def test_captures_leave_attributes_as_they_were(device: torch.device) -> None:
     assert model.last is None
     graph(torch.full((2,), 4.0, device=device))
     torch.testing.assert_close(model.last, torch.full((2,), 8.0, device=device))
+
+
+# What one call does that another has to know of.
+
+
+class Chosen(nn.Module):
+    """Does what a function says, with itself."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.does = does
+        self.last: Any = None
+        self.cache = Batch(torch.ones(2))
+
+    def forward(self, *args: Any) -> Any:
+        return self.does(self, *args)
+
+
+def writes_or_reads(m: Any, x: torch.Tensor, write: bool) -> Any:
+    if write:
+        m.last = x * 2
+        return x + 1
+    return m.last + x
+
+
+def sets_or_clears(m: Any, x: torch.Tensor, keep: bool) -> Any:
+    m.last = x * 2 if keep else None
+    return x + 1
+
+
+def writes_on_one_path(m: Any, x: torch.Tensor, _: bool) -> Any:
+    h = x * 2
+    if h.sum() > 0:
+        m.last = h + 0
+        return h
+    return h + m.last
+
+
+def starts_otherwise(m: Any, x: torch.Tensor, _: bool) -> Any:
+    m.last = x * 2 if m.last is None else x * 3
+    return x + 1
+
+
+def asks_what_it_held(m: Any, x: torch.Tensor, _: bool) -> Any:
+    twice = getattr(m, "last", None) is not None and m.last.dim() == 2
+    m.last = x[0]
+    return x * 2 if twice else x * 3
+
+
+def returns_what_it_has(m: Any, x: torch.Tensor, _: bool) -> Any:
+    m.last = {"cache": m.cache, "y": x * 2}
+    return {"y": x * 2, "cache": m.cache}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("captures_pay")
+@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize(
+    "does",
+    [
+        writes_or_reads,
+        sets_or_clears,
+        writes_on_one_path,
+        starts_otherwise,
+        asks_what_it_held,
+        returns_what_it_has,
+    ],
+)
+def test_attributes_that_calls_of_several_kinds_set_and_read(
+    does: Any, prepared: bool, device: torch.device
+) -> None:
+    model, its = (Chosen(does).eval().to(device) for _ in range(2))
+    graphed = gw.graph(model)
+    with torch.no_grad():
+        if prepared and does in (writes_or_reads, sets_or_clears):
+            model.last = its.last = torch.ones(2, 2, device=device)
+            with contextlib.suppress(gw.CaptureError):
+                sample = torch.ones(2, 2, device=device)
+                graphed.prepare([(sample, True), (sample, False)])
+        for n, flag in enumerate([True, True, False, True, False, False, True, False] * 2):
+            x = torch.full((2, 2), (n + 1.0) * (1 if flag else -1), device=device)
+            result, wanted = graphed(x, flag), its(x, flag)
+            if does is returns_what_it_has:
+                assert result["cache"] is model.cache
+                assert model.last["cache"] is model.cache
+                result, wanted = result["y"], wanted["y"]
+                continue
+            torch.testing.assert_close(result, wanted)
+            assert (model.last is None) == (its.last is None)
+            if its.last is not None:
+                torch.testing.assert_close(model.last, its.last)
+
+
+def test_a_module_that_sets_an_attribute_has_graphs_of_all_shapes(device: torch.device) -> None:
+    model = Chosen(sets_or_clears).eval().to(device)
+    graphed = gw.graph(model)
+    with torch.no_grad():
+        graphed.prepare([(torch.ones(n, 2, device=device), True) for n in (64, 8, 1)])
+        for _ in range(20):
+            for n in (64, 8, 1):
+                x = torch.randn(n, 2, device=device)
+                graphed(x, True)
+                torch.testing.assert_close(model.last, x * 2)
+    assert graphed.statistics.hits >= 57
+    assert graphed.statistics.eager == {}
+
+
+def test_what_was_replaced_is_kept_alive_by_nobody(device: torch.device) -> None:
+    class Filling(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table: dict[str, Any] = {}
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.table["v"] = x * 2
+            return x + 1
+
+    model = Filling().eval()
+    graphed, x = gw.graph(model), torch.ones(2, device=device)
+    held = []
+    for _ in range(6):
+        model.table = {"large": torch.zeros(5, device=device)}
+        held.append(weakref.ref(model.table["large"]))
+        graphed(x)
+        graphed(x)
+    graphed.release()
+    gc.collect()
+    assert sum(each() is not None for each in held) <= 1
+
+
+# Identity, order and classes.
+
+
+class Sentinel:
+    pass
+
+
+SENTINEL = Sentinel()
+
+
+def is_sentinel(x: torch.Tensor, batch: Any) -> Any:
+    return x * 2 if batch is SENTINEL else x * 3
+
+
+def test_an_argument_that_the_function_knows_is_no_copy(device: torch.device) -> None:
+    x = torch.ones(2, device=device)
+    graphed = gw.graph(is_sentinel)
+    for batch in (Sentinel(), Sentinel(), SENTINEL, SENTINEL, Sentinel()):
+        torch.testing.assert_close(graphed(x, batch), is_sentinel(x, batch))
+
+    model = Chosen(lambda m, x, batch: (setattr(batch, "x", x * 2), m.cache.x + 1)[1]).eval()
+    graphed = gw.graph(model.to(device))
+    for n in range(4):
+        x = torch.full((2,), float(n), device=device)
+        torch.testing.assert_close(graphed(x, model.cache), x * 2 + 1)
+
+
+def test_objects_of_the_function_s_own_come_back_as_themselves(device: torch.device) -> None:
+    def marks(x: torch.Tensor, batch: Batch) -> Any:
+        batch.note = SENTINEL
+        return {"x": x * 2, "mark": SENTINEL}
+
+    graphed, x = gw.graph(marks), torch.ones(2, device=device)
+    graphed.prepare([(x, Batch(x))])
+    batch = Batch(x)
+    assert graphed(x, batch)["mark"] is SENTINEL
+    assert batch.note is SENTINEL
+
+
+def rebinds(x: torch.Tensor, one: Batch, other: Batch) -> torch.Tensor:
+    one.note = list(one.note)
+    one.x, other.x = other.x, one.x
+    return x * 2
+
+
+def test_equal_lists_are_two_lists(device: torch.device) -> None:
+    def given() -> tuple[Any, ...]:
+        shared = [1, 2]
+        return (
+            torch.ones(2, device=device),
+            Batch(torch.ones(2), shared),
+            Batch(torch.zeros(2), shared),
+        )
+
+    graphed = gw.graph(rebinds)
+    graphed.prepare([tuple(v.to(device) if isinstance(v, torch.Tensor) else v for v in given())])
+    x, one, other = given()
+    before, its = one.x, other.x
+    graphed(x, one, other)
+    assert one.note is not other.note
+    assert one.x is its
+    assert other.x is before
+
+
+def reorders(x: torch.Tensor, kept: dict[str, Any], first: bool) -> torch.Tensor:
+    if first:
+        value = kept.pop("a")
+        kept["b"] = x
+        kept["a"] = value * 2
+    else:
+        before = dict(kept)
+        kept.clear()
+        kept["new"] = x * 2
+        kept.update(before)
+    return x
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_keys_are_in_the_order_of_eager(first: bool, device: torch.device) -> None:
+    x = torch.ones(2, device=device)
+    mine, its = {"a": x, "c": 1}, {"a": x, "c": 1}
+    graph = gw.capture(reorders, x, dict(its), first)
+    graph(x, mine, first)
+    reorders(x, its, first)
+    assert [*mine] == [*its]
+
+
+def test_another_class_or_a_weight_in_an_object_is_refused(device: torch.device) -> None:
+    class Other(Batch):
+        pass
+
+    linear = nn.Linear(2, 2).to(device)
+
+    def becomes(batch: Batch) -> torch.Tensor:
+        batch.__class__ = Other
+        return batch.x * 2
+
+    def takes_a_weight(batch: Batch) -> torch.Tensor:
+        batch.note = linear.weight
+        return batch.x * 2
+
+    for fn in (becomes, takes_a_weight):
+        with pytest.raises(gw.CaptureError, match="changes a container"), torch.no_grad():
+            gw.capture(fn, Batch(torch.ones(2, device=device)))
+
+
+def test_static_outputs_and_effects_are_refused(device: torch.device) -> None:
+    def shifts(x: torch.Tensor, batch: Batch) -> torch.Tensor:
+        batch.x = torch.cat([batch.x[1:], x])
+        return x * 2
+
+    x = torch.ones(1, device=device)
+    with pytest.raises(gw.CaptureError, match="the next replay overwrites"):
+        gw.capture(shifts, x, Batch(torch.ones(3, device=device)), outputs="static")
+
+
+def test_deep_objects_are_eager() -> None:
+    chain: Any = None
+    for _ in range(400):
+        chain = Batch(torch.ones(1), chain)
+    graphed = gw.graph(lambda x, chain: x * 2 + chain.x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.testing.assert_close(graphed(torch.ones(1), chain), torch.full((1,), 3.0))

@@ -20,6 +20,11 @@ def is_generative(case: Case) -> bool:
     return "use_cache" in case.inputs(0)
 
 
+# They read values, and what is done to their caches is not repeated in several graphs.
+DIVIDED = (
+    "JetMoeForCausalLM", "SwitchTransformersModel", "SwitchTransformersForConditionalGeneration",
+    "AriaTextForCausalLM", "LEDForConditionalGeneration",
+)  # fmt: skip
 GENERATIVE = [case for case in CASES if is_generative(case)]
 # Not for their caches: one draws random numbers on the host; the others compute something else
 # where a capture seems to be under way, depending on what transformers has found out before.
@@ -67,13 +72,16 @@ def following(given: dict[str, Any]) -> dict[str, Any]:
     return {"input_ids": ids(rows, 1)} | one
 
 
-def check(model: nn.Module, calls: list[dict[str, Any]], *, refused: bool = False) -> None:
+def check(
+    model: nn.Module, calls: list[dict[str, Any]], *, refused: bool = False, divided: bool = False
+) -> None:
     """Compare two calls, and one that goes on from the cache of the second, with eager's.
 
     Args:
         model: the model.
         calls: arguments of the two.
         refused: whether the calls may be eager; else graphs have to answer.
+        divided: whether the one that goes on may be.
     """
     graphed = gw.graph(model)
     with torch.no_grad():
@@ -97,7 +105,7 @@ def check(model: nn.Module, calls: list[dict[str, Any]], *, refused: bool = Fals
             if expected_cache is not None:
                 assert returned is not None
                 assert (returned[1] is mine[1]) == (expected_cache[1] is other[1])
-    assert graphed.statistics.hits > len(calls), graphed.explain()
+    assert divided or graphed.statistics.hits > len(calls), graphed.explain()
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -105,7 +113,12 @@ def check(model: nn.Module, calls: list[dict[str, Any]], *, refused: bool = Fals
 def test_results_with_caches_and_the_call_that_follows(case: Case) -> None:
     case = with_cache(case)
     torch.manual_seed(0)
-    check(case.build(), [inputs(case, step) for step in range(2)], refused=case.model in REFUSED)
+    check(
+        case.build(),
+        [inputs(case, step) for step in range(2)],
+        refused=case.model in REFUSED,
+        divided=case.model in DIVIDED,
+    )
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -115,7 +128,7 @@ def test_results_with_caches_and_the_call_that_follows(case: Case) -> None:
 )
 def test_other_language_models_by_their_defaults(name: str) -> None:
     calls = [generative.inputs(name) for _ in range(2)]
-    check(generative.build(name), calls, refused=name in REFUSED)
+    check(generative.build(name), calls, refused=name in REFUSED, divided=name in DIVIDED)
 
 
 @pytest.mark.filterwarnings("ignore")

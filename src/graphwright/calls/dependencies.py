@@ -465,6 +465,11 @@ class Dependencies:
             self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
         self._walk()
 
+    @property
+    def objects(self) -> list[Any]:
+        """Everything that was looked into."""
+        return list(self._alive)
+
     def put_back(self) -> None:
         """Restore what every source held."""
         for source in self.sources:

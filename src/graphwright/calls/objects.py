@@ -33,6 +33,8 @@ PLAIN_TYPES = frozenset(
 _SET_VALUES = (bool, int, str, bytes, type(None), enum.Enum, torch.dtype, torch.device)
 # Objects of a call, beyond which it is refused: it may reach all of a program.
 _MOST = 10_000
+# Objects inside of one another, likewise.
+_DEEPEST = 100
 # Never taken apart: they are more than their attributes.
 _WHOLE = (torch.Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 # Packages whose objects are the machinery of tracers and compilers.
@@ -405,9 +407,10 @@ class _Walk:
         if self._places[identity] > 1 and _matters(value):
             return
         self._alive.append(value)
-        if len(self._alive) > _MOST:
+        if len(self._alive) > _MOST or len(path) > _DEEPEST:
             raise SignatureError(
-                f"The call reaches more than {_MOST:,} objects through its arguments or results.",
+                f"The call reaches more than {_MOST:,} objects through its arguments or results, "
+                f"or more than {_DEEPEST} inside of one another.",
                 remedy="Pass and return what is needed, not what holds it.",
             )
         if _is_changeable(value):

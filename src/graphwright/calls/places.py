@@ -1,13 +1,14 @@
 """Places that each run of a call writes to: attributes of modules, items of dictionaries.
 
 `self.last = h` in a forward gives the attribute another tensor at each call. Such a place is no
-state that the call depends on, as long as the call does not read what it held before.
+state that the call depends on, as long as it does not read what the place held before: it does the
+same where the place holds nothing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,20 +30,21 @@ class Place:
         owner: the object or dictionary.
         key: the attribute's name, or the item's key.
         is_attribute: whether it is an attribute.
-        accepted: what it may hold before a call, as `kind_of` tells; the call has shown that it
-            does the same for each of these.
     """
 
     name: str
     owner: Any
     key: Any
     is_attribute: bool
-    accepted: list[Any] = field(default_factory=list)
 
     @property
     def _holder(self) -> dict[Any, Any]:
         found: dict[Any, Any] = vars(self.owner) if self.is_attribute else self.owner
         return found
+
+    def same_as(self, other: Place) -> bool:
+        """Whether both are one place."""
+        return self.owner is other.owner and self.key == other.key
 
     def value(self) -> Any:
         """What it holds; `MISSING` if there is no such attribute or item."""
@@ -54,16 +56,6 @@ class Place:
             self._holder[self.key] = value
         elif self.key in self._holder:
             del self._holder[self.key]
-
-    def accept(self, value: Any) -> None:
-        """Let calls find a value of this kind in it."""
-        kind = kind_of(value)
-        if kind not in self.accepted:
-            self.accepted.append(kind)
-
-    def fits(self) -> bool:
-        """Whether it holds something of a kind that was accepted."""
-        return kind_of(self.value()) in self.accepted
 
 
 def kind_of(value: Any) -> Any:
@@ -91,8 +83,3 @@ def hidden(places: Iterable[Place]) -> Mapping[int, frozenset[Any]]:
     for place in places:
         found[id(place.owner)] = found.get(id(place.owner), frozenset()) | {place.key}
     return found
-
-
-def misfit(places: Sequence[Place]) -> str | None:
-    """The name of a place that holds something of another kind than the call knows; or None."""
-    return next((place.name for place in places if not place.fits()), None)

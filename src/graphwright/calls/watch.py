@@ -134,6 +134,16 @@ class ModuleWatch:
         self._begin(found or self._walk())
         self._sums = [] if self._audit is None else list(map(checksum, self._tensors))
 
+    @property
+    def visits(self) -> Mapping[int, int]:
+        """Everything that the module reaches, by identity."""
+        return self._found.visits
+
+    @property
+    def objects(self) -> list[Any]:
+        """The same, itself."""
+        return self._found.objects
+
     def join(self, other: Watched) -> None:
         """From now on, notice what another notices, too."""
         if all(other is not known for known in self._joined):

@@ -45,6 +45,8 @@ class StateGraphs:
     # By the call's signature and, if `by_grad_mode`, the gradient mode.
     entries: dict[tuple[CallSignature, bool | None], CacheEntry] = field(default_factory=dict)
     families: list[ShapeFamily] = field(default_factory=list)
+    # Attributes and items to which calls write, and which are not watched.
+    places: list[Place] = field(default_factory=list)
     # Whether a call was to be captured in it.
     is_used: bool = False
 
@@ -114,15 +116,13 @@ class GraphCache:
         self._outputs: Outputs = outputs
         self._breaks: Breaks = breaks
         self._objects = objects
-        # Attributes and items to which calls write, and which are not watched.
-        self._places: dict[tuple[int, Any], Place] = {}
         self._max_graphs = max_graphs
         self._forget = forget
         self._forget_proofs = forget_proofs
         self._function: tuple[FunctionModule, ModuleWatch] | None = None
+        self._current: StateGraphs | None = None
         self.turns = turns_of(self.module(), None if isinstance(fn, nn.Module) else fn)
         self._states: list[StateGraphs] = []
-        self._current: StateGraphs | None = None
         self._order: dict[CapturedCall, CacheEntry] = {}  # least recently used first
         self._by_key: dict[Any, list[CacheEntry]] = {}
 
@@ -133,10 +133,8 @@ class GraphCache:
         # Finding what a function reaches takes a while, so it is done again only after a change.
         if self._function is None or not self._function[1].unchanged():
             made = FunctionModule(self.fn)
-            self._function = (
-                made,
-                ModuleWatch(made, values=False, hidden=hidden(self._places.values())),
-            )
+            places = hidden(() if self._current is None else self._current.places)
+            self._function = made, ModuleWatch(made, values=False, hidden=places)
         return self._function[0]
 
     def grad_mode(self) -> bool | None:
@@ -170,26 +168,30 @@ class GraphCache:
                 self._drop(self._states[0])
             module = self.module()
             training = any_in_training(module)
-            watch = self._new_watch(module)
+            watch = ModuleWatch(module, values=False, checks=self.checks)
             self._current = StateGraphs(watch, training, _by_grad_mode(module))
             self._states.append(self._current)
             return self._current
 
-    def _new_watch(self, module: nn.Module) -> ModuleWatch:
-        found = hidden(self._places.values())
-        return ModuleWatch(module, values=False, checks=self.checks, hidden=found)
+    def _hide(self, graph: CapturedCall) -> None:
+        """From now on, do not watch places that a graph writes to.
 
-    def _hide(self, places: Iterable[Place]) -> None:
-        """From now on, do not watch places that calls write to."""
-        new = {(id(each.owner), each.key): each for each in places}
-        if new.keys() <= self._places.keys():
+        Graphs that were captured before know nothing of them, and might read them.
+        """
+        state = self._current
+        assert state is not None
+        known = state.places
+        new = [each for each in graph.places if not any(each.same_as(place) for place in known)]
+        if not new:
             return
-        state = self.known_state()
-        self._places |= new
-        for other in [each for each in self._states if each is not state]:
-            self._drop(other)
-        if state is not None:
-            state.watch = self._new_watch(self.module())
+        for entry in list(state.entries.values()):
+            self.discard(entry)
+        state.places += new
+        module, places = self.module(), hidden(state.places)
+        state.watch = ModuleWatch(module, values=False, checks=self.checks, hidden=places)
+        if self._function is not None:
+            watch = ModuleWatch(self._function[0], values=False, hidden=places)
+            self._function = self._function[0], watch
 
     @property
     def current(self) -> StateGraphs | None:
@@ -303,6 +305,7 @@ class GraphCache:
         return made
 
     def _new(self, args: Args, kwargs: Kwargs) -> CapturedCall:
+        places = () if self._current is None else self._current.places
         return CapturedCall(
             self.fn,
             args,
@@ -312,15 +315,18 @@ class GraphCache:
             evictable=True,
             breaks=self._breaks,
             objects=self._objects,
+            places=places,
         )
 
     def _record(self, graph: CapturedCall, signature: CallSignature, key: Any) -> CacheEntry:
         for old in list(self._order)[: max(0, len(self._order) + 1 - self._max_graphs)]:
             self.discard(self._order[old])
+        if self._current is not None:
+            graph.consider(self._current.places)
         graph.record(share_inputs=self._outputs == "fresh")
-        self._hide(graph.places)
         # The first run may have set something up for good; the graph belongs to the state now.
         state = self.state()
+        self._hide(graph)
         state.is_used = True
         if graph.parts.names or graph.tree is not None:  # A new path may run others.
             state.watch.join(graph.parts)

@@ -245,8 +245,6 @@ class GraphedCallable(StandIn):
             else:
                 if watch.changed() is not None:
                     return self._find(args, kwargs)
-                if graph.places and (why := graph.misfit()) is not None:
-                    return self._missed(UNCAPTURED, why, args, kwargs)
                 result = graph.run(args, kwargs)
         except GraphClosed:
             return self._find(args, kwargs)
@@ -561,7 +559,10 @@ class GraphedCallable(StandIn):
             else:
                 with torch.no_grad():
                     result = self.fn(*args, **kwargs)
-        return detached(result) if with_grad else result
+        if with_grad:
+            detached((args, tuple(kwargs.values())))  # The call may have given them new tensors.
+            return detached(result)
+        return result
 
     def _forget(self, entry: CacheEntry) -> None:
         """Called when an entry is discarded: keep its counts, and drop what refers to it."""

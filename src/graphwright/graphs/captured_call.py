@@ -18,7 +18,7 @@ from ..calls.modes import opaque
 from ..calls.modules import FunctionModule, first_in_training
 from ..calls.objects import changeable, giving, has_objects
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
-from ..calls.places import Place, hidden, misfit
+from ..calls.places import Place, hidden
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -37,7 +37,7 @@ from .effects import GivenObjects, Outcome, Unrepeatable
 from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
 from .memory import MemoryPool, MemoryPrediction, pool_problem
-from .python_state import PythonState
+from .python_state import PythonState, StateChanges
 from .recorder import Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
@@ -76,6 +76,7 @@ class CapturedCall(Graph):
         evictable: bool = False,
         breaks: Breaks = "never",
         objects: bool = True,
+        places: Sequence[Place] = (),
     ) -> None:
         """Check the arguments; nothing runs yet.
 
@@ -89,6 +90,7 @@ class CapturedCall(Graph):
             evictable: whether the pool may close it for another graph.
             breaks: as for `graph`.
             objects: whether objects among the arguments and results are taken apart.
+            places: attributes and items to which other calls of the function write.
 
         Raises:
             OptionError: an option is invalid.
@@ -120,8 +122,12 @@ class CapturedCall(Graph):
         self.parts = Parts()
         self._breaks = breaks
         # Without keyword arguments and containers, the leaves are the arguments themselves.
-        # Attributes and items outside of it that each run writes to.
+        # Attributes and items outside of it that each run writes to, once they are known; those
+        # that it may write to; and what the module holds.
         self.places: list[Place] = []
+        self._known = list(places)
+        self._candidates: list[Place] = []
+        self._owned: list[Any] = []
         self._plain_args = (
             not kwargs
             and len(args) == len(self._sample)
@@ -214,16 +220,11 @@ class CapturedCall(Graph):
         return result
 
     def _check_module(self, watch: ModuleWatch) -> None:
-        if (change := watch.changed() or self.misfit()) is not None:
+        if (change := watch.changed()) is not None:
             raise SignatureError(
                 f"Since {self.name} was captured, {change}.",
                 remedy="Capture it again, or use graphwright.graph(), which does so by itself.",
             )
-
-    def misfit(self) -> str | None:
-        """What keeps a replay from standing for a call now, beside changes of the module."""
-        name = misfit(self.places) if self.places else None
-        return None if name is None else f"{name} became another kind of value"
 
     def run(self, args: Args, kwargs: Kwargs, finish: Finish | None = None) -> Any:
         """Replay for a call that is known to fit.
@@ -234,12 +235,29 @@ class CapturedCall(Graph):
             finish: turns the leaves of the result into those that the caller gets.
         """
         leaves = args if self._plain_args else self._leaves(args, kwargs)
-        if not (self.has_effects or (self._holds_objects and self._results is None)):
+        several = self._holds_objects and self._results is None
+        if not (self.has_effects or several or self.signature.has_objects):
             return self.run_leaves(leaves, finish, (args, kwargs))
-        given = [*_objects_of(args, kwargs), *(place.owner for place in self.places)]
+        objects = _objects_of(args, kwargs)
+        self._refuse_owned(objects)
+        given = [*objects, *(place.owner for place in self.places)]
         with giving(given):
             made = self.run_leaves(leaves, finish, (args, kwargs))
         return made.happen(given) if isinstance(made, Outcome) else made
+
+    def _refuse_owned(self, objects: Sequence[Any]) -> None:
+        """Refuse an object among the arguments that the module or function reaches by itself.
+
+        The graph was made of a copy of the argument, which is another object.
+        """
+        owned = {} if self._watch is None else self._watch.visits
+        for each in objects:
+            if id(each) in owned:
+                raise SignatureError(
+                    f"An argument is, or holds, a {type(each).__name__} that the call also reaches "
+                    "by itself.",
+                    remedy="Pass a copy.",
+                )
 
     def run_leaves(
         self,
@@ -402,6 +420,7 @@ class CapturedCall(Graph):
             CaptureError: it cannot be captured.
         """
         while True:
+            self._candidates[:], self.places[:] = self._known, []
             try:
                 prediction = self._warm(rehearse=rehearse)
                 break
@@ -409,6 +428,17 @@ class CapturedCall(Graph):
                 self.parts.set_up(first)
         self.parts.settle()
         return prediction
+
+    def consider(self, places: Sequence[Place]) -> None:
+        """Make sure that the warm call does not read places to which other calls write.
+
+        Raises:
+            CaptureError: it does.
+        """
+        new = [each for each in places if not any(each.same_as(known) for known in self._known)]
+        if new:
+            self._known += new
+            self.warm()
 
     def _warm(self, *, rehearse: bool) -> MemoryPrediction:
         with self.pool._lock:
@@ -438,7 +468,14 @@ class CapturedCall(Graph):
 
     def _plan_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
         """Divide the call into segments; returns the bytes of each memory segment these take."""
-        tree = SegmentTree(self._module, self.pool, self._device, self.places)
+        if self._candidates or (self._holds_objects and self.has_effects):
+            names = ", ".join(place.name for place in self._candidates)
+            raise StateChanges(
+                f"{names or 'An object among the arguments'} changes with every call, which is "
+                "repeated for a single graph only, and this call takes several.",
+                remedy="Keep it out of the captured call: pass it in and return it as a tensor.",
+            )
+        tree = SegmentTree(self._module, self.pool, self._device)
         recorder = self.pool._recorder_for(self._device)
         taken = tree.plan(self._work, self._sample, recorder, generators)
         self._tree = tree
@@ -465,6 +502,12 @@ class CapturedCall(Graph):
         with self.pool._lock:
             prediction = self.prediction
             try:
+                if self.has_effects and not self._fresh:
+                    raise CaptureError(
+                        "The call changes or returns objects that it is given, or sets attributes: "
+                        "these would hold tensors that the next replay overwrites.",
+                        remedy="Leave outputs='static' out.",
+                    )
                 self.pool._admit(self, prediction)
                 held = self.pool.reserved
                 self._record(prediction, share_inputs)
@@ -575,7 +618,10 @@ class CapturedCall(Graph):
         given = GivenObjects(()) if given is None else given
         try:
             if self._takes_objects:
-                tree, effects = given.outcome(result, places)
+                owned = self._owned
+                if not owned and self._watch is not None:  # On a new path.
+                    owned = self._watch.objects
+                tree, effects = given.outcome(result, places, owned)
                 self.has_effects = self.has_effects or effects
                 return tree
             if given.changes()[0]:
@@ -598,8 +644,12 @@ class CapturedCall(Graph):
             transaction(self.pool, self._module, self._forget, self._trained) as python_state,
         ):
             if self._takes_objects and self._trained is None:
-                python_state.allow_writes(self.places)
-            yield python_state
+                python_state.allow_writes(self._candidates, self.places)
+                self._owned = python_state.objects
+            try:
+                yield python_state
+            finally:
+                self._owned = []
 
     def _forget(self) -> None:
         """Drop what was recorded; the call can be recorded again."""

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 from ..calls.objects import (
@@ -101,6 +103,7 @@ class GivenObjects:
         """Remember what the arguments hold."""
         self.objects = changeable(arguments)
         self._before = [(_attributes(each), _content(each)) for each in self.objects]
+        self._kinds = [_kind_of(each) for each in self.objects]
 
     def changes(self) -> tuple[list[Change], list[Any]]:
         """What the call has done to them, and the new values.
@@ -110,6 +113,8 @@ class GivenObjects:
         """
         changes: list[Change] = []
         values: list[Any] = []
+        if self._kinds != [_kind_of(each) for each in self.objects]:
+            raise Unrepeatable("to be of another class")
         for position, (each, (attributes, content)) in enumerate(
             zip(self.objects, self._before, strict=True)
         ):
@@ -127,12 +132,15 @@ class GivenObjects:
                 values.append(value)
         return changes, values
 
-    def outcome(self, result: Any, places: Sequence[Place] = ()) -> tuple[Any, bool]:
+    def outcome(
+        self, result: Any, places: Sequence[Place] = (), owned: Sequence[Any] = ()
+    ) -> tuple[Any, bool]:
         """What the call returned, taken apart, and whether that is all that it did.
 
         Args:
             result: what it returned.
             places: outside of the call, to which it has written.
+            owned: objects that the module holds, which stay the same.
 
         Raises:
             Unrepeatable: it changed a container that is not one of Python's own.
@@ -144,12 +152,21 @@ class GivenObjects:
             if value is not MISSING:
                 changes.append(Change(position, place.is_attribute))
                 values.append({place.key: value})
+        kept = [each for each in owned if not isinstance(each, torch.Tensor | nn.Module)]
         if not changes and not self.objects:
-            return apart(result), False
+            return apart(result, kept=kept), False
+        _refuse_weights(values, owned)
         whole = Outcome(result, values, tuple(changes)) if changes else result
-        made = apart(whole, self.objects)
+        made = apart(whole, self.objects, kept)
         refers = bool(changes) or _refers(made)
         return (made if refers or has_objects(pytree.tree_leaves(result)) else result), refers
+
+
+def _refuse_weights(values: Any, owned: Sequence[Any]) -> None:
+    """Raise Unrepeatable where a new value is a tensor of the module's: results are aliases."""
+    weights = {id(each) for each in owned if isinstance(each, torch.Tensor)}
+    if any(id(leaf) in weights for leaf in pytree.tree_leaves(apart(values))):
+        raise Unrepeatable("to hold a tensor of the module's")
 
 
 def _refers(tree: Any) -> bool:
@@ -197,17 +214,31 @@ def _difference(before: Any, after: Any) -> tuple[tuple[Any, ...], int, Any] | N
     if isinstance(before, list):
         start = 0
         for mine, its in zip(before, after, strict=False):
-            if not same(mine, its):
+            if not _same(mine, its):
                 break
             start += 1
         if start == len(before) == len(after):
             return None
         return (), start, after[start:]
     removed = tuple(key for key in before if key not in after)
-    new = {k: v for k, v in after.items() if k not in before or not same(before[k], v)}
-    if [k for k in before if k in after] != [k for k in after if k in before]:
+    new = {k: v for k, v in after.items() if k not in before or not _same(before[k], v)}
+    if [*(k for k in before if k in after), *(k for k in new if k not in before)] != [*after]:
         removed, new = tuple(before), after  # In another order.
     return (removed, 0, new) if removed or new else None
+
+
+def _same(before: Any, after: Any) -> bool:
+    """Whether a value is what it was: the same object, or as good as it."""
+    if isinstance(before, list | dict):
+        return before is after
+    if type(before) is tuple and type(after) is tuple:
+        return len(before) == len(after) and all(map(_same, before, after))
+    return same(before, after)
+
+
+def _kind_of(value: Any) -> tuple[Any, ...]:
+    """What about an object cannot be changed by what is changed here."""
+    return type(value), getattr(value, "default_factory", None)
 
 
 def _do(target: Any, change: Change, value: Any) -> None:

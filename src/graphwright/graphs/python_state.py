@@ -70,14 +70,35 @@ class PythonState:
         ]
         self._last: _Snapshot | None = None
         self._places: list[Place] | None = None
+        self._written: list[Place] = []
 
-    def allow_writes(self, places: list[Place]) -> None:
+    def allow_writes(self, places: list[Place], written: list[Place]) -> None:
         """Let the call write to attributes and items of dictionaries that it does not read.
 
         Args:
             places: those that are known; what is found is added.
+            written: is filled with those to which it writes, once that is known.
         """
-        self._places = places
+        self._places, self._written = places, written
+
+    def settle(self) -> None:
+        """Take all places for those to which the call writes."""
+        self._written[:] = self.places
+
+    @property
+    def unsettled(self) -> str | None:
+        """The name of a place of which it is not known whether the call reads it."""
+        return next((place.name for place in self.places if place not in self._written), None)
+
+    @property
+    def places(self) -> list[Place]:
+        """Attributes and items to which the call may write."""
+        return self._places or []
+
+    @property
+    def objects(self) -> list[Any]:
+        """What the module held before the first run, and its globals and closures."""
+        return self._kept.found.objects
 
     def check(self, read: Container[int] | None = None) -> None:
         """Compare with the state after the last run: what changes again and again is state.
@@ -123,12 +144,9 @@ class PythonState:
             if known is None and read is not None and source is not None:
                 known = _place(name, source, key, old, new, read)
                 if known is not None:
-                    known.accept(self._at_first(known))
                     places.append(known)
             if known is None:
                 return name
-            if kind_of(new) not in known.accepted:
-                known.accept(new)
             rebound.update(map(id, tensors_in(old)))
         return None
 
@@ -274,7 +292,7 @@ def _place(
     displaced = tensors_in(old)
     if not displaced or any(t.untyped_storage()._cdata in read for t in displaced):
         return None
-    return Place(name, source.owner, key, _is_attribute(source), [kind])
+    return Place(name, source.owner, key, _is_attribute(source))
 
 
 def _changes(

@@ -19,7 +19,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..calls.modes import OperationMode, compilers_off
+from ..calls.objects import apart
 from ..calls.operations import tensors
+from ..calls.places import MISSING, Place, kind_of
 from ..calls.signature import SCALARS, describe
 from ..errors import CaptureError, first_line, user_frame
 from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
@@ -131,8 +133,19 @@ def warm(
                 raise
             journal.undo()
             trial.compare_without_dropout()
+        else:
+            if python_state.places:
+                journal.undo()
+                trial.find_written(python_state.places, eager, journal.generators)
+                python_state.settle()
         finally:
             del result, eager
+        if python_state.unsettled:
+            raise StateChanges(
+                f"{python_state.unsettled} changes with every call that draws random numbers, and "
+                "a graph repeats no Python.",
+                remedy="Keep it out of the captured call: pass it in and return it as a tensor.",
+            )
         if journal.generators:
             trial.refuse_seeding(journal.generators)
             python_state.check()
@@ -297,6 +310,55 @@ class _ObservedRuns:
             with self._recorder.warming(), compilers_off(), journal, WithoutDropout():
                 result = run_in_pretended_capture(self._work, inputs)
             self._comparison.check(result, eager, journal.dtypes)
+        finally:
+            journal.undo()
+
+    def find_written(
+        self, places: list[Place], eager: Any, generators: Sequence[torch.Generator]
+    ) -> None:
+        """Keep of some places those to which the call writes; it must not read any of them.
+
+        It runs once more where they hold nothing: what it returns and leaves in them must be what
+        the last run has.
+
+        Args:
+            places: attributes and items of dictionaries.
+            eager: what `Comparison.keep` kept of eager's result.
+            generators: random generators that the call draws from.
+
+        Raises:
+            StateChanges: the call reads one of them before it writes to it, or may.
+        """
+        held = [(place, place.value()) for place in places]
+        values = [Comparison().keep(apart([value])) for _, value in held if value is not MISSING]
+        inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
+        journal = Journal(self._copies)
+        names = ", ".join(place.name for place in places)
+        try:
+            for place in places:
+                place.put(MISSING)
+            with self._recorder.warming(), compilers_off(), journal:
+                result = self._work(inputs)
+            self._comparison.check(result, eager, journal.dtypes)
+            kept = iter(values)
+            for place, value in held:
+                now, before = place.value(), None if value is MISSING else next(kept)
+                if now is MISSING:
+                    places.remove(place)
+                    place.put(value)
+                elif kind_of(now) is None or kind_of(now) != kind_of(value):
+                    raise StateChanges("Another value is left there.")
+                else:
+                    check_same_result(apart([now]), before or [], rounding_of(journal.dtypes))
+            if generators:
+                raise StateChanges("It draws random numbers.")
+        except Exception as error:
+            raise StateChanges(
+                f"{names} changes with every call, and a graph repeats no Python: what it held "
+                "before may matter to the call.",
+                remedy="Set it in every call before it is read; or keep it out of the captured "
+                "call: pass it in and return it as a tensor.",
+            ) from error
         finally:
             journal.undo()
 

@@ -17,7 +17,6 @@ from torch.utils import _pytree as pytree
 
 from ...calls.objects import build
 from ...calls.operations import default_generators
-from ...calls.places import Place
 from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
 from ..memory import MemoryPool, format_bytes
@@ -65,7 +64,6 @@ class SegmentTree:
         module: what is called.
         pool: the memory that the graphs live in.
         device: where the call runs.
-        places: attributes and items outside of the call that it writes to.
 
     Attributes:
         root: the first segment, once it is recorded.
@@ -84,10 +82,7 @@ class SegmentTree:
     inputs: StaticInputs
     copy_plan: CopyPlan
 
-    def __init__(
-        self, module: nn.Module, pool: MemoryPool, device: torch.device, places: list[Place]
-    ) -> None:
-        self._places = places
+    def __init__(self, module: nn.Module, pool: MemoryPool, device: torch.device) -> None:
         self.root: Segment | None = None
         self.external: dict[int, torch.UntypedStorage] = {}
         self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
@@ -419,7 +414,6 @@ class SegmentTree:
             observer.exchange()
             try:
                 with transaction(self._pool, self._module, path.forget) as state:
-                    state.allow_writes(self._places)
                     if self._pool.limit is not None:
                         self._make_room(path.size(), make_room)
                     state.check()
