@@ -12,6 +12,7 @@ scripts/bench operators [--out DIR]                   our operators: bandwidth, 
 scripts/bench training [--out DIR] [--only MODEL ...] training steps beside PyTorch's own ways
 scripts/bench composition [--out DIR]                 graph(fuse(m)) beside tune's fused+graph
 scripts/bench refused [--out DIR] [--quick]           calls that graph() refuses, beside eager
+scripts/bench objects [--out DIR] [--quick]           calls with caches and objects, beside eager
 scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
 scripts/bench calls [SRC] [--out DIR]                 what a call costs beside what answers it
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
@@ -306,6 +307,7 @@ def tables() -> None:
     from .cold_start.run import to_markdown as answers_to_markdown
     from .engines.run import to_markdown as engines_to_markdown
     from .fusion.run import to_markdown as fusion_to_markdown
+    from .objects.run import to_markdown as objects_to_markdown
     from .operators.run import to_markdown as operators_to_markdown
     from .training.table import to_markdown as training_to_markdown
     from .tune.table import read, reports
@@ -335,6 +337,7 @@ def tables() -> None:
         "fusion": fusion_to_markdown,
         "engines": engines_to_markdown,
         "answers": answers_to_markdown,
+        "objects": objects_to_markdown,
         "unseen": unseen_to_markdown,
     }
     for benchmark, to_markdown in sections.items():
@@ -416,6 +419,9 @@ def main() -> None:
     refused = commands.add_parser("refused", help="calls that graph() refuses, beside eager")
     refused.add_argument("--out", type=Path, default=RESULTS)
     refused.add_argument("--quick", action="store_true", help="try the script: no result")
+    objects = commands.add_parser("objects", help="calls with caches and objects, beside eager")
+    objects.add_argument("--out", type=Path, default=RESULTS)
+    objects.add_argument("--quick", action="store_true", help="few models")
     unseen = commands.add_parser("unseen", help="fused+graph on models chosen by a seed")
     unseen.add_argument("--only", nargs="+", default=[], metavar="LIBRARY")
     unseen.add_argument("--out", type=Path, default=RESULTS)
@@ -493,6 +499,10 @@ def main() -> None:
         from .refused.run import benchmark as refuse
 
         sys.exit(refuse(given.out, quick=given.quick))
+    elif given.command == "objects":
+        from .objects.run import benchmark as objects
+
+        sys.exit(objects(given.out, quick=given.quick))
     elif given.command == "unseen":
         from .unseen.run import benchmark as compare_unseen
 

@@ -164,7 +164,9 @@ def to_markdown(result: Row) -> str:
         cells.append(", ".join(f"{row['setup_s']:.1f}" for row in sizes.values()))
         lines.append(f"| {key} | {' | '.join(cells)} |")
     passed = sorted(result["passed_over"].items())
-    lines += ["", f"Passed over ({len(passed)}):", "", *(f"- {key}: {why}" for key, why in passed)]
+    lines += ["", f"Passed over ({len(passed)}):", ""]
+    # Not where the other package lies.
+    lines += [f"- {key}: {why.partition(' (at ')[0]}" for key, why in passed]
     return "\n".join([*lines, ""])
 
 

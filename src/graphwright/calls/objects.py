@@ -371,6 +371,41 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> 
     return build([change(x) if isinstance(x, torch.Tensor) else x for x in leaves], spec)
 
 
+def objects_key(values: Iterable[Any]) -> Any:
+    """A key of a call's types, shapes and plain values, made quickly; None if it has no objects.
+
+    Calls with other signatures may have the same key.
+    """
+    found: list[type] = []
+    try:
+        key = tuple(_key_of(value, found, 0) for value in values)
+        hash(key)
+    except (TypeError, RecursionError):
+        return None
+    return key if found else None
+
+
+def _key_of(value: Any, found: list[type], depth: int) -> Any:
+    """The part of a key that tells a value; notes classes of objects in `found`."""
+    cls = type(value)
+    if cls is torch.Tensor or cls is nn.Parameter:
+        return value.shape
+    if cls in PLAIN_TYPES:
+        return value
+    if depth > _DEEPEST:
+        raise RecursionError
+    if cls is list or cls is tuple:
+        return (cls, *[_key_of(each, found, depth + 1) for each in value])
+    if cls is dict:
+        return (*value, *[_key_of(each, found, depth + 1) for each in value.values()])
+    layout = None if cls in pytree.SUPPORTED_NODES else layout_of(cls)
+    if layout is None:
+        return cls
+    found.append(cls)
+    inside = [_key_of(each, found, depth + 1) for each in layout.attributes(value).values()]
+    return (cls, *inside, *[_key_of(each, found, depth + 1) for each in layout.content(value)])
+
+
 class _Walk:
     """One walk through a tree: first to count the places of each object, then to convert it."""
 

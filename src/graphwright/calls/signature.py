@@ -662,7 +662,7 @@ class CallSignature:
         if inside_transform():
             return False
         if self.flat is None:
-            return self.differences(args, kwargs) is None
+            return self._equals(args, kwargs)
         positional, named = self.flat
         if len(args) != len(positional) or len(kwargs) != len(named):
             return False
@@ -675,6 +675,13 @@ class CallSignature:
         if len(args) + len(kwargs) > 1 and _shared((*args, *kwargs.values())):
             return False
         return self._same_switches()
+
+    def _equals(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether a call's signature is this one."""
+        try:
+            return CallSignature.of(args, kwargs, objects=self.objects) == self
+        except SignatureError:
+            return False
 
     def _same_switches(self) -> bool:
         """Whether the switches are what they were."""

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.dependencies import StandIn
 from ..calls.modes import opaque
-from ..calls.objects import apart, detached
+from ..calls.objects import apart, detached, objects_key
 from ..calls.options import (
     callable_problem,
     choice_problem,
@@ -84,7 +84,7 @@ FIRST = "the first call with objects of these shapes"
 MAX_QUICK = 1 << 16
 # Signatures of which it is remembered that they were refused.
 _MAX_REFUSED = 1024
-# Signatures with objects that were seen once.
+# Kinds of calls with objects that are remembered.
 _MAX_SEEN = 4096
 # Seconds that a capture counts for which other threads left no room for.
 _BUSY_S = 0.01
@@ -157,8 +157,9 @@ class GraphedCallable(StandIn):
         self._warned: set[str] = set()
         # Calls whose captures were refused for what may be otherwise later.
         self._refused: dict[CallSignature, _Refused] = {}
-        # Signatures with objects of calls that were eager once.
-        self._seen: dict[CallSignature, None] = {}
+        # Of calls with objects, by `objects_key`: those that were eager once, and whether a graph
+        # was captured for one.
+        self._seen: dict[Any, bool] = {}
         self._new_budgets()
         self._closed = False
 
@@ -308,6 +309,12 @@ class GraphedCallable(StandIn):
             if budget is not None:
                 self._recent = self._short = None
                 return self._wait(budget, UNPAID, args, kwargs)
+            objects = self._objects_key(args, kwargs)
+            if objects is not None and not self._seen.get(objects):
+                if self._for_objects.waits:
+                    return self._wait(self._for_objects, UNPAID, args, kwargs)
+                if self._is_first(objects):
+                    return self._missed(FIRST, "the next such call is captured", args, kwargs)
         try:
             signature = CallSignature.of(args, kwargs, objects=self._takes_objects)
         except SignatureError as error:
@@ -372,8 +379,6 @@ class GraphedCallable(StandIn):
                 return Miss(_category_of(entry.error), in_words(entry.error)[0])
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(call))
-        if self._is_first(signature):
-            return Miss(FIRST, "the next such call is captured")
         budgets = [self._for_room, self._for_refusals, self._for_values.get(_kind_of(call))]
         if signature.has_objects:
             budgets.append(self._for_objects)
@@ -410,18 +415,28 @@ class GraphedCallable(StandIn):
         gc.collect(1)
         return missed
 
-    def _is_first(self, signature: CallSignature) -> bool:
+    def _objects_key(self, args: Args, kwargs: Kwargs) -> Any:
+        """A key of a call with objects; None for others."""
+        if not self._takes_objects or quick_key(args, kwargs) is not None:
+            return None
+        return objects_key((*args, *(value for _, value in sorted(kwargs.items()))))
+
+    def _is_first(self, key: Any) -> bool:
         """Whether this is the first call with such objects.
 
         A cache that grows with each call is of another shape each time, and capturing each of them
         would never pay off; the next text may have the same lengths.
         """
-        if not signature.has_objects or signature in self._seen:
+        if key in self._seen:
             return False
-        if len(self._seen) >= _MAX_SEEN:
-            del self._seen[next(iter(self._seen))]
-        self._seen[signature] = None
+        self._note_objects(key, captured=False)
         return True
+
+    def _note_objects(self, key: Any, *, captured: bool) -> None:
+        if key is not None:
+            if len(self._seen) >= _MAX_SEEN:
+                del self._seen[next(iter(self._seen))]
+            self._seen[key] = captured
 
     def _spend(self, seconds: float, call: UncapturedCall, *, for_room: bool) -> None:
         """Count a capture whose cause may come again with each call."""
@@ -433,6 +448,7 @@ class GraphedCallable(StandIn):
                 f"{self._max_graphs}, or name the sizes that vary as buckets",
             )
         if call.signature.has_objects:
+            self._note_objects(self._objects_key(call.args, call.kwargs), captured=True)
             self._for_objects.spend(
                 seconds,
                 self._answered(),
@@ -593,6 +609,8 @@ class GraphedCallable(StandIn):
         title = f"prepare({name_of(self.fn)})"
         with shown(progress, title, after_s=SHORT_S) as bar, self.pool._lock:
             self._prepare(wanted, bar)
+        for args, kwargs in wanted:
+            self._note_objects(self._objects_key(args, kwargs), captured=True)
         self._new_budgets()
 
     def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:

@@ -1,0 +1,1 @@
+"""Calls whose results and arguments are objects, and models that set attributes."""
