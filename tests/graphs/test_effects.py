@@ -149,6 +149,7 @@ def test_hooks_that_keep_what_they_see(device: torch.device) -> None:
             torch.testing.assert_close(seen["out"], model[0](x))
     assert graphed.statistics.hits == 3
     assert graphed.statistics.captures == 1
+    assert "sets the variable seen['out']" in graphed.explain()
 
 
 def test_captures_leave_attributes_as_they_were(device: torch.device) -> None:

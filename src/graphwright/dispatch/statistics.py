@@ -13,6 +13,7 @@ from ..shapes.buckets import SizesSeen
 from .graph_cache import CacheEntry
 
 if TYPE_CHECKING:
+    from ..graphs.captured_call import CapturedCall
     from ..shapes.verdicts import Verdicts
 
 Sizes = tuple[int, ...]
@@ -178,11 +179,22 @@ def explained(
         lines += _table(now)
     for entry in ready:
         if entry.graph is not None:
-            kind = "pure" if not entry.graph.mutates else "writes to tensors from outside"
-            kind += ", draws random numbers" if entry.graph.random else ""
-            lines.append(f"  {entry.graph.name}: {format_bytes(entry.graph.nbytes)}, {kind}")
+            nbytes, kind = format_bytes(entry.graph.nbytes), _does(entry.graph)
+            lines.append(f"  {entry.graph.name}: {nbytes}, {kind}")
             lines += [f"    {line}" for line in entry.graph.describe_segments()]
     return lines
+
+
+def _does(graph: CapturedCall) -> str:
+    """What a graph does beside its results, in words."""
+    found = ["writes to tensors from outside"] if graph.mutates else []
+    if graph.places:
+        found.append(f"sets {', '.join(place.name for place in graph.places)}")
+    elif graph.has_effects:
+        found.append("changes or returns objects that it is given")
+    if graph.random:
+        found.append("draws random numbers")
+    return ", ".join(found) or "pure"
 
 
 def _count(n: int, what: str) -> str:
