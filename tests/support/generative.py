@@ -52,7 +52,7 @@ MORE = (
     "MiniMaxM2ForCausalLM", "MiniMaxM3VLForCausalLM", "Ministral3ForCausalLM",
     "MinistralForCausalLM", "ModernBertDecoderForCausalLM", "MoshiForCausalLM", "MptForCausalLM",
     "MvpForCausalLM", "MvpForConditionalGeneration", "NanoChatForCausalLM", "NemotronForCausalLM",
-    "NemotronHForCausalLM", "NllbMoeForConditionalGeneration", "Olmo2ForCausalLM",
+    "NllbMoeForConditionalGeneration", "Olmo2ForCausalLM",
     "Olmo3ForCausalLM", "OlmoForCausalLM", "OlmoeForCausalLM", "OpenAIGPTLMHeadModel",
     "PLBartForCausalLM", "PLBartForConditionalGeneration", "PegasusForCausalLM",
     "PegasusForConditionalGeneration", "PegasusXForConditionalGeneration", "PersimmonForCausalLM",
