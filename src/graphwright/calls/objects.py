@@ -380,7 +380,7 @@ def objects_key(values: Iterable[Any]) -> Any:
     try:
         key = tuple(_key_of(value, found, 0) for value in values)
         hash(key)
-    except (TypeError, RecursionError):
+    except (TypeError, RuntimeError):  # A nested tensor has no shape; or it is too deep.
         return None
     return key if found else None
 
