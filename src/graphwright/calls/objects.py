@@ -303,11 +303,9 @@ def build(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
         _BUILDING.is_on = before
 
 
-def has_nodes(spec: pytree.TreeSpec, kinds: tuple[type, ...] = _NODES) -> bool:
+def has_nodes(spec: pytree.TreeSpec) -> bool:
     """Whether a tree has nodes in the place of objects."""
-    if spec.type in kinds:
-        return True
-    return any(has_nodes(child, kinds) for child in spec.children())
+    return spec.type in _NODES or any(map(has_nodes, spec.children()))
 
 
 def _register(cls: type[_Node]) -> None:

@@ -103,7 +103,7 @@ class GivenObjects:
         """Remember what the arguments hold."""
         self.objects = changeable(arguments)
         self._before = [(_attributes(each), _content(each)) for each in self.objects]
-        self._kinds = [_kind_of(each) for each in self.objects]
+        self._kinds = [_class_of(each) for each in self.objects]
 
     def changes(self) -> tuple[list[Change], list[Any]]:
         """What the call has done to them, and the new values.
@@ -113,7 +113,7 @@ class GivenObjects:
         """
         changes: list[Change] = []
         values: list[Any] = []
-        if self._kinds != [_kind_of(each) for each in self.objects]:
+        if self._kinds != [_class_of(each) for each in self.objects]:
             raise Unrepeatable("to be of another class")
         for position, (each, (attributes, content)) in enumerate(
             zip(self.objects, self._before, strict=True)
@@ -135,7 +135,7 @@ class GivenObjects:
     def outcome(
         self, result: Any, places: Sequence[Place] = (), owned: Sequence[Any] = ()
     ) -> tuple[Any, bool]:
-        """What the call returned, taken apart, and whether that is all that it did.
+        """What the call returned and did, taken apart, and whether it has to do with the caller's.
 
         Args:
             result: what it returned.
@@ -236,8 +236,8 @@ def _same(before: Any, after: Any) -> bool:
     return same(before, after)
 
 
-def _kind_of(value: Any) -> tuple[Any, ...]:
-    """What about an object cannot be changed by what is changed here."""
+def _class_of(value: Any) -> tuple[Any, ...]:
+    """An object's class, and what a defaultdict makes values with: no effect changes these."""
     return type(value), getattr(value, "default_factory", None)
 
 
