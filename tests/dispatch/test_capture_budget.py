@@ -13,6 +13,7 @@ from torch import nn
 from torch.func import functional_call
 
 import graphwright as gw
+from graphwright.calls.dependencies import Dependencies
 from graphwright.dispatch import capture_budget
 from graphwright.dispatch.capture_budget import FREE_CAPTURES, SHARE, WORTH_CALLS, CaptureBudget
 
@@ -357,6 +358,45 @@ def test_refusals_come_to_an_end(device: torch.device) -> None:
         for n in range(100):
             torch.testing.assert_close(graphed(x, float(n)), reads(x, float(n)))
     assert len(tried) <= MOST
+
+
+class Rebuilding(nn.Module):
+    """Makes equal lists anew in each call, so that only a walk tells that nothing has changed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(300))
+        self.sizes = [1, 2, 3]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.sizes = list(self.sizes)
+        y: torch.Tensor = self.layers[0](x)
+        return y * y.sum().item()
+
+
+@pytest.mark.parametrize("breaks", ["never", "auto"])
+def test_what_is_refused_is_not_compared_with_each_call(
+    breaks: Any, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Rebuilding().to(device).eval()
+    graphed = gw.graph(model, breaks=breaks)
+    walks = []
+    init = Dependencies.__init__
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        walks.append(1)
+        init(*args, **kwargs)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(40):
+            x = torch.randn(4, 8, device=device)
+            torch.testing.assert_close(graphed(x), model(x))
+        monkeypatch.setattr(Dependencies, "__init__", counted)
+        for _ in range(200):
+            graphed(torch.randn(4, 8, device=device))
+    assert graphed.statistics.eager["it cannot be captured"] > 200
+    assert len(walks) < 40
 
 
 def test_the_argument_that_varies_is_named(device: torch.device) -> None:

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 import graphwright as gw
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.cuda.recorder import _CudaSegment
+from graphwright.graphs.segments.recording import RecordingTracer
 from graphwright.graphs.segments.tree import SegmentTree
 from graphwright.strategies.base import Built
 from graphwright.strategies.runners import GRAPH
@@ -1066,6 +1067,22 @@ def test_what_the_host_computes_with_its_own_tensors_is_followed() -> None:
             for _ in range(4):
                 agree(graphed, module, torch.randn(3, 4, device="cuda"))
                 module.number.add_(1)
+
+
+def test_no_garbage_is_collected_while_a_segment_is_recorded(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    end, found = RecordingTracer._end, []
+
+    def noted(tracer: RecordingTracer, **given: Any) -> None:
+        found.append(gc.isenabled())
+        end(tracer, **given)
+
+    monkeypatch.setattr(RecordingTracer, "_end", noted)
+    agree(gw.graph(decides), decides, torch.randn(3, 4, device=device))
+    assert found
+    assert not any(found)
+    assert gc.isenabled()
 
 
 @pytest.mark.gpu

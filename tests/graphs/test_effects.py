@@ -348,8 +348,8 @@ def test_equal_lists_are_two_lists(device: torch.device) -> None:
         shared = [1, 2]
         return (
             torch.ones(2, device=device),
-            Batch(torch.ones(2), shared),
-            Batch(torch.zeros(2), shared),
+            Batch(torch.ones(2, device=device), shared),
+            Batch(torch.zeros(2, device=device), shared),
         )
 
     graphed = gw.graph(rebinds)

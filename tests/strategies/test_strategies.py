@@ -69,7 +69,8 @@ def test_a_candidate_computes_the_same_or_says_why_it_cannot(
     found = candidate.availability(device)
     if not found.available:
         assert found.reason
-        optional = name.startswith(("onnxruntime", "tensorrt")) and "pip install" in found.remedy
+        optional = name.startswith(("onnxruntime", "tensorrt", "xla"))
+        optional = optional and "pip install" in found.remedy
         assert device.type == "cpu" or optional, f"{name} ought to run on CUDA: {found.reason}"
         return
     model = Net().eval().to(device)

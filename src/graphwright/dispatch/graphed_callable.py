@@ -84,6 +84,8 @@ FIRST = "the first call with objects of these shapes"
 MAX_QUICK = 1 << 16
 # Signatures of which it is remembered that they were refused.
 _MAX_REFUSED = 1024
+# Seconds of a look at the module that are not worth avoiding.
+_LOOK_S = 2e-4
 # Kinds of calls with objects that are remembered.
 _MAX_SEEN = 4096
 # Seconds that a capture counts for which other threads left no room for.
@@ -334,6 +336,7 @@ class GraphedCallable(StandIn):
                 return self._wait(changes, UNPAID, args, kwargs)
             changes.pay(self._answered())
         state = self._entries.state()
+        looked = time.perf_counter()
         grad = self._entries.grad_mode()
         entry = state.entries.get((signature, grad))
         if entry is not None and entry.ready:
@@ -341,7 +344,9 @@ class GraphedCallable(StandIn):
         changed = not state.is_used and before is not None and self.on_miss == "capture"
         state.is_used = True
         try:
-            return self._answer_uncaptured(UncapturedCall(args, kwargs, signature, state, grad))
+            looked_s = looked - began
+            call = UncapturedCall(args, kwargs, signature, state, grad, looked_s)
+            return self._answer_uncaptured(call)
         finally:
             if changed and before is not None:
                 seconds = time.perf_counter() - began
@@ -376,7 +381,11 @@ class GraphedCallable(StandIn):
             if entry.ready:
                 return entry
             if entry.error is not None and entry.pool_version in (None, self.pool._version):
-                return Miss(_category_of(entry.error), in_words(entry.error)[0])
+                reason = in_words(entry.error)[0]
+                if call.looked_s > _LOOK_S and self.on_miss == "capture":
+                    # The module makes something anew in each call, and comparing it takes a while.
+                    self._refuse(call, call.looked_s, reason)
+                return Miss(_category_of(entry.error), reason)
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(call))
         budgets = [self._for_room, self._for_refusals, self._for_values.get(_kind_of(call))]
@@ -395,15 +404,9 @@ class GraphedCallable(StandIn):
         except (StateChanges, Busy) as error:
             # A refusal would be kept with the module's state, which will not come back.
             reason = in_words(error)[0]
-            if len(self._refused) >= _MAX_REFUSED:
-                self._refused.clear()
-            refused = self._refused.setdefault(signature, _Refused(signature))
             # What other threads take is no cost of a capture.
             seconds = _BUSY_S if isinstance(error, Busy) else time.perf_counter() - began
-            refused.budget.spend(seconds, self._answered(), reason)
-            key = quick_key(call.args, call.kwargs)
-            if key is not None and key not in self._quick:
-                self._quick[key] = refused
+            self._refuse(call, seconds, reason)
             missed = Miss(UNCAPTURED, reason, after_capture=True)
         except (CaptureError, MemoryBudgetExceeded) as error:
             self._entries.refuse(signature, state, call.grad, error)
@@ -414,6 +417,22 @@ class GraphedCallable(StandIn):
         # Free what the error held, such as autograd nodes, which remember the stream they ran on.
         gc.collect(1)
         return missed
+
+    def _refuse(self, call: UncapturedCall, seconds: float, reason: str) -> None:
+        """Have calls of a signature be eager, without a look at the module, for a while.
+
+        Args:
+            call: one of them.
+            seconds: that it took to find out that there is no graph for it.
+            reason: why there is none.
+        """
+        if len(self._refused) >= _MAX_REFUSED:
+            self._refused.clear()
+        refused = self._refused.setdefault(call.signature, _Refused(call.signature))
+        refused.budget.spend(seconds, self._answered(), reason)
+        key = quick_key(call.args, call.kwargs)
+        if key is not None and key not in self._quick:
+            self._quick[key] = refused
 
     def _objects_key(self, args: Args, kwargs: Kwargs) -> Any:
         """A key of a call with objects; None for others."""
@@ -703,6 +722,8 @@ class UncapturedCall:
     signature: CallSignature
     state: StateGraphs
     grad: bool | None
+    # Seconds that it took to find this state.
+    looked_s: float
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...calls.operations import tensors
+from ..conditions import garbage_collection_off
 from ..recorder import Recorder, SegmentRecorder
 from ..static_tensors import Geometry, StaticInputs, StaticOutputs
 from .segment import Break, HoistedConstant, Segment
@@ -71,7 +72,8 @@ class RecordingTracer(Tracer):
             CaptureError: it cannot be recorded.
         """
         try:
-            with self._ending:
+            # The captures of segments outlast `seen`, and destroying a graph would break them.
+            with garbage_collection_off(), self._ending:
                 with self.seen():
                     result = work(inputs)
                 self.finish(result)
