@@ -123,15 +123,19 @@ _LOGGER = logging.getLogger("graphwright")
 _LOGGER.addHandler(logging.NullHandler())
 
 
-def warn_of_fallback(what: str, why: str, remedy: str) -> None:
-    """Warn and log that calls of a kind are eager; callers do so once for a kind.
+RUNS_EAGERLY = "runs eagerly"
+
+
+def warn_of_fallback(what: str, why: str, remedy: str, how: str = RUNS_EAGERLY) -> None:
+    """Warn and log that no graph answers calls of a kind; callers do so once for a kind.
 
     Args:
         what: the object that was called.
         why: in words, without a full stop.
         remedy: what the user can do, as sentences.
+        how: what it does instead.
     """
-    text = f"{what} runs eagerly for this kind of call, since {why.rstrip('.')}. {remedy}"
+    text = f"{what} {how} for this kind of call, since {why.rstrip('.')}. {remedy}"
     _LOGGER.warning(text)
     warnings.warn(text, FallbackWarning, stacklevel=levels_above())
 

@@ -41,7 +41,7 @@ FACES = {
     "Extension": "libraries name",
     "Finding": "count kind mend operation place replacement severity to_dict what",
     "FusedModule": "calls explain module regions untraced",
-    "Graph": "close inputs memory mutates name nbytes outputs pool random replay state",
+    "Graph": "close inputs memory mutates name nbytes nodes outputs pool random replay state",
     "GraphedCallable": f"{_CALLABLE} fn on_miss",
     "GraphedModule": f"{_CALLABLE} module",
     "GraphedStep": "close explain pool release statistics",

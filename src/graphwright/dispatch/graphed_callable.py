@@ -8,11 +8,12 @@ the device works. `compare` is the comparison behind `graph(audit=N)`.
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import time
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -44,6 +45,7 @@ from ..calls.signature import (
 )
 from ..calls.watch import Checks
 from ..errors import (
+    RUNS_EAGERLY,
     CaptureError,
     GraphwrightError,
     MemoryBudgetExceeded,
@@ -66,6 +68,7 @@ from ..shapes.buckets import PADDING
 from .capture_budget import CaptureBudget
 from .fast_path import MISS, Shortcut, shortcut
 from .graph_cache import CacheEntry, GraphCache, StateGraphs
+from .graphed_parts import GraphedParts
 from .statistics import CallStatistics, Tally, explained
 
 if TYPE_CHECKING:
@@ -86,6 +89,9 @@ MAX_QUICK = 1 << 16
 _MAX_REFUSED = 1024
 # Seconds of a look at the module that are not worth avoiding.
 _LOOK_S = 2e-4
+# Graphs of a submodule, where there is none for the whole module.
+_PART_GRAPHS = 4
+_RUNS_IN_PARTS = "runs in parts"
 # Kinds of calls with objects that are remembered.
 _MAX_SEEN = 4096
 # Seconds that a capture counts for which other threads left no room for.
@@ -107,6 +113,10 @@ class GraphedCallable(StandIn):
 
     # Whether objects among the arguments are taken apart.
     _takes_objects = True
+    # Whether submodules may be answered by graphs where there is none for the whole.
+    _in_parts = True
+    # Whether this answers the calls of such a submodule.
+    _is_part = False
 
     def __init__(
         self,
@@ -140,6 +150,7 @@ class GraphedCallable(StandIn):
         self._audit_every = audit
         self._tally = Tally()
         self._breaks: Breaks = breaks
+        self._in_parts = self._in_parts and breaks != "never"
         self._entries = GraphCache(
             fn,
             self.pool,
@@ -162,6 +173,8 @@ class GraphedCallable(StandIn):
         # Of calls with objects, by `objects_key`: those that were eager once, and whether a graph
         # was captured for one.
         self._seen: dict[Any, bool] = {}
+        # A module's parts that are answered by graphs, once there is none for the whole.
+        self._parts: GraphedParts | None = None
         self._new_budgets()
         self._closed = False
 
@@ -558,19 +571,52 @@ class GraphedCallable(StandIn):
                 f"No graph of {name_of(self.fn)} fits this call: {reason}",
                 remedy="Prepare one with prepare(), or allow on_miss='capture' or 'eager'.",
             )
-        self._tally.eager[category] += 1
+        parts = self._parts_for(category)
         # It may raise what the function raises.
-        result = self._run_detached(args, kwargs, as_called=as_called)
-        self._tell(category, reason)
+        run = functools.partial(self._run_detached, args, kwargs, as_called=as_called)
+        result, in_parts = (run(self.fn), False) if parts is None else parts.call(run)
+        if in_parts:
+            self._tally.in_parts += 1
+        else:
+            self._tally.eager[category] += 1
+        how = RUNS_EAGERLY if parts is None or not parts.used else _RUNS_IN_PARTS
+        self._tell(category, reason, how)
         return result
 
-    def _tell(self, category: str, reason: str = "") -> None:
-        """Warn of eager calls, once for each kind."""
+    def _parts_for(self, category: str) -> GraphedParts | None:
+        """The module's parts, where they may answer calls that are eager otherwise."""
+        if category != UNCAPTURED or not self._in_parts:
+            return None
+        if self._parts is None and isinstance(self.fn, nn.Module):
+            self._parts = GraphedParts(self.fn, self._graph_of_part, timed=not self._is_part)
+        return self._parts
+
+    def _graph_of_part(self, module: nn.Module) -> GraphedCallable:
+        """What answers the calls of a submodule."""
+        made = GraphedCallable(
+            module,
+            pool=self.pool,
+            max_graphs=_PART_GRAPHS,
+            breaks="never",  # Parts of it are better than paths without end.
+            checks=self._entries.checks,
+        )
+        made._in_parts = made._is_part = True
+        return made
+
+    def _pays(self, nodes: int) -> bool:
+        """Whether graphs of at least so many nodes have answered calls, or those of parts."""
+        if self._parts is not None and self._parts.settle():
+            return True
+        graphs = [entry.graph for entry in self._entries.ready() if entry.hits]
+        return any(graph is not None and graph.nodes >= nodes for graph in graphs)
+
+    def _tell(self, category: str, reason: str = "", how: str = RUNS_EAGERLY) -> None:
+        """Warn of calls that no graph answers, once for each kind."""
         kind = reason if category in _TOLD_BY_REASON else category
-        if category != FIRST and kind not in self._warned:
+        if category != FIRST and kind not in self._warned and not self._is_part:
             self._warned.add(kind)
             why = f"{category}: {reason}" if reason else category
-            warn_of_fallback(name_of(self.fn), why, "Its statistics and explain() count them.")
+            warn_of_fallback(name_of(self.fn), why, "Its statistics and explain() count them.", how)
 
     def _run_as_is(self, category: str, args: Args, kwargs: Kwargs) -> Any:
         """Run the function as it is, with gradients."""
@@ -581,19 +627,21 @@ class GraphedCallable(StandIn):
 
     def _run_eagerly(self, category: str, args: Args, kwargs: Kwargs) -> Any:
         self._tally.eager[category] += 1
-        return self._run_detached(args, kwargs)
+        return self._run_detached(args, kwargs, self.fn)
 
-    def _run_detached(self, args: Args, kwargs: Kwargs, *, as_called: bool = False) -> Any:
-        """Run the function; its results require no grad."""
+    def _run_detached(
+        self, args: Args, kwargs: Kwargs, fn: Callable[..., Any], *, as_called: bool = False
+    ) -> Any:
+        """Run the function, or what stands for it; its results require no grad."""
         with_grad = torch.is_grad_enabled()
         if with_grad and not as_called:
             with_grad = self._entries.grad_mode() is not None
         with self._entries.turns.calling():
             if with_grad or not torch.is_grad_enabled():
-                result = self.fn(*args, **kwargs)
+                result = fn(*args, **kwargs)
             else:
                 with torch.no_grad():
-                    result = self.fn(*args, **kwargs)
+                    result = fn(*args, **kwargs)
         if with_grad:
             detached((args, tuple(kwargs.values())))  # The call may have given them new tensors.
             return detached(result)
@@ -648,7 +696,7 @@ class GraphedCallable(StandIn):
         if graph.mutates or graph.random or graph.has_effects or graph.was_eager:
             return result  # It took a new path, which was eager.
         # A pure call has changed nothing, its arguments included.
-        expected = self._run_detached(args, kwargs)
+        expected = self._run_detached(args, kwargs, self.fn)
         compare(result, expected, graph.name)
         self._tally.audits += 1
         return result
@@ -656,8 +704,15 @@ class GraphedCallable(StandIn):
     @property
     def statistics(self) -> CallStatistics:
         """How the calls went so far."""
-        return self._tally.statistics(
+        found = self._tally.statistics(
             self._entries.ready(), self._entries.captures, self._entries.verdicts()
+        )
+        parts = [] if self._parts is None else [g.statistics for g in self._parts.graphs.values()]
+        return replace(
+            found,
+            captures=found.captures + sum(part.captures for part in parts),
+            graphs=found.graphs + sum(part.graphs for part in parts),
+            nbytes=found.nbytes + sum(part.nbytes for part in parts),
         )
 
     def explain(self) -> str:
@@ -667,6 +722,7 @@ class GraphedCallable(StandIn):
             name: None for e in self._entries.ready() if e.graph for name in e.graph.parts.names
         }
         lines += [f"its graphs hold {name}" for name in inside]
+        lines += [] if self._parts is None else self._parts.in_words()
         lines += self._entries.about_watch()
         if self._last_miss is not None:
             lines.append(f"last call without a graph: {self._last_miss}")
@@ -678,6 +734,9 @@ class GraphedCallable(StandIn):
         self._seen.clear()
         self._new_budgets()
         self._quick.clear()
+        parts, self._parts = self._parts, None
+        if parts is not None:
+            parts.close()
         self._entries.release()
 
     def close(self) -> None:

@@ -133,7 +133,8 @@ def graph(
         breaks: what to do with a call that copies from the host, or lets the host read values from
             the device, so that one graph cannot hold it: "auto" keeps such constants on the device
             and divides the call into several graphs at such reads, where the value that was read
-            decides which graph follows; "never" runs the call eagerly.
+            decides which graph follows, and answers a module that cannot be captured as a whole
+            in parts, where that is faster; "never" runs the call eagerly.
         checks: what is looked at before a graph answers: "full" looks at the call and the module;
             "signature" at the call alone, for a module that nobody changes; "none" at the number
             of arguments alone, for calls that are all alike: for others, and where gradients are

@@ -42,6 +42,7 @@ class CallStatistics:
         hits: calls that a graph answered, including the first one after its capture.
         captures: graphs that were captured, including repeated captures.
         eager: eager calls, by reason.
+        in_parts: calls whose submodules were answered by graphs, as there is none for the whole.
         audits: calls that were run eagerly beside the graph, and agreed.
         graphs: graphs that are ready now.
         nbytes: bytes that these added to their pool.
@@ -67,6 +68,7 @@ class CallStatistics:
     waste: float = 0.0
     proof_runs: int = 0
     proof_s: float = 0.0
+    in_parts: int = 0
 
 
 class Tally:
@@ -78,6 +80,7 @@ class Tally:
 
     def __init__(self, names: tuple[str, ...] = ()) -> None:
         self.eager: Counter[str] = Counter()
+        self.in_parts = 0
         self.audits = 0
         self.split: Counter[Sizes] = Counter()
         self.chunks: Counter[Sizes] = Counter()  # chunks of split calls, by sizes
@@ -141,6 +144,7 @@ class Tally:
             waste=_waste(held),
             proof_runs=self.proof_runs + sum(proof.runs for proof in proofs),
             proof_s=self.proof_s + sum(proof.seconds for proof in proofs),
+            in_parts=self.in_parts,
         )
 
 
@@ -164,6 +168,8 @@ def explained(
         f"{format_bytes(pool.reserved)} in their pool",
         f"{_count(now.hits, 'call')} answered by graphs, {_count(now.captures, 'capture')}",
     ]
+    if now.in_parts:
+        lines.append(f"{_count(now.in_parts, 'call')} in parts, which graphs answered")
     if now.sizes is not None:
         lines.append(
             f"{now.padded} of these calls padded to a bucket; padding is {now.waste:.1%} of what "

@@ -72,6 +72,11 @@ class Graph:
         """Bytes by which the pool grew when the graph was captured."""
         return self.memory.nbytes
 
+    @property
+    def nodes(self) -> int:
+        """How many operations a replay repeats, a CUDA graph's nodes; 0 once it is closed."""
+        return 0 if self._recording is None else self._recording.nodes
+
     def replay(self) -> None:
         """Repeat the work on what the static inputs hold now; the results are in `outputs`.
 
