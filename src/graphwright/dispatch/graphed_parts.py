@@ -164,12 +164,12 @@ def _twin_class(cls: Any) -> Any:
 
         _graphwright_parts: _Parts
 
-        @property
+        @property  # type: ignore[misc]  # only read
         def __class__(self) -> Any:
             return cls  # Slices of a ModuleList are made by it.
 
         @property
-        def _modules(self) -> Any:  # type: ignore[misc]  # an attribute of nn.Module's, only read
+        def _modules(self) -> Any:
             return self._graphwright_parts.shown()
 
         def __getattr__(self, name: str) -> Any:
