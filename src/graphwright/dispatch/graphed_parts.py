@@ -11,20 +11,17 @@ import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ..calls.dependencies import StandIn
 from ..calls.modes import opaque
-
-if TYPE_CHECKING:
-    from .graphed_callable import GraphedCallable
+from ..calls.signature import Args, Kwargs
+from .statistics import CallStatistics
 
 Run = Callable[[Callable[..., Any]], Any]
-# Makes what answers a submodule's calls.
-Make = Callable[[nn.Module], "GraphedCallable"]
 
 # Calls in which graphs are captured before any is timed, and timed calls of either kind.
 _FIRST, _ROUNDS = 4, 5
@@ -32,6 +29,26 @@ _FIRST, _ROUNDS = 4, 5
 _WORTH = 0.97
 # Nodes of a graph below which launching it takes no less than launching them one by one.
 _FEW_NODES = 6
+
+
+class PartGraphs(Protocol):
+    """What answers the calls of a submodule; `GraphedCallable` does."""
+
+    @property
+    def statistics(self) -> CallStatistics:
+        """How the calls went so far."""
+
+    def _call(self, args: Args, kwargs: Kwargs) -> Any: ...
+
+    def _pays(self, nodes: int) -> bool:
+        """Whether graphs of at least so many nodes have answered calls, or those of parts."""
+
+    def close(self) -> None:
+        """Close all graphs for good."""
+
+
+# Makes what answers a submodule's calls.
+Make = Callable[[nn.Module], PartGraphs]
 
 
 class GraphedParts:
@@ -59,7 +76,7 @@ class GraphedParts:
         self._seconds: tuple[list[float], list[float]] = [], []
 
     @property
-    def graphs(self) -> dict[str, GraphedCallable]:
+    def graphs(self) -> dict[str, PartGraphs]:
         """What answers the calls of parts, by their names."""
         return {} if self._twin is None else dict(_graphs_of(self._twin, "", set()))
 
@@ -138,7 +155,7 @@ class _Parts:
         graphs: what answers calls of the twin itself; None if its forward runs as Python.
     """
 
-    def __init__(self, module: nn.Module, graphs: GraphedCallable | None = None) -> None:
+    def __init__(self, module: nn.Module, graphs: PartGraphs | None = None) -> None:
         self.module = module
         self.parts: dict[str, nn.Module] = {}
         self.graphs = graphs
@@ -242,7 +259,7 @@ def _plain(module: nn.Module) -> bool:
     return "forward" not in vars(module) and type(module).__call__ is nn.Module.__call__
 
 
-def _graphs_of(twin: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, GraphedCallable]]:
+def _graphs_of(twin: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, PartGraphs]]:
     """What answers the calls of a twin's parts, by their names."""
     if id(twin) in seen:
         return
