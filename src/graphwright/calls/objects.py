@@ -35,6 +35,8 @@ _SET_VALUES = (bool, int, str, bytes, type(None), enum.Enum, torch.dtype, torch.
 _MOST = 10_000
 # Objects inside of one another, likewise.
 _DEEPEST = 100
+# Values in a key of a call with objects: a cache of many layers is told by its first ones.
+_LONGEST_KEY = 24
 # Never taken apart: they are more than their attributes.
 _WHOLE = (torch.Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 # Packages whose objects are the machinery of tracers and compilers.
@@ -372,36 +374,47 @@ def map_tensors(change: Callable[[torch.Tensor], torch.Tensor], result: Any) -> 
 def objects_key(values: Iterable[Any]) -> Any:
     """A key of a call's types, shapes and plain values, made quickly; None if it has no objects.
 
-    Calls with other signatures may have the same key.
+    Calls with other signatures may have the same key: only the first values are in it.
     """
     found: list[type] = []
+    key: list[Any] = []
     try:
-        key = tuple(_key_of(value, found, 0) for value in values)
-        hash(key)
+        for value in values:
+            _note_key(value, key, found, 0)
+        made = tuple(key)
+        hash(made)
     except (TypeError, RuntimeError):  # A nested tensor has no shape; or it is too deep.
         return None
-    return key if found else None
+    return made if found else None
 
 
-def _key_of(value: Any, found: list[type], depth: int) -> Any:
-    """The part of a key that tells a value; notes classes of objects in `found`."""
+def _note_key(value: Any, key: list[Any], found: list[type], depth: int) -> None:
+    """Add to a key what tells a value, and the classes of objects to `found`."""
     cls = type(value)
     if cls is torch.Tensor or cls is nn.Parameter:
-        return value.shape
+        key.append(value.shape)
+        return
     if cls in PLAIN_TYPES:
-        return value
+        key.append(value)
+        return
     if depth > _DEEPEST:
         raise RecursionError
+    key.append(cls)
+    inside: Iterable[Any] = ()
     if cls is list or cls is tuple:
-        return (cls, *[_key_of(each, found, depth + 1) for each in value])
-    if cls is dict:
-        return (*value, *[_key_of(each, found, depth + 1) for each in value.values()])
-    layout = None if cls in pytree.SUPPORTED_NODES else layout_of(cls)
-    if layout is None:
-        return cls
-    found.append(cls)
-    inside = [_key_of(each, found, depth + 1) for each in layout.attributes(value).values()]
-    return (cls, *inside, *[_key_of(each, found, depth + 1) for each in layout.content(value)])
+        inside = value
+    elif cls is dict:
+        key.extend(value)
+        inside = value.values()
+    elif cls not in pytree.SUPPORTED_NODES and (layout := layout_of(cls)) is not None:
+        found.append(cls)
+        inside = layout.attributes(value).values()
+        if layout.holds:
+            inside = (*inside, *layout.content(value))
+    for each in inside:
+        if len(key) >= _LONGEST_KEY:
+            return
+        _note_key(each, key, found, depth + 1)
 
 
 class _Walk:
