@@ -36,7 +36,7 @@ _MOST = 10_000
 # Objects inside of one another, likewise.
 _DEEPEST = 100
 # Values in a key of a call with objects: a cache of many layers is told by its first ones.
-_LONGEST_KEY = 24
+_LONGEST_KEY = 10
 # Never taken apart: they are more than their attributes.
 _WHOLE = (torch.Tensor, nn.Module, type, torch.SymInt, torch.SymFloat, torch.SymBool)
 # Packages whose objects are the machinery of tracers and compilers.
