@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _get_current_dispatch_mode, _pop_mode_temporarily
 
 from .modes import OperationMode
+from .operations import leaves
 from .signature import dispatches
 
 # Operations of these work on their arguments alone; another one may know of other memory.
@@ -42,7 +42,7 @@ class FirstUse(OperationMode):
         if self._waiting:
             if getattr(func, "namespace", "") not in _NAMESPACES:
                 self._use(None)
-            for leaf in pytree.tree_leaves((args, kwargs)):
+            for leaf in leaves((args, kwargs)):
                 announce(leaf, self._use)
         return func(*args, **kwargs)
 
@@ -75,6 +75,8 @@ _INTERFACE = torch.Tensor.__cuda_array_interface__.__get__
 
 def announce(value: Any, use: Use) -> None:
     """Announce the memory of a tensor or storage; nothing for other values."""
+    if type(value) in (int, float, bool, type(None), str):
+        return
     if isinstance(value, torch.UntypedStorage):
         use(value._cdata)
     elif isinstance(value, torch.Tensor) and type(value).__name__ != "FakeTensor":

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
 # Batch norms update their running statistics in training, and most of their schemas hide it; so
@@ -30,15 +31,42 @@ FROM_DATA = ("tensor", "as_tensor", "asarray", "new_tensor")
 # Dtypes of indices that select elements by a mask.
 MASKS = (torch.bool, torch.uint8)
 
+# Types of arguments that hold no others; there are more.
+_PLAIN = (int, float, bool, complex, str, type(None))
+_OF_TORCH = (torch.dtype, torch.device, torch.layout, torch.memory_format, nn.Parameter)
+_LEAVES: frozenset[type] = frozenset((*_PLAIN, *_OF_TORCH))
+
 # Position and name of an operation's argument.
 Argument = tuple[int, str]
 
 
 def tensors(tree: Any) -> list[torch.Tensor]:
     """The tensors among an operation's arguments or results."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [leaf for leaf in leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def leaves(tree: Any) -> list[Any]:
+    """The leaves of an operation's arguments or results, as `pytree.tree_leaves` gives them.
+
+    That takes ten times as long, and each operation that a mode sees needs them.
+    """
+    found: list[Any] = []
+    _collect(tree, found)
+    return found
+
+
+def _collect(value: Any, found: list[Any]) -> None:
+    cls = type(value)
+    if cls is torch.Tensor or cls in _LEAVES:
+        found.append(value)
+    elif cls is tuple or cls is list:
+        for each in value:
+            _collect(each, found)
+    elif cls is dict:
+        for each in value.values():
+            _collect(each, found)
+    else:
+        found += pytree.tree_leaves(value)
 
 
 def generator_of(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> torch.Generator:

@@ -48,7 +48,7 @@ from .passes.linears import ACTIVATIONS, GATES, PADDED, PATCHES, PROJECTIONS
 from .passes.norms import NORMS, RESIDUALS
 from .passes.pooling import CHANNEL_GATES, MEANS, POOLS
 from .sharing import share_constants
-from .timing import GROUPS, WORTH, compared
+from .timing import GROUPS, WORTH, Kept, compared
 from .tracing import GraphCall, Traced, Untraceable, trace
 
 # In this order: what one leaves is what the next one looks for.
@@ -326,6 +326,23 @@ def _optimised(
     call, problem = _rewritten(traced, module, args, kwargs, work, state, region, truth)
     if problem or not work.measure:
         return call, problem
+    with Kept() as kept:
+        return _that_pay(call, kept, traced, module, args, kwargs, work, state, region, truth), ""
+
+
+def _that_pay(
+    call: Callable[..., Any],
+    kept: Kept,
+    traced: Traced,
+    module: nn.Module,
+    args: Args,
+    kwargs: Kwargs,
+    work: _Work,
+    state: ModuleState,
+    region: Region,
+    truth: Callable[[], Reference | None],
+) -> Callable[..., Any]:
+    """A call after all passes, or one after fewer, where these lose time."""
     known = truth()
     device = tensors_of((args, kwargs))[0].device
     # What is wrong, or had no time, is not tried again with fewer others.
@@ -345,7 +362,7 @@ def _optimised(
         if problem:
             continue
         try:
-            now, then = compared((call, without), args, kwargs, device)
+            now, then = compared((call, without), args, kwargs, device, kept)
         except Exception as error:
             region.untimed[name] = first_line(error)
             continue
@@ -361,18 +378,18 @@ def _optimised(
     if region.done:
         work.doing("timing all passes")
         try:
-            now, then = compared((call, module), args, kwargs, device)
+            now, then = compared((call, module), args, kwargs, device, kept)
         except Exception as error:
             region.untimed[ALL] = first_line(error)
-            return call, ""
+            return call
         region.gained[ALL] = then - now
         if then < (1 - WORTH) * now:
             why = f"{_loses(now, then)}, {ALL}"
             region.left_out += [(name, why) for name in dict.fromkeys(n for n, _ in region.done)]
             region.done.clear()
             region.operations, region.nbytes = region.operations[:1] * 2, region.nbytes[:1] * 2
-            return module, ""
-    return call, ""
+            return module
+    return call
 
 
 def _loses(now: float, then: float) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import torch
 
@@ -42,12 +43,51 @@ _BLOCK_S, _MOST = 0.004, 50
 Run = Callable[[], object]
 
 
+class Kept:
+    """What is timed of the last first call, which is often compared with several others."""
+
+    def __init__(self) -> None:
+        self._call: object = None
+        self._run: Run | None = None
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> Kept:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._call = self._run = None
+        self._stack.close()
+
+    def ready(self, call: Callable[..., object], *given: Any) -> Run:
+        """What is timed of a call, made anew if it is another one than the last."""
+        if self._run is None or self._call is not call:
+            self.__exit__()
+            self._run = self._stack.enter_context(_ready(call, *given))
+            self._call = call
+        return self._run
+
+
 def compared(
-    calls: Sequence[Callable[..., object]], args: Args, kwargs: Kwargs, device: torch.device
+    calls: Sequence[Callable[..., object]],
+    args: Args,
+    kwargs: Kwargs,
+    device: torch.device,
+    kept: Kept | None = None,
 ) -> list[float]:
-    """Seconds of each call, the medians of blocks in turns."""
+    """Seconds of each call, the medians of blocks in turns.
+
+    Args:
+        calls: the first of them is kept for later comparisons.
+        args: of each call.
+        kwargs: likewise.
+        device: where they run.
+        kept: of earlier comparisons.
+    """
+    given = args, kwargs, device
     with unseen(), contextlib.ExitStack() as stack:
-        runs = [stack.enter_context(_ready(call, args, kwargs, device)) for call in calls]
+        kept = stack.enter_context(Kept()) if kept is None else kept
+        runs = [kept.ready(calls[0], *given)]
+        runs += [stack.enter_context(_ready(call, *given)) for call in calls[1:]]
         count = max(1, min(_MOST, int(_BLOCK_S / max(_block(runs[0], 2, device), 1e-7))))
         found: list[list[float]] = [[] for _ in runs]
         for turn in range(_ROUNDS):
