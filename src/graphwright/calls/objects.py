@@ -296,6 +296,11 @@ def giving(objects: Sequence[Any]) -> Iterator[None]:
         _BUILDING.given = before
 
 
+def given_now() -> Sequence[Any]:
+    """The objects of the innermost block of `giving`."""
+    return _BUILDING.given
+
+
 def build(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
     """A tree with real objects, of its leaves and the spec of a tree that was taken apart."""
     before, _BUILDING.is_on = _BUILDING.is_on, True

@@ -7,7 +7,8 @@ same where the place holds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,6 +57,19 @@ class Place:
             self._holder[self.key] = value
         elif self.key in self._holder:
             del self._holder[self.key]
+
+
+@contextlib.contextmanager
+def emptied(places: Sequence[Place]) -> Iterator[None]:
+    """Let places hold nothing at the beginning of the block, and what they held at its end."""
+    held = [(place, place.value()) for place in places]
+    try:
+        for place in places:
+            place.put(MISSING)
+        yield
+    finally:
+        for place, value in held:
+            place.put(value)
 
 
 def kind_of(value: Any) -> Any:

@@ -37,7 +37,7 @@ from .effects import GivenObjects, Outcome, Unrepeatable
 from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
 from .memory import MemoryPool, MemoryPrediction, pool_problem
-from .python_state import PythonState, StateChanges
+from .python_state import PythonState
 from .recorder import Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
@@ -136,6 +136,8 @@ class CapturedCall(Graph):
         self._names = sorted(kwargs)
         # Whether there is anything among the arguments that a call may change in place.
         self._holds_objects = bool(_objects_of(args, kwargs))
+        # The objects that the last run was given.
+        self._given: GivenObjects | None = None
         # Addresses of memory that the call uses by itself.
         self._outside: set[int] = set()
         self._tree_outside = -1
@@ -314,6 +316,7 @@ class CapturedCall(Graph):
                             finish,
                             self._work,
                             functools.partial(self.pool._evict_one, self),
+                            self._effects_so_far,
                         )
                 except Untraceable:
                     if not pure:
@@ -468,14 +471,8 @@ class CapturedCall(Graph):
 
     def _plan_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
         """Divide the call into segments; returns the bytes of each memory segment these take."""
-        if self._candidates or (self._holds_objects and self.has_effects):
-            names = ", ".join(place.name for place in self._candidates)
-            raise StateChanges(
-                f"{names or 'An object among the arguments'} changes with every call, which is "
-                "repeated for a single graph only, and this call takes several.",
-                remedy="Keep it out of the captured call: pass it in and return it as a tensor.",
-            )
-        tree = SegmentTree(self._module, self.pool, self._device)
+        known = [place for place in self._known if not any(map(place.same_as, self.places))]
+        tree = SegmentTree(self._module, self.pool, self._device, [*known, *self.places])
         recorder = self.pool._recorder_for(self._device)
         taken = tree.plan(self._work, self._sample, recorder, generators)
         self._tree = tree
@@ -590,12 +587,22 @@ class CapturedCall(Graph):
         """Run the call on static inputs; lazily conjugated or negated results are materialized."""
         args, kwargs = unflatten(inputs.leaves, self._spec)
         given = GivenObjects(_objects_tree(args, kwargs)) if self._holds_objects else None
+        self._given = given
         addresses = [inputs.tensor(slot).data_ptr() for slot in inputs.slots]
         with autocast_cache_apart():
             result = self._fn(*args, **kwargs)
             self._refuse_changed_inputs(inputs, addresses)
             tree = self._outcome(given, result)
             return pytree.tree_map_only(torch.Tensor, resolved, tree)
+
+    def _effects_so_far(self) -> Any:
+        """What the last run has done to the objects it was given; None if it did nothing."""
+        given = self._given
+        if given is not None and self._takes_objects:
+            with contextlib.suppress(Unrepeatable, SignatureError):
+                tree, effects = given.outcome(None)
+                return pytree.tree_map_only(torch.Tensor, resolved, tree) if effects else None
+        return None
 
     def _refuse_changed_inputs(self, inputs: StaticInputs, addresses: Sequence[int]) -> None:
         """Refuse a call that gives an argument's tensor another shape or other memory."""
@@ -622,6 +629,8 @@ class CapturedCall(Graph):
                 if not owned and self._watch is not None:  # On a new path.
                     owned = self._watch.objects
                 tree, effects = given.outcome(result, places, owned)
+                if effects and self.state is GraphState.READY and not self._fresh:
+                    raise Unrepeatable("and outputs='static' would leave what is overwritten in it")
                 self.has_effects = self.has_effects or effects
                 return tree
             if given.changes()[0]:
@@ -649,7 +658,7 @@ class CapturedCall(Graph):
             try:
                 yield python_state
             finally:
-                self._owned = []
+                self._owned, self._given = [], None
 
     def _forget(self) -> None:
         """Drop what was recorded; the call can be recorded again."""

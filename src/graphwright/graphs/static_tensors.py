@@ -216,6 +216,13 @@ class StaticOutputs:
         self._leaves = leaves
         self.single = len(self.bases) == 1 and tree is self.bases[0]
 
+    def alike(self, other: StaticOutputs) -> bool:
+        """Whether both are the same tree with the same plain values; tensors are not compared."""
+        if self._spec != other._spec:
+            return False
+        pairs = zip(self._leaves, other._leaves, strict=True)
+        return all(describe(mine) == describe(its) for mine, its in pairs)
+
     def again(self, finish: Finish | None = None) -> Any:
         """What the work returned, in new containers that the caller may change."""
         results = self._leaves if finish is None else finish(self._leaves)

@@ -15,8 +15,9 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ...calls.objects import build
+from ...calls.objects import build, given_now
 from ...calls.operations import default_generators
+from ...calls.places import Place, emptied
 from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
 from ..memory import MemoryPool, format_bytes
@@ -40,6 +41,8 @@ _MANY_PATHS = 16
 Work = Callable[[StaticInputs], Any]
 # Closes another graph of the pool; False if there is none to close.
 MakeRoom = Callable[[], bool]
+# The effects of a run that raised, as a tree; None if it had none.
+Unfinished = Callable[[], Any]
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,13 @@ class CopyPlan:
     fresh: bool
 
 
+@dataclass(frozen=True)
+class _Tree:
+    """Results that no graph can give."""
+
+    tree: Any
+
+
 class SegmentTree:
     """A call in segments.
 
@@ -64,6 +74,7 @@ class SegmentTree:
         module: what is called.
         pool: the memory that the graphs live in.
         device: where the call runs.
+        places: attributes and items that no path may read before it writes to them.
 
     Attributes:
         root: the first segment, once it is recorded.
@@ -82,7 +93,13 @@ class SegmentTree:
     inputs: StaticInputs
     copy_plan: CopyPlan
 
-    def __init__(self, module: nn.Module, pool: MemoryPool, device: torch.device) -> None:
+    def __init__(
+        self,
+        module: nn.Module,
+        pool: MemoryPool,
+        device: torch.device,
+        places: Sequence[Place] = (),
+    ) -> None:
         self.root: Segment | None = None
         self.external: dict[int, torch.UntypedStorage] = {}
         self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
@@ -92,6 +109,7 @@ class SegmentTree:
         self.given_up: CaptureError | None = None
         self.calls = 0
         self.paths = 0
+        self.places = list(places)
         self._module = module
         self._pool = pool
         self._device = device
@@ -255,7 +273,12 @@ class SegmentTree:
     # Done at each call.
 
     def answer(
-        self, leaves: Sequence[Any], finish: Finish | None, work: Work, make_room: MakeRoom
+        self,
+        leaves: Sequence[Any],
+        finish: Finish | None,
+        work: Work,
+        make_room: MakeRoom,
+        unfinished: Unfinished,
     ) -> Any:
         """Replay the segments for a call's arguments; the pool's lock is held.
 
@@ -264,6 +287,7 @@ class SegmentTree:
             finish: turns the leaves of the result into those that the caller gets.
             work: runs the call on static inputs, if it takes a new path.
             make_room: closes another graph of the pool; False if there is none to close.
+            unfinished: what the work has done to the caller's objects, if it raised.
 
         Raises:
             Differs: on a new path, the call did something else up to the break than before.
@@ -287,10 +311,11 @@ class SegmentTree:
             following = break_.after.get(key)
             if following is None:
                 arrival = break_.step(key, result, node.count)
-                observer, made, mutated = self._continue_eagerly(
-                    node, arrival, leaves, finish, work
+                observer, results, mutated = self._continue_eagerly(
+                    node, arrival, leaves, work, unfinished
                 )
-                self._extend(node, arrival, observer, mutated, work, make_room)
+                made = self._made(results, leaves, finish)
+                self._extend(node, arrival, observer, mutated, work, make_room, results)
                 return made
             if following.targets:
                 following.enter(result)
@@ -331,13 +356,13 @@ class SegmentTree:
         node: Segment,
         arrival: Step,
         leaves: Sequence[Any],
-        finish: Finish | None,
         work: Work,
-    ) -> tuple[ObservingTracer, Any, list[int]]:
+        unfinished: Unfinished,
+    ) -> tuple[ObservingTracer, StaticOutputs | _Tree, list[int]]:
         """Continue eagerly, in ordinary memory, from a break whose outcome is new.
 
         Returns:
-            the tracer that observed it, the caller's results, and the positions of the arguments
+            the tracer that observed it, the results, and the positions of the arguments
             that were written to.
         """
         news = [made for made in arrival.made if isinstance(made, New)]
@@ -363,6 +388,9 @@ class SegmentTree:
                 observer.undo()
             else:
                 self._write_back(observer, inputs, leaves)
+                tree = unfinished()
+                if tree is not None:  # What Python has done so far, it has done.
+                    self._made(StaticOutputs(tree, inputs, set()), leaves, None).happen(given_now())
             raise
         mutated = self._write_back(observer, inputs, leaves)
         observer.drop_unused_generators()
@@ -373,11 +401,18 @@ class SegmentTree:
             results = StaticOutputs(tree, inputs, outside)
         except CaptureError as error:
             self.given_up = _without_traceback(error)
-            return observer, build(*pytree.tree_flatten(tree)), mutated
-        made = results.again(finish)
-        if self.copy_plan.fresh:
-            made = results.build(leaves, [base.clone() for base in results.bases], finish)
-        return observer, made, mutated
+            return observer, _Tree(tree), mutated
+        return observer, results, mutated
+
+    def _made(
+        self, results: StaticOutputs | _Tree, leaves: Sequence[Any], finish: Finish | None
+    ) -> Any:
+        """The caller's results of a call that went on eagerly."""
+        if isinstance(results, _Tree):
+            return build(*pytree.tree_flatten(results.tree))
+        if not self.copy_plan.fresh:
+            return results.again(finish)
+        return results.build(leaves, [base.clone() for base in results.bases], finish)
 
     def _write_back(
         self, observer: ObservingTracer, inputs: StaticInputs, leaves: Sequence[Any]
@@ -397,6 +432,7 @@ class SegmentTree:
         mutated: Sequence[int],
         work: Work,
         make_room: MakeRoom,
+        results: StaticOutputs | _Tree,
     ) -> None:
         """Record the new path that a call took; if that is impossible, give up."""
         if observer.problem is not None:
@@ -414,11 +450,15 @@ class SegmentTree:
             observer.exchange()
             try:
                 with transaction(self._pool, self._module, path.forget) as state:
+                    if self.places:
+                        state.allow_writes(list(self.places), [])
                     if self._pool.limit is not None:
                         self._make_room(path.size(), make_room)
                     state.check()
                     path.record()
                     state.check()
+                    if self.places and not path.gives(results):
+                        raise Differs("its result goes by what an attribute held before")
                     state.refuse_host_randomness(self._device, observer.generators)
             except Exception as error:
                 # It may differ only since something was set up once: the next call will tell.
@@ -525,11 +565,17 @@ class NewPath:
         tracer = tree.recording_tracer(child, script, recorder, (), known, memory, inputs)
         finish = functools.partial(tree.finish, inputs, tree.copy_plan, mutated)
         try:
-            tracer.record(work, inputs, finish)
+            with emptied(tree.places):
+                tracer.record(work, inputs, finish)
         except Exception:
             self.culprit = tracer.culprit
             raise
         self.nodes, self.external, self.frozen = tracer.nodes, tracer.external, tracer.frozen
+
+    def gives(self, results: StaticOutputs | _Tree) -> bool:
+        """Whether its results are like those of the call that took it first."""
+        mine = self.nodes[-1].results
+        return mine is not None and isinstance(results, StaticOutputs) and mine.alike(results)
 
     def size(self) -> tuple[int, ...]:
         """Bytes of each memory segment that the path would take in an empty pool."""
