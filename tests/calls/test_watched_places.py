@@ -429,7 +429,7 @@ class MergesOnce(nn.Module):
         if not self.merged:
             self.weight().data = self.weight().data * 2
             self.merged = True
-        self.calls += 1
+        self.calls = max(self.calls + 1, 0)
         return x * self.weight().to(x.device)
 
 

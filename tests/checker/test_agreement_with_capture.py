@@ -1058,7 +1058,6 @@ for _fn in (*OBSTACLES, *CLEAN):
 STOPPED = {
     **dict.fromkeys(
         (
-            "CountsCalls",
             "CountsInTheResult",
             "CountsToTwo",
             "ReplacesABuffer",
@@ -1075,7 +1074,6 @@ STOPPED = {
             "counts_in_a_closure",
             "counts_in_a_default",
             "is_an_object_that_counts",
-            "is_a_method_that_counts",
             "has_an_iterator",
             "GivesAWeightOtherData",
             "draws_with_a_random_of_its_own",
@@ -1265,14 +1263,14 @@ def test_what_a_call_changes_is_put_back_though_capture_was_asked(device: torch.
 
 
 def test_state_is_found_in_a_model_that_names_a_gpu() -> None:
-    counts = CountsCalls().eval()
+    counts = CountsInTheResult().eval()
     found = gw.check(lambda x: counts(x.to("cuda:0")), (torch.randn(3, 4),))
     assert "changing state" in [f.kind for f in found if f.severity.stops]
 
 
 def test_all_refusals_of_a_call_are_told_at_once(device: torch.device) -> None:
     net = nn.Sequential(nn.Linear(4, 4), nn.ReLU()).to(device).train()
-    counts = CountsCalls().to(device).eval()
+    counts = CountsInTheResult().to(device).eval()
 
     def everything(x: torch.Tensor) -> Any:
         return net(counts(x)) * x.max().item()

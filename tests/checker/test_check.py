@@ -488,7 +488,7 @@ def test_state_that_changes_is_named_and_put_back(device: torch.device) -> None:
     x = torch.randn(3, 4, device=device)
     found = gw.check(model, (x,), {"count": True})
     assert kinds(found) == ["blocks changing state", "frozen changing number"]
-    assert "attribute calls of Stateful" in found[0].what
+    assert "attribute seen of Stateful" in found[0].what
     assert "self.linear(x) * self.calls" in found[1].place.source
     assert (model.calls, model.seen) == (0, [])
     found = gw.check(model, (x,))

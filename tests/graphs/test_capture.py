@@ -189,6 +189,7 @@ class Counting(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.kind == "attribute count":
             self.count += 1
+            x = x * self.count
         elif self.kind == "attribute seen":
             self.seen.append(x)
         elif self.kind == "attribute table":

@@ -373,4 +373,6 @@ def _is_foreign(error: CaptureError) -> bool:
     A model on the CPU may only run where tensors seem to be on a GPU.
     """
     cause = error.__cause__
+    if isinstance(error, StateChanges) and isinstance(cause, AttributeError | KeyError):
+        return False  # What it has kept was not there.
     return cause is not None and not isinstance(cause, GraphwrightError)

@@ -323,6 +323,8 @@ class CapturedCall(Graph):
                         raise
                 else:
                     self._update_from_tree(tree)
+                    if tree.went_on and isinstance(made, Outcome):
+                        made.counted = [(p, p.value()) for p in self.places if p.counts]
                     return made
         self.was_eager = True
         args, kwargs = unflatten(leaves, self._spec) if call is None else call

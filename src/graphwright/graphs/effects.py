@@ -41,12 +41,14 @@ class Change:
         attributes: whether its attributes have changed, not what it holds as a container.
         removed: names or keys that are gone.
         start: for a list, where it begins to differ.
+        added: a name or key, and what is added to the number there.
     """
 
     position: int
     attributes: bool
     removed: tuple[Any, ...] = ()
     start: int = 0
+    added: tuple[Any, int] | None = None
 
 
 class Outcome:
@@ -56,7 +58,10 @@ class Outcome:
         result: what it returned.
         values: for each change, the new values.
         changes: what has changed.
+        counted: counters that Python has added to already, and what they hold then.
     """
+
+    counted: Sequence[tuple[Place, Any]] = ()
 
     def __init__(self, result: Any, values: Sequence[Any], changes: tuple[Change, ...]) -> None:
         self.result = result
@@ -66,7 +71,10 @@ class Outcome:
     def happen(self, given: Sequence[Any]) -> Any:
         """Do to the caller's objects what the call did; returns its result."""
         for change, value in zip(self.changes, self.values, strict=True):
-            _do(given[change.position], change, value)
+            if change.added is None or not self.counted:
+                _do(given[change.position], change, value)
+        for place, held in self.counted:
+            place.put(held)
         return self.result
 
 
@@ -148,6 +156,11 @@ class GivenObjects:
         """
         changes, values = self.changes()
         for position, place in enumerate(places, len(self.objects)):
+            if place.counts:
+                added = place.key, place.step
+                changes.append(Change(position, place.is_attribute, added=added))
+                values.append({})
+                continue
             value = place.value()
             if value is not MISSING:
                 changes.append(Change(position, place.is_attribute))
@@ -243,6 +256,13 @@ def _class_of(value: Any) -> tuple[Any, ...]:
 
 def _do(target: Any, change: Change, value: Any) -> None:
     """Do a change to an object."""
+    if change.added is not None:
+        key, step = change.added
+        if change.attributes:
+            setattr(target, key, getattr(target, key) + step)
+        else:
+            target[key] += step
+        return
     if change.attributes:
         layout = layout_of(type(target))
         if layout is None:  # A container with attributes.

@@ -274,7 +274,9 @@ def _is_attribute(source: Source) -> bool:
 def _place(
     name: str, source: Source, key: Any, old: Any, new: Any, read: Container[int]
 ) -> Place | None:
-    """A place that each run gives new tensors without reading the old ones; None for others.
+    """A place that each run gives new tensors without reading the old ones, or may count in.
+
+    None for others.
 
     Args:
         name: of the place.
@@ -286,6 +288,8 @@ def _place(
     """
     if type(source) not in (AttributesSource, DictionarySource):
         return None
+    if type(old) is int and type(new) is int:
+        return Place(name, source.owner, key, _is_attribute(source), counts=True)
     kind = kind_of(new)
     if kind is None or MISSING in (old, new) or kind_of(old) != kind:
         return None

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..calls.modes import OperationMode, compilers_off
 from ..calls.objects import apart
 from ..calls.operations import tensors
-from ..calls.places import MISSING, Place, kind_of
+from ..calls.places import MISSING, Place, added_to, kind_of
 from ..calls.signature import SCALARS, describe
 from ..errors import CaptureError, first_line, user_frame
 from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
@@ -128,7 +128,13 @@ def warm(
             _refuse_writes_on_host(journal.written)
         try:
             comparison.check(result, eager, journal.dtypes)
-        except CaptureError:
+        except CaptureError as error:
+            counter = next((place.name for place in python_state.places if place.counts), None)
+            if counter is not None:
+                raise StateChanges(
+                    f"{counter} changes with every call, and a graph repeats no Python.",
+                    remedy="Compute with a tensor in its place, or pass it in.",
+                ) from error
             if not journal.generators:
                 raise
             journal.undo()
@@ -330,20 +336,28 @@ class _ObservedRuns:
             StateChanges: the call reads one of them before it writes to it, or may.
         """
         held = [(place, place.value()) for place in places]
-        values = [Comparison().keep(apart([value])) for _, value in held if value is not MISSING]
+        kept = {
+            id(place): Comparison().keep(apart([value]))
+            for place, value in held
+            if value is not MISSING and not place.counts
+        }
         inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
         journal = Journal(self._copies)
         names = ", ".join(place.name for place in places)
         try:
             for place in places:
-                place.put(MISSING)
+                place.empty()
             with self._recorder.warming(), compilers_off(), journal:
                 result = self._work(inputs)
             self._comparison.check(result, eager, journal.dtypes)
-            kept = iter(values)
             for place, value in held:
-                now, before = place.value(), None if value is MISSING else next(kept)
-                if now is MISSING:
+                now, before = place.value(), kept.get(id(place))
+                if place.counts:
+                    place.step = added_to(place)
+                    place.put(value)
+                    if not place.step:
+                        places.remove(place)
+                elif now is MISSING:
                     places.remove(place)
                     place.put(value)
                 elif kind_of(now) is None or kind_of(now) != kind_of(value):

@@ -87,6 +87,7 @@ class SegmentTree:
         random: whether such a path draws random numbers.
         given_up: why graphs no longer answer the call.
         calls: how many calls were answered.
+        went_on: whether the last one went on eagerly, so that Python has done what it does.
         paths: how many paths were recorded.
     """
 
@@ -108,6 +109,7 @@ class SegmentTree:
         self.random = False
         self.given_up: CaptureError | None = None
         self.calls = 0
+        self.went_on = False
         self.paths = 0
         self.places = list(places)
         self._module = module
@@ -295,6 +297,7 @@ class SegmentTree:
         node, copy_plan = self.root, self.copy_plan
         assert node is not None
         self.calls += 1
+        self.went_on = False
         with torch.no_grad():
             for slot in copy_plan.by_element:
                 copy(leaves[slot], self.inputs.tensor(slot))
@@ -310,6 +313,7 @@ class SegmentTree:
             key, result = break_.run()
             following = break_.after.get(key)
             if following is None:
+                self.went_on = True
                 arrival = break_.step(key, result, node.count)
                 observer, results, mutated = self._continue_eagerly(
                     node, arrival, leaves, work, unfinished
