@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextvars
 import copy
+import gc
+import pickle
 import threading
 import warnings
 from collections.abc import Iterator
@@ -230,3 +233,133 @@ def test_the_caller_is_told_once(device: torch.device) -> None:
     assert "Refused runs in parts for this kind of call, since it cannot be captured" in str(
         one.message
     )
+
+
+COLLECTED: contextvars.ContextVar[list[Any] | None] = contextvars.ContextVar("c", default=None)
+
+
+def collects(module: nn.Module, given: Any, result: torch.Tensor) -> None:
+    found = COLLECTED.get()
+    if found is not None:
+        found.append(result)
+
+
+class Base(nn.Module):
+    """Counts calls in its result, around what it does with a block."""
+
+    def __init__(self, does: Any) -> None:
+        super().__init__()
+        self.does, self.calls = does, 0
+        self.head = Block()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        y: torch.Tensor = self.does(self, x) * self.calls
+        return y
+
+
+def collects_by_a_context_variable(self: Base, x: torch.Tensor) -> Any:
+    if not self.head.first._forward_hooks:
+        self.head.first.register_forward_hook(collects)
+    found: list[Any] = []
+    token = COLLECTED.set(found)
+    try:
+        y = self.head(x)
+    finally:
+        COLLECTED.reset(token)
+    return y + sum(found)
+
+
+def goes_backward(self: Base, x: torch.Tensor) -> Any:
+    with torch.enable_grad():
+        self.head(x).pow(2).mean().backward()
+    return x + sum(p.grad.abs().sum() for p in self.parameters() if p.grad is not None)
+
+
+def adds_a_module(self: Base, x: torch.Tensor) -> Any:
+    if "later" not in self._modules:
+        torch.manual_seed(1)
+        self.add_module("later", nn.Linear(8, 8).to(x.device))
+    return self.later(self.head(x))
+
+
+def knows_its_child(self: Base, x: torch.Tensor) -> Any:
+    known = {self.head: 2.0}
+    return self.head(x) * known[self.head] if type(self.head) is Block else x
+
+
+def copies_its_child(self: Base, x: torch.Tensor) -> Any:
+    return copy.deepcopy(self.head)(x) + self.head(x)
+
+
+def keeps_its_child(self: Base, x: torch.Tensor) -> Any:
+    self.pair = nn.Sequential(self.head)
+    return self.pair(x)
+
+
+def loses_its_child(self: Base, x: torch.Tensor) -> Any:
+    if self.calls == 8:
+        del self.head
+    return self.head(x) if hasattr(self, "head") else x
+
+
+def hooks_its_child(self: Base, x: torch.Tensor) -> Any:
+    handle = self.head.register_forward_hook(lambda module, given, result: result + 1)
+    y = self.head(x)
+    handle.remove()
+    return y + self.head(x)
+
+
+DOES = [
+    collects_by_a_context_variable,
+    goes_backward,
+    adds_a_module,
+    knows_its_child,
+    copies_its_child,
+    keeps_its_child,
+    loses_its_child,
+    hooks_its_child,
+]
+
+
+@pytest.mark.parametrize("does", DOES)
+def test_what_forward_does_with_a_part_is_eager_s(does: Any, device: torch.device) -> None:
+    torch.manual_seed(0)
+    model = Base(does).to(device).eval()
+    eager = copy.deepcopy(model)
+    graphed = gw.graph(model)
+    agree(graphed, eager, device)
+    assert list(model.state_dict()) == list(eager.state_dict())
+    graphed.close()
+    assert all("forward" not in vars(each) for each in model.modules())
+
+
+def test_copies_and_pickles_of_the_model_while_parts_are_in_use(device: torch.device) -> None:
+    model, graphed, eager = made(device)
+    agree(graphed, eager, device, 6)
+    copied, loaded = copy.deepcopy(model), pickle.loads(pickle.dumps(model))
+    for each in copied.modules():
+        each.register_buffer("mark", torch.ones((), device=device))
+    assert "mark" not in dict(model.head.named_buffers())
+    nn.init.zeros_(copied.head.second.weight)
+    nn.init.zeros_(loaded.head.second.weight)
+    x = torch.randn(4, 8, device=device)
+    torch.testing.assert_close(copied(x), loaded(x))
+    agree(graphed, eager, device, 3)
+    assert not torch.equal(copied(x), model(x) * copied.calls / model.calls)
+    again = gw.graph(copied)
+    for _ in range(6):
+        again(x)
+    assert again.statistics.in_parts > 0
+
+
+def test_a_graph_that_is_dropped_leaves_the_model_alone(device: torch.device) -> None:
+    model, graphed, eager = made(device)
+    agree(graphed, eager, device, 6)
+    pool = graphed.pool
+    del graphed
+    gc.collect()
+    assert all("forward" not in vars(each) for each in model.modules())
+    assert pool.in_use == 0
+    x = torch.randn(4, 8, device=device)
+    torch.testing.assert_close(model(x), eager(x))

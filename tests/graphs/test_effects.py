@@ -301,6 +301,26 @@ def test_what_was_replaced_is_kept_alive_by_nobody(device: torch.device) -> None
 # Identity, order and classes.
 
 
+class Remembers(nn.Module):
+    last: Any = None
+
+    def forward(self, x: torch.Tensor) -> Any:
+        before, self.last = self.last, x * 2
+        return x + 1, before
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_an_attribute_of_the_class_held_before_is_not_lost(device: torch.device) -> None:
+    graphed, eager = gw.graph(Remembers().eval()), Remembers().eval()
+    found = []
+    with torch.no_grad():
+        for n in range(4):
+            x = torch.full((2,), float(n), device=device)
+            found.append((graphed(x)[1], eager(x)[1]))
+    for mine, its in found:
+        torch.testing.assert_close(mine, its)
+
+
 class Sentinel:
     pass
 

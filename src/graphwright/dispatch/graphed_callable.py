@@ -68,7 +68,7 @@ from ..shapes.buckets import PADDING
 from .capture_budget import CaptureBudget
 from .fast_path import MISS, Shortcut, shortcut
 from .graph_cache import CacheEntry, GraphCache, StateGraphs
-from .graphed_parts import GraphedParts
+from .graphed_parts import GraphedParts, refuse_talk
 from .statistics import CallStatistics, Tally, explained
 
 if TYPE_CHECKING:
@@ -409,6 +409,8 @@ class GraphedCallable(StandIn):
                 return Miss(UNPAID, budget.reason, budget)
         began = time.perf_counter()
         try:
+            if self._is_part and isinstance(self.fn, nn.Module):
+                refuse_talk(self.fn)
             is_full, evictions = self._entries.is_full(), self.pool.evictions
             made = self._entries.capture(signature, state, call.args, call.kwargs)
             evicted = self.pool.evictions > evictions

@@ -1,24 +1,30 @@
 """GraphedParts: a module whose submodules are answered by graphs, as there is none for the whole.
 
-The module's own forward runs as Python. It sees other submodules: objects of the same class that
-share their attributes, and that are called through a graph. Whether that is faster than eager is
-timed, in calls that are made anyway.
+The module's own forward runs as Python. Its submodules have another `forward`, which answers the
+calls that are made from there by a graph, and others as before. Whether that is faster than eager
+is timed, in calls that are made anyway.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
+import contextvars
+import copy
 import statistics
+import threading
 import time
+import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
 from torch import nn
 
-from ..calls.dependencies import StandIn
+from ..calls.dependencies import Dependencies, StandIn
 from ..calls.modes import opaque
 from ..calls.signature import Args, Kwargs
+from ..graphs.python_state import StateChanges
 from .statistics import CallStatistics
 
 Run = Callable[[Callable[..., Any]], Any]
@@ -29,6 +35,15 @@ _FIRST, _ROUNDS = 4, 5
 _WORTH = 0.97
 # Nodes of a graph below which launching it takes no less than launching them one by one.
 _FEW_NODES = 6
+# Hooks of a module, which its caller runs around its forward.
+_HOOKS = (
+    "_forward_hooks",
+    "_forward_pre_hooks",
+    "_backward_hooks",
+    "_backward_pre_hooks",
+)
+# Guards the attributes of modules.
+_LOCK = threading.Lock()
 
 
 class PartGraphs(Protocol):
@@ -56,6 +71,7 @@ class GraphedParts:
 
     Attributes:
         ratio: seconds of a call as a share of eager's; None until that is known.
+        graphs: what answers the calls of parts, by their names.
     """
 
     def __init__(self, module: nn.Module, make: Make, *, timed: bool = True) -> None:
@@ -69,16 +85,14 @@ class GraphedParts:
         self.ratio: float | None = None
         self._module = module
         self._timed = timed
-        self._twin = _twin_of(module, make, {})
+        children = dict(_divided(module))
+        self.graphs = {name: make(child) for name, child in children.items()}
+        self._parts = {name: _Part(children[name], made) for name, made in self.graphs.items()}
         self._count = 0
-        self._used = self._twin is not None
+        self._installed = False
+        self._used = bool(self._parts)
         # Seconds of calls: of the module's own, and of those with parts.
         self._seconds: tuple[list[float], list[float]] = [], []
-
-    @property
-    def graphs(self) -> dict[str, PartGraphs]:
-        """What answers the calls of parts, by their names."""
-        return {} if self._twin is None else dict(_graphs_of(self._twin, "", set()))
 
     @property
     def used(self) -> bool:
@@ -94,31 +108,50 @@ class GraphedParts:
         Returns:
             the result, and whether parts took part in it.
         """
-        twin = self._twin
-        if twin is None or not self._used:
+        if not self._used or _global_hooks():
             return run(self._module), False
         self._count += 1
         if self._count <= _FIRST or not self._timed or self.ratio is not None:
             if self._count == _FIRST:
                 self.settle()
-            return run(twin), True
+            with self._answering():
+                return run(self._module), True
         with_parts = self._count % 2 == 0
         _wait(self._module)
         began = time.perf_counter()
-        result = run(twin if with_parts else self._module)
+        with self._answering() if with_parts else contextlib.nullcontext():
+            result = run(self._module)
         _wait(self._module)
         self._seconds[with_parts].append(time.perf_counter() - began)
-        if all(len(each) >= _ROUNDS for each in self._seconds):
+        if self.ratio is None and all(len(each) >= _ROUNDS for each in self._seconds):
             eager, parts = map(statistics.median, self._seconds)
             self.ratio = parts / eager
             if self.ratio > _WORTH:
                 self.close()
         return result, with_parts
 
+    @contextlib.contextmanager
+    def _answering(self) -> Iterator[None]:
+        """Have the calls of parts answered by their graphs inside the block, on this thread."""
+        parts = list(self._parts.values())
+        if not self._installed:
+            self._installed = True
+            for part in parts:
+                part.install()
+        for part in parts:
+            part.thread.depth += 1
+        try:
+            yield
+        finally:
+            for part in parts:
+                part.thread.depth -= 1
+
     def settle(self) -> bool:
         """Call submodules themselves that no graph has answered; whether any part is left."""
-        if self._twin is not None and not _drop_idle(self._twin):
-            self.close()
+        for name, graphs in list(self.graphs.items()):
+            if not graphs._pays(_FEW_NODES):
+                self._drop(name)
+        self._used = self._used and bool(self._parts)
         return self._used
 
     def in_words(self) -> list[str]:
@@ -134,9 +167,98 @@ class GraphedParts:
     def close(self) -> None:
         """Close the graphs of all parts; calls run the module itself from now on."""
         self._used = False
-        for graphs in self.graphs.values():
-            graphs.close()
-        self._twin = None
+        for name in list(self.graphs):
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        """Call a submodule itself from now on."""
+        self._parts.pop(name).remove()
+        self.graphs.pop(name).close()
+
+    def __del__(self) -> None:
+        for part in getattr(self, "_parts", {}).values():
+            part.remove()
+
+
+class _Thread(threading.local):
+    """What a thread is inside of.
+
+    Attributes:
+        depth: how many calls with parts.
+        busy: whether the graphs of a part are answering a call of it.
+    """
+
+    depth = 0
+    busy = False
+
+
+class _Part(StandIn):
+    """Stands for the forward of a submodule, and answers calls of threads that are with parts."""
+
+    def __init__(self, module: nn.Module, graphs: PartGraphs) -> None:
+        self.module = module
+        self.thread = _Thread()
+        # The module holds this, and must not keep the graphs alive.
+        self._graphs = weakref.ref(graphs)
+
+    def install(self) -> None:
+        """Let it be the module's forward, unless there is another one already."""
+        with _LOCK:
+            if _has_own_forward(self.module):
+                vars(self.module)["forward"] = self
+
+    def remove(self) -> None:
+        """Let the module's forward be that of its class again."""
+        if vars(self.module).get("forward") is self:
+            del vars(self.module)["forward"]
+
+    @property
+    def _graphwright_stands_for(self) -> Any:
+        return _own_forward(self.module)
+
+    @opaque
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        module = self.module
+        thread = self.thread
+        graphs = self._graphs() if thread.depth and not thread.busy else None
+        if graphs is None or torch.is_grad_enabled() or has_hooks(module):
+            return type(module).forward(module, *args, **kwargs)
+        thread.busy = True
+        try:
+            return graphs._call(args, kwargs)
+        finally:
+            thread.busy = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = copy.deepcopy(self.module, memo)
+        return _own_forward(module)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _own_forward, (self.module,)
+
+
+def _own_forward(module: nn.Module) -> Any:
+    """A module's forward as its class defines it."""
+    return types.MethodType(type(module).forward, module)
+
+
+def _has_own_forward(module: nn.Module) -> bool:
+    """Whether a module's forward is that of its class."""
+    found = vars(module).get("forward")
+    own = type(module).forward
+    return found is None or (getattr(found, "__func__", None) is own and found.__self__ is module)
+
+
+def has_hooks(module: nn.Module) -> bool:
+    """Whether a module has hooks, which run around its forward."""
+    attributes = vars(module)
+    return any(attributes.get(name) for name in _HOOKS)
+
+
+def _global_hooks() -> bool:
+    """Whether there are hooks of all modules."""
+    found = torch.nn.modules.module
+    return bool(found._global_forward_hooks or found._global_forward_pre_hooks)
 
 
 def _wait(module: nn.Module) -> None:
@@ -146,135 +268,43 @@ def _wait(module: nn.Module) -> None:
         torch.cuda.synchronize(first.device)
 
 
-class _Parts:
-    """What a twin calls instead of a module's submodules.
-
-    Attributes:
-        module: whose attributes the twin shares.
-        parts: what stands for some of its submodules, by name.
-        graphs: what answers calls of the twin itself; None if its forward runs as Python.
-    """
-
-    def __init__(self, module: nn.Module, graphs: PartGraphs | None = None) -> None:
-        self.module = module
-        self.parts: dict[str, nn.Module] = {}
-        self.graphs = graphs
-
-    def shown(self) -> dict[str, nn.Module | None]:
-        """The submodules, with those that something stands for replaced."""
-        return {name: self.part(name) or child for name, child in self.module._modules.items()}
-
-    def part(self, name: str) -> nn.Module | None:
-        """What stands for a submodule; None where nothing does, or it has been replaced since."""
-        part = self.parts.get(name)
-        if part is None or self.module._modules.get(name) is not _parts_of(part).module:
-            return None
-        return part
+def _divided(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """The submodules that may have a graph of their own, by name: those that hold others."""
+    seen = {id(module)}
+    waiting = [(path, module)]
+    while waiting:
+        path, around = waiting.pop()
+        for name, child in around._modules.items():
+            if child is None or id(child) in seen:
+                continue
+            seen.add(id(child))
+            where = f"{path}.{name}" if path else name
+            if type(child).forward is nn.Module.forward:  # A ModuleList or ModuleDict.
+                waiting.append((where, child))
+            elif _may_have_graph(child):
+                yield where, child
 
 
-@functools.lru_cache(1024)
-def _twin_class(cls: Any) -> Any:
-    """A subclass whose objects share another's attributes and show other submodules."""
-
-    class Twin(cls):  # type: ignore[misc]  # the class is a variable
-        __slots__ = ("_graphwright_parts",)
-
-        _graphwright_parts: _Parts
-
-        @property  # type: ignore[misc]  # only read
-        def __class__(self) -> Any:
-            return cls  # Slices of a ModuleList are made by it.
-
-        @property
-        def _modules(self) -> Any:
-            return self._graphwright_parts.shown()
-
-        def __getattr__(self, name: str) -> Any:
-            part = _parts_of(self).part(name)
-            return super().__getattr__(name) if part is None else part
-
-        def __setattr__(self, name: str, value: Any) -> None:
-            super().__setattr__(name, _parts_of(value).module if _is_twin(value) else value)
-
-        @opaque
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
-            graphs = _parts_of(self).graphs
-            if graphs is None:
-                return super().__call__(*args, **kwargs)
-            return graphs._call(args, kwargs)
-
-    Twin.__name__, Twin.__qualname__ = cls.__name__, cls.__qualname__
-    Twin.__module__ = cls.__module__
-    return Twin
-
-
-def _made(parts: _Parts) -> nn.Module:
-    """A twin of a module."""
-    cls: Any = type(parts.module)
-    twin: nn.Module = object.__new__(_twin_class(cls))
-    object.__setattr__(twin, "__dict__", parts.module.__dict__)
-    object.__setattr__(twin, "_graphwright_parts", parts)
-    return twin
-
-
-def _parts_of(twin: nn.Module) -> _Parts:
-    found: _Parts = object.__getattribute__(twin, "_graphwright_parts")
-    return found
-
-
-def _is_twin(value: Any) -> bool:
-    return isinstance(value, nn.Module) and hasattr(type(value), "_graphwright_parts")
-
-
-def _twin_of(module: nn.Module, make: Make, known: dict[int, nn.Module | None]) -> nn.Module | None:
-    """A module with parts; None where none of its submodules may have a graph."""
-    if not _plain(module):
-        return None
-    parts = _Parts(module)
-    for name, child in module._modules.items():
-        if child is None:
-            continue
-        if id(child) not in known:
-            known[id(child)] = None  # A module that holds itself has no part.
-            known[id(child)] = _part_of(child, make, known)
-        part = known[id(child)]
-        if part is not None:
-            parts.parts[name] = part
-    return _made(parts) if parts.parts else None
-
-
-def _part_of(child: nn.Module, make: Make, known: dict[int, nn.Module | None]) -> nn.Module | None:
-    """What stands for a submodule: it has a graph of its own, or is a container of those."""
-    if not _plain(child) or not any(each is not None for each in child._modules.values()):
-        return None  # What holds no others is a single operation, and no faster as a graph.
-    if type(child).forward is nn.Module.forward:  # A ModuleList or ModuleDict.
-        return _twin_of(child, make, known)
-    return _made(_Parts(child, make(child)))
-
-
-def _plain(module: nn.Module) -> bool:
-    """Whether a module's forward may be run with other submodules."""
-    if isinstance(module, StandIn | torch.jit.ScriptModule | torch.fx.GraphModule):
+def _may_have_graph(child: nn.Module) -> bool:
+    """Whether a submodule may be answered by a graph while Python runs what is around it."""
+    if isinstance(child, StandIn | torch.jit.ScriptModule | torch.fx.GraphModule):
         return False
-    return "forward" not in vars(module) and type(module).__call__ is nn.Module.__call__
+    if not _has_own_forward(child) or type(child).__call__ is not nn.Module.__call__:
+        return False
+    # What holds no others is a single operation, and no faster as a graph.
+    return not has_hooks(child) and any(each is not None for each in child._modules.values())
 
 
-def _graphs_of(twin: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[str, PartGraphs]]:
-    """What answers the calls of a twin's parts, by their names."""
-    if id(twin) in seen:
-        return
-    seen.add(id(twin))
-    parts = _parts_of(twin)
-    if parts.graphs is not None:
-        yield path, parts.graphs
-    for name, part in parts.parts.items():
-        yield from _graphs_of(part, f"{path}.{name}" if path else name, seen)
-
-
-def _drop_idle(twin: nn.Module) -> bool:
-    """Drop parts that no graph has answered; whether any is left, or the twin is one."""
-    parts = _parts_of(twin)
-    for name, part in list(parts.parts.items()):
-        if not _drop_idle(part):
-            del parts.parts[name]
-    return bool(parts.parts) or (parts.graphs is not None and parts.graphs._pays(_FEW_NODES))
+def refuse_talk(part: nn.Module) -> None:
+    """Raise StateChanges where the module around a part may talk to it by what nobody watches."""
+    if any(has_hooks(each) for each in part.modules()):
+        raise StateChanges(
+            "It has hooks, which may hand what they see to what is around it.",
+            remedy="Graph the module by itself, or remove them.",
+        )
+    for found in Dependencies(part, training=True, whole=True).objects:
+        if isinstance(found, contextvars.ContextVar | threading.local):
+            raise StateChanges(
+                f"It reaches a {type(found).__name__}, by which what is around it may talk to it.",
+                remedy="Pass what it holds as an argument.",
+            )

@@ -523,6 +523,8 @@ def check_same_result(result: Any, eager: Sequence[Any], rounding: float = 0.0) 
     for a, b in zip(mine, eager, strict=False):
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             plain = isinstance(a, SCALARS) and isinstance(b, SCALARS)
+            same_kind = isinstance(a, torch.Tensor) is isinstance(b, torch.Tensor)
+            alike = alike and same_kind and (a is None) is (b is None)
             alike = alike and (not plain or describe(a) == describe(b))
             continue
         alike = alike and a.shape == b.shape and a.dtype == b.dtype
