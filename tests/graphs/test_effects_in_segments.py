@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -218,3 +219,18 @@ def test_static_outputs_take_no_effects_on_a_new_path(device: torch.device) -> N
         graphed(torch.full((2,), -float(n), device=device), boxes[-1])
     for n, box in enumerate(boxes, 1):
         torch.testing.assert_close(box.last, torch.full((2,), -2.0 * n, device=device))
+
+
+@pytest.mark.parametrize("does", [sets, does_both, reads_on_one_path])
+def test_nothing_is_left_in_the_pool_after_close(does: Any, device: torch.device) -> None:
+    graphed = gw.graph(Model(does).eval().to(device))
+    gc.collect()
+    gc.disable()
+    try:
+        for n in range(8):
+            box = Box() if does is does_both else None
+            graphed(torch.full((3, 4), (-1.0) ** n, device=device), box)
+        graphed.close()
+        assert graphed.pool.in_use == 0
+    finally:
+        gc.enable()

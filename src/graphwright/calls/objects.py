@@ -523,7 +523,9 @@ def is_container(value: Any) -> bool:
 
 def one_level(value: Any) -> tuple[list[Any], pytree.TreeSpec]:
     """What a container holds, and how it is built again."""
-    return pytree.tree_flatten(value, is_leaf=lambda each: each is not value)
+    # PyTorch keeps what this refers to in a cycle, until garbage is collected.
+    identity = id(value)
+    return pytree.tree_flatten(value, is_leaf=lambda each: id(each) != identity)
 
 
 def _parts_of(value: Any) -> list[tuple[str, Any]] | None:

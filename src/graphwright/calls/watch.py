@@ -253,6 +253,10 @@ class ModuleWatch:
             self._other_values = list(map(checksum, self._tensors)) != self._sums
         return not self._other_values
 
+    def let_go(self) -> None:
+        """Watch nothing any more: what it has seen is kept alive by nobody."""
+        self.unchanged = lambda: False  # It refers to the watch, which refers to it.
+
     def changed(self) -> str | None:
         """What has changed since the watch was made, in words, or None."""
         if self.unchanged():

@@ -219,6 +219,9 @@ class PythonState:
             for tensor, alias, place in self._data:
                 if place_of(tensor) != place:
                     tensor.data = alias
+        for snapshot in (self._kept, self._last):
+            if snapshot is not None:
+                snapshot.let_go()
 
 
 def grad_of(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -252,6 +255,10 @@ class _Snapshot:
     def still_holds(self) -> bool:
         """Whether nothing has changed; may be False though nothing has."""
         return self._watch.unchanged() and not self.drawn()
+
+    def let_go(self) -> None:
+        """Keep alive no longer what it has seen, once nobody refers to it."""
+        self._watch.let_go()
 
     def drawn(self) -> bool:
         """Whether a random generator in it has moved."""

@@ -23,7 +23,7 @@ from ..conditions import as_captured
 from ..memory import MemoryPool, format_bytes
 from ..recorder import Interrupted, Recorder
 from ..static_tensors import Finish, StaticInputs, StaticOutputs, byte_view, copy, is_dense
-from ..transaction import transaction
+from ..transaction import let_go, transaction
 from .observation import ObservingTracer
 from .recording import RecordingTracer
 from .segment import Break, Segment
@@ -488,8 +488,10 @@ class SegmentTree:
                 self._make_room((), make_room)
         except GraphwrightError as error:
             self.given_up = _without_traceback(error)
+            let_go(error)
         except Exception as error:
             self.given_up = CaptureError(f"Recording a new path failed: {first_line(error)}")
+            let_go(error)
 
     def _make_room(self, segments: Sequence[int], make_room: MakeRoom) -> None:
         """Make room in the pool for a path that takes these memory segments."""
