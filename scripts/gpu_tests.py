@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import sys
 from collections import Counter
 from pathlib import Path
@@ -55,7 +56,11 @@ def main() -> int:
         print("scripts/gpu-test: there is no CUDA device here", file=sys.stderr)
         return 2
     recorder = Recorder()
-    code = pytest.main(["-m", "gpu and not slow", "-q", *rest], plugins=[recorder])
+    # A run that is cut off writes what it knows.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    # That plugin warns beside xdist, and warnings are errors.
+    options = ["-m", "gpu and not slow", "-q", "-p", "no:benchmark"]
+    code = pytest.main([*options, *rest], plugins=[recorder])
     counts = Counter(recorder.outcomes.values())
     result = {
         "schema": "graphwright.gpu-test",
