@@ -363,3 +363,27 @@ def test_a_graph_that_is_dropped_leaves_the_model_alone(device: torch.device) ->
     assert pool.in_use == 0
     x = torch.randn(4, 8, device=device)
     torch.testing.assert_close(model(x), eager(x))
+
+
+def test_parts_are_closed_by_several_threads_at_once(device: torch.device) -> None:
+    _, graphed, eager = made(device)
+    agree(graphed, eager, device, 6)
+    parts = graphed._graphs._parts
+    assert parts is not None
+    raised: list[BaseException] = []
+
+    def work(do: Any) -> None:
+        try:
+            for _ in range(20):
+                do()
+        except BaseException as error:
+            raised.append(error)
+
+    does = [parts.close, parts.close, parts.settle, lambda: graphed.statistics, graphed.explain]
+    threads = [threading.Thread(target=work, args=(each,)) for each in does]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not raised
+    agree(graphed, eager, device, 3)

@@ -16,7 +16,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-from ..errors import CaptureError, SignatureError
+from ..errors import SignatureError
+from .counters import Counter, Misused, added
 from .objects import apart
 from .signature import describe
 
@@ -60,87 +61,20 @@ class Place:
         """Let it hold nothing, or what can be added to and nothing else."""
         self.put(Counter(self) if self.counts else MISSING)
 
+    def added(self) -> int:
+        """What a run has added to the counter that `empty` has put there.
+
+        Raises:
+            Misused: it did something else with it, or put something else in its place.
+        """
+        return added(self.value(), self)
+
     def put(self, value: Any) -> None:
         """Let it hold a value, or nothing if that is `MISSING`."""
         if value is not MISSING:
             self._holder[self.key] = value
         elif self.key in self._holder:
             del self._holder[self.key]
-
-
-class Misused(CaptureError):
-    """A call does something else with a counter than to add to it."""
-
-
-class Counter:
-    """Stands for a number that a call adds to; all else raises, and is remembered."""
-
-    __slots__ = ("_added", "_misuse", "_place")
-
-    def __init__(self, place: Place, added: int = 0, misuse: list[str] | None = None) -> None:
-        object.__setattr__(self, "_place", place)
-        object.__setattr__(self, "_added", added)
-        object.__setattr__(self, "_misuse", [] if misuse is None else misuse)
-
-    def __add__(self, other: Any) -> Counter:
-        if type(other) is not int:
-            return self.__getattr__("__add__")  # type: ignore[no-any-return]  # it raises
-        place, added, misuse = _inside(self)
-        return Counter(place, added + other, misuse)
-
-    __radd__ = __add__
-
-    def __sub__(self, other: Any) -> Counter:
-        return self + (-other if type(other) is int else other)
-
-    def __getattribute__(self, name: str) -> Any:
-        if name == "__class__":
-            return int  # Modules ask for it when an attribute is set.
-        object.__getattribute__(self, "_misuse").append(name)
-        raise Misused(f"The call reads a counter: {name}.")
-
-    def __getattr__(self, name: str) -> Any:
-        raise Misused(f"The call reads a counter: {name}.")
-
-
-def _misusing(name: str) -> Any:
-    def misused(self: Counter, *_: Any) -> Any:
-        return getattr(self, name)
-
-    return misused
-
-
-# What is special is looked up on the class, past __getattribute__.
-_SPECIAL = """
-    abs and bool call ceil complex contains delattr dir divmod eq float floor floordiv format ge
-    getitem gt hash index int invert iter le len lshift lt matmul mod mul ne neg or pos pow rand
-    rdivmod repr rfloordiv rlshift rmatmul rmod rmul ror round rpow rrshift rshift rsub rtruediv
-    rxor setattr setitem str truediv trunc xor
-"""
-for _name in _SPECIAL.split():
-    setattr(Counter, f"__{_name}__", _misusing(f"__{_name}__"))
-
-
-def _inside(counter: Counter) -> tuple[Place, int, list[str]]:
-    read = object.__getattribute__
-    return read(counter, "_place"), read(counter, "_added"), read(counter, "_misuse")
-
-
-def added_to(place: Place) -> int:
-    """What a run has added to the counter that it was given in a place.
-
-    Raises:
-        Misused: it did something else with it, or put something else in its place.
-    """
-    value = place.value()
-    if type(value) is not Counter:
-        raise Misused("The call replaces a counter.")
-    source, added, misuse = _inside(value)
-    if misuse:
-        raise Misused(f"The call reads a counter: {misuse[0]}.")
-    if source is not place:
-        raise Misused("The call copies a counter.")
-    return added
 
 
 @contextlib.contextmanager
@@ -155,7 +89,7 @@ def emptied(places: Sequence[Place]) -> Iterator[None]:
         for place in places:
             place.empty()
         yield
-        if any(place.counts and added_to(place) != place.step for place in places):
+        if any(place.counts and place.added() != place.step for place in places):
             raise Misused("The call adds another number to a counter than before.")
     finally:
         for place, value in held:

@@ -42,8 +42,8 @@ _HOOKS = (
     "_backward_hooks",
     "_backward_pre_hooks",
 )
-# Guards the attributes of modules.
-_LOCK = threading.Lock()
+# Guards the attributes of modules; a finalizer may run on a thread that holds it.
+_LOCK = threading.RLock()
 
 
 class PartGraphs(Protocol):
@@ -114,8 +114,9 @@ class GraphedParts:
         if self._count <= _FIRST or not self._timed or self.ratio is not None:
             if self._count == _FIRST:
                 self.settle()
+            used = self._used
             with self._answering():
-                return run(self._module), True
+                return run(self._module), used
         with_parts = self._count % 2 == 0
         _wait(self._module)
         began = time.perf_counter()
@@ -148,7 +149,7 @@ class GraphedParts:
 
     def settle(self) -> bool:
         """Call submodules themselves that no graph has answered; whether any part is left."""
-        for name, graphs in list(self.graphs.items()):
+        for name, graphs in self.graphs.items():
             if not graphs._pays(_FEW_NODES):
                 self._drop(name)
         self._used = self._used and bool(self._parts)
@@ -167,13 +168,18 @@ class GraphedParts:
     def close(self) -> None:
         """Close the graphs of all parts; calls run the module itself from now on."""
         self._used = False
-        for name in list(self.graphs):
+        for name in self.graphs:
             self._drop(name)
 
     def _drop(self, name: str) -> None:
-        """Call a submodule itself from now on."""
-        self._parts.pop(name).remove()
-        self.graphs.pop(name).close()
+        """Call a submodule itself from now on; another thread may have done so already."""
+        part, graphs = self._parts.get(name), self.graphs.get(name)
+        # New dictionaries: other threads may be going through the old ones.
+        self._parts = {key: each for key, each in self._parts.items() if key != name}
+        self.graphs = {key: each for key, each in self.graphs.items() if key != name}
+        if part is not None and graphs is not None:
+            part.remove()
+            graphs.close()
 
     def __del__(self) -> None:
         for part in getattr(self, "_parts", {}).values():
@@ -209,8 +215,9 @@ class _Part(StandIn):
 
     def remove(self) -> None:
         """Let the module's forward be that of its class again."""
-        if vars(self.module).get("forward") is self:
-            del vars(self.module)["forward"]
+        with _LOCK:
+            if vars(self.module).get("forward") is self:
+                del vars(self.module)["forward"]
 
     @property
     def _graphwright_stands_for(self) -> Any:
@@ -268,10 +275,10 @@ def _wait(module: nn.Module) -> None:
         torch.cuda.synchronize(first.device)
 
 
-def _divided(module: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
+def _divided(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The submodules that may have a graph of their own, by name: those that hold others."""
     seen = {id(module)}
-    waiting = [(path, module)]
+    waiting = [("", module)]
     while waiting:
         path, around = waiting.pop()
         for name, child in around._modules.items():

@@ -294,7 +294,8 @@ def _of_module(
         found.untraced.append((path, str(error)))
         return None
     region = Region(path)
-    call, problem = _optimised(traced, module, args, kwargs, work, state, region)
+    with Kept() as kept:
+        call, problem = _optimised(traced, module, args, kwargs, work, state, region, kept)
     if problem:
         found.untraced.append((path, problem))
         return None
@@ -312,6 +313,7 @@ def _optimised(
     work: _Work,
     state: ModuleState,
     region: Region,
+    kept: Kept,
 ) -> tuple[Callable[..., Any], str]:
     """A traced call after all passes that pay; what is wrong with it, if anything is."""
 
@@ -326,23 +328,6 @@ def _optimised(
     call, problem = _rewritten(traced, module, args, kwargs, work, state, region, truth)
     if problem or not work.measure:
         return call, problem
-    with Kept() as kept:
-        return _that_pay(call, kept, traced, module, args, kwargs, work, state, region, truth), ""
-
-
-def _that_pay(
-    call: Callable[..., Any],
-    kept: Kept,
-    traced: Traced,
-    module: nn.Module,
-    args: Args,
-    kwargs: Kwargs,
-    work: _Work,
-    state: ModuleState,
-    region: Region,
-    truth: Callable[[], Reference | None],
-) -> Callable[..., Any]:
-    """A call after all passes, or one after fewer, where these lose time."""
     known = truth()
     device = tensors_of((args, kwargs))[0].device
     # What is wrong, or had no time, is not tried again with fewer others.
@@ -381,15 +366,15 @@ def _that_pay(
             now, then = compared((call, module), args, kwargs, device, kept)
         except Exception as error:
             region.untimed[ALL] = first_line(error)
-            return call
+            return call, ""
         region.gained[ALL] = then - now
         if then < (1 - WORTH) * now:
             why = f"{_loses(now, then)}, {ALL}"
             region.left_out += [(name, why) for name in dict.fromkeys(n for n, _ in region.done)]
             region.done.clear()
             region.operations, region.nbytes = region.operations[:1] * 2, region.nbytes[:1] * 2
-            return module
-    return call
+            return module, ""
+    return call, ""
 
 
 def _loses(now: float, then: float) -> str:

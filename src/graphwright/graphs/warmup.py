@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..calls.modes import OperationMode, compilers_off
 from ..calls.objects import apart
 from ..calls.operations import tensors
-from ..calls.places import MISSING, Place, added_to, kind_of
+from ..calls.places import MISSING, Place, kind_of
 from ..calls.signature import SCALARS, describe
 from ..errors import CaptureError, first_line, user_frame
 from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
@@ -353,7 +353,7 @@ class _ObservedRuns:
             for place, value in held:
                 now, before = place.value(), kept.get(id(place))
                 if place.counts:
-                    place.step = added_to(place)
+                    place.step = place.added()
                     place.put(value)
                     if not place.step:
                         places.remove(place)
