@@ -576,7 +576,7 @@ class GraphedCallable(StandIn):
         parts = self._parts_for(category)
         # It may raise what the function raises.
         run = functools.partial(self._run_detached, args, kwargs, as_called=as_called)
-        result, in_parts = (run(self.fn), False) if parts is None else parts.call(run)
+        result, in_parts = (run(), False) if parts is None else parts.call(run)
         if in_parts:
             self._tally.in_parts += 1
         else:
@@ -629,21 +629,19 @@ class GraphedCallable(StandIn):
 
     def _run_eagerly(self, category: str, args: Args, kwargs: Kwargs) -> Any:
         self._tally.eager[category] += 1
-        return self._run_detached(args, kwargs, self.fn)
+        return self._run_detached(args, kwargs)
 
-    def _run_detached(
-        self, args: Args, kwargs: Kwargs, fn: Callable[..., Any], *, as_called: bool = False
-    ) -> Any:
-        """Run the function, or what stands for it; its results require no grad."""
+    def _run_detached(self, args: Args, kwargs: Kwargs, *, as_called: bool = False) -> Any:
+        """Run the function; its results require no grad."""
         with_grad = torch.is_grad_enabled()
         if with_grad and not as_called:
             with_grad = self._entries.grad_mode() is not None
         with self._entries.turns.calling():
             if with_grad or not torch.is_grad_enabled():
-                result = fn(*args, **kwargs)
+                result = self.fn(*args, **kwargs)
             else:
                 with torch.no_grad():
-                    result = fn(*args, **kwargs)
+                    result = self.fn(*args, **kwargs)
         if with_grad:
             detached((args, tuple(kwargs.values())))  # The call may have given them new tensors.
             return detached(result)
@@ -698,7 +696,7 @@ class GraphedCallable(StandIn):
         if graph.mutates or graph.random or graph.has_effects or graph.was_eager:
             return result  # It took a new path, which was eager.
         # A pure call has changed nothing, its arguments included.
-        expected = self._run_detached(args, kwargs, self.fn)
+        expected = self._run_detached(args, kwargs)
         compare(result, expected, graph.name)
         self._tally.audits += 1
         return result

@@ -27,8 +27,6 @@ from ..calls.signature import Args, Kwargs
 from ..graphs.python_state import StateChanges
 from .statistics import CallStatistics
 
-Run = Callable[[Callable[..., Any]], Any]
-
 # Calls in which graphs are captured before any is timed, and timed calls of either kind.
 _FIRST, _ROUNDS = 4, 5
 # The share of eager's time above which parts do not pay.
@@ -99,29 +97,29 @@ class GraphedParts:
         """Whether calls may be answered with parts."""
         return self._used
 
-    def call(self, run: Run) -> tuple[Any, bool]:
+    def call(self, run: Callable[[], Any]) -> tuple[Any, bool]:
         """Answer a call.
 
         Args:
-            run: calls a function with the call's arguments.
+            run: calls the module.
 
         Returns:
             the result, and whether parts took part in it.
         """
         if not self._used or _global_hooks():
-            return run(self._module), False
+            return run(), False
         self._count += 1
         if self._count <= _FIRST or not self._timed or self.ratio is not None:
             if self._count == _FIRST:
                 self.settle()
             used = self._used
             with self._answering():
-                return run(self._module), used
+                return run(), used
         with_parts = self._count % 2 == 0
         _wait(self._module)
         began = time.perf_counter()
         with self._answering() if with_parts else contextlib.nullcontext():
-            result = run(self._module)
+            result = run()
         _wait(self._module)
         self._seconds[with_parts].append(time.perf_counter() - began)
         if self.ratio is None and all(len(each) >= _ROUNDS for each in self._seconds):
