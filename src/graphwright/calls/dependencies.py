@@ -95,6 +95,8 @@ _DYNAMIC = frozenset(
 _ALWAYS = (*SCALARS, torch.Tensor, nn.Module, types.FunctionType, types.MethodType)
 # Methods that run without being named by the call's code.
 _ENTRIES = ("forward", "__call__", "__getattr__")
+# The flag of classes whose attributes cannot be set: those of C, mostly.
+_IMMUTABLE = 1 << 8
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 
 
@@ -439,6 +441,7 @@ class Dependencies:
         self._whole = whole
         self._hooks = hooks
         self._alive: list[Any] = []  # So that no identity is reused.
+        self._shared: set[int] = set()  # Identities of what was met more than once.
         self._modules: deque[tuple[str, nn.Module]] = deque()
         self._values: deque[tuple[Name, Any, int, bool]] = deque()
         self._seen_globals: set[tuple[int, str]] = set()
@@ -478,6 +481,50 @@ class Dependencies:
         for holder in self.empty:
             if holder and isinstance(holder, dict):
                 holder.clear()
+
+    def exchange(self, pairs: Sequence[tuple[Name, Any, Any]]) -> bool:
+        """Let lists take the place of others that held the very same things.
+
+        Code that runs `self.parts = [part.to(device) for part in self.parts]` makes such lists
+        again and again.
+
+        Args:
+            pairs: of a name, the new list and the old one, as `difference` returns them.
+
+        Returns:
+            whether all of them are such lists; if not, nothing is exchanged.
+        """
+        exchanged: dict[int, tuple[list[Any], list[Any]]] = {}
+        if not all(self._match(new, old, exchanged) for _, new, old in pairs):
+            return False
+        if len({id(new) for new, _ in exchanged.values()}) < len(exchanged):
+            return False  # One list in several places, where there were several.
+        for source in self.sources:
+            for key, value in source.held.items():
+                if (found := exchanged.get(id(value))) is not None:
+                    source.held[key] = found[0]
+            if (found := exchanged.get(id(source.owner))) is not None:
+                source.owner = found[0]
+        for position, value in enumerate(self._alive):
+            if (found := exchanged.get(id(value))) is not None:
+                self.visits[id(found[0])] = self.visits.pop(id(value))
+                self._alive[position] = found[0]
+        return True
+
+    def _match(self, new: Any, old: Any, found: dict[int, tuple[list[Any], list[Any]]]) -> bool:
+        """Whether a list holds what another one held when it was found; notes both."""
+        if type(new) is not list or type(old) is not list or len(new) != len(old):
+            return False
+        if id(old) in self._shared or id(old) not in self.visits or id(new) in self.visits:
+            return False
+        source = next((source for source in self.sources if source.owner is old), None)
+        if type(source) is not SequenceSource or id(old) in found:
+            return False
+        found[id(old)] = new, old
+        return all(
+            a is b or self._match(a, b, found)
+            for a, b in zip(new, source.held.values(), strict=True)
+        )
 
     # The walk: modules first, then what they hold, near things before far ones.
 
@@ -560,6 +607,7 @@ class Dependencies:
     def _visited(self, value: Any) -> bool:
         """Whether something is visited for the first time; notes the visit."""
         if id(value) in self.visits:
+            self._shared.add(id(value))
             return False
         self.visits[id(value)] = len(self.visits)
         self._alive.append(value)
@@ -708,6 +756,8 @@ class Dependencies:
         """Look into what a function names of a user's file or class: `settings.SCALE`."""
         if value.__name__.partition(".")[0] in _MACHINERY or _is_library(value):
             return
+        if isinstance(value, type) and value.__flags__ & _IMMUTABLE:
+            return  # Besides, each read of such a class's `__name__` gives another string.
         keys = [key for key in _names_of(function.__code__) if key in vars(value)]
         keys = [key for key in keys if _is_watched_part(getattr(value, key, None))]
         if keys and (id(value), name) not in self._seen_globals:

@@ -270,7 +270,7 @@ class ModuleWatch:
         change, unsure = self._difference(versions)
         if change is not None:
             return change
-        if not unsure:
+        if not unsure or self._found.exchange(unsure):
             self._settle(versions)
             return None
         fresh = self._walk()
