@@ -361,15 +361,15 @@ def test_refusals_come_to_an_end(device: torch.device) -> None:
 
 
 class Rebuilding(nn.Module):
-    """Makes equal lists anew in each call, so that only a walk tells that nothing has changed."""
+    """Makes equal dictionaries anew in each call, so that only a walk tells that nothing has changed."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(300))
-        self.sizes = [1, 2, 3]
+        self.sizes = {1: 2, 3: 4}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.sizes = list(self.sizes)
+        self.sizes = dict(self.sizes)
         y: torch.Tensor = self.layers[0](x)
         return y * y.sum().item()
 

@@ -87,8 +87,8 @@ FIRST = "the first call with objects of these shapes"
 MAX_QUICK = 1 << 16
 # Signatures of which it is remembered that they were refused.
 _MAX_REFUSED = 1024
-# Seconds of a look at the module that are not worth avoiding.
-_LOOK_S = 2e-4
+# Seconds of finding out that a call is refused that are not worth avoiding.
+_LOOK_S = 5e-5
 # Graphs of a submodule, where there is none for the whole module.
 _PART_GRAPHS = 4
 _RUNS_IN_PARTS = "runs in parts"
@@ -300,6 +300,7 @@ class GraphedCallable(StandIn):
             kwargs: likewise.
             refused: that of calls of its signature, if it is known already.
         """
+        entered = time.perf_counter()
         captured = capturing_now()  # Then the capture's own mode is on, which is no transform.
         if inside_func() if captured else inside_transform():
             warn_if_traced(self, "graph")
@@ -357,7 +358,7 @@ class GraphedCallable(StandIn):
         changed = not state.is_used and before is not None and self.on_miss == "capture"
         state.is_used = True
         try:
-            looked_s = looked - began
+            looked_s = looked - entered
             call = UncapturedCall(args, kwargs, signature, state, grad, looked_s)
             return self._answer_uncaptured(call)
         finally:
@@ -396,7 +397,7 @@ class GraphedCallable(StandIn):
             if entry.error is not None and entry.pool_version in (None, self.pool._version):
                 reason = in_words(entry.error)[0]
                 if call.looked_s > _LOOK_S and self.on_miss == "capture":
-                    # The module makes something anew in each call, and comparing it takes a while.
+                    # To describe the call, and to compare the module, takes a while.
                     self._refuse(call, call.looked_s, reason)
                 return Miss(_category_of(entry.error), reason)
         if self.on_miss != "capture":
@@ -781,7 +782,7 @@ class UncapturedCall:
     signature: CallSignature
     state: StateGraphs
     grad: bool | None
-    # Seconds that it took to find this state.
+    # Seconds that it took to find this state, and to see that there is no graph.
     looked_s: float
 
 
