@@ -361,7 +361,7 @@ def test_refusals_come_to_an_end(device: torch.device) -> None:
 
 
 class Rebuilding(nn.Module):
-    """Makes equal dictionaries anew in each call, so that only a walk tells that nothing has changed."""
+    """Makes equal dictionaries in each call: only a walk tells that nothing has changed."""
 
     def __init__(self) -> None:
         super().__init__()
