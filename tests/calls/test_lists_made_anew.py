@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import sys
+import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -109,6 +111,40 @@ def test_one_list_where_there_were_two_is_a_change() -> None:
     watch = ModuleWatch(module, values=False)
     one = [shared]
     module.nested = [one, one]
+    assert watch.changed() is not None
+
+
+@pytest.fixture
+def hasty() -> Iterator[None]:
+    """Threads take turns after a few microseconds."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.usefixtures("hasty")
+def test_threads_that_look_at_once_agree() -> None:
+    module = Anchors()
+    watch = ModuleWatch(module, values=False)
+    said: list[object] = []
+
+    def look() -> None:
+        try:
+            for _ in range(200):
+                module(torch.ones(2))
+                said.append(watch.changed())
+        except BaseException as error:
+            said.append(error)
+
+    threads = [threading.Thread(target=look) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert set(said) == {None}
+    assert watch.changed() is None
+    module.cells[0] = torch.zeros(2)
     assert watch.changed() is not None
 
 

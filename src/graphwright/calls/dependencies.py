@@ -95,7 +95,7 @@ _DYNAMIC = frozenset(
 _ALWAYS = (*SCALARS, torch.Tensor, nn.Module, types.FunctionType, types.MethodType)
 # Methods that run without being named by the call's code.
 _ENTRIES = ("forward", "__call__", "__getattr__")
-# The flag of classes whose attributes cannot be set: those of C, mostly.
+# CPython's flag of classes whose attributes cannot be set, Py_TPFLAGS_IMMUTABLETYPE.
 _IMMUTABLE = 1 << 8
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
 

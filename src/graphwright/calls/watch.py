@@ -33,6 +33,7 @@ from .dependencies import (
     compare_walks,
     difference,
 )
+from .forking import lock
 from .signature import guard_of, without_memory
 from .snapshots import checksum
 
@@ -126,6 +127,8 @@ class ModuleWatch:
         self.audit = self._audit = audit if values else None
         self._looks = 0
         self._other_values = False
+        # What is found and what it is compared with are one thread's to replace.
+        self._lock = lock()
         # Of parts inside, whose changes count too.
         self._joined: list[Watched] = []
         self._quick = _Quick()
@@ -261,7 +264,8 @@ class ModuleWatch:
         """What has changed since the watch was made, in words, or None."""
         if self.unchanged():
             return None
-        own = self._changed()
+        with self._lock:
+            own = self._changed()
         return own or next(filter(None, (watch.changed() for watch in self._joined)), None)
 
     def _changed(self) -> str | None:
