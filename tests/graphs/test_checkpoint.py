@@ -13,6 +13,7 @@ from torch.nn import functional as F  # noqa: N812
 from torch.utils.checkpoint import checkpoint
 
 import graphwright as gw
+from graphwright.dispatch.capture_budget import CaptureBudget
 
 SIZE = 64
 REFUSED = r"torch\.utils\.checkpoint sets the random numbers back"
@@ -293,3 +294,29 @@ def test_checkpoint_of_what_draws_nothing_need_not_leave_the_random_state_alone(
         step = through_graph_step(module, x)
         assert torch.equal(step(x), out)
         assert torch.equal(module.weight.grad, grad)
+
+
+@pytest.mark.parametrize("waits_first", [True, False])
+def test_checkpoint_around_sees_the_same_of_each_eager_call(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, waits_first: bool
+) -> None:
+    """One that waits to be captured has gradients on inside of it, one that was looked at off."""
+    weight = torch.ones(SIZE, device=device, requires_grad=True)
+
+    def refused(x: torch.Tensor) -> torch.Tensor:
+        y = checkpoint(torch.sin, x * weight, use_reentrant=False)
+        with torch.enable_grad():
+            (x.detach().requires_grad_().exp() * x.exp()).sum().backward()
+        return y * x.sum().item()
+
+    graphed = gw.graph(refused, breaks="never")
+    waits = waits_first
+    monkeypatch.setattr(CaptureBudget, "waits", property(lambda self: waits))
+    x = torch.ones(SIZE, device=device)
+    with pytest.warns(RuntimeWarning, match="runs eagerly"), torch.no_grad():
+        graphed(x)
+    y = checkpoint(lambda x: graphed(x) * weight, x, use_reentrant=False)
+    waits = not waits
+    y.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, refused(x).detach())

@@ -57,7 +57,7 @@ from ..errors import (
 from ..evaluation.accuracy import difference
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.composition import warn_if_traced
-from ..graphs.conditions import capturing_now
+from ..graphs.conditions import capturing_now, hidden_from_hooks_for_saved_tensors
 from ..graphs.graph import GraphClosed
 from ..graphs.memory import MemoryPool, pool_problem
 from ..graphs.python_state import StateChanges
@@ -637,7 +637,8 @@ class GraphedCallable(StandIn):
         with_grad = torch.is_grad_enabled()
         if with_grad and not as_called:
             with_grad = self._entries.grad_mode() is not None
-        with self._entries.turns.calling():
+        # A checkpoint around must see the same in each run, and a graph shows it nothing.
+        with self._entries.turns.calling(), hidden_from_hooks_for_saved_tensors():
             if with_grad or not torch.is_grad_enabled():
                 result = self.fn(*args, **kwargs)
             else:

@@ -6,6 +6,7 @@ import contextlib
 import gc
 import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
@@ -141,12 +142,28 @@ def refuse_hooks_for_saved_tensors() -> None:
         )
 
 
+def hidden_from_hooks_for_saved_tensors() -> contextlib.AbstractContextManager[object]:
+    """Have hooks for saved tensors of callers see nothing of what runs inside the block."""
+    if not under_hooks_for_saved_tensors():
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_as_it_is, _as_it_is)
+
+
+def _as_it_is(saved: Any) -> Any:
+    return saved
+
+
 @contextlib.contextmanager
 def as_captured() -> Iterator[None]:
-    """Run the block as a capture would: gradients off, outside of inference mode, same kernels."""
+    """Run the block as a capture would: gradients off, no inference mode, no hooks, same kernels."""
     THREAD.depth += 1
     try:
-        with _same_kernels(), torch.inference_mode(False), torch.no_grad():
+        with (
+            _same_kernels(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            hidden_from_hooks_for_saved_tensors(),
+        ):
             yield
     finally:
         THREAD.depth -= 1
