@@ -777,7 +777,7 @@ def a_broken_capture_leaves_nothing(device: torch.device) -> None:
 # 10. Threads and streams.
 
 
-@hazard(10, no_lock)
+@hazard(10, no_lock, isolated=True)
 def threads_take_turns(device: torch.device) -> None:
     model = nn.Sequential(*[nn.Linear(16, 16) for _ in range(6)]).to(device).eval()
     graphed = gw.graph(model)

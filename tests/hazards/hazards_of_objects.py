@@ -16,6 +16,7 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.calls import objects
+from graphwright.dispatch import carried_state
 from graphwright.graphs import captured_call, effects, static_tensors, warmup
 
 
@@ -340,3 +341,113 @@ def an_attribute_that_the_caller_gave_another_kind_of_value(device: torch.device
                 model.last = its.last = value
             same(graphed(x), its(x))
             same(model.last, its.last)
+
+
+# Attributes that forward reads before it sets them.
+
+
+class Recurs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("h", torch.zeros(2, 4))
+        self.before: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.before, self.h = self.h, torch.tanh(self.linear(x) + self.h)
+        return self.h * 2
+
+
+def graphed_after_two_calls(model: nn.Module, its: nn.Module, device: torch.device) -> Any:
+    graphed = gw.graph(model)
+    for _ in range(3):
+        x = rand(device, 2, 4)
+        same(graphed(x), its(x))
+    assert graphed.statistics.hits >= 1
+    return graphed
+
+
+def state_is_what_it_was_at_first(patch: pytest.MonkeyPatch) -> None:
+    leave = carried_state.CarriedState._leave
+    first: list[Any] = []
+
+    def once(self: Any, state: Any) -> None:
+        first.append(type(state)(state))
+        leave(self, first[0])
+
+    patch.setattr(carried_state.CarriedState, "_leave", once)
+
+
+def state_is_left_nowhere(patch: pytest.MonkeyPatch) -> None:
+    def call(self: Any, answer: Any, args: Any, kwargs: Any) -> Any:
+        return answer((self._held(), *args), kwargs)
+
+    patch.setattr(carried_state.CarriedState, "call", call)
+
+
+def state_is_watched_by_nobody_and_given_by_nobody(patch: pytest.MonkeyPatch) -> None:
+    """As if to hide what changes were enough."""
+
+    def call(self: Any, answer: Any, args: Any, kwargs: Any) -> Any:
+        state = self._held()
+        kept = vars(self).setdefault("kept", type(state)(state))
+        return answer((kept, *args), kwargs)
+
+    patch.setattr(carried_state.CarriedState, "call", call)
+
+
+@hazard(21, state_is_left_nowhere)
+def each_call_goes_on_from_the_last(device: torch.device) -> None:
+    model, its = pair_of(Recurs, device)
+    with torch.no_grad():
+        graphed = graphed_after_two_calls(model, its, device)
+        for _ in range(3):
+            x = rand(device, 2, 4)
+            same(graphed(x), its(x))
+            same(model.h, its.h)
+            same(model.before, its.before)
+
+
+@hazard(22, state_is_watched_by_nobody_and_given_by_nobody)
+def the_caller_sets_the_state_anew(device: torch.device) -> None:
+    model, its = pair_of(Recurs, device)
+    with torch.no_grad():
+        graphed = graphed_after_two_calls(model, its, device)
+        for n in range(3):
+            start = rand(device, 2, 4) * n
+            model.h, its.h = start, start.clone()
+            x = rand(device, 2, 4)
+            same(graphed(x), its(x))
+            same(model.before, its.before)
+            assert model.before is start
+
+
+@hazard(21, objects_stay_static)
+def a_state_of_call_1_is_right_after_call_2(device: torch.device) -> None:
+    model, its = pair_of(Recurs, device)
+    with torch.no_grad():
+        graphed = graphed_after_two_calls(model, its, device)
+        x = rand(device, 2, 4)
+        graphed(x)
+        its(x)
+        held, expected = model.h, its.h.clone()
+        graphed(x * 3)
+        same(held, expected)
+
+
+@hazard(22, state_is_what_it_was_at_first)
+def captures_leave_the_state_as_it_was(device: torch.device) -> None:
+    model, its = pair_of(Recurs, device)
+    graphed = gw.graph(model)
+    x = rand(device, 2, 4)
+    with torch.no_grad():
+        for _ in range(2):
+            model.h, its.h = x, x.clone()
+            same(graphed(x), its(x))
+        start = rand(device, 2, 4)
+        model.h, its.h = start, start.clone()
+        graphed.release()
+        graphed.prepare([(x,)])
+        assert model.h is start
+        same(graphed(x), its(x))
+        same(model.h, its.h)

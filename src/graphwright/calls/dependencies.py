@@ -591,9 +591,8 @@ class Dependencies:
         if not holder:
             self.empty.append(holder)
             return
-        source = (
-            HolderSource(name, holder) if isinstance(holder, dict) else ViewSource(name, holder)
-        )
+        kind = HolderSource if isinstance(holder, dict) else ViewSource
+        source = kind(name, holder, self._hidden_of(holder))
         self.sources.append(source)
         if name.before and not self._hooks:
             return

@@ -49,6 +49,11 @@ class Place:
         found: dict[Any, Any] = vars(self.owner) if self.is_attribute else self.owner
         return found
 
+    @property
+    def is_plain(self) -> bool:
+        """Whether it is an attribute of the object's own, or an item."""
+        return not self.is_attribute or self.key in getattr(self.owner, "__dict__", ())
+
     def same_as(self, other: Place) -> bool:
         """Whether both are one place."""
         return self.owner is other.owner and self.key == other.key
@@ -111,8 +116,14 @@ def kind_of(value: Any) -> Any:
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in a value that `kind_of` knows."""
-    leaves = pytree.tree_leaves(apart(value))
+    leaves = [] if value is MISSING else pytree.tree_leaves(apart(value))
     return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+
+
+def carried_by(function: Any) -> tuple[Place, ...]:
+    """Places that a function is given as an argument: what they hold is not what it depends on."""
+    found: tuple[Place, ...] = getattr(function, "_graphwright_carries", ())
+    return found
 
 
 def hidden(places: Iterable[Place]) -> Mapping[int, frozenset[Any]]:

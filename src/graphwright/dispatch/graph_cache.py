@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from ..calls.modules import FunctionModule, any_in_training
-from ..calls.places import Place, hidden
+from ..calls.places import Place, carried_by, hidden
 from ..calls.signature import Args, CallSignature, Kwargs, quick_key
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import CaptureError, GraphwrightError, MemoryBudgetExceeded
@@ -133,8 +133,8 @@ class GraphCache:
         # Finding what a function reaches takes a while, so it is done again only after a change.
         if self._function is None or not self._function[1].unchanged():
             made = FunctionModule(self.fn)
-            places = hidden(() if self._current is None else self._current.places)
-            self._function = made, ModuleWatch(made, values=False, hidden=places)
+            watch = ModuleWatch(made, values=False, hidden=self._unwatched(self._current))
+            self._function = made, watch
         return self._function[0]
 
     def grad_mode(self) -> bool | None:
@@ -168,7 +168,8 @@ class GraphCache:
                 self._drop(self._states[0])
             module = self.module()
             training = any_in_training(module)
-            watch = ModuleWatch(module, values=False, checks=self.checks)
+            unwatched = self._unwatched()
+            watch = ModuleWatch(module, values=False, checks=self.checks, hidden=unwatched)
             self._current = StateGraphs(watch, training, _by_grad_mode(module))
             self._states.append(self._current)
             return self._current
@@ -187,11 +188,15 @@ class GraphCache:
         for entry in list(state.entries.values()):
             self.discard(entry)
         state.places += new
-        module, places = self.module(), hidden(state.places)
+        module, places = self.module(), self._unwatched(state)
         state.watch = ModuleWatch(module, values=False, checks=self.checks, hidden=places)
         if self._function is not None:
             watch = ModuleWatch(self._function[0], values=False, hidden=places)
             self._function = self._function[0], watch
+
+    def _unwatched(self, state: StateGraphs | None = None) -> Mapping[int, frozenset[Any]]:
+        """What is not watched, as `hidden` gives it: to these places calls write."""
+        return hidden([*carried_by(self.fn), *([] if state is None else state.places)])
 
     @property
     def current(self) -> StateGraphs | None:

@@ -30,6 +30,7 @@ from ..calls.options import (
     items_problem,
     refuse,
 )
+from ..calls.places import Place
 from ..calls.signature import (
     Args,
     Call,
@@ -66,10 +67,11 @@ from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, shown
 from ..shapes.buckets import PADDING
 from .capture_budget import CaptureBudget
+from .carried_state import CarriedState
 from .fast_path import MISS, Shortcut, shortcut
 from .graph_cache import CacheEntry, GraphCache, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
-from .statistics import CallStatistics, Tally, explained
+from .statistics import CallStatistics, Tally, both, explained
 
 if TYPE_CHECKING:
     from ..shapes.verdicts import Verdicts
@@ -83,12 +85,15 @@ SHARED = "an argument shares memory with a tensor of the call's own"
 _UNKNOWN_ARGUMENT = "an argument that cannot be captured"
 UNPAID = "capturing does not pay off"
 FIRST = "the first call with objects of these shapes"
+_FIRST_CARRIED = "the first call that reads an attribute and then sets it"
 # Shapes and values of calls of which it is remembered what answers them.
 MAX_QUICK = 1 << 16
 # Signatures of which it is remembered that they were refused.
 _MAX_REFUSED = 1024
 # Seconds of finding out that a call is refused that are not worth avoiding.
 _LOOK_S = 5e-5
+# Times that more attributes are found which a call reads before it sets them.
+_MOST_CARRIED = 4
 # Graphs of a submodule, where there is none for the whole module.
 _PART_GRAPHS = 4
 _RUNS_IN_PARTS = "runs in parts"
@@ -117,6 +122,8 @@ class GraphedCallable(StandIn):
     _in_parts = True
     # Whether this answers the calls of such a submodule.
     _is_part = False
+    # Whether attributes that a call reads and sets may be carried from call to call, so often.
+    _may_carry = _MOST_CARRIED
 
     def __init__(
         self,
@@ -175,6 +182,8 @@ class GraphedCallable(StandIn):
         self._seen: dict[Any, bool] = {}
         # A module's parts that are answered by graphs, once there is none for the whole.
         self._parts: GraphedParts | None = None
+        # What calls leave in attributes for the next ones, and what answers calls given it.
+        self._carried: tuple[CarriedState, GraphedCallable] | None = None
         self._new_budgets()
         self._closed = False
 
@@ -215,6 +224,9 @@ class GraphedCallable(StandIn):
             if result is not MISS:
                 latest.hits += 1
                 return result
+        if self._carried is not None:
+            carried, carrier = self._carried
+            return carried.call(carrier._call, args, kwargs)
         key = quick_key(args, kwargs)
         entry = self._recent if key is None else self._quick.get(key)
         if not isinstance(entry, CacheEntry):
@@ -418,6 +430,9 @@ class GraphedCallable(StandIn):
             self._spend(time.perf_counter() - began, call, for_room=is_full or evicted)
             return made
         except (StateChanges, Busy) as error:
+            if isinstance(error, StateChanges) and self._carry(error.places):
+                names = ", ".join(place.name for place in error.places)
+                return Miss(_FIRST_CARRIED, f"graphs of the next ones are given {names}")
             # A refusal would be kept with the module's state, which will not come back.
             reason = in_words(error)[0]
             # What other threads take is no cost of a capture.
@@ -433,6 +448,16 @@ class GraphedCallable(StandIn):
         # Free what the error held, such as autograd nodes, which remember the stream they ran on.
         gc.collect(1)
         return missed
+
+    def _carry(self, places: Sequence[Place]) -> bool:
+        """From now on, have graphs that are given what places hold; whether that may work."""
+        if not places or not self._may_carry or self._is_part or not self._takes_objects:
+            return False
+        carried = CarriedState(self.fn, places)
+        carrier = GraphedCallable(carried.function, pool=self.pool, **self._options())
+        carrier._may_carry = self._may_carry - 1
+        self._carried = carried, carrier
+        return True
 
     def _refuse(self, call: UncapturedCall, seconds: float, reason: str) -> None:
         """Have calls of a signature be eager, without a look at the module, for a while.
@@ -616,7 +641,11 @@ class GraphedCallable(StandIn):
     def _tell(self, category: str, reason: str = "", how: str = RUNS_EAGERLY) -> None:
         """Warn of calls that no graph answers, once for each kind."""
         kind = reason if category in _TOLD_BY_REASON else category
-        if category != FIRST and kind not in self._warned and not self._is_part:
+        if (
+            category not in (FIRST, _FIRST_CARRIED)
+            and kind not in self._warned
+            and not self._is_part
+        ):
             self._warned.add(kind)
             why = f"{category}: {reason}" if reason else category
             warn_of_fallback(name_of(self.fn), why, "Its statistics and explain() count them.", how)
@@ -683,8 +712,16 @@ class GraphedCallable(StandIn):
         self._new_budgets()
 
     def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:
-        bar.start(2 * len(wanted))
-        self._entries.capture_all(wanted, bar.step)
+        if self._carried is None:
+            bar.start(2 * len(wanted))
+            try:
+                self._entries.capture_all(wanted, bar.step)
+            except StateChanges as error:
+                if not self._carry(error.places):
+                    raise
+        if self._carried is not None:
+            carried, carrier = self._carried
+            carrier._prepare([(carried.with_state(args), kwargs) for args, kwargs in wanted], bar)
 
     def _audited(self, entry: CacheEntry, graph: CapturedCall, args: Args, kwargs: Kwargs) -> Any:
         """Run a call eagerly beside its graph and compare."""
@@ -709,6 +746,8 @@ class GraphedCallable(StandIn):
         found = self._tally.statistics(
             self._entries.ready(), self._entries.captures, self._entries.verdicts()
         )
+        if self._carried is not None:
+            found = both(found, self._carried[1].statistics)
         parts = [] if self._parts is None else [g.statistics for g in self._parts.graphs.values()]
         return replace(
             found,
@@ -719,16 +758,24 @@ class GraphedCallable(StandIn):
 
     def explain(self) -> str:
         """What runs now and why, what it costs, and how the calls went so far."""
-        lines = explained(name_of(self.fn), self.statistics, self._entries.ready(), self.pool)
-        inside = {
-            name: None for e in self._entries.ready() if e.graph for name in e.graph.parts.names
-        }
+        ready = self._ready()
+        lines = explained(name_of(self.fn), self.statistics, ready, self.pool)
+        inside = {name: None for e in ready if e.graph for name in e.graph.parts.names}
         lines += [f"its graphs hold {name}" for name in inside]
         lines += [] if self._parts is None else self._parts.in_words()
-        lines += self._entries.about_watch()
-        if self._last_miss is not None:
-            lines.append(f"last call without a graph: {self._last_miss}")
+        latest = self._latest()
+        lines += latest._entries.about_watch()
+        if latest._last_miss is not None:
+            lines.append(f"last call without a graph: {latest._last_miss}")
         return "\n".join(lines)
+
+    def _ready(self) -> list[CacheEntry]:
+        """The entries whose graphs can be replayed, those of calls that are given state too."""
+        return self._entries.ready() + ([] if self._carried is None else self._carried[1]._ready())
+
+    def _latest(self) -> GraphedCallable:
+        """What answers calls now: this, or what is given the state that calls leave."""
+        return self if self._carried is None else self._carried[1]._latest()
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
@@ -736,6 +783,8 @@ class GraphedCallable(StandIn):
         self._seen.clear()
         self._new_budgets()
         self._quick.clear()
+        if self._carried is not None:
+            self._carried[1].release()
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.close()

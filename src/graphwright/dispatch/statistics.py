@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
+from ..calls.places import carried_by
 from ..graphs.memory import MemoryPool, format_bytes
 from ..shapes.buckets import SizesSeen
 from .graph_cache import CacheEntry
@@ -69,6 +70,19 @@ class CallStatistics:
     proof_runs: int = 0
     proof_s: float = 0.0
     in_parts: int = 0
+
+
+def both(one: CallStatistics, other: CallStatistics) -> CallStatistics:
+    """What two that have no buckets counted for one callable."""
+    return replace(
+        one,
+        hits=one.hits + other.hits,
+        captures=one.captures + other.captures,
+        eager=dict(Counter(one.eager) + Counter(other.eager)),
+        audits=one.audits + other.audits,
+        graphs=one.graphs + other.graphs,
+        nbytes=one.nbytes + other.nbytes,
+    )
 
 
 class Tally:
@@ -194,9 +208,11 @@ def explained(
 def _does(graph: CapturedCall) -> str:
     """What a graph does beside its results, in words."""
     found = ["writes to tensors from outside"] if graph.mutates else []
+    if carried := carried_by(graph.function):
+        found.append(f"is given {', '.join(place.name for place in carried)}, and sets that")
     if graph.places:
         found.append(f"sets {', '.join(place.name for place in graph.places)}")
-    elif graph.has_effects:
+    elif graph.has_effects and not carried:
         found.append("changes or returns objects that it is given")
     if graph.random:
         found.append("draws random numbers")

@@ -18,7 +18,7 @@ from ..calls.modes import opaque
 from ..calls.modules import FunctionModule, first_in_training
 from ..calls.objects import changeable, giving, has_objects
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
-from ..calls.places import Place, hidden
+from ..calls.places import Place, carried_by, hidden
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -557,7 +557,8 @@ class CapturedCall(Graph):
             self._inputs = inputs
             self._held = [self._fn, warmed.external]
             self._set_recording(recording, before, prediction.nbytes)
-        self._watch = ModuleWatch(self._module, values=False, hidden=hidden(self.places))
+        unwatched = hidden([*self.places, *carried_by(self._fn)])
+        self._watch = ModuleWatch(self._module, values=False, hidden=unwatched)
         if self.parts.names or self._results is None:  # A new path may run others.
             self._watch.join(self.parts)
         if self._results is None:

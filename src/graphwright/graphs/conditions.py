@@ -155,7 +155,7 @@ def _as_it_is(saved: Any) -> Any:
 
 @contextlib.contextmanager
 def as_captured() -> Iterator[None]:
-    """Run the block as a capture would: gradients off, no inference mode, no hooks, same kernels."""
+    """Run the block as a capture would: no gradients, inference mode or hooks; same kernels."""
     THREAD.depth += 1
     try:
         with (

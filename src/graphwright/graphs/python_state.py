@@ -16,7 +16,13 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..calls.dependencies import AttributesSource, Dependencies, DictionarySource, Source
+from ..calls.dependencies import (
+    AttributesSource,
+    Dependencies,
+    DictionarySource,
+    HolderSource,
+    Source,
+)
 from ..calls.objects import same
 from ..calls.places import MISSING, Place, kind_of, tensors_in
 from ..calls.signature import without_memory
@@ -26,7 +32,13 @@ from ..errors import CaptureError
 
 
 class StateChanges(CaptureError):
-    """The captured call keeps state in Python that changes with every call."""
+    """The captured call keeps state in Python that changes with every call.
+
+    Attributes:
+        places: if what these hold were an argument and a result, nothing else would change.
+    """
+
+    places: tuple[Place, ...] = ()
 
 
 class PythonState:
@@ -121,21 +133,28 @@ class PythonState:
         if before is not None and before.still_holds():
             return
         self._last = now = _Snapshot(self._module, hooks=self._hooks)
-        name = None if before is None else self._first_state(before, now, read)
+        name, carried = (None, []) if before is None else self._first_state(before, now, read)
         if name is not None:
-            raise StateChanges(
+            error = StateChanges(
                 f"{name} changes with every call, and a graph repeats no Python.",
                 remedy="Keep it out of the captured call: pass it in and return it as a tensor, or "
                 "update it where the graph is called.",
             )
+            error.places = tuple(carried)
+            raise error
 
     def _first_state(
         self, before: _Snapshot, now: _Snapshot, read: Container[int] | None
-    ) -> str | None:
-        """The name of something that changed and that a graph cannot repeat."""
+    ) -> tuple[str | None, list[Place]]:
+        """The name of something that changed and that a graph cannot repeat.
+
+        With it, all such places, if others could give the call what they hold.
+        """
         places = self._places
         if places is None:
-            return next((name for name, *_ in _changes(before, now)), None)
+            return next((name for name, *_ in _changes(before, now)), None), []
+        first: str | None = None
+        carried: list[Place] = []
         rebound: set[int] = set()
         for name, source, key, old, new in _changes(before, now, rebound):
             known = None
@@ -146,9 +165,13 @@ class PythonState:
                 if known is not None:
                     places.append(known)
             if known is None:
-                return name
+                known = None if source is None else _carried(name, source, key, old, new)
+                if known is None:
+                    return name, []
+                first = first or name
+                carried.append(known)
             rebound.update(map(id, tensors_in(old)))
-        return None
+        return first, carried
 
     def _at_first(self, place: Place) -> Any:
         """What a place held before the first run."""
@@ -304,6 +327,19 @@ def _place(
     if not displaced or any(t.untyped_storage()._cdata in read for t in displaced):
         return None
     return Place(name, source.owner, key, _is_attribute(source))
+
+
+def _carried(name: str, source: Source, key: Any, old: Any, new: Any) -> Place | None:
+    """A place whose value may be an argument and a result of the call, with tensors in it."""
+    if type(source) not in (AttributesSource, DictionarySource, HolderSource):
+        return None
+    if isinstance(new, nn.Parameter):
+        return None
+    kinds = kind_of(old), kind_of(new)
+    if None in kinds or not (tensors_in(old) or tensors_in(new)):
+        return None
+    place = Place(name, source.owner, key, _is_attribute(source))
+    return place if place.is_plain else None
 
 
 def _changes(

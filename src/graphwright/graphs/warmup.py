@@ -112,6 +112,7 @@ def warm(
     try:
         with recorder.warming(), compilers_off(), journal:
             result = run_in_pretended_capture(work, inputs)
+        python_state.check(read=frozenset(journal.external))
         _refuse_first_run_setup(set_up, journal.written)
         if journal.continues_from(made):
             raise StateChanges(
@@ -120,7 +121,6 @@ def warm(
                 remedy="Make it before the capture, and give it its first value there.",
             )
         journal.drop_unused_generators()
-        python_state.check(read=frozenset(journal.external))
         for tensor in tensors(result):
             journal.read(tensor)  # It may be a weight that no operation has touched.
         python_state.refuse_host_randomness(recorder.device, journal.generators)
@@ -147,11 +147,14 @@ def warm(
         finally:
             del result, eager
         if python_state.unsettled:
-            raise StateChanges(
+            unsettled = StateChanges(
                 f"{python_state.unsettled} changes with every call that draws random numbers, and "
                 "a graph repeats no Python.",
                 remedy="Keep it out of the captured call: pass it in and return it as a tensor.",
             )
+            if not any(place.counts for place in python_state.places):
+                unsettled.places = tuple(each for each in python_state.places if each.is_plain)
+            raise unsettled
         if journal.generators:
             trial.refuse_seeding(journal.generators)
             python_state.check()
@@ -367,12 +370,15 @@ class _ObservedRuns:
             if generators:
                 raise StateChanges("It draws random numbers.")
         except Exception as error:
-            raise StateChanges(
+            refused = StateChanges(
                 f"{names} changes with every call, and a graph repeats no Python: what it held "
                 "before may matter to the call.",
                 remedy="Set it in every call before it is read; or keep it out of the captured "
                 "call: pass it in and return it as a tensor.",
-            ) from error
+            )
+            if not any(place.counts for place, _ in held):
+                refused.places = tuple(place for place, _ in held if place.is_plain)
+            raise refused from error
         finally:
             journal.undo()
 
