@@ -697,6 +697,16 @@ def compiled(inner: Program, world: World) -> tuple[Program, Knobs]:
     return torch.compile(inner, backend="eager"), {}
 
 
+def unseen(inner: Program) -> Program:
+    """Hooks for saved tensors see nothing of it."""
+
+    def call(*args: Any) -> Any:
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+            return inner(*args)
+
+    return call
+
+
 def total(tree: Any) -> torch.Tensor:
     """A loss of all tensors of floats in a tree."""
     found = [t for t in pytree.tree_leaves(tree) if isinstance(t, torch.Tensor)]
@@ -1371,7 +1381,8 @@ def _part(
     world.model.train(case.training if part.mode is None else part.mode)
     target = step_of(side.program, world, inner_trains) if name == "graph_step" else side.program
     if not side.real:
-        side.program = target
+        # To a checkpoint around a graph, even of a step that goes eager, nothing inside is saved.
+        side.program = unseen(target) if inner_trains and name in ("graph", "buckets") else target
     elif case.alone and name == "load":
         side.program = _load_alone(target, world, sample, option)
     else:
