@@ -66,14 +66,14 @@ def objects_stay_static(patch: pytest.MonkeyPatch) -> None:
 
 def objects_are_those_of_the_first_call(patch: pytest.MonkeyPatch) -> None:
     first: list[Any] = []
-    found = captured_call._objects_of
+    found = captured_call.objects_of
 
     def once(args: Any, kwargs: Any) -> Any:
         if any(isinstance(each, Cache) for each in args) and len(first) < 2:
             first.append(found(args, kwargs))  # The first is of the sample.
         return first[-1] if first else found(args, kwargs)
 
-    patch.setattr(captured_call, "_objects_of", once)
+    patch.setattr(captured_call, "objects_of", once)
 
 
 def captures_run_on_the_callers_objects(patch: pytest.MonkeyPatch) -> None:

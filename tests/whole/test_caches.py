@@ -166,3 +166,37 @@ def test_what_tune_makes_of_language_models(name: str) -> None:
         assert_alike(tuned(**given), model(**given))
     assert tuned.calls["tuned"] == 1
     print(name, {row.strategy: (str(row.status), row.reason) for row in rows.values()})
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", generative.FEW)
+def test_what_tune_and_fuse_make_of_a_step_with_a_cache(name: str) -> None:
+    model = generative.build(name)
+    given = generative.inputs(name)
+    with torch.no_grad():
+        found = cache_of(model(**given))
+        assert found is not None
+        key, cache = found
+        more = following(given)
+
+        def step() -> dict[str, Any]:
+            return more | {key: copy.deepcopy(cache)}
+
+        made = gw.tune(
+            model,
+            kwargs=step(),
+            strategies=["torchscript", "inductor", "fused"],
+            remember=False,
+            progress=False,
+            isolate=False,
+        )
+        for row in made.report.rows:
+            assert row.measurement is not None or row.reason
+        for called in (made, gw.fuse(model, (), step())):
+            for _ in range(2):
+                mine, its = step(), step()
+                assert_alike(called(**mine), model(**its))
+                assert_alike(mine[key], its[key])
+    assert made.calls["tuned"] == 2
+    print(name, {row.strategy: (str(row.status), row.reason) for row in made.report.rows})

@@ -128,6 +128,11 @@ def _checked(tuned: TunedModule, path: str | os.PathLike[str]) -> Origin:
             f"save() was given a {type(tuned).__name__}.", remedy="Pass what tune() returned."
         )
     origin = tuned._choice.origin
+    if origin is None and tuned._choice.table:
+        raise ArtifactError(
+            "What was tuned for a call with objects among its arguments cannot be saved.",
+            remedy="Tune it again where it is used: the choice is remembered on this machine.",
+        )
     if origin is None:
         raise ArtifactError(
             "This copy was not tuned, so that there is nothing to save.",

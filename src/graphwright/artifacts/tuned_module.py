@@ -38,6 +38,7 @@ from ..graphs.composition import (
     warn_of_lost_gain,
 )
 from ..graphs.conditions import captured_by_others, capturing_now
+from ..graphs.taken_apart import TakenApart
 from ..graphs.turns import turns_of
 from ..ops import compiled_checks
 from ..report.report import Report
@@ -415,6 +416,25 @@ class TunedModule(ModuleProxy):
         parts.add(name, choice.watch, built.packed)
         with torch.no_grad():
             return built.call(*args, **kwargs)
+
+    def put_together(self, apart: TakenApart) -> TunedModule:
+        """For what was tuned of a model that was taken apart: the model, called with objects."""
+        choice, module = self._choice, apart.model
+        call = choice.table[0][1]
+        if choice.plain is not None:
+            answer = eager_without_grad(module, choice.same_under_no_grad)
+        else:
+            answer = apart.around(call)
+        made = TunedModule(
+            module,
+            choice.report,
+            [(apart.signature, answer)],
+            choice.watch,
+            same_under_no_grad=choice.same_under_no_grad,
+            on_miss=choice.on_miss,
+        )
+        made._choice.plain = None if choice.plain is None else module
+        return made
 
     def explain(self) -> str:
         """What runs and why, when it falls back, and how calls went so far, in words."""

@@ -20,6 +20,7 @@ from ..calls.modules import (
     in_training,
     should_be_in_eval_mode,
 )
+from ..calls.objects import objects_key
 from ..calls.options import (
     args_problem,
     callable_problem,
@@ -41,6 +42,7 @@ from ..graphs.composition import (
     warn_of_lost_gain,
 )
 from ..graphs.conditions import captured_by_others, capturing_now
+from ..graphs.taken_apart import TakenApart, holds_objects
 from ..graphs.turns import turns_of
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, shown
@@ -49,8 +51,12 @@ from .passes.base import Pass
 from .tracing import global_hooks
 
 _GRADIENTS = "gradients are wanted"
+_NOT_FUSED = "it could not be fused"
+_FIRST = "the first call with objects of these shapes"
 # Kinds of call that are fused; others go to the module.
 MAX_KINDS = 16
+# Shapes of objects that are remembered.
+_MAX_SEEN = 4096
 
 
 class _Fusion:
@@ -80,6 +86,8 @@ class _Fusion:
         self.watch = ModuleWatch(module, values=True, audit=audit, hooks=False, checks=checks)
         self.calls: Counter[str] = Counter()
         self.last_problem: str | None = None
+        # Calls with objects that came once.
+        self._seen: set[Any] = set()
 
     @property
     def options(self) -> tuple[int | None, float | None, bool | None, Checks]:
@@ -93,20 +101,38 @@ class _Fusion:
                 return fused
         return None
 
+    def why_not_yet(self, args: Args, kwargs: Kwargs) -> str | None:
+        """Why calls like this one, for which there is nothing, are not fused now; None if they are.
+
+        Not at the first call with objects of some shapes: a cache that grows is of others at each.
+        """
+        if len(self.table) >= MAX_KINDS:
+            return _NOT_FUSED
+        if not holds_objects(args, kwargs):
+            return None
+        key = objects_key((*args, *(value for _, value in sorted(kwargs.items()))))
+        if key in self._seen:
+            return None
+        if len(self._seen) >= _MAX_SEEN:
+            self._seen.clear()
+        self._seen.add(key)
+        return _FIRST
+
     def add(self, args: Args, kwargs: Kwargs) -> Fused:
         """Fuse for calls like this one."""
         with self.turns.alone(), self.lock:
             known = self.fitting(args, kwargs)
             if known is not None:
                 return known
-            signature = CallSignature.of(args, kwargs)
+            apart = TakenApart(self.module, args, kwargs) if holds_objects(args, kwargs) else None
+            signature = CallSignature.of(args, kwargs) if apart is None else apart.signature
             try:
                 title = f"fuse({type(self.module).__name__})"
                 with shown(None, title, after_s=SHORT_S) as progress:
                     fused = fused_call(
-                        self.module,
-                        args,
-                        kwargs,
+                        self.module if apart is None else apart,
+                        args if apart is None else apart.tensors,
+                        kwargs if apart is None else {},
                         self.passes,
                         check=self.verify,
                         measure=self.measure,
@@ -118,6 +144,8 @@ class _Fusion:
                 failed = Fused(None, [], [("", first_line(error))])
                 self.table.append((signature, failed))
                 raise
+            if apart is not None and fused.call is not None:
+                fused.call = apart.around(fused.call)
             self.table.append((signature, fused))
         if fused.call is not None:
             self._warn_of_parts()
@@ -125,7 +153,7 @@ class _Fusion:
 
     def count_eager(self, why: str) -> None:
         """Count a call that goes to the module itself, and warn of the first of each kind."""
-        if f"eager: {why}" not in self.calls:
+        if why != _FIRST and f"eager: {why}" not in self.calls:
             detail = f" ({self.last_problem})" if self.last_problem and why != _GRADIENTS else ""
             warn_of_fallback(
                 f"What fuse() made of {type(self.module).__name__}",
@@ -200,14 +228,15 @@ class FusedModule(ModuleProxy):
             with fusion.turns.calling():
                 return fusion.module(*args, **kwargs)
         fused = fusion.fitting(args, kwargs)
-        if fused is None and len(fusion.table) < MAX_KINDS:
+        why = fusion.why_not_yet(args, kwargs) if fused is None else None
+        if fused is None and why is None:
             try:
                 fused = fusion.add(args, kwargs)
             except Exception as error:
                 # What fails in the model fails below as it does in the model.
                 fusion.last_problem = first_line(error)
         if fused is None or fused.call is None:
-            fusion.count_eager("it could not be fused")
+            fusion.count_eager(why or _NOT_FUSED)
             with fusion.turns.calling(), torch.no_grad():
                 return fusion.module(*args, **kwargs)
         fusion.calls["fused"] += 1
@@ -256,10 +285,11 @@ class FusedModule(ModuleProxy):
                     why = None if parts.has(fusion.watch) else self._outdated()
                 if why is None:
                     fused = fusion.fitting(args, kwargs)
-                    if fused is None and len(fusion.table) < MAX_KINDS:
+                    why = fusion.why_not_yet(args, kwargs) if fused is None else None
+                    if fused is None and why is None:
                         parts.need(functools.partial(fusion.add, args, kwargs))
         if fused is None or fused.call is None:
-            fusion.calls[f"eager: {why or 'it could not be fused'}"] += 1
+            fusion.calls[f"eager: {why or _NOT_FUSED}"] += 1
             return fusion.module(*args, **kwargs)
         fusion.calls["fused, inside of a capture"] += 1
         parts.add(f"what fuse() made of {type(fusion.module).__name__}", fusion.watch, fused.packed)

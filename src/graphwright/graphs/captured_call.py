@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.modes import opaque
 from ..calls.modules import FunctionModule, first_in_training
-from ..calls.objects import changeable, giving, has_objects
+from ..calls.objects import giving, has_objects
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
 from ..calls.places import Place, carried_by, hidden
 from ..calls.signature import (
@@ -33,7 +33,7 @@ from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, SignatureError
 from .composition import Parts, SetUpFirst
 from .conditions import THREAD, autocast_cache_apart
-from .effects import GivenObjects, Outcome, Unrepeatable
+from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
 from .graph import Graph, GraphClosed, GraphState
 from .journal import Copies
 from .memory import MemoryPool, MemoryPrediction, pool_problem
@@ -135,7 +135,7 @@ class CapturedCall(Graph):
         )
         self._names = sorted(kwargs)
         # Whether there is anything among the arguments that a call may change in place.
-        self._holds_objects = bool(_objects_of(args, kwargs))
+        self._holds_objects = bool(objects_of(args, kwargs))
         # The objects that the last run was given.
         self._given: GivenObjects | None = None
         # Addresses of memory that the call uses by itself.
@@ -240,7 +240,7 @@ class CapturedCall(Graph):
         several = self._holds_objects and self._results is None
         if not (self.has_effects or several or self.signature.has_objects):
             return self.run_leaves(leaves, finish, (args, kwargs))
-        objects = _objects_of(args, kwargs)
+        objects = objects_of(args, kwargs)
         self._refuse_owned(objects)
         given = [*objects, *(place.owner for place in self.places)]
         with giving(given):
@@ -589,7 +589,7 @@ class CapturedCall(Graph):
     def _work(self, inputs: StaticInputs) -> Any:
         """Run the call on static inputs; lazily conjugated or negated results are materialized."""
         args, kwargs = unflatten(inputs.leaves, self._spec)
-        given = GivenObjects(_objects_tree(args, kwargs)) if self._holds_objects else None
+        given = GivenObjects(objects_tree(args, kwargs)) if self._holds_objects else None
         self._given = given
         addresses = [inputs.tensor(slot).data_ptr() for slot in inputs.slots]
         with autocast_cache_apart():
@@ -695,16 +695,6 @@ def name_of(fn: Callable[..., Any], leaves: Sequence[Any]) -> str:
         "×".join(map(str, leaf.shape)) or "()" for leaf in leaves if isinstance(leaf, torch.Tensor)
     ]
     return f"{own}({', '.join(shapes)})"
-
-
-def _objects_tree(args: Args, kwargs: Kwargs) -> Any:
-    """A call's arguments without the containers that a call makes of them for itself."""
-    return tuple(args), tuple(value for _, value in sorted(kwargs.items()))
-
-
-def _objects_of(args: Args, kwargs: Kwargs) -> list[Any]:
-    """What a call may change in place of its arguments."""
-    return changeable(_objects_tree(args, kwargs))
 
 
 def signature_of(

@@ -32,6 +32,7 @@ from ..calls.snapshots import Call
 from ..calls.watch import Checks
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import parse_bytes
+from ..graphs.taken_apart import TakenApart, holds_objects
 from ..report.result import Shape
 from ..shapes.dimensions import portable
 from ..strategies.base import Candidate, Compiler
@@ -89,6 +90,8 @@ class Request:
     audit: int | None
     on_miss: OnMiss
     checks: Checks
+    # Set where the call holds objects; then this is the module, and tensors are its arguments.
+    apart: TakenApart | None = None
 
     @classmethod
     def of(
@@ -167,6 +170,10 @@ class Request:
                 "dynamic_shapes and pad say how calls are padded, and there are no buckets.",
                 remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
             )
+        apart = None
+        if samples is None and holds_objects(args, kwargs or {}):
+            module = apart = TakenApart(module, args, kwargs or {})
+            args, kwargs = apart.tensors, None
         calls = samples_of(args, kwargs, samples, weights, names)
         device = device_of(module, [call for _, call in calls])
         signatures = [CallSignature.of(call.args, call.kwargs) for _, call in calls]
@@ -211,11 +218,15 @@ class Request:
             audit,
             on_miss,
             checks,
+            apart,
         )
 
     @property
     def inputs(self) -> list[list[str]]:
         """The inputs of each call, in words."""
+        if self.apart is not None:
+            named = zip(self.apart.names, self.apart.tensors, strict=True)
+            return [[input_in_words(name, tensor) for name, tensor in named]]
         return [
             [input_in_words(name, leaf) for name, leaf in call.leaves().items()]
             for _, call in self.calls
