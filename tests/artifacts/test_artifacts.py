@@ -29,7 +29,8 @@ from torch.export import Dim
 import graphwright as gw
 from graphwright.artifacts import container
 from graphwright.artifacts.loading import start_device
-from graphwright.calls.serialization import packed, read_tensors, tree_of, unpacked, write_tensors
+from graphwright.calls.serialization import packed, read_tensors, unpacked, write_tensors
+from graphwright.calls.written_trees import tree_of
 from graphwright.fusion.serialization import read, stored
 from graphwright.strategies.registry import parse_candidates
 

@@ -21,7 +21,9 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
-from graphwright.calls.serialization import tree_of, tree_text
+from graphwright.calls import written_trees
+from graphwright.calls.objects import apart
+from graphwright.calls.written_trees import tree_of, tree_text
 from graphwright.errors import ArtifactError
 
 
@@ -277,3 +279,122 @@ def test_what_cannot_be_written_says_why(
 def test_a_name_may_be_as_long_as_names_can_be(loaded: gw.TunedModule, tmp_path: Path) -> None:
     gw.save(loaded, tmp_path / ("n" * 255))
     gw.load(tmp_path / ("n" * 255))
+
+
+# Objects among results.
+
+
+class Held:
+    """An object with an attribute of its own, made by nobody else."""
+
+    made = 0
+
+    def __init__(self, x: Any, kind: Any = Colour.RED) -> None:
+        type(self).made += 1
+        self.x = x
+        self.kind = kind
+        self.cls = Point
+        self.size = torch.Size([1, 2])
+        self.names = frozenset({"a", "b"})
+
+
+class Words(dict[str, Any]):
+    """A dictionary that is an object, too."""
+
+
+class Objects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = torch.relu(self.linear(x))
+        held = Held([y, y * 2])
+        return {"one": held, "other": held, "words": Words(y=y + 1)}
+
+
+def spec_of(tree: Any) -> pytree.TreeSpec:
+    return pytree.tree_structure(apart(tree))
+
+
+@pytest.fixture
+def nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(written_trees, "_ALLOWED", set())
+
+
+@pytest.mark.usefixtures("nothing_allowed")
+def test_trees_with_objects_come_back_where_they_are_allowed() -> None:
+    held = Held(torch.ones(1))
+    for tree in (held, [held, held], {"a": (Point(held, 1), [Held(Held(None))])}, Words(a=[held])):
+        spec = spec_of(tree)
+        text = tree_text(spec)
+        assert tree_of(text, objects=True) == spec
+        assert tree_of(text) == spec  # From now on.
+
+
+@pytest.mark.usefixtures("nothing_allowed")
+def test_objects_of_a_file_are_made_for_those_who_allow_it_only(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    model, x = Objects().eval(), torch.randn(2, 4)
+    path = tmp_path / "objects.gw"
+    gw.save(tuned_with("fused", model, (x,)), path)
+    with pytest.raises(gw.ArtifactError, match=r"objects of .*Held.*may not make"):
+        gw.load(path)
+    Held.made = 0
+    for loaded in (gw.load(path, trust=True), gw.load(path, model)):
+        with torch.no_grad():
+            result, expected = loaded(x), model(x)
+        Held.made -= 1  # By the model.
+        assert result["one"] is result["other"]
+        assert type(result["one"]) is Held
+        assert type(result["words"]) is Words
+        assert vars(result["one"]).keys() == vars(expected["one"]).keys()
+        assert result["one"].kind is Colour.RED
+        assert result["one"].cls is Point
+        torch.testing.assert_close(result["one"].x, expected["one"].x)
+        torch.testing.assert_close(result["words"]["y"], expected["words"]["y"])
+
+
+OBJECT = {"node": "ObjectNode", "context": [f"{__name__}:Held", ["x"], False], "children": ["*"]}
+
+
+@pytest.mark.usefixtures("nothing_allowed")
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"context": ["builtins:dict", ["x"], True]},
+        {"context": ["builtins:object", ["x"], False]},
+        {"context": [f"{__name__}:Objects", ["x"], False]},
+        {"context": [f"{__name__}:Held", ["x"], True]},
+        {"context": [f"{__name__}:Held", ["x", "y"], False]},
+        {"context": [f"{__name__}:Held", [1], False]},
+        {"context": [f"{__name__}:tree_of", ["x"], False]},
+        {"node": "GivenNode", "context": 0, "children": []},
+        {"node": "_Kept", "context": 0, "children": []},
+        {"node": "Constant", "context": {"class": "builtins:nothing"}, "children": []},
+        {"node": "Constant", "context": {"torch": "load"}, "children": []},
+        {"node": "Again", "context": 0, "children": ["*"]},
+        {"node": "Nothing"},
+    ],
+)
+def test_objects_that_no_one_wrote_are_refused(change: dict[str, Any]) -> None:
+    tree_of(json.dumps(OBJECT), objects=True)
+    with pytest.raises(gw.ArtifactError):
+        tree_of(json.dumps(OBJECT | change), objects=True)
+
+
+@pytest.mark.usefixtures("nothing_allowed")
+def test_objects_of_a_module_that_is_not_imported(evil: str) -> None:
+    text = json.dumps(OBJECT | {"context": [f"{evil}:C", ["x"], False]})
+    with pytest.raises(gw.ArtifactError, match="not imported here"):
+        tree_of(text, objects=True)
+    assert evil not in sys.modules
+    with pytest.raises(gw.ArtifactError, match="not imported here"):
+        tree_of(text, imports=True)  # There is no such class in it.
+
+
+def test_objects_without_a_name_are_not_written() -> None:
+    local = type("Local", (), {})()
+    for tree in (local, [Held(local)]):
+        with pytest.raises(gw.ArtifactError, match="no module names the class Local"):
+            tree_text(spec_of(tree))

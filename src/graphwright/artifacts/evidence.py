@@ -12,8 +12,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import TreeSpec
 
-from ..calls.serialization import packed, read_tensors, tree_of, tree_text, unpacked, write_tensors
+from ..calls.serialization import packed, read_tensors, unpacked, write_tensors
 from ..calls.snapshots import Call, ModuleState, Outcome
+from ..calls.written_trees import tree_of, tree_text
 from ..errors import ArtifactError
 from ..evaluation.accuracy import ErrorMeasure
 from ..evaluation.reference import Case, Reference, Sample
@@ -68,7 +69,12 @@ def write(folder: Path, samples: Sequence[Sample], device: torch.device) -> None
 
 
 def read(
-    folder: Path, module: nn.Module, device: Callable[[], torch.device], *, imports: bool
+    folder: Path,
+    module: nn.Module,
+    device: Callable[[], torch.device],
+    *,
+    imports: bool,
+    objects: bool,
 ) -> list[Sample]:
     """Read the samples that `write` has written, with their tensors on a device.
 
@@ -77,13 +83,15 @@ def read(
         module: the module to verify, or a stand-in for it.
         device: returns the device; called once everything is imported.
         imports: whether modules that define the results' classes may be imported.
+        objects: whether objects among the results may be built.
 
     Raises:
         ArtifactError: the files make no sense.
     """
     try:
         known = json.loads((folder / _FILE).read_bytes())
-        specs = [tree_of(each["spec"], imports=imports) for each in known["samples"]]
+        texts = [each["spec"] for each in known["samples"]]
+        specs = [tree_of(text, imports=imports, objects=objects) for text in texts]
         tensors = read_tensors(folder / _TENSORS, device())
         pairs, state = zip(known["samples"], specs, strict=True), ModuleState(module)
         samples = [_sample(each, spec, tensors, state) for each, spec in pairs]

@@ -208,7 +208,13 @@ class _Loading:
             raise
 
     def _samples(self) -> list[Sample]:
-        return evidence.read(self.folder, self.module, self._available_device, imports=self.trust)
+        return evidence.read(
+            self.folder,
+            self.module,
+            self._available_device,
+            imports=self.trust,
+            objects=self.model is not None,
+        )
 
     def _available_device(self) -> torch.device:
         if self.device.type == "cuda" and not torch.cuda.is_available():

@@ -135,7 +135,7 @@ def _examine(cls: type) -> _Layout | None:
 
 
 @dataclass(frozen=True)
-class _Kind:
+class Kind:
     """What an object is, its attributes' values aside: the context of its node.
 
     Attributes:
@@ -174,7 +174,7 @@ class _NoKey:
 
 
 class ObjectNode(_Node):
-    """An object: its children are the values of its attributes, its context is a `_Kind`."""
+    """An object: its children are the values of its attributes, its context is a `Kind`."""
 
     @classmethod
     def build(cls, children: list[Any], context: Any) -> Any:
@@ -194,7 +194,7 @@ class ObjectNode(_Node):
         return [*names, *[_NoKey()] * (len(self.children) - len(names))]
 
 
-class _Shared(_Node):
+class Shared(_Node):
     """An object or container that has several places; its context is a number and their count."""
 
     @classmethod
@@ -205,7 +205,7 @@ class _Shared(_Node):
         return made
 
 
-class _Again(_Node):
+class Again(_Node):
     """Another place of what is shared; its context is the number."""
 
     @classmethod
@@ -225,7 +225,7 @@ class GivenNode(_Node):
         return _BUILDING.given[context]
 
 
-class _Constant(_Node):
+class Constant(_Node):
     """A value that is always the same; its context is its type and the value."""
 
     @classmethod
@@ -233,7 +233,7 @@ class _Constant(_Node):
         return context[1]
 
 
-class _Set(_Node):
+class SetNode(_Node):
     """A set of plain values; its context is its class, and the values with their types."""
 
     @classmethod
@@ -262,8 +262,8 @@ class _Same:
         return id(self.value)
 
 
-_NODES: tuple[type[_Node], ...] = (
-    ObjectNode, _Shared, _Again, GivenNode, _Constant, _Set, _Kept,
+NODES: tuple[type[_Node], ...] = (
+    ObjectNode, Shared, Again, GivenNode, Constant, SetNode, _Kept,
 )  # fmt: skip
 
 
@@ -312,7 +312,7 @@ def build(leaves: Iterable[Any], spec: pytree.TreeSpec) -> Any:
 
 def has_nodes(spec: pytree.TreeSpec) -> bool:
     """Whether a tree has nodes in the place of objects."""
-    return spec.type in _NODES or any(map(has_nodes, spec.children()))
+    return spec.type in NODES or any(map(has_nodes, spec.children()))
 
 
 def _register(cls: type[_Node]) -> None:
@@ -330,7 +330,7 @@ def _register(cls: type[_Node]) -> None:
     )
 
 
-for _each in _NODES:
+for _each in NODES:
     _register(_each)
 
 
@@ -485,13 +485,13 @@ class _Walk:
         if constant is not None and type(value) is not set:
             return constant
         if id(value) in self._numbers:
-            return _Again([], self._numbers[id(value)])
+            return Again([], self._numbers[id(value)])
         made = self._convert_inside(value) if constant is None else constant
         places = self._places.get(id(value), 1)
         if places == 1 or not _matters(value):
             return made
         number = self._numbers[id(value)] = len(self._numbers)
-        return _Shared([made], (number, places))
+        return Shared([made], (number, places))
 
     def _convert_inside(self, value: Any) -> Any:
         """A container with what it holds converted, or an object's node."""
@@ -505,7 +505,7 @@ class _Walk:
         children = [self.convert(child) for child in attributes.values()]
         if layout.holds:
             children.append(self._convert_inside(layout.content(value)))
-        return ObjectNode(children, _Kind(type(value), tuple(attributes), layout.holds))
+        return ObjectNode(children, Kind(type(value), tuple(attributes), layout.holds))
 
 
 def changeable(tree: Any) -> list[Any]:
@@ -547,11 +547,11 @@ def _parts_of(value: Any) -> list[tuple[str, Any]] | None:
 def _constant_of(value: Any) -> _Node | None:
     """A node for a value without tensors that its spec can hold; None for others."""
     if isinstance(value, enum.Enum | type | torch.layout | torch.memory_format):
-        return _Constant([], (type(value), value))
+        return Constant([], (type(value), value))
     if type(value) is torch.Size:
-        return _Constant([], (torch.Size, value))
+        return Constant([], (torch.Size, value))
     if type(value) in (set, frozenset) and all(isinstance(each, _SET_VALUES) for each in value):
-        return _Set([], (type(value), frozenset((type(each), each) for each in value)))
+        return SetNode([], (type(value), frozenset((type(each), each) for each in value)))
     return None
 
 

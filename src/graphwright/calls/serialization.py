@@ -1,14 +1,13 @@
 """Trees of tensors and plain values in files: tensors as safetensors, everything else as JSON.
 
-Reading executes nothing, and imports nothing unless `imports=True` allows it for a tree's classes.
-`TreeTemplate` turns a tree into a list of tensors, which is all that exporters take, and back.
+Reading executes and imports nothing. `TreeTemplate` turns a tree into a list of tensors, which is
+all that exporters take, and back.
 """
 
 from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib
 import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from ..errors import ArtifactError
 from .objects import build, has_nodes
+from .written_trees import tree_of, tree_text
 
 Json = Any
 
@@ -217,104 +217,6 @@ def _dtype(name: str) -> torch.dtype:
     if not isinstance(found, torch.dtype):
         raise ValueError(f"there is no dtype {name!r:.40}")
     return found
-
-
-def tree_text(spec: pytree.TreeSpec) -> str:
-    """The tree of a call's results as text.
-
-    Raises:
-        ArtifactError: PyTorch does not know a node's class by name, or the text could not be read
-            without importing what it names.
-    """
-    try:
-        text = pytree.treespec_dumps(spec)
-        if _parse_tree(json.loads(text)) != spec:
-            raise ValueError("it comes back as another one")
-        return text
-    except Exception as error:
-        raise ArtifactError(
-            f"The structure of the results cannot be written down: {error}.",
-            remedy="Return tuples, lists, dictionaries by text, or classes that are registered "
-            "with torch.utils._pytree under a serialized_type_name.",
-        ) from error
-
-
-def tree_of(text: str, *, imports: bool = False) -> pytree.TreeSpec:
-    """The tree that `tree_text` wrote.
-
-    Args:
-        text: of the tree.
-        imports: whether modules that define the tree's classes may be imported.
-
-    Raises:
-        ArtifactError: the text is no tree, or names a class that this process has not imported.
-    """
-    try:
-        known = json.loads(text)
-        unknown = _classes(known[1]) - set(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE)
-        for name in sorted(unknown) if imports else ():
-            importlib.import_module(name.rpartition(".")[0])
-        if not unknown or imports:
-            return _parse_tree(known)
-    except Exception as error:
-        raise ArtifactError(
-            f"The structure of the results cannot be made: {error!s:.300}."
-        ) from error
-    raise ArtifactError(
-        f"The results are made of {', '.join(sorted(unknown))}, which is not imported here.",
-        remedy="Import it first, pass the model, or load with trust=True.",
-    )
-
-
-_NAMED_TUPLE = "collections.namedtuple"
-
-
-def _classes(schema: Json) -> set[str]:
-    """The names of all classes in a tree; a named tuple's is in its context."""
-    inner = set().union(*map(_classes, schema["children_spec"]))
-    name = schema["context" if schema["type"] == _NAMED_TUPLE else "type"]
-    return inner | ({name} if name is not None else set())
-
-
-def _parse_tree(known: Json) -> pytree.TreeSpec:
-    """Parse a tree of imported classes; raises if it is none, or if reading might import."""
-    protocol, schema = known
-    _refuse_imports(schema)
-    # Only what was checked, whatever else the text may contain.
-    return pytree.treespec_loads(json.dumps([protocol, schema]))
-
-
-def _refuse_imports(schema: Json) -> None:
-    """Raise ValueError if PyTorch would import what a tree names in order to read it.
-
-    It does so for the factory of a defaultdict, and for each object in a context that claims to be
-    an enumeration's member. What other classes do to read a context is unknown.
-    """
-    name, context = schema["type"], schema["context"]
-    if name == _NAMED_TUPLE:
-        if not pytree.is_namedtuple_class(pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[context]):
-            raise ValueError(f"{context} is no named tuple")
-    elif name is not None:
-        kind = pytree.SERIALIZED_TYPE_TO_PYTHON_TYPE[name]
-        reader = pytree.SUPPORTED_SERIALIZED_TYPES[kind].from_dumpable_context
-        if name == pytree.NO_SERIALIZED_TYPE_NAME_FOUND or reader is not None:
-            raise ValueError(f"reading a {name} may import whatever it names")
-        # Even of a text that is no valid JSON PyTorch would make the first objects.
-        if _holds_object(json.loads(context)):
-            raise ValueError(f"the context of a {name} names what would be imported")
-    for child in schema["children_spec"]:
-        _refuse_imports(child)
-
-
-def _holds_object(value: Json) -> bool:
-    """Whether a value contains a JSON object, also inside of texts."""
-    if isinstance(value, str):
-        try:
-            value = json.loads(value)
-        except ValueError:
-            return False
-        return _holds_object(value)
-    return isinstance(value, dict) or (isinstance(value, list) and any(map(_holds_object, value)))
 
 
 @dataclass(frozen=True)
