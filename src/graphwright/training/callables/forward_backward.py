@@ -17,8 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
+from ...calls.dependencies import Dependencies
 from ...calls.modes import OperationMode
 from ...calls.modules import FunctionModule
+from ...calls.objects import apart, has_objects
 from ...calls.operations import tensors
 from ...calls.signature import Args, Kwargs, argument_names, flatten, unflatten
 from ...errors import CaptureError, first_line
@@ -93,6 +95,8 @@ class Passes:
         self._places: list[int] = []
         self._runs = 0
         self._everywhere = False
+        # Objects that the module holds, once a result has one.
+        self._owned: list[Any] | None = None
 
     def both(self, inputs: StaticInputs) -> Any:
         """Run forward and backward: the results, and gradients for output gradients of 1."""
@@ -129,7 +133,7 @@ class Passes:
         with torch.set_grad_enabled(self._grad), autocast_cache_apart():
             since = next_node()
             with stand_ins:
-                tree = self._call(*args, **kwargs)
+                tree = self._apart(self._call(*args, **kwargs))
             tree = pytree.tree_map_only(torch.Tensor, _resolved, tree)
         self._check_arguments(args, kwargs, leaves, inputs)
         results = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
@@ -144,6 +148,15 @@ class Passes:
         own = [*given.values(), *stand_ins.tensors]
         self._ask(own, leaves_behind(self.outputs, since))
         return tree
+
+    def _apart(self, result: Any) -> Any:
+        """What the call returned, with its objects taken apart; those of the module's own stay."""
+        if not has_objects(pytree.tree_leaves(result)):
+            return result
+        if self._owned is None:
+            found = Dependencies(self._owner, whole=True).objects
+            self._owned = [e for e in found if not isinstance(e, torch.Tensor | nn.Module)]
+        return apart(result, kept=self._owned)
 
     def backward(self, given: Sequence[torch.Tensor]) -> list[torch.Tensor | None]:
         """Gradients of the wanted arguments and of trained tensors, given those of the outputs."""

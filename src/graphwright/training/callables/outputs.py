@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
+from ...calls.objects import build, has_nodes
 from ...calls.signature import leaf_names
 from ...errors import CaptureError
 from ...graphs.static_tensors import Geometry, StaticInputs, StaticOutputs, is_dense, span
@@ -47,6 +48,7 @@ class Outputs:
             CaptureError: two results share memory in a way that autograd cannot follow.
         """
         leaves, self._spec = pytree.tree_flatten(tree)
+        self._objects = has_nodes(self._spec)
         static = {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
         self._views: dict[int, _View] = {}
         for index, leaf in enumerate(leaves):
@@ -106,7 +108,8 @@ class Outputs:
             root = root.detach() if view.detached else root
             size, stride, _ = view.geometry
             by_index[index] = root.as_strided(size, stride, root.storage_offset() + view.offset)
-        return pytree.tree_unflatten([by_index[i] for i in range(len(by_index))], self._spec)
+        leaves = [by_index[i] for i in range(len(by_index))]
+        return (build if self._objects else pytree.tree_unflatten)(leaves, self._spec)
 
     def _relate(self, group: Sequence[int], leaves: Sequence[Any], tree: Any) -> None:
         """If some tensors of one storage overlap, plan to make all of them views of one."""
