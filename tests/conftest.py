@@ -82,7 +82,8 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     # What else runs here decides nothing: only planted samples are unsteady.
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_SPREAD", math.inf)
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_HELD_UP_SHARE", math.inf)
-    # Which passes a test sees must not depend on a time.
+    # Neither which passes a test sees nor what answers its calls must depend on a time.
+    monkeypatch.setattr("graphwright.dispatch.graphed_callable._TIMED", frozenset())
     monkeypatch.setattr("graphwright.fusion.pass_manager.WORTH", 1.0)
 
 

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
-from graphwright.dispatch import graphed_parts
+from graphwright.dispatch import graphed_parts, payoff
 
 
 @pytest.fixture(autouse=True)
@@ -29,7 +29,7 @@ def without_gradients() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def always_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a few nodes stay, and win."""
-    monkeypatch.setattr(graphed_parts, "_WORTH", 1e9)
+    monkeypatch.setattr(payoff, "WORTH", 1e9)
     monkeypatch.setattr(graphed_parts, "_FEW_NODES", 1)
 
 
@@ -82,7 +82,7 @@ def test_submodules_are_answered_by_graphs(device: torch.device) -> None:
     torch.testing.assert_close(model.last, eager.last)
     assert "last" in vars(model)
     found = graphed.statistics
-    assert found.in_parts >= 15 - graphed_parts._ROUNDS
+    assert found.in_parts >= 15 - payoff._ROUNDS
     assert found.graphs == 4  # Three blocks, and the head under both of its names.
     assert "part blocks.0: " in graphed.explain()
     assert "in parts it takes" in graphed.explain()
@@ -177,12 +177,12 @@ def test_threads(device: torch.device) -> None:
 def test_parts_that_do_not_pay_are_closed(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(graphed_parts, "_WORTH", 0.0)
+    monkeypatch.setattr(payoff, "WORTH", 0.0)
     _, graphed, eager = made(device)
     agree(graphed, eager, device)
     found = graphed.statistics
     assert found.graphs == 0
-    assert found.in_parts == graphed_parts._FIRST + graphed_parts._ROUNDS
+    assert found.in_parts == graphed_parts._FIRST + payoff._ROUNDS
     assert "in parts it would take" in graphed.explain()
 
 

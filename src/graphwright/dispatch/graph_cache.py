@@ -18,6 +18,7 @@ from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.graph import GraphState
 from ..graphs.memory import MemoryPool
 from ..graphs.turns import turns_of
+from .payoff import Payoff
 
 if TYPE_CHECKING:
     from ..shapes.family import ShapeFamily
@@ -68,6 +69,8 @@ class CacheEntry:
     hits: int = 0
     # The named sizes, if there are buckets.
     sizes: tuple[int, ...] | None = None
+    # Whether its segments pay; None where that is not asked.
+    payoff: Payoff | None = None
     # The `quick_key` of the call that it was captured for.
     key: Any = None
 

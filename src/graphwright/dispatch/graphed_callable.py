@@ -71,6 +71,7 @@ from .carried_state import CarriedState
 from .fast_path import MISS, Shortcut, shortcut
 from .graph_cache import CacheEntry, GraphCache, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
+from .payoff import Payoff
 from .statistics import CallStatistics, Tally, both, explained
 
 if TYPE_CHECKING:
@@ -85,11 +86,15 @@ SHARED = "an argument shares memory with a tensor of the call's own"
 _UNKNOWN_ARGUMENT = "an argument that cannot be captured"
 UNPAID = "capturing does not pay off"
 FIRST = "the first call with objects of these shapes"
+_BESIDE = "timed beside calls in segments"
 _FIRST_CARRIED = "the first call that reads an attribute and then sets it"
 # Shapes and values of calls of which it is remembered what answers them.
 MAX_QUICK = 1 << 16
 # Signatures of which it is remembered that they were refused.
 _MAX_REFUSED = 1024
+# Devices where calls in segments are timed beside eager ones, and calls before that.
+_TIMED = frozenset({"cuda"})
+_FIRST_IN_SEGMENTS = 6
 # Seconds of finding out that a call is refused that are not worth avoiding.
 _LOOK_S = 5e-5
 # Times that more attributes are found which a call reads before it sets them.
@@ -263,6 +268,27 @@ class GraphedCallable(StandIn):
             and (entry.hits + 1) % self._audit_every == 0
         ):
             return self._audited(entry, graph, args, kwargs)
+        if entry.payoff is not None and entry.payoff.ratio is None and self.on_miss == "capture":
+            return self._answer_timed(entry, entry.payoff, graph, args, kwargs)
+        return self._answer_by(entry, graph, args, kwargs)
+
+    def _answer_timed(
+        self, entry: CacheEntry, payoff: Payoff, graph: CapturedCall, args: Args, kwargs: Kwargs
+    ) -> Any:
+        """Answer a call by its segments or eagerly, until it is known what is faster."""
+
+        def eager() -> Any:
+            return self._run_eagerly(_BESIDE, args, kwargs)
+
+        result, _ = payoff.call(eager, lambda: self._answer_by(entry, graph, args, kwargs))
+        if not payoff.pays:
+            why = f"In segments it takes {payoff.ratio:.2f} of eager's time."
+            remedy = "Leave out what it reads of the device; check() lists it."
+            self._entries.give_up(entry, CaptureError(why, remedy=remedy))
+        return result
+
+    def _answer_by(self, entry: CacheEntry, graph: CapturedCall, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call by the graph of an entry, if the module is as it was."""
         watch = entry.state.watch
         try:
             if entry.pure:
@@ -426,6 +452,9 @@ class GraphedCallable(StandIn):
                 refuse_talk(self.fn)
             is_full, evictions = self._entries.is_full(), self.pool.evictions
             made = self._entries.capture(signature, state, call.args, call.kwargs)
+            if made.graph is not None and made.graph.tree is not None and made.payoff is None:
+                device = made.graph.device
+                made.payoff = Payoff(device, _FIRST_IN_SEGMENTS) if device.type in _TIMED else None
             evicted = self.pool.evictions > evictions
             self._spend(time.perf_counter() - began, call, for_room=is_full or evicted)
             return made

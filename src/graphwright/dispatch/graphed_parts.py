@@ -10,9 +10,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import copy
-import statistics
 import threading
-import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
@@ -25,12 +23,11 @@ from ..calls.dependencies import Dependencies, StandIn
 from ..calls.modes import opaque
 from ..calls.signature import Args, Kwargs
 from ..graphs.python_state import StateChanges
+from .payoff import Payoff
 from .statistics import CallStatistics
 
-# Calls in which graphs are captured before any is timed, and timed calls of either kind.
-_FIRST, _ROUNDS = 4, 5
-# The share of eager's time above which parts do not pay.
-_WORTH = 0.97
+# Calls in which graphs are captured before any is timed.
+_FIRST = 4
 # Nodes of a graph below which launching it takes no less than launching them one by one.
 _FEW_NODES = 6
 # Hooks of a module, which its caller runs around its forward.
@@ -68,7 +65,6 @@ class GraphedParts:
     """Runs a module with submodules that are answered by graphs, where that is faster.
 
     Attributes:
-        ratio: seconds of a call as a share of eager's; None until that is known.
         graphs: what answers the calls of parts, by their names.
     """
 
@@ -80,17 +76,19 @@ class GraphedParts:
             make: makes what answers a submodule's calls.
             timed: whether parts are used only where that is faster.
         """
-        self.ratio: float | None = None
-        self._module = module
-        self._timed = timed
+        first = next(iter(module.parameters()), None)
+        self._payoff = Payoff(None if first is None else first.device, _FIRST) if timed else None
         children = dict(_divided(module))
         self.graphs = {name: make(child) for name, child in children.items()}
         self._parts = {name: _Part(children[name], made) for name, made in self.graphs.items()}
         self._count = 0
         self._installed = False
         self._used = bool(self._parts)
-        # Seconds of calls: of the module's own, and of those with parts.
-        self._seconds: tuple[list[float], list[float]] = [], []
+
+    @property
+    def ratio(self) -> float | None:
+        """Seconds of a call as a share of eager's; None until that is known."""
+        return None if self._payoff is None else self._payoff.ratio
 
     @property
     def used(self) -> bool:
@@ -109,25 +107,20 @@ class GraphedParts:
         if not self._used or _global_hooks():
             return run(), False
         self._count += 1
-        if self._count <= _FIRST or not self._timed or self.ratio is not None:
-            if self._count == _FIRST:
-                self.settle()
-            used = self._used
+        if self._count == _FIRST:
+            self.settle()
+        used = self._used
+
+        def in_parts() -> Any:
             with self._answering():
-                return run(), used
-        with_parts = self._count % 2 == 0
-        _wait(self._module)
-        began = time.perf_counter()
-        with self._answering() if with_parts else contextlib.nullcontext():
-            result = run()
-        _wait(self._module)
-        self._seconds[with_parts].append(time.perf_counter() - began)
-        if self.ratio is None and all(len(each) >= _ROUNDS for each in self._seconds):
-            eager, parts = map(statistics.median, self._seconds)
-            self.ratio = parts / eager
-            if self.ratio > _WORTH:
-                self.close()
-        return result, with_parts
+                return run()
+
+        if self._payoff is None:
+            return in_parts(), used
+        result, with_parts = self._payoff.call(run, in_parts)
+        if not self._payoff.pays:
+            self.close()
+        return result, with_parts and used
 
     @contextlib.contextmanager
     def _answering(self) -> Iterator[None]:
@@ -264,13 +257,6 @@ def _global_hooks() -> bool:
     """Whether there are hooks of all modules."""
     found = torch.nn.modules.module
     return bool(found._global_forward_hooks or found._global_forward_pre_hooks)
-
-
-def _wait(module: nn.Module) -> None:
-    """Wait for a module's device."""
-    first = next(iter(module.parameters()), None)
-    if first is not None and first.device.type == "cuda":
-        torch.cuda.synchronize(first.device)
 
 
 def _divided(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

@@ -201,6 +201,8 @@ def explained(
         if entry.graph is not None:
             nbytes, kind = format_bytes(entry.graph.nbytes), _does(entry.graph)
             lines.append(f"  {entry.graph.name}: {nbytes}, {kind}")
+            if entry.payoff is not None and entry.payoff.ratio is not None:
+                lines.append(f"    in segments it takes {entry.payoff.ratio:.2f} of eager's time")
             lines += [f"    {line}" for line in entry.graph.describe_segments()]
     return lines
 

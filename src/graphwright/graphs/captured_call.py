@@ -155,6 +155,11 @@ class CapturedCall(Graph):
         return self._fn
 
     @property
+    def device(self) -> torch.device:
+        """Where it runs."""
+        return self._device
+
+    @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
         """The static inputs, in the order of the arguments: what `replay()` reads.
 
