@@ -371,8 +371,8 @@ def state_is_what_it_was_at_first(patch: pytest.MonkeyPatch) -> None:
     leave = carried_state.CarriedState._leave
     first: list[Any] = []
 
-    def once(self: Any, state: Any) -> None:
-        first.append(type(state)(state))
+    def once(self: Any, values: Any) -> None:
+        first.append(values)
         leave(self, first[0])
 
     patch.setattr(carried_state.CarriedState, "_leave", once)
@@ -380,18 +380,19 @@ def state_is_what_it_was_at_first(patch: pytest.MonkeyPatch) -> None:
 
 def state_is_left_nowhere(patch: pytest.MonkeyPatch) -> None:
     def call(self: Any, answer: Any, args: Any, kwargs: Any) -> Any:
-        return answer((self._held(), *args), kwargs)
+        return answer((*self.held(), *args), kwargs)[0]
 
     patch.setattr(carried_state.CarriedState, "call", call)
 
 
-def state_is_watched_by_nobody_and_given_by_nobody(patch: pytest.MonkeyPatch) -> None:
-    """As if to hide what changes were enough."""
+def state_is_that_of_the_first_call(patch: pytest.MonkeyPatch) -> None:
+    """As if it were enough not to watch what changes."""
 
     def call(self: Any, answer: Any, args: Any, kwargs: Any) -> Any:
-        state = self._held()
-        kept = vars(self).setdefault("kept", type(state)(state))
-        return answer((kept, *args), kwargs)
+        first = vars(self).setdefault("first", self.held())
+        result, left = answer((*first, *args), kwargs)
+        self._leave(left)
+        return result
 
     patch.setattr(carried_state.CarriedState, "call", call)
 
@@ -408,7 +409,7 @@ def each_call_goes_on_from_the_last(device: torch.device) -> None:
             same(model.before, its.before)
 
 
-@hazard(22, state_is_watched_by_nobody_and_given_by_nobody)
+@hazard(22, state_is_that_of_the_first_call)
 def the_caller_sets_the_state_anew(device: torch.device) -> None:
     model, its = pair_of(Recurs, device)
     with torch.no_grad():

@@ -417,11 +417,17 @@ class TunedModule(ModuleProxy):
         with torch.no_grad():
             return built.call(*args, **kwargs)
 
-    def put_together(self, apart: TakenApart) -> TunedModule:
-        """For what was tuned of a model that was taken apart: the model, called with objects."""
+    def put_together(self, apart: TakenApart, *, eager: bool = False) -> TunedModule:
+        """For what was tuned of a model that was taken apart: the model, called with objects.
+
+        Args:
+            apart: the model.
+            eager: whether it is called as it is.
+        """
         choice, module = self._choice, apart.model
         call = choice.table[0][1]
-        if choice.plain is not None:
+        eager = eager or choice.plain is not None
+        if eager:
             answer = eager_without_grad(module, choice.same_under_no_grad)
         else:
             answer = apart.around(call)
@@ -429,11 +435,12 @@ class TunedModule(ModuleProxy):
             module,
             choice.report,
             [(apart.signature, answer)],
-            choice.watch,
+            None if eager else choice.watch,
             same_under_no_grad=choice.same_under_no_grad,
             on_miss=choice.on_miss,
         )
-        made._choice.plain = None if choice.plain is None else module
+        if eager:
+            made._choice.plain = module.function_of() if isinstance(module, Called) else module
         return made
 
     def explain(self) -> str:

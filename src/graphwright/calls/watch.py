@@ -184,9 +184,11 @@ class ModuleWatch:
             versions: of the dictionaries, taken before they were read.
         """
         found, quick = self._found, self._quick
-        attributed = [s for s in found.sources if type(s) is AttributesSource]
+        # What writes to hidden keys gives a dictionary another version, too.
+        whole = [s for s in found.sources if not getattr(s, "_hidden", None)]
+        attributed = [s for s in whole if type(s) is AttributesSource]
         dictionaries = [
-            s for s in found.sources if isinstance(s, DictionarySource) and _has_version(s.owner)
+            s for s in whole if isinstance(s, DictionarySource) and _has_version(s.owner)
         ]
         lists = [s for s in found.sources if isinstance(s, SequenceSource | SetSource)]
         simple = [

@@ -1,17 +1,19 @@
-"""CarriedState: what a call leaves in attributes for the next one, as an argument and a result.
+"""CarriedState: what a call leaves in attributes for the next one, as arguments and results.
 
 A recurrent layer does `self.h = cell(x, self.h)`. A graph of its forward would read for ever what
 the attribute held when it was captured. So a function stands for the forward that is given what
-such places hold, and leaves there what is new: a dictionary, which the call changes. A graph of
-that function is like any other of a call that changes an object.
+such places hold and returns what they hold then. A graph of it is like any other.
 """
 
 from __future__ import annotations
 
+import contextlib
+import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from ..calls.dependencies import Dependencies
 from ..calls.places import MISSING, Place
 from ..calls.signature import Args, Kwargs
 
@@ -19,8 +21,10 @@ from ..calls.signature import Args, Kwargs
 Answer = Callable[[Args, Kwargs], Any]
 
 
-class State(dict[int, Any]):
-    """What places hold, by their positions: an object, so that one that grows is known as such."""
+class _Nothing(enum.Enum):
+    """What a place holds that is not there, as an argument."""
+
+    NOTHING = 0
 
 
 class CarriedState:
@@ -28,22 +32,27 @@ class CarriedState:
 
     Attributes:
         places: these.
-        function: the function with the state as its first argument, by the positions of places; it
-            leaves the places themselves as they were.
+        function: the function with what they hold before its own arguments; it returns its result
+            and what they hold then, and leaves the places themselves as they were.
     """
 
     def __init__(self, fn: Callable[..., Any], places: Sequence[Place]) -> None:
         self.places = tuple(places)
+        count = len(self.places)
 
         @functools.wraps(fn, updated=())
-        def function(state: State, *args: Any, **kwargs: Any) -> Any:
-            held = self._held()
+        def function(*given: Any, **kwargs: Any) -> tuple[Any, tuple[Any, ...]]:
+            held = self.held()
             try:
-                self._leave(state)
-                return fn(*args, **kwargs)
+                self._leave(given[:count])
+                result = fn(*given[count:], **kwargs)
+                return result, self.held()
+            except BaseException as error:
+                # What it has set by then is for whoever has called it.
+                with contextlib.suppress(AttributeError):
+                    error._graphwright_carried = self.held()  # type: ignore[attr-defined]  # for `call`
+                raise
             finally:
-                state.clear()
-                state.update(self._held())
                 self._leave(held)
 
         function.__name__ = getattr(fn, "__name__", type(fn).__name__)
@@ -58,21 +67,28 @@ class CarriedState:
             args: of the call.
             kwargs: likewise.
         """
-        state = self._held()
         try:
-            return answer((state, *args), kwargs)
-        finally:
-            self._leave(state)
+            result, left = answer((*self.held(), *args), kwargs)
+        except BaseException as error:
+            left = getattr(error, "__dict__", {}).pop("_graphwright_carried", None)
+            if left is not None:
+                self._leave(left)
+            raise
+        self._leave(left)
+        return result
 
-    def with_state(self, args: Args) -> Args:
-        """Arguments of `function` for a call of the function itself that is not to be answered."""
-        return (self._held(), *args)
+    def held(self) -> tuple[Any, ...]:
+        """What the places hold, as arguments of `function`."""
+        values = [place.value() for place in self.places]
+        return tuple([_Nothing.NOTHING if value is MISSING else value for value in values])
 
-    def _held(self) -> State:
-        """What the places hold."""
-        values = enumerate(place.value() for place in self.places)
-        return State({n: value for n, value in values if value is not MISSING})
+    def _leave(self, values: Iterable[Any]) -> None:
+        for place, value in zip(self.places, values, strict=True):
+            place.put(MISSING if value is _Nothing.NOTHING else value)
 
-    def _leave(self, state: State) -> None:
-        for n, place in enumerate(self.places):
-            place.put(state.get(n, MISSING))
+
+def reached(fn: Callable[..., Any], places: Iterable[Place]) -> list[Place]:
+    """Those of some places whose owner a function still reaches."""
+    sources = Dependencies(fn, training=True, whole=True).sources
+    owners = {id(source.owner) for source in sources}
+    return [place for place in places if id(place.owner) in owners]

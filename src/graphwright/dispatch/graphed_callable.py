@@ -66,8 +66,8 @@ from ..graphs.turns import Busy
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, shown
 from ..shapes.buckets import PADDING
-from .capture_budget import CaptureBudget
-from .carried_state import CarriedState
+from .capture_budget import WORTH_CALLS, CaptureBudget
+from .carried_state import CarriedState, reached
 from .fast_path import MISS, Shortcut, shortcut
 from .graph_cache import CacheEntry, GraphCache, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
@@ -87,16 +87,21 @@ _UNKNOWN_ARGUMENT = "an argument that cannot be captured"
 UNPAID = "capturing does not pay off"
 FIRST = "the first call with objects of these shapes"
 _BESIDE = "timed beside calls in segments"
+_BESIDE_CARRIED = "timed beside calls that are given what others have left"
 _FIRST_CARRIED = "the first call that reads an attribute and then sets it"
 # Shapes and values of calls of which it is remembered what answers them.
 MAX_QUICK = 1 << 16
 # Signatures of which it is remembered that they were refused.
 _MAX_REFUSED = 1024
-# Devices where calls in segments are timed beside eager ones, and calls before that.
+# Devices where calls in segments are timed beside eager ones, and calls before that; and the same
+# for calls that are given what others have left in attributes, on any device.
 _TIMED = frozenset({"cuda"})
 _FIRST_IN_SEGMENTS = 6
+_FIRST_CARRIED_CALLS = 5
 # Seconds of finding out that a call is refused that are not worth avoiding.
 _LOOK_S = 5e-5
+# States in a row that prepare() captures graphs for.
+_STATES_AHEAD = 3
 # Times that more attributes are found which a call reads before it sets them.
 _MOST_CARRIED = 4
 # Graphs of a submodule, where there is none for the whole module.
@@ -188,7 +193,11 @@ class GraphedCallable(StandIn):
         # A module's parts that are answered by graphs, once there is none for the whole.
         self._parts: GraphedParts | None = None
         # What calls leave in attributes for the next ones, and what answers calls given it.
-        self._carried: tuple[CarriedState, GraphedCallable] | None = None
+        self._carried: _Carried | None = None
+        # What carries the state that this answers calls with, if that is what it is for.
+        self._carries_for: GraphedCallable | None = None
+        # Calls that were counted by what is closed.
+        self._counted: CallStatistics | None = None
         self._new_budgets()
         self._closed = False
 
@@ -230,8 +239,7 @@ class GraphedCallable(StandIn):
                 latest.hits += 1
                 return result
         if self._carried is not None:
-            carried, carrier = self._carried
-            return carried.call(carrier._call, args, kwargs)
+            return self._answer_carried(self._carried, args, kwargs)
         key = quick_key(args, kwargs)
         entry = self._recent if key is None else self._quick.get(key)
         if not isinstance(entry, CacheEntry):
@@ -441,7 +449,7 @@ class GraphedCallable(StandIn):
         if self.on_miss != "capture":
             return Miss("no graph fits", self._why(call))
         budgets = [self._for_room, self._for_refusals, self._for_values.get(_kind_of(call))]
-        if signature.has_objects:
+        if self._changes_shape(signature):
             budgets.append(self._for_objects)
         for budget in budgets:
             if budget is not None and budget.waits:
@@ -480,13 +488,50 @@ class GraphedCallable(StandIn):
 
     def _carry(self, places: Sequence[Place]) -> bool:
         """From now on, have graphs that are given what places hold; whether that may work."""
+        if self._carries_for is not None:
+            return self._carries_for._carry(places)
         if not places or not self._may_carry or self._is_part or not self._takes_objects:
             return False
-        carried = CarriedState(self.fn, places)
-        carrier = GraphedCallable(carried.function, pool=self.pool, **self._options())
-        carrier._may_carry = self._may_carry - 1
-        self._carried = carried, carrier
+        known: list[Place] = []
+        if self._carried is not None:
+            if self._carried.graphs._answered() >= WORTH_CALLS:
+                self._may_carry = _MOST_CARRIED
+            # An owner that was replaced takes what it held with it.
+            known = reached(self.fn, self._carried.state.places)
+            self._stop_carrying()
+        self._may_carry -= 1
+        new = [place for place in places if not any(map(place.same_as, known))]
+        state = CarriedState(self.fn, [*known, *new])
+        graphs = GraphedCallable(state.function, pool=self.pool, **self._options())
+        graphs._carries_for = self
+        self._carried = _Carried(state, graphs, Payoff(None, _FIRST_CARRIED_CALLS))
         return True
+
+    def _stop_carrying(self) -> None:
+        carried, self._carried = self._carried, None
+        if carried is not None:
+            found = carried.graphs.statistics
+            self._counted = found if self._counted is None else both(self._counted, found)
+            carried.graphs.close()
+
+    def _answer_carried(self, carried: _Carried, args: Args, kwargs: Kwargs) -> Any:
+        """Answer a call by what is given the state that calls leave, or eagerly to time that."""
+        payoff = carried.payoff
+
+        def other() -> Any:
+            return carried.state.call(carried.graphs._call, args, kwargs)
+
+        if payoff is None or self.on_miss != "capture" or not _TIMED:
+            return other()
+        if torch.is_grad_enabled() and (require_grad(args, kwargs) or self._entries.in_training()):
+            return other()
+        result, _ = payoff.call(lambda: self._run_eagerly(_BESIDE_CARRIED, args, kwargs), other)
+        if not payoff.pays:
+            self._may_carry = 0
+            self._stop_carrying()
+        elif payoff.ratio is not None:
+            carried.payoff = None
+        return result
 
     def _refuse(self, call: UncapturedCall, seconds: float, reason: str) -> None:
         """Have calls of a signature be eager, without a look at the module, for a while.
@@ -506,8 +551,10 @@ class GraphedCallable(StandIn):
 
     def _objects_key(self, args: Args, kwargs: Kwargs) -> Any:
         """A key of a call with objects; None for others."""
-        if not self._takes_objects or quick_key(args, kwargs) is not None:
-            return None
+        quick = quick_key(args, kwargs)
+        if not self._takes_objects or quick is not None:
+            # A state that grows is of another shape each time, as a cache is.
+            return None if self._carries_for is None else quick
         return objects_key((*args, *(value for _, value in sorted(kwargs.items()))))
 
     def _is_first(self, key: Any) -> bool:
@@ -527,6 +574,10 @@ class GraphedCallable(StandIn):
                 del self._seen[next(iter(self._seen))]
             self._seen[key] = captured
 
+    def _changes_shape(self, signature: CallSignature) -> bool:
+        """Whether a call has arguments that are of another shape in each call where they grow."""
+        return signature.has_objects or self._carries_for is not None
+
     def _spend(self, seconds: float, call: UncapturedCall, *, for_room: bool) -> None:
         """Count a capture whose cause may come again with each call."""
         if for_room:
@@ -536,7 +587,7 @@ class GraphedCallable(StandIn):
                 f"there are more kinds of calls than graphs may be kept; raise max_graphs="
                 f"{self._max_graphs}, or name the sizes that vary as buckets",
             )
-        if call.signature.has_objects:
+        if self._changes_shape(call.signature):
             self._note_objects(self._objects_key(call.args, call.kwargs), captured=True)
             self._for_objects.spend(
                 seconds,
@@ -749,8 +800,38 @@ class GraphedCallable(StandIn):
                 if not self._carry(error.places):
                     raise
         if self._carried is not None:
-            carried, carrier = self._carried
-            carrier._prepare([(carried.with_state(args), kwargs) for args, kwargs in wanted], bar)
+            self._prepare_carried(self._carried, wanted, bar)
+
+    def _prepare_carried(
+        self, carried: _Carried, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress
+    ) -> None:
+        """Capture graphs for calls with the state as it is, and as these calls leave it."""
+        calls = [((*carried.state.held(), *args), kwargs) for args, kwargs in wanted]
+        own = [len(args) for args, _ in wanted]
+        for _ in range(_STATES_AHEAD):
+            carried.graphs._prepare(calls, bar)
+            if self._carried is not carried:  # More has been found.
+                if self._carried is not None:
+                    self._prepare_carried(self._carried, wanted, bar)
+                return
+            following = []
+            for (args, kwargs), count in zip(calls, own, strict=True):
+                carried.graphs._note_objects(carried.graphs._objects_key(args, kwargs), captured=True)
+                left = carried.graphs._left_by(args, kwargs)
+                if left is not None:
+                    following.append(((*left, *args[len(args) - count :]), kwargs))
+            if len(following) < len(calls):
+                return
+            calls = following
+
+    def _left_by(self, args: Args, kwargs: Kwargs) -> tuple[Any, ...] | None:
+        """The state that a prepared call leaves, if its graph does nothing else."""
+        key = CallSignature.of(args, kwargs, objects=True), self._entries.grad_mode()
+        entry = self._entries.state().entries.get(key)
+        if entry is None or entry.graph is None or not (entry.ready and entry.pure):
+            return None
+        left: tuple[Any, ...] = entry.graph.run(args, kwargs)[1]
+        return left
 
     def _audited(self, entry: CacheEntry, graph: CapturedCall, args: Args, kwargs: Kwargs) -> Any:
         """Run a call eagerly beside its graph and compare."""
@@ -775,8 +856,10 @@ class GraphedCallable(StandIn):
         found = self._tally.statistics(
             self._entries.ready(), self._entries.captures, self._entries.verdicts()
         )
+        if self._counted is not None:
+            found = both(found, replace(self._counted, graphs=0, nbytes=0))
         if self._carried is not None:
-            found = both(found, self._carried[1].statistics)
+            found = both(found, self._carried.graphs.statistics)
         parts = [] if self._parts is None else [g.statistics for g in self._parts.graphs.values()]
         return replace(
             found,
@@ -800,11 +883,12 @@ class GraphedCallable(StandIn):
 
     def _ready(self) -> list[CacheEntry]:
         """The entries whose graphs can be replayed, those of calls that are given state too."""
-        return self._entries.ready() + ([] if self._carried is None else self._carried[1]._ready())
+        carried = self._carried
+        return self._entries.ready() + ([] if carried is None else carried.graphs._ready())
 
     def _latest(self) -> GraphedCallable:
         """What answers calls now: this, or what is given the state that calls leave."""
-        return self if self._carried is None else self._carried[1]._latest()
+        return self if self._carried is None else self._carried.graphs._latest()
 
     def release(self) -> None:
         """Close all graphs; the next calls capture theirs again."""
@@ -812,8 +896,8 @@ class GraphedCallable(StandIn):
         self._seen.clear()
         self._new_budgets()
         self._quick.clear()
-        if self._carried is not None:
-            self._carried[1].release()
+        self._stop_carrying()
+        self._may_carry = type(self)._may_carry
         parts, self._parts = self._parts, None
         if parts is not None:
             parts.close()
@@ -875,6 +959,21 @@ class Miss:
     budget: CaptureBudget | None = None
     # Whether a capture was tried for this very call.
     after_capture: bool = False
+
+
+@dataclass
+class _Carried:
+    """How calls are answered that read what others have left in attributes.
+
+    Attributes:
+        state: what they hold.
+        graphs: answers calls that are given that.
+        payoff: whether this is faster than eager; None once it is.
+    """
+
+    state: CarriedState
+    graphs: GraphedCallable
+    payoff: Payoff | None
 
 
 class _Refused:

@@ -8,6 +8,7 @@ and does to the caller's own objects what the model did to those.
 
 from __future__ import annotations
 
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -42,6 +43,15 @@ class _Known:
 
 # Not as an attribute, which would be watched.
 _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary()
+
+
+class _ThisCall(threading.local):
+    """What the model has made in the call of this thread, if its Python has run."""
+
+    made: TreeTemplate | None = None
+
+
+_THIS_CALL = _ThisCall()
 
 
 class TakenApart(nn.Module):
@@ -96,8 +106,8 @@ class TakenApart(nn.Module):
                 remedy="Return what is new instead, or use graphwright.graph().",
             ) from error
         leaves, spec = pytree.tree_flatten(tree)
-        if known.made is None:
-            known.made = TreeTemplate.of(leaves, spec)
+        _THIS_CALL.made = TreeTemplate.of(leaves, spec)
+        known.made = known.made or _THIS_CALL.made
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def new_call(self) -> tuple[Args, Kwargs]:
@@ -115,9 +125,11 @@ class TakenApart(nn.Module):
         def answer(*args: Any, **kwargs: Any) -> Any:
             leaves, _ = flatten(args, kwargs, objects=True)
             objects = objects_of(args, kwargs)
+            _THIS_CALL.made = None
             found = call(*[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
+            # Where Python has run between what was compiled, this call may be another than the first.
             with giving(objects):
-                result = made.fill(found)
+                result = (_THIS_CALL.made or made).fill(found)
             return result.happen(objects) if isinstance(result, Outcome) else result
 
         return answer

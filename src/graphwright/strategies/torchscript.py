@@ -17,8 +17,11 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..calls.modes import OperationMode
 from ..calls.objects import flatten_result
+from ..calls.operations import tensors
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
@@ -39,6 +42,60 @@ def _deprecated() -> Iterator[None]:
 # The profiling executor specialises a graph during its first runs.
 _PROFILING_RUNS = 3
 _SCRIPT, _CALL = "script.pt", "call.json"
+
+
+class _InputReads(OperationMode):
+    """Finds out whether Python gets a value that depends on some tensors; sizes are none.
+
+    Attributes:
+        found: the operation that gave the first one; None if there was none.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: str | None = None
+        # Storages whose values depend on the inputs. While a weak reference lives, the address of
+        # a storage's handle is not used for another one.
+        self._dependent: dict[int, StorageWeakRef] = {}
+
+    def begin(self, inputs: Sequence[torch.Tensor]) -> None:
+        """Take these tensors for the inputs."""
+        self._dependent.clear()
+        self._mark(inputs)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation, and note what depends on the inputs after it."""
+        depends = any(
+            tensor.untyped_storage()._cdata in self._dependent
+            for tensor in tensors((args, kwargs))
+            if tensor.layout is torch.strided
+        )
+        result = func(*args, **kwargs)
+        if depends:
+            made = tensors(result)
+            self._mark(made)
+            if not made and result is not None and self.found is None:
+                self.found = str(func)
+        return result
+
+    def _mark(self, made: Sequence[torch.Tensor]) -> None:
+        for tensor in made:
+            if tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()
+                self._dependent[storage._cdata] = StorageWeakRef(storage)
+
+
+class _Read(Flat):
+    """A model from tensors to tensors whose reads of what depends on these are noted."""
+
+    def __init__(self, model: nn.Module, call: TreeTemplate) -> None:
+        super().__init__(model, call)
+        self.reads = _InputReads()
+
+    def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        self.reads.begin(inputs)
+        with self.reads:
+            return super().forward(*inputs)
 
 
 @dataclass(frozen=True)
@@ -134,13 +191,19 @@ class TorchScript:
 
     def _trace(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Traced:
         leaves, spec = flatten(args, kwargs)
-        flat = Flat(model, TreeTemplate.of(leaves, spec))
+        flat = _Read(model, TreeTemplate.of(leaves, spec))
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
         state = ModuleState(model, weights=False)
         before = state.marks()
+        reads = flat.reads
         traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
+        if reads.found is not None:
+            raise StrategyFailed(
+                f"the model reads a value that depends on its inputs ({reads.found}), and a trace "
+                "goes on with this one for ever"
+            )
         replaced = [name for name, (now, _) in state.marks().items() if now != before[name][0]]
         if replaced:
             raise StrategyFailed(f"the model replaces its {replaced[0]}, and a trace does not")

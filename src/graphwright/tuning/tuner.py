@@ -549,7 +549,7 @@ class Tuning:
             f"{mine * 1e6:.0f} µs a call, and eager {its * 1e6:.0f} µs."
         )
         self.report.chosen = EAGER
-        return self._tuned(EAGER, self._kept[EAGER]).put_together(apart)
+        return tuned.put_together(apart, eager=True)
 
     def _restore(self) -> None:
         """Put the module's buffers and parameters back as they were."""
