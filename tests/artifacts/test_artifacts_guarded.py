@@ -317,22 +317,23 @@ def spec_of(tree: Any) -> pytree.TreeSpec:
     return pytree.tree_structure(apart(tree))
 
 
-@pytest.fixture
-def nothing_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(written_trees, "_ALLOWED", set())
+HERE = {__name__.partition(".")[0], "builtins"}
 
 
-@pytest.mark.usefixtures("nothing_allowed")
 def test_trees_with_objects_come_back_where_they_are_allowed() -> None:
     held = Held(torch.ones(1))
     for tree in (held, [held, held], {"a": (Point(held, 1), [Held(Held(None))])}, Words(a=[held])):
         spec = spec_of(tree)
         text = tree_text(spec)
-        assert tree_of(text, objects=True) == spec
-        assert tree_of(text) == spec  # From now on.
+        assert tree_of(text, objects=HERE) == spec
+        with written_trees.one_file():
+            assert tree_of(text, objects=HERE) == spec
+            assert tree_of(text) == spec  # From now on.
+        for others in (None, (), {"torch"}):
+            with pytest.raises(gw.ArtifactError, match="may not make these"):
+                tree_of(text, objects=others)
 
 
-@pytest.mark.usefixtures("nothing_allowed")
 def test_objects_of_a_file_are_made_for_those_who_allow_it_only(tmp_path: Path) -> None:
     torch.manual_seed(0)
     model, x = Objects().eval(), torch.randn(2, 4)
@@ -341,7 +342,10 @@ def test_objects_of_a_file_are_made_for_those_who_allow_it_only(tmp_path: Path) 
     with pytest.raises(gw.ArtifactError, match=r"objects of .*Held.*may not make"):
         gw.load(path)
     Held.made = 0
-    for loaded in (gw.load(path, trust=True), gw.load(path, model)):
+    loads = [gw.load(path, trust=True), gw.load(path, model)]
+    with pytest.raises(gw.ArtifactError, match="may not make"):
+        gw.load(path)
+    for loaded in loads:
         with torch.no_grad():
             result, expected = loaded(x), model(x)
         Held.made -= 1  # By the model.
@@ -358,7 +362,6 @@ def test_objects_of_a_file_are_made_for_those_who_allow_it_only(tmp_path: Path) 
 OBJECT = {"node": "ObjectNode", "context": [f"{__name__}:Held", ["x"], False], "children": ["*"]}
 
 
-@pytest.mark.usefixtures("nothing_allowed")
 @pytest.mark.parametrize(
     "change",
     [
@@ -375,19 +378,19 @@ OBJECT = {"node": "ObjectNode", "context": [f"{__name__}:Held", ["x"], False], "
         {"node": "Constant", "context": {"torch": "load"}, "children": []},
         {"node": "Again", "context": 0, "children": ["*"]},
         {"node": "Nothing"},
+        {"context": [f"{__name__}:Held", ["__class__"], False]},
     ],
 )
 def test_objects_that_no_one_wrote_are_refused(change: dict[str, Any]) -> None:
-    tree_of(json.dumps(OBJECT), objects=True)
+    tree_of(json.dumps(OBJECT), objects=HERE)
     with pytest.raises(gw.ArtifactError):
-        tree_of(json.dumps(OBJECT | change), objects=True)
+        tree_of(json.dumps(OBJECT | change), objects=HERE)
 
 
-@pytest.mark.usefixtures("nothing_allowed")
 def test_objects_of_a_module_that_is_not_imported(evil: str) -> None:
     text = json.dumps(OBJECT | {"context": [f"{evil}:C", ["x"], False]})
     with pytest.raises(gw.ArtifactError, match="not imported here"):
-        tree_of(text, objects=True)
+        tree_of(text, objects=HERE)
     assert evil not in sys.modules
     with pytest.raises(gw.ArtifactError, match="not imported here"):
         tree_of(text, imports=True)  # There is no such class in it.

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
+import itertools
+import weakref
 from typing import Any
 
 import pytest
@@ -12,6 +15,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
+from graphwright.dispatch import payoff
 
 SIZE = 4
 
@@ -382,3 +386,117 @@ def test_another_part_with_a_state_of_its_own(device: torch.device) -> None:
                 its.parts[1] = copy.deepcopy(module.parts[1])
             alike([graphed(x), attributes(module)], [its(x), attributes(its)])
     assert graphed.statistics.hits >= 3, graphed.explain()
+
+
+class Keyword(Recurrent):
+    def __init__(self) -> None:
+        super().__init__()
+        self.h = torch.zeros(2, SIZE)
+
+    def forward(self, x: torch.Tensor, state: Any = 1.0) -> Any:
+        self.h = torch.tanh(self.linear(x) + self.h) * state
+        return self.h * 2
+
+
+def test_an_argument_may_be_called_state(device: torch.device) -> None:
+    module, its = made(Keyword, device)
+    graphed, x = gw.graph(module), torch.randn(2, SIZE, device=device)
+    with torch.no_grad():
+        for state in (2.0, 2.0, 2.0, x, x, x):
+            alike(graphed(x, state=state), its(x, state=state))
+    assert graphed.statistics.hits >= 3
+
+
+class Holder:
+    def __init__(self) -> None:
+        self.h: Any = torch.zeros(2, SIZE)
+
+
+class HoldsAnother(Recurrent):
+    """Its state is in an object that others replace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = Holder()
+
+    def forward(self, x: torch.Tensor) -> Any:
+        self.held.h = torch.tanh(self.linear(x) + self.held.h)
+        return self.held.h * 2
+
+
+@pytest.mark.usefixtures("captures_pay")
+def test_owners_of_the_state_are_replaced_again_and_again(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphwright.dispatch.graphed_callable.WORTH_CALLS", 0)
+    module, its = made(HoldsAnother, device)
+    graphed, gone = gw.graph(module), []
+    with torch.no_grad():
+        for n in range(60):
+            if n % 6 == 0:
+                gone.append(weakref.ref(module.held))
+                for each in (module, its):
+                    each.held = Holder()
+                    each.held.h = each.held.h.to(device)
+            x = torch.randn(2, SIZE, device=device)
+            alike(graphed(x), its(x))
+            alike(module.held.h, its.held.h)
+    assert graphed.statistics.hits >= 20, graphed.explain()
+    gc.collect()
+    assert sum(each() is not None for each in gone) <= 1
+
+
+@pytest.mark.usefixtures("captures_pay")
+def test_what_is_closed_captures_nothing_more(device: torch.device) -> None:
+    module, its = made(LastHidden, device)
+    graphed, x = gw.graph(module), torch.randn(2, SIZE, device=device)
+    with torch.no_grad():
+        for _ in range(6):
+            alike(graphed(x), its(x))
+        captures = graphed.statistics.captures
+        assert captures
+        graphed.close()
+        for _ in range(6):
+            alike(graphed(x), its(x))
+    assert graphed.statistics.captures == captures
+    assert graphed.statistics.graphs == 0
+
+
+def test_prepare_goes_on_from_what_calls_leave(device: torch.device) -> None:
+    module, its = made(LastHidden, device)
+    graphed = gw.graph(module, on_miss="error")
+    graphed.prepare([(torch.randn(n, SIZE, device=device),) for n in (2, 3)])
+    assert module.h is None
+    with torch.no_grad():
+        for n in (2, 2, 2, 3, 3, 3):
+            if n == 3 and module.h is not None and len(module.h) == 2:
+                module.h = its.h = None
+            x = torch.randn(n, SIZE, device=device)
+            alike([graphed(x), module.h], [its(x), its.h])
+    assert graphed.statistics.hits == 6
+
+
+@pytest.mark.parametrize(("other", "pays"), [(0.5, True), (1.2, False)])
+def test_a_state_is_carried_where_that_is_faster(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, other: float, pays: bool
+) -> None:
+    monkeypatch.setattr("graphwright.dispatch.graphed_callable._TIMED", {"cuda"})
+    ticks, now = itertools.cycle([0.0, other, 0.0, 1.0]), [0.0]
+
+    class Clock:
+        @staticmethod
+        def perf_counter() -> float:
+            now[0] += next(ticks)
+            return now[0]
+
+    monkeypatch.setattr(payoff, "time", Clock)
+    module, its = made(Pair, device)
+    graphed = gw.graph(module)
+    with torch.no_grad():
+        for _ in range(40):
+            x = torch.randn(2, SIZE, device=device)
+            alike([graphed(x), attributes(module)], [its(x), attributes(its)])
+    eager = graphed.statistics.eager
+    assert eager["timed beside calls that are given what others have left"] == payoff._ROUNDS
+    assert ("it cannot be captured" in eager) is not pays
+    assert (graphed.statistics.hits > 20) is pays

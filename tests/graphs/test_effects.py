@@ -442,3 +442,47 @@ def test_deep_objects_are_eager() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.testing.assert_close(graphed(torch.ones(1), chain), torch.full((1,), 3.0))
+
+
+class Base(nn.Module):
+    """Counts its calls in its class, and keeps what it computed there."""
+
+    calls = 0
+    last: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cls = type(self)
+        cls.calls += 1
+        before = 0.0 if cls.last is None else cls.last
+        cls.last = self.linear(x) + before
+        return cls.last * cls.calls
+
+
+def test_a_refused_capture_leaves_attributes_of_classes_alone(device: torch.device) -> None:
+    class Inherits(Base):
+        pass
+
+    class Own(Base):
+        calls = 0
+
+    class Other(Base):
+        calls = 0
+
+    for cls in (Inherits, Own):
+        torch.manual_seed(0)
+        model = cls().eval().to(device)
+        its = Other().eval().to(device)
+        its.load_state_dict(model.state_dict())
+        Other.calls, Other.last = 0, None
+        graphed = gw.graph(model)
+        with torch.no_grad():
+            for n in range(1, 5):
+                x = torch.randn(2, 4, device=device)
+                torch.testing.assert_close(graphed(x), its(x))
+                assert cls.calls == n
+    assert Base.calls == 0
+    assert Base.last is None

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import graphwright as gw
+from graphwright.fusion import fused_module
 
 SIZE = 8
 
@@ -77,6 +78,13 @@ def same_as_eager(made: Any, its: nn.Module, x: torch.Tensor, cache: Cache, **op
         assert not mine.requires_grad
 
 
+@pytest.fixture
+def pays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So small a model is never faster than eager with its objects taken apart."""
+    monkeypatch.setattr(fused_module._Fusion, "_pays", lambda *given: True)
+
+
+@pytest.mark.usefixtures("pays")
 def test_fuse_takes_objects_apart(device: torch.device) -> None:
     model, its = models(device)
     x = torch.randn(1, SIZE, device=device)
@@ -93,6 +101,7 @@ def test_fuse_takes_objects_apart(device: torch.device) -> None:
     assert fused.calls == {"fused": 5}
 
 
+@pytest.mark.usefixtures("pays")
 def test_fuse_leaves_the_first_call_with_objects_of_other_shapes(device: torch.device) -> None:
     model, its = models(device)
     x = torch.randn(1, SIZE, device=device)
@@ -105,6 +114,35 @@ def test_fuse_leaves_the_first_call_with_objects_of_other_shapes(device: torch.d
     assert fused.calls == {first: 6, "fused": 1}
 
 
+def test_fuse_of_few_operations_is_eager_and_fused_in_a_graph(device: torch.device) -> None:
+    model, its = models(device)
+    x = torch.randn(1, SIZE, device=device)
+    fused = gw.fuse(model, (x, cache_on(device)))
+    with torch.no_grad():
+        for _ in range(3):
+            same_as_eager(fused, its, x, cache_on(device))
+        assert fused.calls == {"eager: taking its objects apart takes longer than is won": 3}
+        graphed = gw.graph(fused)
+        for _ in range(3):
+            same_as_eager(graphed, its, x, cache_on(device))
+    assert fused.calls["fused, inside of a capture"] >= 1
+
+
+@pytest.mark.usefixtures("pays")
+def test_fuse_takes_few_kinds_with_objects(device: torch.device) -> None:
+    model, its = models(device)
+    x = torch.randn(1, SIZE, device=device)
+    fused = gw.fuse(model)
+    with torch.no_grad():
+        for _ in range(3):
+            cache = cache_on(device)
+            for _ in range(8):
+                same_as_eager(fused, its, x, cache)
+    assert fused.calls["fused"] == 2 * 4
+    assert sum(fused.calls.values()) == 24
+
+
+@pytest.mark.usefixtures("pays")
 def test_a_graph_of_what_was_fused_takes_objects(device: torch.device) -> None:
     model, its = models(device)
     x = torch.randn(1, SIZE, device=device)
@@ -211,6 +249,76 @@ def test_eager_is_chosen_where_taking_apart_costs_more_than_is_won(device: torch
         assert tuned.report.chosen == "eager"
         same_as_eager(tuned, its, x, cache_on(device))
     assert tuned.calls == {"tuned": 1}
+
+
+class Reads(nn.Module):
+    """What it returns and does depends on a value."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(SIZE, SIZE)
+
+    def forward(self, x: torch.Tensor, cache: Cache) -> Any:
+        y = self.linear(x)
+        total = float(x.sum())
+        cache.steps = int(total > 0)
+        if total > 0:
+            cache.seen.append(y)
+        else:
+            cache.rows = y
+        return torch.relu(y) * 2, total
+
+
+@pytest.mark.parametrize("strategy", ["torchscript", "fused", "aot_autograd", "inductor"])
+def test_what_depends_on_a_value_is_that_of_each_call(
+    device: torch.device, strategy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphwright.evaluation.measurement.Timer.once", lambda *given: 1.0)
+    monkeypatch.setattr("graphwright.report.report.Report.cost", cost_of_eager)
+    monkeypatch.setattr("graphwright.tuning.selection._WORTH_IT", 0.0)
+    torch.manual_seed(0)
+    model = Reads().eval().to(device)
+    x = torch.ones(2, SIZE, device=device)
+    with torch.no_grad():
+        tuned = gw.tune(
+            model,
+            (x, cache_on(device)),
+            strategies=[strategy],
+            isolate=False,
+            remember=False,
+            progress=False,
+        )
+        for scale in (1, -1, 2):
+            cache, other = (cache_on(device) for _ in range(2))
+            result, expected = tuned(x * scale, cache), model(x * scale, other)
+            assert result[1] == expected[1]
+            assert cache.steps == other.steps
+            assert len(cache.seen) == len(other.seen)
+            torch.testing.assert_close(result[0], expected[0], rtol=1e-4, atol=1e-5)
+            torch.testing.assert_close(cache.rows.shape, other.rows.shape)
+    if strategy in ("torchscript", "fused"):
+        assert tuned.report.chosen == "eager"
+
+
+def test_a_remembered_choice_may_be_eager_with_objects(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, its = models(device)
+    x = torch.randn(1, SIZE, device=device)
+    monkeypatch.setattr("graphwright.tuning.selection._WORTH_IT", 0.0)
+    monkeypatch.setattr("graphwright.report.report.Report.cost", cost_of_eager)
+    for _ in range(3):
+        with torch.no_grad():
+            tuned = gw.tune(
+                model,
+                (x, cache_on(device)),
+                strategies=["torchscript"],
+                isolate=False,
+                progress=False,
+            )
+            same_as_eager(tuned, its, x, cache_on(device))
+        assert tuned.report.chosen == "eager"
+        assert "with the objects taken apart" in tuned.report.reason
 
 
 def test_samples_with_objects_are_refused(device: torch.device) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ def read(
     device: Callable[[], torch.device],
     *,
     imports: bool,
-    objects: bool,
+    objects: Collection[str] | None,
 ) -> list[Sample]:
     """Read the samples that `write` has written, with their tensors on a device.
 
@@ -83,7 +83,7 @@ def read(
         module: the module to verify, or a stand-in for it.
         device: returns the device; called once everything is imported.
         imports: whether modules that define the results' classes may be imported.
-        objects: whether objects among the results may be built.
+        objects: packages whose classes may be built among the results.
 
     Raises:
         ArtifactError: the files make no sense.

@@ -25,6 +25,7 @@ from ..calls.serialization import read_tensors, unpacked
 from ..calls.signature import SWITCHES, CallSignature, Range, switches
 from ..calls.snapshots import run, same_bits
 from ..calls.watch import Checks
+from ..calls.written_trees import one_file
 from ..errors import ArtifactError, GraphwrightError, first_line, in_words
 from ..evaluation.reference import Sample
 from ..evaluation.verification import compare, verify
@@ -87,9 +88,23 @@ def load(
     with container.opened(file, leave_out="" if model is not None else WEIGHTS) as members:
         loading = _Loading(file, members, model, trust, audit, on_miss, checks)
         try:
-            return loading.load()
+            with one_file():
+                return loading.load()
         finally:
             loading.wait_for_device()  # If loading failed, leave no thread behind.
+
+
+def _packages_of(module: nn.Module) -> set[str]:
+    """The packages that define a model, and PyTorch: its results are made of their classes."""
+    kinds = {type(part) for part in module.modules()}
+    if isinstance(module, FunctionModule):
+        kinds.add(module.function_of())  # type: ignore[arg-type]  # it has a module's name, too
+    names = {getattr(base, "__module__", "") for kind in kinds for base in _bases_of(kind)}
+    return {name.partition(".")[0] for name in names} - {"builtins", ""} | {"torch"}
+
+
+def _bases_of(kind: Any) -> tuple[Any, ...]:
+    return kind.__mro__ if isinstance(kind, type) else (kind,)
 
 
 class _Loading:
@@ -213,7 +228,7 @@ class _Loading:
             self.module,
             self._available_device,
             imports=self.trust,
-            objects=self.model is not None,
+            objects=None if self.model is None else _packages_of(self.module),
         )
 
     def _available_device(self) -> torch.device:

@@ -363,7 +363,7 @@ class GlobalsSource(Source):
 
 
 class PartsSource(Source):
-    """Some attributes of a function, class or file, which need not be put back."""
+    """Some attributes of a function, class or file; of these only data is put back."""
 
     __slots__ = ("keys",)
 
@@ -373,6 +373,15 @@ class PartsSource(Source):
 
     def read(self) -> dict[Any, Any]:
         return {key: getattr(self.owner, key, _MISSING) for key in self.keys}
+
+    def put_back(self) -> None:
+        for key, value in self.read().items():
+            held = self.held[key]
+            if value is held or not (_is_data(value) and _is_data(held)):
+                continue
+            # Whatever a class's own class makes of setting an attribute.
+            setting = type.__setattr__ if isinstance(self.owner, type) else setattr
+            setting(self.owner, key, held)
 
     def key_name(self, key: Any) -> Name:
         return self.name.attribute(str(key))
@@ -790,7 +799,7 @@ class Dependencies:
         keys = [key for key in stable if key not in vars(cls)]
         if keys and (id(cls), "inherited") not in self._seen_globals:
             self._seen_globals.add((id(cls), "inherited"))
-            self.sources.append(PartsSource(Name("", cls.__qualname__), cls, keys))
+            self.sources.append(InheritedSource(Name("", cls.__qualname__), cls, keys))
 
     def _part_of_class(self, base: type, keys: Sequence[str]) -> None:
         own, watched = not _is_library(base), []
@@ -829,6 +838,17 @@ class ClassPartsSource(PartsSource):
         return {key: held.get(key, _MISSING) for key in self.keys}
 
 
+class InheritedSource(PartsSource):
+    """What a class inherits, and may come to override."""
+
+    __slots__ = ()
+
+    def put_back(self) -> None:
+        for key in self.keys:
+            if key in vars(self.owner) and _is_data(vars(self.owner)[key]):
+                type.__delattr__(self.owner, key)
+
+
 class HolderSource(DictionarySource):
     """Parameters, buffers, submodules or hooks of a module."""
 
@@ -848,6 +868,11 @@ class ViewSource(HolderSource):
 
     def put_back(self) -> None:
         pass
+
+
+def _is_data(value: Any) -> bool:
+    """Whether a value is plain, a tensor or a container, and no code."""
+    return isinstance(value, (*SCALARS, torch.Tensor, list, dict, tuple, set))
 
 
 def same(new: Any, old: Any) -> bool | None:

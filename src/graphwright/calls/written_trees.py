@@ -1,16 +1,19 @@
 """The structure of results as text: containers and objects with their classes, by name.
 
 Reading executes nothing, and imports nothing unless `imports=True` allows it. An object is built
-again without its `__init__`, but what its class does later is code: so `objects=True` has to allow
-it, and then only classes that are imported already.
+again without its `__init__`, but what its class does later is code: so `objects` has to name the
+package that it is of, and then only classes that are imported already are taken.
 """
 
 from __future__ import annotations
 
+import contextlib
 import enum
 import importlib
 import json
 import sys
+from collections.abc import Collection, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -23,8 +26,8 @@ Json = Any
 
 _LEAF = "*"
 _OURS = {node.__name__: node for node in NODES}
-# Classes of objects that were allowed, by name: other parts of the same file name them again.
-_ALLOWED: set[str] = set()
+# Classes of objects that were allowed in the file that is being read, by name.
+_ALLOWED: ContextVar[set[str] | None] = ContextVar("_ALLOWED", default=None)
 
 
 def tree_text(spec: pytree.TreeSpec) -> str:
@@ -48,13 +51,26 @@ def tree_text(spec: pytree.TreeSpec) -> str:
         ) from error
 
 
-def tree_of(text: str, *, imports: bool = False, objects: bool = False) -> pytree.TreeSpec:
+@contextlib.contextmanager
+def one_file() -> Iterator[None]:
+    """Read one file inside the block: what one part of it may make, others may make too."""
+    token = _ALLOWED.set(set())
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def tree_of(
+    text: str, *, imports: bool = False, objects: Collection[str] | None = None
+) -> pytree.TreeSpec:
     """The tree that `tree_text` wrote.
 
     Args:
         text: of the tree.
         imports: whether modules that define the tree's classes may be imported.
-        objects: whether objects may be built of classes that are imported here.
+        objects: packages that are trusted to define what may be built of classes that are imported
+            here; none by default.
 
     Raises:
         ArtifactError: the text is no tree, or names a class that may not be used.
@@ -70,9 +86,14 @@ def tree_of(text: str, *, imports: bool = False, objects: bool = False) -> pytre
                 importlib.import_module(name.partition(":")[0])
             unknown = set()
         missing = {name for name in named if _class_of(name) is None}
-        if imports or objects:
-            _ALLOWED.update(named - missing)
-        forbidden = named - missing - _ALLOWED
+        allowed = _ALLOWED.get() or set()
+        if imports:
+            allowed |= named
+        if objects is not None:
+            allowed |= {name for name in named if _package_of(name) in objects}
+        if _ALLOWED.get() is not None:
+            _ALLOWED.set(allowed)
+        forbidden = named - missing - allowed
         if not (unknown or missing or forbidden):
             return _read(known)
     except Exception as error:
@@ -145,7 +166,8 @@ def _read_context(node: type, known: Json) -> Any:
         if cls is None or layout is None or layout.holds is not holds:
             raise ValueError(f"{name} cannot be built")
         slots = {slot for slot, _ in layout.slots}
-        if not all(type(n) is str and (layout.has_dict or n in slots) for n in names):
+        named = all(type(n) is str and not n.startswith("__") for n in names)
+        if not named or not all(layout.has_dict or n in slots for n in names):
             raise ValueError(f"{name} has no such attributes")
         return Kind(cls, tuple(names), holds)
     if node is Shared:
@@ -174,6 +196,10 @@ def _read_context(node: type, known: Json) -> Any:
     if kind == "class":
         return type(cls), cls
     raise ValueError(f"there is no constant of kind {kind!r:.40}")
+
+
+def _package_of(name: str) -> str:
+    return name.partition(":")[0].partition(".")[0]
 
 
 def _name_of(cls: type) -> str:

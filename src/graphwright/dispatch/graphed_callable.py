@@ -816,7 +816,9 @@ class GraphedCallable(StandIn):
                 return
             following = []
             for (args, kwargs), count in zip(calls, own, strict=True):
-                carried.graphs._note_objects(carried.graphs._objects_key(args, kwargs), captured=True)
+                carried.graphs._note_objects(
+                    carried.graphs._objects_key(args, kwargs), captured=True
+                )
                 left = carried.graphs._left_by(args, kwargs)
                 if left is not None:
                     following.append(((*left, *args[len(args) - count :]), kwargs))

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import functools
+import itertools
+import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
 
 import torch
 from torch import nn
+from torch.utils import _pytree as pytree
 
 from ..calls import forking
 from ..calls.dependencies import StandIn
@@ -20,7 +23,7 @@ from ..calls.modules import (
     in_training,
     should_be_in_eval_mode,
 )
-from ..calls.objects import objects_key
+from ..calls.objects import has_objects, objects_key
 from ..calls.options import (
     args_problem,
     callable_problem,
@@ -32,8 +35,10 @@ from ..calls.options import (
     refuse,
 )
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
+from ..calls.snapshots import ModuleState
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import OptionError, first_line, warn_of_fallback
+from ..evaluation.measurement import Timer
 from ..graphs.composition import (
     Parts,
     apart_from_capture,
@@ -52,11 +57,21 @@ from .tracing import global_hooks
 
 _GRADIENTS = "gradients are wanted"
 _NOT_FUSED = "it could not be fused"
+_COSTS_MORE = "taking its objects apart takes longer than is won"
 _FIRST = "the first call with objects of these shapes"
 # Kinds of call that are fused; others go to the module.
 MAX_KINDS = 16
+# Kinds with objects: of a cache that grows, more would be fused than are ever used again.
+_MAX_WITH_OBJECTS = 4
 # Shapes of objects that are remembered.
 _MAX_SEEN = 4096
+# Calls of what was fused with objects and of the model itself, the first of which are not timed.
+_ROUNDS = 8
+
+
+def _key(args: Args, kwargs: Kwargs) -> Any:
+    """What calls share whose objects have the same shapes."""
+    return objects_key((*args, *(value for _, value in sorted(kwargs.items()))))
 
 
 class _Fusion:
@@ -88,6 +103,8 @@ class _Fusion:
         self.last_problem: str | None = None
         # Calls with objects that came once.
         self._seen: set[Any] = set()
+        # What was made for calls with objects, by their shapes.
+        self._with_objects: dict[Any, list[tuple[CallSignature, Fused]]] = {}
 
     @property
     def options(self) -> tuple[int | None, float | None, bool | None, Checks]:
@@ -99,18 +116,28 @@ class _Fusion:
         for signature, fused in self.table:
             if signature.fits(args, kwargs):
                 return fused
+        if self._with_objects and has_objects(pytree.tree_leaves((args, kwargs))):
+            for signature, fused in self._with_objects.get(_key(args, kwargs), ()):
+                if signature.fits(args, kwargs):
+                    return fused
         return None
+
+    @property
+    def first(self) -> Fused | None:
+        """What was made first."""
+        known = [*self.table, *itertools.chain.from_iterable(self._with_objects.values())]
+        return known[0][1] if known else None
 
     def why_not_yet(self, args: Args, kwargs: Kwargs) -> str | None:
         """Why calls like this one, for which there is nothing, are not fused now; None if they are.
 
         Not at the first call with objects of some shapes: a cache that grows is of others at each.
         """
-        if len(self.table) >= MAX_KINDS:
+        if not has_objects(pytree.tree_leaves((args, kwargs))):
+            return _NOT_FUSED if len(self.table) >= MAX_KINDS else None
+        if sum(map(len, self._with_objects.values())) >= _MAX_WITH_OBJECTS:
             return _NOT_FUSED
-        if not holds_objects(args, kwargs):
-            return None
-        key = objects_key((*args, *(value for _, value in sorted(kwargs.items()))))
+        key = _key(args, kwargs)
         if key in self._seen:
             return None
         if len(self._seen) >= _MAX_SEEN:
@@ -142,18 +169,48 @@ class _Fusion:
             except Exception as error:
                 # Once is enough to have tried.
                 failed = Fused(None, [], [("", first_line(error))])
-                self.table.append((signature, failed))
+                self._keep(signature, failed, apart, args, kwargs)
                 raise
             if apart is not None and fused.call is not None:
                 fused.call = apart.around(fused.call)
-            self.table.append((signature, fused))
+                fused.pays_alone = self._pays(apart, fused.call)
+            self._keep(signature, fused, apart, args, kwargs)
         if fused.call is not None:
             self._warn_of_parts()
         return fused
 
+    def _keep(
+        self,
+        signature: CallSignature,
+        fused: Fused,
+        apart: TakenApart | None,
+        args: Args,
+        kwargs: Kwargs,
+    ) -> None:
+        if apart is None:
+            self.table.append((signature, fused))
+        else:
+            self._with_objects.setdefault(_key(args, kwargs), []).append((signature, fused))
+
+    def _pays(self, apart: TakenApart, call: Callable[..., Any]) -> bool:
+        """Whether a call with objects is faster than the model's own, which takes none apart."""
+        device = next((tensor.device for tensor in apart.tensors), torch.device("cpu"))
+        calls, timer = (call, self.module), Timer(device)
+        seconds: tuple[list[float], list[float]] = [], []
+        state = ModuleState(self.module)
+        try:
+            with torch.no_grad():
+                for n, mine in itertools.product(range(_ROUNDS), range(2)):
+                    args, kwargs = apart.new_call()
+                    took = timer.once(functools.partial(calls[mine], *args, **kwargs))
+                    seconds[mine].extend([took] if n else [])
+        finally:
+            state.restore()
+        return statistics.median(seconds[0]) <= statistics.median(seconds[1])
+
     def count_eager(self, why: str) -> None:
         """Count a call that goes to the module itself, and warn of the first of each kind."""
-        if why != _FIRST and f"eager: {why}" not in self.calls:
+        if why not in (_FIRST, _COSTS_MORE) and f"eager: {why}" not in self.calls:
             detail = f" ({self.last_problem})" if self.last_problem and why != _GRADIENTS else ""
             warn_of_fallback(
                 f"What fuse() made of {type(self.module).__name__}",
@@ -204,12 +261,14 @@ class FusedModule(ModuleProxy):
     @property
     def regions(self) -> list[Region]:
         """The parts that are graphs, for the first kind of call."""
-        return [region for _, fused in self._fusion.table[:1] for region in fused.regions]
+        first = self._fusion.first
+        return [] if first is None else list(first.regions)
 
     @property
     def untraced(self) -> list[tuple[str, str]]:
         """The parts that are no graphs, by name ("" for the whole), with the reason."""
-        return [reason for _, fused in self._fusion.table[:1] for reason in fused.untraced]
+        first = self._fusion.first
+        return [] if first is None else list(first.untraced)
 
     @opaque
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +294,9 @@ class FusedModule(ModuleProxy):
             except Exception as error:
                 # What fails in the model fails below as it does in the model.
                 fusion.last_problem = first_line(error)
-        if fused is None or fused.call is None:
+        if fused is not None and not fused.pays_alone:
+            why = _COSTS_MORE
+        if fused is None or fused.call is None or not fused.pays_alone:
             fusion.count_eager(why or _NOT_FUSED)
             with fusion.turns.calling(), torch.no_grad():
                 return fusion.module(*args, **kwargs)

@@ -120,12 +120,14 @@ class Fused:
         regions: the parts that are graphs.
         untraced: the names of the parts that are not, and why.
         packed: constants of the graphs in a library's layout.
+        pays_alone: whether a call is faster than the model's own; in a graph it is in any case.
     """
 
     call: Callable[..., Any] | None
     regions: list[Region]
     untraced: list[tuple[str, str]]
     packed: list[torch.Tensor] = field(default_factory=list)
+    pays_alone: bool = True
 
 
 @dataclass(frozen=True)

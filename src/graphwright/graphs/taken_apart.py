@@ -127,7 +127,7 @@ class TakenApart(nn.Module):
             objects = objects_of(args, kwargs)
             _THIS_CALL.made = None
             found = call(*[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-            # Where Python has run between what was compiled, this call may be another than the first.
+            # Where the model's Python has run, this call may be another than the first.
             with giving(objects):
                 result = (_THIS_CALL.made or made).fill(found)
             return result.happen(objects) if isinstance(result, Outcome) else result
