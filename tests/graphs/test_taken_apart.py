@@ -114,7 +114,10 @@ def test_fuse_leaves_the_first_call_with_objects_of_other_shapes(device: torch.d
     assert fused.calls == {first: 6, "fused": 1}
 
 
-def test_fuse_of_few_operations_is_eager_and_fused_in_a_graph(device: torch.device) -> None:
+def test_fuse_that_does_not_pay_alone_is_eager_and_fused_in_a_graph(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fused_module._Fusion, "_pays", lambda *given: False)
     model, its = models(device)
     x = torch.randn(1, SIZE, device=device)
     fused = gw.fuse(model, (x, cache_on(device)))
