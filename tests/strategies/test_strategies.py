@@ -273,3 +273,34 @@ def test_probes_leave_the_random_state_alone(device: torch.device) -> None:
                 warnings.simplefilter("ignore")
                 part.probe(device)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class Reads(nn.Module):
+    """Cannot be scripted; may go two ways, by a size or by a value."""
+
+    def __init__(self, by: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.by = by
+        self.limit = torch.tensor(8.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        ways: dict[str, Callable[[], Any]] = {
+            "value": lambda: x.sum() > 8,
+            "size": lambda: x.reshape(x.shape[0], -1).shape[0] > 2,
+            "own": lambda: self.limit > 2,
+        }
+        y: torch.Tensor = self.linear(x)
+        return y if ways[self.by]() else y * 2
+
+
+@pytest.mark.parametrize(("by", "refused"), [("value", True), ("size", False), ("own", False)])
+def test_a_trace_that_would_freeze_a_value_of_the_inputs_is_refused(by: str, refused: bool) -> None:
+    model, x = Reads(by).eval(), torch.ones(4, 8)
+    tuned = gw.tune(
+        model, (x,), strategies=["torchscript"], isolate=False, remember=False, progress=False
+    )
+    row = tuned.report.row("torchscript")
+    assert row is not None
+    assert ("reads a value that depends on its inputs" in row.reason) is refused
+    assert (row.measurement is None) is refused

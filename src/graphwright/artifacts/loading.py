@@ -99,7 +99,7 @@ def _packages_of(module: nn.Module) -> set[str]:
     kinds = {type(part) for part in module.modules()}
     if isinstance(module, FunctionModule):
         kinds.add(module.function_of())  # type: ignore[arg-type]  # it has a module's name, too
-    names = {getattr(base, "__module__", "") for kind in kinds for base in _bases_of(kind)}
+    names = {getattr(base, "__module__", None) or "" for kind in kinds for base in _bases_of(kind)}
     return {name.partition(".")[0] for name in names} - {"builtins", ""} | {"torch"}
 
 

@@ -417,32 +417,6 @@ class TunedModule(ModuleProxy):
         with torch.no_grad():
             return built.call(*args, **kwargs)
 
-    def put_together(self, apart: TakenApart, *, eager: bool = False) -> TunedModule:
-        """For what was tuned of a model that was taken apart: the model, called with objects.
-
-        Args:
-            apart: the model.
-            eager: whether it is called as it is.
-        """
-        choice, module = self._choice, apart.model
-        call = choice.table[0][1]
-        eager = eager or choice.plain is not None
-        if eager:
-            answer = eager_without_grad(module, choice.same_under_no_grad)
-        else:
-            answer = apart.around(call)
-        made = TunedModule(
-            module,
-            choice.report,
-            [(apart.signature, answer)],
-            None if eager else choice.watch,
-            same_under_no_grad=choice.same_under_no_grad,
-            on_miss=choice.on_miss,
-        )
-        if eager:
-            made._choice.plain = module.function_of() if isinstance(module, Called) else module
-        return made
-
     def explain(self) -> str:
         """What runs and why, when it falls back, and how calls went so far, in words."""
         choice = self._choice
@@ -564,6 +538,31 @@ def assemble(
         {} if eager else {key: built for key, built in found_inside if built is not None},
         on_miss,
     )
+
+
+def put_together(tuned: TunedModule, apart: TakenApart, *, eager: bool = False) -> TunedModule:
+    """For what was tuned of a model that was taken apart: the model, called with objects.
+
+    Args:
+        tuned: of the model that was taken apart.
+        apart: the model.
+        eager: whether it is called as it is.
+    """
+    choice, module = tuned._choice, apart.model
+    call = choice.table[0][1]
+    eager = eager or choice.plain is not None
+    answer = eager_without_grad(module, choice.same_under_no_grad) if eager else apart.around(call)
+    made = TunedModule(
+        module,
+        choice.report,
+        [(apart.signature, answer)],
+        None if eager else choice.watch,
+        same_under_no_grad=choice.same_under_no_grad,
+        on_miss=choice.on_miss,
+    )
+    if eager:
+        made._choice.plain = module.function_of() if isinstance(module, Called) else module
+    return made
 
 
 def eager_without_grad(module: nn.Module, same_under_no_grad: bool) -> Callable[..., Any]:

@@ -191,19 +191,22 @@ class TorchScript:
 
     def _trace(self, model: nn.Module, args: Args, kwargs: Kwargs) -> _Traced:
         leaves, spec = flatten(args, kwargs)
-        flat = _Read(model, TreeTemplate.of(leaves, spec))
+        flat = Flat(model, TreeTemplate.of(leaves, spec))
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
         if not samples:
             raise StrategyFailed("torch.jit.trace needs a tensor among the inputs")
         state = ModuleState(model, weights=False)
         before = state.marks()
-        reads = flat.reads
-        traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
-        if reads.found is not None:
+        # A trace of its own: beside a mode, some operations are traced as constants.
+        observed = _Read(model, flat.call)
+        torch.jit.trace(observed, samples, check_trace=False, strict=False)
+        if observed.reads.found is not None:
             raise StrategyFailed(
-                f"the model reads a value that depends on its inputs ({reads.found}), and a trace "
-                "goes on with this one for ever"
+                f"the model reads a value that depends on its inputs ({observed.reads.found}), and "
+                "a trace goes on with this one for ever"
             )
+        samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))
+        traced = torch.jit.trace(flat, samples, check_trace=False, strict=False)
         replaced = [name for name, (now, _) in state.marks().items() if now != before[name][0]]
         if replaced:
             raise StrategyFailed(f"the model replaces its {replaced[0]}, and a trace does not")

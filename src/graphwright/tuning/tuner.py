@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..artifacts.tuned_module import OnMiss, Origin, TunedModule, assemble
+from ..artifacts.tuned_module import OnMiss, Origin, TunedModule, assemble, put_together
 from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.modules import FunctionModule
 from ..calls.options import flag_problem, refuse
@@ -530,7 +530,7 @@ class Tuning:
         """
         apart, timer = self.asked.apart, Timer(self.asked.device)
         assert apart is not None
-        made = tuned.put_together(apart)
+        made = put_together(tuned, apart)
         if self.report.chosen == EAGER or self.asked.objective not in ("latency", "throughput"):
             return made
         calls: list[Callable[..., Any]] = [made, without_grad(apart.model)]
@@ -549,7 +549,7 @@ class Tuning:
             f"{mine * 1e6:.0f} µs a call, and eager {its * 1e6:.0f} µs."
         )
         self.report.chosen = EAGER
-        return tuned.put_together(apart, eager=True)
+        return put_together(tuned, apart, eager=True)
 
     def _restore(self) -> None:
         """Put the module's buffers and parameters back as they were."""
