@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 from planted import Small
 from torch import nn
 
+import graphwright as gw
 from graphwright.calls.snapshots import Call
 from graphwright.errors import OptionError, StrategyFailed
 from graphwright.evaluation.reference import reference
