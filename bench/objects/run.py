@@ -34,7 +34,7 @@ from ..common.timing import in_turns, times
 
 Row = dict[str, Any]
 
-ROUNDS, IMAGES, STEPS, TURNS = 30, 20, 50, 7
+ROUNDS, IMAGES, STEPS, TURNS = 30, 20, 50, 21
 # What is asked: at most so many models refused; no model slower than eager, as far as can be seen;
 # and what fifty steps with a cache of another length each may take.
 REFUSED, SLOWER, DECODING = 3, 1.03, 1.1
