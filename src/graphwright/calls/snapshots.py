@@ -7,7 +7,7 @@ either can be run repeatedly and compared with itself.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -120,6 +120,7 @@ class _Kept:
     Attributes:
         tensor: the tensor.
         value: its values; for a weight in host memory.
+        sum: of a weight's bits, where these lay on another device.
     """
 
     def __init__(self, tensor: torch.Tensor, *, weight: bool) -> None:
@@ -128,7 +129,7 @@ class _Kept:
         self.version = _version(tensor)
         self._weight = weight
         self._used = False
-        self._checksum = 0
+        self.sum: torch.Tensor | None = None
 
     @property
     def used(self) -> bool:
@@ -139,7 +140,7 @@ class _Kept:
         """Copy the values, before something uses the memory."""
         if self._weight:
             if self.value.device.type != "cpu":
-                self._checksum = checksum(self.value)
+                self.sum = _sum_of(self.value)
             self.value = self.value.to("cpu", copy=True)
         else:
             self.value = self.value.clone()
@@ -153,13 +154,19 @@ class _Kept:
         # Where the tensor was given other memory, that may be what was written to.
         return _replaced(self.tensor, self.value) == 0
 
-    def changed(self) -> bool:
-        """Whether a weight holds other values than it did."""
-        if not self._used:
-            return False
-        if self.tensor.device == self.value.device:
-            return not same_bits(self.tensor, self.value)
-        return checksum(self.tensor) != self._checksum
+
+def _changed(weights: Mapping[str, _Kept]) -> list[str]:
+    """Names of weights that hold other values than they did."""
+    used = {name: kept for name, kept in weights.items() if kept.used}
+    sums = {name: kept.sum for name, kept in used.items() if kept.sum is not None}
+    now = checksums(used[name].tensor for name in sums)
+    before = _values(list(sums.values()))
+    others = {name for name, a, b in zip(sums, before, now, strict=True) if a != b}
+    return [
+        name
+        for name, kept in used.items()
+        if name in others or (kept.sum is None and not same_bits(kept.tensor, kept.value))
+    ]
 
 
 class _Memory:
@@ -434,7 +441,7 @@ class ModuleState:
 
     def corrupted(self) -> str | None:
         """Name of a parameter whose bits changed, or None; changed parameters are put back."""
-        found = [name for name, kept in self._weights.items() if kept.changed()]
+        found = _changed(self._weights)
         with torch.no_grad():
             for name in found:
                 self._parameters[name].copy_(self._weights[name].value)
@@ -442,7 +449,7 @@ class ModuleState:
 
     def changed(self) -> str | None:
         """Name of a tensor whose values changed, or None; nothing is put back."""
-        found = [name for name, kept in self._weights.items() if kept.changed()]
+        found = _changed(self._weights)
         found += [
             name
             for name, (holder, key, _) in self._places.items()
@@ -484,13 +491,31 @@ def _version(tensor: torch.Tensor) -> int:
 
 def checksum(tensor: torch.Tensor) -> int:
     """A sum over the tensor's bits, modulo 2**64, in which each element has another weight."""
+    return int(_sum_of(tensor))
+
+
+def checksums(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The checksum of each tensor; a device is waited for once."""
+    return _values(list(map(_sum_of, tensors)))
+
+
+def _sum_of(tensor: torch.Tensor) -> torch.Tensor:
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
     if not tensor.numel():
-        return 0
+        return total
     for part in _bits(tensor).split(1 << 22):
         places = torch.arange(1, 2 * len(part), 2, device=tensor.device)
         total = 31 * total + (part.to(torch.int64) * places).sum()
-    return int(total)
+    return total
+
+
+def _values(sums: Sequence[torch.Tensor]) -> list[int]:
+    """The numbers of some sums, in their order."""
+    found: dict[int, int] = {}
+    for device in {each.device for each in sums}:
+        mine = [n for n, each in enumerate(sums) if each.device == device]
+        found.update(zip(mine, torch.stack([sums[n] for n in mine]).tolist(), strict=True))
+    return [found[n] for n in range(len(sums))]
 
 
 @dataclass

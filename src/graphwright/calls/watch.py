@@ -35,7 +35,7 @@ from .dependencies import (
 )
 from .forking import lock
 from .signature import guard_of, without_memory
-from .snapshots import checksum
+from .snapshots import checksums
 
 # What is looked at before a call is answered by what was built: its arguments and the module, its
 # arguments alone, or nothing.
@@ -135,7 +135,7 @@ class ModuleWatch:
         self._looks_at_all = checks == "full"
         self.unchanged = self._quick.comparison(self) if self._looks_at_all else lambda: True
         self._begin(found or self._walk())
-        self._sums = [] if self._audit is None else list(map(checksum, self._tensors))
+        self._sums = [] if self._audit is None else checksums(self._tensors)
 
     @property
     def visits(self) -> Mapping[int, int]:
@@ -255,7 +255,7 @@ class ModuleWatch:
         self._looks += 1
         # Once a change is found, each check looks, until it is put back.
         if self._other_values or self._looks % self._audit == 0:
-            self._other_values = list(map(checksum, self._tensors)) != self._sums
+            self._other_values = checksums(self._tensors) != self._sums
         return not self._other_values
 
     def let_go(self) -> None:
@@ -321,7 +321,7 @@ class ModuleWatch:
             name = self._versioned[index][0]
             return f"{name} changed in place, and what was built holds a copy"
         if self._other_values:
-            sums = list(map(checksum, self._tensors))
+            sums = checksums(self._tensors)
             if (index := _first_difference(sums, self._sums)) is not None:
                 return (
                     f"{self._names[index]} changed in place in a way that PyTorch does not report, "

@@ -184,16 +184,15 @@ def copy_of(graph: fx.GraphModule, *, code: bool = False) -> fx.GraphModule:
     return (fx.GraphModule if code else _Draft)(graph, copy.deepcopy(graph.graph))
 
 
-def tidied(graph: fx.GraphModule) -> fx.GraphModule:
-    """The same graph, dead nodes gone, and well formed: else RuntimeError is raised."""
+def finished(graph: fx.GraphModule) -> fx.GraphModule:
+    """Dead nodes and unused constants gone, and the code made: for inference, in eval mode.
+
+    Raises:
+        RuntimeError: the graph is not well formed.
+    """
     graph.graph.eliminate_dead_code()
     graph.graph.lint()
-    return graph
-
-
-def finished(graph: fx.GraphModule) -> fx.GraphModule:
-    """Dead nodes and unused constants gone, and the code made: for inference, in eval mode."""
-    return fx.GraphModule(tidied(graph), graph.graph).eval()
+    return fx.GraphModule(graph, graph.graph).eval()
 
 
 def leaf_names(node: fx.Node) -> str:

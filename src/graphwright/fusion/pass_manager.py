@@ -239,7 +239,7 @@ def fused_call(
         state, undo = ModuleState(module, lazily=True), PythonState(module)
         work = _Work(passes, check, state, measure, budget_s, start, doing)
         try:
-            with for_inference(), torch.random.fork_rng(places), state.watching():
+            with for_inference(), torch.random.fork_rng(places):
                 _fuse(module, args, kwargs, work, found)
         finally:
             try:
@@ -259,11 +259,13 @@ def _fuse(module: nn.Module, args: Args, kwargs: Kwargs, work: _Work, found: Fus
         found.untraced.append(("", "not in parts either: it holds what is fused or tuned already"))
         return
     try:
-        parts = _of_children(module, "", _inputs_of(module, args, kwargs, work.state), work, found)
+        with work.state.watching():
+            given = _inputs_of(module, args, kwargs, work.state)
+        parts = _of_children(module, "", given, work, found)
         if not parts:
             return
         whole = _with_parts(module, parts)
-        with torch.no_grad():
+        with torch.no_grad(), work.state.watching():
             call = Call("the sample", args, kwargs)
             verdict = verify(whole, reference(module, module, call, state=work.state))
     except ModelFailed:
@@ -296,13 +298,15 @@ def _of_module(
         found.untraced.append((path, str(error)))
         return None
     region = Region(path)
-    with Kept() as kept:
+    # What the trace has used is kept by now, and often that is all: then no mode slows the rest.
+    with Kept() as kept, state.watching():
         call, problem = _optimised(traced, module, args, kwargs, work, state, region, kept)
     if problem:
         found.untraced.append((path, problem))
         return None
     found.regions.append(region)
     if isinstance(call, GraphCall):
+        share_constants(call.graph, module)
         found.packed += call.packed
     return call
 
@@ -454,7 +458,6 @@ def _rewritten(
             ended = graph if together else copy_of(graph)
             work.doing("running the graph")
             ended = _in_layout(traced, ended, samples, state)
-            share_constants(ended, module)
             call = traced.call(ended)
             if known is not None:
                 work.doing("verifying")

@@ -140,14 +140,15 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
     try:
         with torch.no_grad(), torch.random.fork_rng(generators), pretend_capturing():
             # The first call may fill caches, which are no part of the work.
-            with state.watching_addresses():
+            with state.watching(), state.watching_addresses():
                 on_leaves(clone_leaves(leaves))
             undo.check()
-            first, _ = flatten_result(on_leaves(clone_leaves(leaves)))
-            undo.check()
-            graph = _graph_of(on_tensors, leaves)
-            undo.check()
-            read = reads_of_arguments(on_leaves, leaves, device)
+            with state.watching():
+                first, _ = flatten_result(on_leaves(clone_leaves(leaves)))
+                undo.check()
+                graph = _graph_of(on_tensors, leaves)
+                undo.check()
+                read = reads_of_arguments(on_leaves, leaves, device)
     except GraphwrightError as error:
         raise Untraceable(first_line(error)) from error
     except Exception as error:
@@ -162,7 +163,8 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
         # A cache that was empty, and is again: what it is filled with comes from the model.
         try:
             with torch.no_grad(), torch.random.fork_rng(generators), pretend_capturing():
-                graph = _graph_of(on_tensors, leaves)
+                with state.watching():
+                    graph = _graph_of(on_tensors, leaves)
         except Exception as error:
             raise Untraceable(f"{type(error).__name__}: {first_line(error)}") from error
         finally:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..nodes import Op, copy_of, finished, is_op, tidied
+from ..nodes import Op, copy_of, finished, is_op
 
 
 @dataclass(frozen=True)
@@ -62,22 +62,27 @@ class Pass:
     ) -> PassResult:
         """Rewrite a copy of a graph; the graph itself, without making its code, if `in_place`.
 
-        Before and after, the graph is well formed, and has the same arguments and the same number
-        of results: else ValueError or RuntimeError is raised.
+        Before and after, the graph has the same arguments and the same number of results, and it is
+        well formed (which is not looked at if `in_place`: one look after all passes is enough):
+        else ValueError or RuntimeError is raised.
         """
         here = not self.starts or any(is_op(node, *self.starts) for node in graph.graph.nodes)
         if device.type not in self.devices or not here:
             return PassResult(graph, ())
-        graph.graph.lint()
-        # Somebody else's may run what it changes, or print it.
+        # Somebody else's may run what it changes, print it, or leave it in pieces.
         ours = getattr(self.rewrite, "__module__", "").startswith(__package__)
         in_place = in_place and ours
+        if not in_place:
+            graph.graph.lint()
         changed, ends = graph if in_place else copy_of(graph, code=not ours), _ends(graph)
         with torch.no_grad():
             changes = tuple(self.rewrite(changed, device))
         if not changes:
             return PassResult(graph, ())
-        changed = tidied(changed) if in_place else finished(changed)
+        if in_place:
+            changed.graph.eliminate_dead_code()
+        else:
+            changed = finished(changed)
         if _ends(changed) != ends:
             raise ValueError(f"{self.name} has changed what goes in or comes out")
         return PassResult(changed, changes)
