@@ -208,7 +208,15 @@ class _Memory:
                     self._unused[identity] = waiting
 
     def watching(self) -> AbstractContextManager[Any]:
-        """A block that may use the memory."""
+        """A block that may use the memory.
+
+        Where less is unused than was copied, the rest is copied too: no mode slows the block.
+        """
+        waiting = {each.tensor for several in self._unused.values() for each in several}
+        copied = sum(each.tensor.nbytes for each in self._kept.values() if each.used)
+        small = sum(tensor.nbytes for tensor in waiting) <= copied
+        if small and not any(tensor.is_meta for tensor in waiting):
+            self.use(None)
         return FirstUse(self.use, self._unused) if self._unused else contextlib.nullcontext()
 
     def watching_addresses(self) -> AbstractContextManager[Any]:
