@@ -7,6 +7,7 @@ either can be run repeatedly and compared with itself.
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -34,6 +35,8 @@ Model = Callable[..., Any]
 _INTEGER = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 # Bytes of a storage from which on a copy may wait until it is used.
 _LARGE = 1 << 20
+# Copies of weights stay on a device that has so many times their memory free.
+_ROOM = 4
 
 
 @dataclass(frozen=True)
@@ -119,15 +122,15 @@ class _Kept:
 
     Attributes:
         tensor: the tensor.
-        value: its values; for a weight in host memory.
-        sum: of a weight's bits, where these lay on another device.
+        value: its values; for a weight in host memory, unless there is room beside it.
+        sum: of a weight's bits, where its values were moved to the host.
     """
 
-    def __init__(self, tensor: torch.Tensor, *, weight: bool) -> None:
+    def __init__(self, tensor: torch.Tensor, *, weight: bool, room: bool) -> None:
         self.tensor = tensor
         self.value = tensor.detach()
         self.version = _version(tensor)
-        self._weight = weight
+        self._moves = weight and not room and tensor.device.type != "cpu"
         self._used = False
         self.sum: torch.Tensor | None = None
 
@@ -138,12 +141,9 @@ class _Kept:
 
     def use(self) -> None:
         """Copy the values, before something uses the memory."""
-        if self._weight:
-            if self.value.device.type != "cpu":
-                self.sum = _sum_of(self.value)
-            self.value = self.value.to("cpu", copy=True)
-        else:
-            self.value = self.value.clone()
+        if self._moves:
+            self.sum = _sum_of(self.value)
+        self.value = self.value.to("cpu", copy=True) if self._moves else self.value.clone()
         self._used = True
 
     def was_written(self) -> bool:
@@ -177,6 +177,7 @@ class _Memory:
         reached += [*module.modules(), *(getattr(m, "forward", None) for m in module.modules())]
         self._lazily = lazily and not any(map(_replays, reached))
         self._shown = self._lazily and any(map(_is_array, reached))
+        self._room = self._lazily and _has_room(module)
         self._kept: dict[tuple[int, bool], _Kept] = {}
         self._unused: dict[int, list[_Kept]] = {}
 
@@ -184,7 +185,7 @@ class _Memory:
         """Keep a tensor's values as they are now, unless they are kept already."""
         kept = self._kept.get((id(tensor), weight))
         if kept is None:
-            kept = self._kept[id(tensor), weight] = _Kept(tensor, weight=weight)
+            kept = self._kept[id(tensor), weight] = _Kept(tensor, weight=weight, room=self._room)
             if self._lazily and self._can_wait(tensor):
                 self._unused.setdefault(tensor.untyped_storage()._cdata, []).append(kept)
             else:
@@ -232,6 +233,15 @@ class _Memory:
         storage = tensor.untyped_storage()
         # What NumPy shares cannot be resized; files and shared memory cannot either.
         return storage.nbytes() >= _LARGE and (storage.resizable() or not self._shown)
+
+
+def _has_room(module: nn.Module) -> bool:
+    """Whether there is plenty of memory for copies of a module's weights where they are."""
+    sizes: Counter[torch.device] = Counter()
+    for weight in module.parameters():
+        if weight.is_cuda:
+            sizes[weight.device] += weight.nbytes
+    return all(torch.cuda.mem_get_info(d)[0] > _ROOM * size for d, size in sizes.items())
 
 
 def _replays(value: Any) -> bool:
@@ -286,7 +296,7 @@ class ModuleState:
     Buffers and tensor attributes, which a call may change or replace, are kept as copies;
     everything else that it reaches by identity, containers with their content; parameters, which
     inference must not change, in host memory, and on a GPU by a checksum, unless `weights` is
-    False.
+    False. With `lazily` they are copied where they are, if there is room.
 
     Args:
         module: the module.

@@ -139,7 +139,8 @@ def add_constant(graph: fx.GraphModule, tensor: torch.Tensor, before: fx.Node) -
         number += 1
     graph.register_buffer(f"{_ADDED}{number}", tensor.detach(), persistent=False)
     with graph.graph.inserting_before(before):
-        node = graph.graph.get_attr(f"{_ADDED}{number}")
+        # `get_attr` looks through all of the module for it.
+        node = graph.graph.create_node("get_attr", f"{_ADDED}{number}")
     node.meta["val"] = tensor.detach()
     return node
 

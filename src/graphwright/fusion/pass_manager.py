@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import gc
 import os
 import threading
 import time
@@ -33,7 +34,7 @@ from ..errors import GraphwrightError, ModelFailed, OptionError, first_line, use
 from ..evaluation.reference import Reference, reference
 from ..evaluation.verification import compare, verify
 from ..graphs.composition import apart_from_capture
-from ..graphs.conditions import for_inference
+from ..graphs.conditions import for_inference, garbage_collection_off
 from ..graphs.python_state import PythonState
 from ..ops.fused.fused_operator import prepare_triton
 from .kernels import compiling_kernels
@@ -235,7 +236,8 @@ def fused_call(
         prepare_triton()
     if measure is None:
         measure = any(device.type in MEASURED for device in devices)
-    with _LOCK:
+    # A full collection takes longer than a pass: there are many objects, and few of them die.
+    with _LOCK, garbage_collection_off():
         state, undo = ModuleState(module, lazily=True), PythonState(module)
         work = _Work(passes, check, state, measure, budget_s, start, doing)
         try:
@@ -345,11 +347,13 @@ def _optimised(
         if not done or work.why_not:
             continue
         work.doing(f"timing {name}")
+        without = None
+        gc.collect(1)  # The last one, which may hold folded weights.
         fewer = replace(work, passes=[each for each in work.passes if each not in group])
         other = Region(region.path)
         # Only what will be used is worth verifying.
-        made = _rewritten(traced, module, args, kwargs, fewer, state, other, lambda: None)
-        without, problem = made
+        given = traced, module, args, kwargs, fewer, state, other
+        without, problem = _rewritten(*given, lambda: None)
         if problem:
             continue
         try:
