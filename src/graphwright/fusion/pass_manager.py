@@ -346,7 +346,7 @@ def _optimised(
         done = {each for each, _ in region.done} & {each.name for each in group}
         if not done or work.why_not:
             continue
-        work.doing(f"timing {name}")
+        work.doing(f"leaving out {name}")
         without = None
         gc.collect(1)  # The last one, which may hold folded weights.
         fewer = replace(work, passes=[each for each in work.passes if each not in group])
@@ -356,6 +356,7 @@ def _optimised(
         without, problem = _rewritten(*given, lambda: None)
         if problem:
             continue
+        work.doing(f"timing {name}")
         try:
             now, then = compared((call, without), args, kwargs, device, kept)
         except Exception as error:

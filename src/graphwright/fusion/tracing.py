@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 from torch._C._functorch import is_functorch_wrapped_tensor as is_wrapped
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from ..calls.dependencies import Dependencies
@@ -36,6 +36,7 @@ _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 _GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 # Literals: what a constant is that was made during the call.
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
+_EMPTY = torch.ops.aten.empty_strided.default
 _CONTEXTS = (torch._C._set_grad_enabled,)
 
 
@@ -185,9 +186,25 @@ def _graph_of(on_tensors: Callable[..., Any], leaves: Sequence[Any]) -> fx.Graph
     given = [leaf for leaf in clone_leaves(leaves) if isinstance(leaf, torch.Tensor)]
     # One mode for what the graph's nodes are like: else there is one for each of them, a third of
     # the time.
-    with tracing(TracingContext(FakeTensorMode(allow_fallback_kernels=True))):
+    with tracing(TracingContext(_Likenesses(allow_fallback_kernels=True))):
         graph: fx.GraphModule = make_fx(on_tensors, pre_dispatch=True)(*given)
     return graph
+
+
+class _Likenesses(FakeTensorMode):
+    """Makes what the nodes of a trace are like, without all that a fake mode does for operations.
+
+    A trace asks it for one thing: an empty tensor like a node's.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        options = dict(kwargs or {})
+        if func is not _EMPTY:
+            return super().__torch_dispatch__(func, types, args, options)
+        device = torch.device(options.pop("device"))
+        return FakeTensor(self, func(*args, **options, device="meta"), device)
 
 
 def _unwatched(graph: fx.GraphModule, model: nn.Module) -> bool:
