@@ -698,6 +698,26 @@ def draws_with_torch(x: torch.Tensor) -> Any:
 
 
 @of_x
+def draws_on_the_host_for_nothing(x: torch.Tensor) -> Any:
+    for _ in range(3):
+        torch.rand([])
+    torch.randint(7, (2,))
+    return x.exp() * 2 + 1
+
+
+@of_x
+def lists_what_the_host_has_drawn(x: torch.Tensor) -> Any:
+    torch.rand([])
+    torch.rand(2).tolist()
+    return x.exp() * 2 + 1
+
+
+@of_x
+def returns_what_the_host_has_drawn(x: torch.Tensor) -> Any:
+    return x.exp() * 2 + 1, torch.rand(2)
+
+
+@of_x
 def draws_with_numpy(x: torch.Tensor) -> Any:
     return x.exp() * np.random.rand() + 1
 
@@ -1125,6 +1145,8 @@ STOPPED = {
     ),
     **dict.fromkeys(
         (
+            "lists_what_the_host_has_drawn",
+            "returns_what_the_host_has_drawn",
             "draws_with_numpy",
             "draws_with_a_new_generator_of_numpy",
             "draws_with_python_for_nothing",
@@ -1167,6 +1189,8 @@ JUDGED_AS_ON_A_GPU = {
     "check_writes_a_mean_by_a_mask",
     "check_multiplies_groups",
     "check_draws_with_torch_on_the_host",
+    "lists_what_the_host_has_drawn",
+    "returns_what_the_host_has_drawn",
     "check_moves_what_came_from_there",
     *(
         f"check_{fn.__name__}"

@@ -9,7 +9,7 @@ import json
 import random
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -346,6 +346,22 @@ def test_an_obstacle_is_found_at_its_line(fn: Fn, device: torch.device) -> None:
     if severity.stops:
         stops = [f for f in found if f.severity.stops]
         assert stops[0].place.line <= line
+
+
+@functools.cache
+def calls() -> Iterator[int]:
+    return itertools.count()
+
+
+def test_draws_that_other_runs_do_not_make_cannot_be_made_again(device: torch.device) -> None:
+    def fn(x: torch.Tensor) -> Any:
+        torch.rand(2 if next(calls()) == 0 else 1)
+        return x.exp() * 2 + 1
+
+    calls.cache_clear()
+    found = gw.check(fn, (torch.randn(3, 4, device=device),))
+    assert [f.kind for f in found if f.severity.stops] == ["host randomness"]
+    assert not gw.check(fn, (torch.randn(3, 4, device=device),))
 
 
 @pytest.mark.gpu

@@ -37,6 +37,7 @@ from ..graphs.conditions import (
     garbage_collection_off,
     pretend_capturing,
 )
+from ..graphs.host_draws import Draw
 from ..graphs.python_state import PythonState, StateChanges, place_of
 from ..graphs.static_tensors import refuse_results
 from ..graphs.warmup import check_same_result, rounding_of
@@ -132,6 +133,8 @@ class _Checker:
         # Shared by all runs: later ones use what the first keeps, such as a table of positions.
         self._sides: Sides | None = None
         self._results: list[Any] = []
+        # What it draws on the host without a capture.
+        self._draws: list[Draw] = []
         self._expected: list[Any] = []
 
     def run(self, runs: int) -> list[Finding]:
@@ -219,11 +222,13 @@ class _Checker:
             ModelFailed: the call raises.
             CaptureError: a part of it refuses to run inside a capture.
         """
+        observer = self._new_observer()
         try:
             self._expected = [
                 leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
-                for leaf in pytree.tree_leaves(self._observe(self._new_observer(), capturing=False))
+                for leaf in pytree.tree_leaves(self._observe(observer, capturing=False))
             ]
+            self._draws = observer.draws.made
         except CaptureError:
             raise
         except Exception as error:
@@ -251,6 +256,8 @@ class _Checker:
             self._found.merge(observer.found)
             self._found.add(obstacles.FAILS, place_of_error(error), "", first_line(error))
             return False
+        if observer.draws.made == self._draws:  # Else they cannot be made again.
+            observer.allow_unused_draws()
         self._found.merge(observer.found)
         self._runs.append(observer)
         self._results.append(pytree.tree_map_only(torch.Tensor, resolved, result))

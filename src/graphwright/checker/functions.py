@@ -35,6 +35,7 @@ class FunctionObserver(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        self._operations.draws.use((args, named))
         name = getattr(func, "__name__", "")
         if name == "__get__":
             return self._attribute(func, args)

@@ -278,6 +278,10 @@ class Findings:
             items[number] = new_key, replace(finding, count=count)
             self._found = dict(items)
 
+    def drop(self, obstacle: Obstacle, place: Place, operation: str) -> None:
+        """Forget an obstacle that turns out to be none."""
+        self._found.pop((obstacle.name, obstacle.severity, operation, place, ""), None)
+
     def block(self, names: Collection[str]) -> bool:
         """Let all findings of these kinds keep the call from being captured; whether there are any.
 

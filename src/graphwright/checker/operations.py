@@ -102,6 +102,8 @@ class OperationObserver(Journal):
         self.calls: list[FunctionCall] = []
         self._names = names
         self._silent = 0
+        # Place and name of each of `draws`.
+        self._drawn: list[tuple[Place, str]] = []
 
     def report(self, obstacle: Obstacle, operation: str = "", detail: str = "") -> None:
         """Note an obstacle at the line of the user's code that is running."""
@@ -286,8 +288,22 @@ class OperationObserver(Journal):
             sides = {self.sides.of(tensor) for tensor in made}
         if Side.HOST not in sides:
             return Origin.CONSTANT
-        self.report(obstacles.DRAWN_ON_HOST, self._as_written(str(func)))
+        written = self._as_written(str(func))
+        self.report(obstacles.DRAWN_ON_HOST, written)
+        if generator is torch.default_generator:
+            self.draws.note(func, args, kwargs, made)
+            self._drawn.append((place_of(sys._getframe(1)), written))
         return Origin.RANDOM
+
+    def allow_unused_draws(self) -> None:
+        """Take back what was noted of draws on the host that a replay can make again.
+
+        The run is over, and its results are still alive.
+        """
+        used = {self._drawn[index] for index in self.draws.used()}
+        for place, operation in self._drawn:
+            if (place, operation) not in used:
+                self.found.drop(obstacles.DRAWN_ON_HOST, place, operation)
 
     def _note_copy(
         self, func: Any, args: tuple[Any, ...], made: list[torch.Tensor], given: list[torch.Tensor]

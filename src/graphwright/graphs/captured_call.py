@@ -35,6 +35,7 @@ from .composition import Parts, SetUpFirst
 from .conditions import THREAD, autocast_cache_apart
 from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
 from .graph import Graph, GraphClosed, GraphState
+from .host_draws import Draw, DrawingRecording, generator_kept
 from .journal import Copies
 from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .python_state import PythonState
@@ -313,7 +314,8 @@ class CapturedCall(Graph):
             self._ready().order()
             tree.check_frozen()
             if tree.given_up is None:
-                pure = not (self.mutates or self.random)
+                # Draws on the host are put back where a call is given up.
+                pure = not (self.mutates or tree.generators)
                 try:
                     with self.parts.joining():
                         made = tree.answer(
@@ -465,9 +467,10 @@ class CapturedCall(Graph):
                     self._comparison,
                     self._copies,
                     rehearse=rehearse,
+                    draws_again=self._trained is None,
                 )
             self.mutates = self._warmed.mutates
-            self.random = bool(self._warmed.generators)
+            self.random = bool(self._warmed.generators or self._warmed.draws)
             self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
             if self.mutates:
                 try:
@@ -476,12 +479,14 @@ class CapturedCall(Graph):
                     raise CaptureError(error.what, remedy=error.remedy) from error
             return self.prediction
 
-    def _plan_segments(self, generators: Sequence[torch.Generator]) -> tuple[int, ...]:
+    def _plan_segments(
+        self, generators: Sequence[torch.Generator], draws: Sequence[Draw]
+    ) -> tuple[int, ...]:
         """Divide the call into segments; returns the bytes of each memory segment these take."""
         known = [place for place in self._known if not any(map(place.same_as, self.places))]
         tree = SegmentTree(self._module, self.pool, self._device, [*known, *self.places])
         recorder = self.pool._recorder_for(self._device)
-        taken = tree.plan(self._work, self._sample, recorder, generators)
+        taken = tree.plan(self._work, self._sample, recorder, generators, draws)
         self._tree = tree
         return taken
 
@@ -540,7 +545,7 @@ class CapturedCall(Graph):
         assert warmed is not None
         before = recorder.reserved
         recorder.order()  # A replay may still be working in the memory of the inputs.
-        with self._transaction(GraphState.CAPTURING):
+        with self._transaction(GraphState.CAPTURING), generator_kept(warmed.draws):
             allocate = self.pool._shared_bytes() if share_inputs else recorder.allocate
             inputs = StaticInputs(self._sample, allocate)
             dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]
@@ -559,6 +564,8 @@ class CapturedCall(Graph):
                 )
             else:
                 recording = self._record_segments(self._tree, inputs, recorder)
+            if warmed.draws and self._results is not None:
+                recording = DrawingRecording(recording, warmed.draws)
             self._inputs = inputs
             self._held = [self._fn, warmed.external]
             self._set_recording(recording, before, prediction.nbytes)

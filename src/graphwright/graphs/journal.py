@@ -21,6 +21,7 @@ from ..calls.modes import OperationMode
 from ..calls.operations import announced, generator_of, tensors, written
 from ..errors import CaptureError
 from .composition import packed
+from .host_draws import HostDraws
 
 # How many of the largest tensors are kept for memory predictions.
 _LARGEST = 3
@@ -62,6 +63,7 @@ class Journal(OperationMode):
     Attributes:
         external: storages that the run used and did not make, by identity.
         operation: the current operation, or the last one.
+        draws: what it drew from the host's default generator.
         dtypes: of the tensors that operations made.
         announced: storages that operations write to according to their schema, by identity;
             autograd counts a new version of their tensors.
@@ -71,6 +73,7 @@ class Journal(OperationMode):
         super().__init__()
         self.external: dict[int, torch.UntypedStorage] = {}
         self.operation: Any = None
+        self.draws = HostDraws()
         self.dtypes: set[torch.dtype] = set()
         self.announced: set[int] = set()
         self._copies = copies
@@ -99,7 +102,7 @@ class Journal(OperationMode):
         if self._copies is not None and self._copies.relieve is not None:
             self._copies.relieve()
         result = func(*args, **kwargs)
-        self.drew(func, args, kwargs)
+        self.drew(func, args, kwargs, result)
         for tensor in tensors(result):
             self.made(tensor)
         return result
@@ -124,7 +127,9 @@ class Journal(OperationMode):
         if id(generator) in self._drawn_from and generator.get_state().equal(start):
             self.refuse(_seeding_error())
 
-    def drew(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
+    def drew(
+        self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
         """After an operation: note whether it drew from its random generator."""
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = generator_of(args, kwargs)
@@ -132,6 +137,8 @@ class Journal(OperationMode):
             if not now.equal(before):
                 self._drawn_from.add(id(generator))
                 self._positions[id(generator)] = now
+                if generator is torch.default_generator:
+                    self.draws.note(func, args, kwargs, result)
 
     def before(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
         """Note what an operation is about to read and write.
@@ -140,6 +147,7 @@ class Journal(OperationMode):
             CaptureError: it works on memory that cannot be seen or put back.
         """
         self.operation = func
+        self.draws.use((args, kwargs))
         for tensor in tensors((args, kwargs)):
             if tensor.layout is torch.strided and not tensor.is_nested:
                 self.read(tensor)

@@ -29,6 +29,7 @@ from ..calls.signature import without_memory
 from ..calls.threads import others_run
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError
+from .host_draws import HostDraws, drawn_from, is_foreign
 
 
 class StateChanges(CaptureError):
@@ -193,17 +194,25 @@ class PythonState:
         return next((name for name, *_ in _changes(self._kept, _Snapshot(self._module))), None)
 
     def refuse_host_randomness(
-        self, device: torch.device, generators: Sequence[torch.Generator]
+        self,
+        device: torch.device,
+        generators: Sequence[torch.Generator],
+        draws: Sequence[HostDraws] = (),
     ) -> None:
         """Raise CaptureError if the call drew from a generator that a graph cannot repeat.
 
         Args:
             device: where the graph runs.
             generators: PyTorch's generators that the call drew from.
+            draws: those of its runs from the host's default generator, if each replay can make them
+                again; none may be used.
         """
-        drawn = [
-            f"a generator on the {g.device}" for g in generators if g.device.type != device.type
-        ]
+        foreign = [g for g in generators if is_foreign(g, device)]
+        if draws:
+            for run in draws:
+                run.to_repeat(device)
+            foreign = [g for g in foreign if g is not torch.default_generator]
+        drawn = [f"a generator on the {g.device}" for g in foreign]
         if self._alone and random.getstate() != self._python:
             drawn.append("Python's random")
         if self._alone and self._numpy is not None:
@@ -211,10 +220,7 @@ class PythonState:
             if not all(_same(a, b) for a, b in zip(state, self._numpy, strict=True)):
                 drawn.append("numpy.random")
         if drawn:
-            raise CaptureError(
-                f"The call draws random numbers from {drawn[0]}; a graph would keep them.",
-                remedy="Draw them on the device, or outside the captured call.",
-            )
+            raise drawn_from(drawn[0])
 
     def restore(self, *, python: bool) -> None:
         """Put back random numbers and gradients; with `python`, attributes and containers too.

@@ -25,13 +25,13 @@ from ..calls.places import MISSING, Place, kind_of
 from ..calls.signature import SCALARS, describe
 from ..errors import CaptureError, first_line, user_frame
 from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
+from .host_draws import OTHER_SEED, Draw, UsesOf, generator_kept, is_foreign
 from .journal import Copies, Journal, seeded_on_gpu
 from .python_state import PythonState, StateChanges
 from .recorder import Allocate, Recorder
 from .static_tensors import StaticInputs, refuse_results
 from .transaction import let_go
 
-_OTHER_SEED = 8_675_309
 # Arguments that are the chance of a dropout, and the value that drops nothing, by operation; other
 # operations have `dropout_p`.
 _KEEP_ALL = {
@@ -43,7 +43,7 @@ _KEEP_ALL = {
 }
 
 # Plans another way to record a call; returns the bytes of each memory segment that this takes.
-Fallback = Callable[[Sequence[torch.Generator]], tuple[int, ...]]
+Fallback = Callable[[Sequence[torch.Generator], Sequence[Draw]], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Warmed:
     Attributes:
         mutated: positions of the arguments' leaves that the call writes to.
         mutates: whether it writes to these or to anything else from outside.
-        generators: random generators that it draws from.
+        generators: random generators that a graph of it draws from.
+        draws: what it draws on the host beside the graph, and each replay has to draw again.
         external: memory from outside that it uses, mostly weights.
         announced: storages among these whose tensors get a new version from autograd, by identity.
         segments: bytes of each memory segment that it would take in an empty pool.
@@ -63,6 +64,7 @@ class Warmed:
     mutated: tuple[int, ...]
     mutates: bool
     generators: tuple[torch.Generator, ...]
+    draws: tuple[Draw, ...]
     external: tuple[torch.UntypedStorage, ...]
     announced: frozenset[int]
     segments: tuple[int, ...]
@@ -80,6 +82,7 @@ def warm(
     copies: Copies | None = None,
     *,
     rehearse: bool = True,
+    draws_again: bool = False,
 ) -> Warmed:
     """Run a call on copies of a sample until it is warm; what it writes is put back.
 
@@ -93,6 +96,8 @@ def warm(
         comparison: how its results are compared with eager's.
         copies: copies of memory from outside, shared with other runs that start from it.
         rehearse: whether to rehearse the recording; without it nothing is known of its segments.
+        draws_again: whether each replay makes again what the call draws on the host and does not
+            use.
 
     Raises:
         CaptureError: the call keeps state that a graph cannot update.
@@ -104,7 +109,7 @@ def warm(
     eager, first, set_up = trial.eager()
     # Not the inputs, whose memory may be gone.
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
-    made = first.made_storages
+    made, first_draws = first.made_storages, first.draws
     del first
     inputs = StaticInputs(sample, allocate)
     journal = Journal(copies)
@@ -123,7 +128,14 @@ def warm(
         journal.drop_unused_generators()
         for tensor in tensors(result):
             journal.read(tensor)  # It may be a weight that no operation has touched.
-        python_state.refuse_host_randomness(recorder.device, journal.generators)
+        repeatable = draws_again and first_draws.made == journal.draws.made
+        python_state.refuse_host_randomness(
+            recorder.device,
+            journal.generators,
+            [first_draws, journal.draws] if repeatable else [],
+        )
+        generators = [g for g in journal.generators if not is_foreign(g, recorder.device)]
+        draws = journal.draws.to_repeat(recorder.device)
         if fallback is None and recorder.device.type != "cpu":
             _refuse_writes_on_host(journal.written)
         try:
@@ -135,17 +147,17 @@ def warm(
                     f"{counter} changes with every call, and a graph repeats no Python.",
                     remedy="Compute with a tensor in its place, or pass it in.",
                 ) from error
-            if not journal.generators:
+            if not generators:
                 raise
             journal.undo()
             trial.compare_without_dropout()
         else:
             if python_state.places:
                 journal.undo()
-                trial.find_written(python_state.places, eager, journal.generators)
+                trial.find_written(python_state.places, eager, generators)
                 python_state.settle()
         finally:
-            del result, eager
+            del result
         if python_state.unsettled:
             unsettled = StateChanges(
                 f"{python_state.unsettled} changes with every call that draws random numbers, and "
@@ -156,8 +168,11 @@ def warm(
                 unsettled.places = tuple(each for each in python_state.places if each.is_plain)
             raise unsettled
         if journal.generators:
-            trial.refuse_seeding(journal.generators)
+            if draws:
+                journal.undo()
+            trial.refuse_seeding(journal.generators, draws, None if generators else eager)
             python_state.check()
+        del eager
         if copies is not None:
             recorder.tidy()  # Observed runs needed blocks of other sizes.
         for count in range(runs):
@@ -180,7 +195,10 @@ def warm(
 
         segments: tuple[int, ...] = ()
         if rehearse:
-            segments = _segments_needed(work, sample, recorder, journal, fallback, hosts)
+            with generator_kept(draws):
+                segments = _segments_needed(
+                    work, sample, recorder, journal, generators, draws, fallback, hosts
+                )
             python_state.check()
         put_back = True
     finally:
@@ -189,7 +207,8 @@ def warm(
     return Warmed(
         mutated=mutated,
         mutates=journal.wrote,
-        generators=tuple(journal.generators),
+        generators=tuple(generators),
+        draws=draws,
         external=tuple(journal.external.values()),
         announced=frozenset(journal.announced),
         segments=segments,
@@ -202,6 +221,8 @@ def _segments_needed(
     sample: Sequence[Any],
     recorder: Recorder,
     journal: Journal,
+    generators: Sequence[torch.Generator],
+    draws: Sequence[Draw],
     fallback: Fallback | None,
     outside: Container[int],
 ) -> tuple[int, ...]:
@@ -212,16 +233,17 @@ def _segments_needed(
         sample: the leaves of its arguments.
         recorder: what will record it.
         journal: of an observed run.
+        generators: random generators that the graph draws from.
+        draws: what the call draws on the host beside it.
         fallback: as for `warm`.
         outside: storages on other devices that the eager run used too, by identity.
     """
-    generators = journal.generators
     if fallback is not None and recorder.device.type != "cpu":
         hosts = [s for s in journal.external.values() if s.device.type == "cpu" and s.nbytes()]
         if any(storage._cdata in outside for storage in hosts):
             # One graph would keep what the host's memory holds now for ever.
             with contextlib.suppress(CaptureError, RuntimeError):
-                return fallback(generators)
+                return fallback(generators, draws)
     prepare = functools.partial(StaticInputs, sample)
     try:
         return recorder.rehearse(prepare, work, generators)
@@ -230,7 +252,7 @@ def _segments_needed(
         capturing = isinstance(error, RuntimeError | CaptureError) and not short_of_memory
         if fallback is not None and capturing:
             let_go(error)
-            return fallback(generators)
+            return fallback(generators, draws)
         if isinstance(error, CaptureError):
             raise
         raise _with_operation(error, prepare, work, recorder, generators) from error
@@ -382,22 +404,35 @@ class _ObservedRuns:
         finally:
             journal.undo()
 
-    def refuse_seeding(self, generators: Sequence[torch.Generator]) -> None:
+    def refuse_seeding(
+        self, generators: Sequence[torch.Generator], draws: Sequence[Draw], eager: Any
+    ) -> None:
         """Run the call with other seeds, and refuse it unless it draws from those.
 
+        Args:
+            generators: random generators that it draws from.
+            draws: what it draws on the host, which must make no difference.
+            eager: what `Comparison.keep` kept of eager's result, if that is to be the same.
+
         Raises:
-            CaptureError: it seeds its generators itself, or makes its own generator.
+            CaptureError: it seeds its generators itself, makes its own generator, or uses `draws`.
         """
         states = [(generator, generator.get_state()) for generator in generators]
         journal = Journal(self._copies)
         try:
             for generator in generators:
-                generator.manual_seed(_OTHER_SEED)
+                generator.manual_seed(OTHER_SEED)
             journal.expect(generators)
             inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
-            with self._recorder.warming(), compilers_off(), journal:
-                run_in_pretended_capture(self._work, inputs)
+            seen = UsesOf(journal.draws) if draws else contextlib.nullcontext()
+            with self._recorder.warming(), compilers_off(), journal, seen:
+                result = run_in_pretended_capture(self._work, inputs)
             journal.check_end()
+            if draws:
+                unused = journal.draws.made == list(draws) and self._gives(result, eager, journal)
+                self._python_state.refuse_host_randomness(
+                    self._recorder.device, generators, [journal.draws] if unused else []
+                )
         finally:
             journal.undo()
             for generator, state in states:
@@ -409,6 +444,15 @@ class _ObservedRuns:
                 "the first one for ever.",
                 remedy="Make it once, outside the captured call.",
             )
+
+    def _gives(self, result: Any, eager: Any, journal: Journal) -> bool:
+        """Whether a run's result is eager's; True if that is not known."""
+        try:
+            if eager is not None:
+                self._comparison.check(result, eager, journal.dtypes)
+        except CaptureError:
+            return False
+        return True
 
 
 def _with_operation(

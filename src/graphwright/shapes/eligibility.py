@@ -18,6 +18,7 @@ from ..calls.operations import generator_of, tensors
 from ..calls.signature import leaf_names
 from ..calls.snapshots import clone_leaves, layout, same_bits, same_value
 from ..evaluation.accuracy import difference
+from ..graphs.host_draws import is_foreign
 from ..graphs.journal import Journal
 from ..graphs.segments.observation import reads_of_arguments
 from .aliasing import Sharing, pattern_of
@@ -26,6 +27,8 @@ from .sampler import CallSampler
 
 # Memory from outside of at most this many bytes is taken for a counter, which may be written to.
 _COUNTER_BYTES = 16
+# Why calls that draw more where they are larger may not be padded.
+OTHER_DRAWS = "it draws random numbers, others for other sizes"
 
 
 @dataclass(frozen=True)
@@ -37,12 +40,14 @@ class Observation:
         shared: outputs that share memory with others, which slicing must keep.
         buffers: storages of buffers that the function writes to, by identity.
         reason: why no call of the family may be padded, or None.
+        draws: whether a graph of the call has to draw on the host beside its replay.
     """
 
     outputs: int
     shared: frozenset[int]
     buffers: frozenset[int]
     reason: str | None
+    draws: bool
 
 
 def observe(
@@ -83,13 +88,17 @@ def observe(
             "other sizes may go another way"
         )
     elif random and (journal.wrote or depends_on_chance(lambda: _run_sample(sampler))):
-        reason = "it draws random numbers, others for other sizes"
+        reason = OTHER_DRAWS
     elif writes and signature.overlap:
         reason = "it writes to an argument that shares memory with another one"
     elif as_given is not None and _differs_with_gaps(sampler, signature, as_given):
         reason = "it depends on gaps between the rows of an argument"
     return Observation(
-        len(sharing.pattern), sharing.shared, frozenset(buffers & set(written)), reason
+        len(sharing.pattern),
+        sharing.shared,
+        frozenset(buffers & set(written)),
+        reason,
+        bool(journal.draws.made) and is_foreign(torch.default_generator, sampler.device),
     )
 
 

@@ -16,6 +16,8 @@ from ..calls.signature import Args, Kwargs, flatten, leaf_names, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves, layout
 from ..errors import CaptureError
 from ..evaluation.accuracy import difference
+from ..graphs.host_draws import Draw
+from ..graphs.journal import Journal
 from ..graphs.memory import MemoryPool
 from ..graphs.python_state import PythonState
 from ..graphs.transaction import transaction
@@ -23,7 +25,7 @@ from ..graphs.turns import turns_of
 from .aliasing import pattern_of
 from .dimensions import shape_at
 from .dynamic_signature import DynamicSignature
-from .eligibility import Observation, observe
+from .eligibility import OTHER_DRAWS, Observation, observe
 from .padding import Cut, PaddingPlan, Sizes, Value, widths_of
 from .proof import Prover
 from .sampler import CallSampler, varied
@@ -108,6 +110,7 @@ class ShapeFamily:
         self._checked: set[Sizes] = set()
         self._joints: dict[tuple[str, Sizes], list[int | None] | str] = {}
         self._plans: dict[tuple[Sizes, Sizes], PaddingPlan | str] = {}
+        self._drawn: dict[Sizes, list[Draw]] = {}
 
     def plan(self, sizes: Sizes, bucket: Sizes) -> PaddingPlan | str:
         """How a call is padded to a bucket, once that is proved harmless; else why it may not be.
@@ -123,6 +126,7 @@ class ShapeFamily:
                 known = self._plan(sizes, bucket)
                 if len(self._plans) >= _MAX_PLANS:
                     self._plans.clear()
+                    self._drawn.clear()
                 self._plans[key] = known
         return known
 
@@ -139,6 +143,9 @@ class ShapeFamily:
                 reason = prover.extend(verdicts, sizes)
         if reason is not None:
             return reason
+        assert self._observed is not None
+        if self._observed.draws and self._draws(sizes) != self._draws(bucket):
+            return OTHER_DRAWS
         sampler = self.sampler
         named = dict(zip(sampler.names, bucket, strict=True))
         true = dict(zip(sampler.names, sizes, strict=True))
@@ -151,6 +158,14 @@ class ShapeFamily:
         return PaddingPlan(
             sizes, bucket, tuple(widths), tuple(sampler.pad_values), tuple(verdicts.chosen(sizes))
         )
+
+    def _draws(self, sizes: Sizes) -> list[Draw]:
+        """What a call of some sizes draws from the host's generator."""
+        if sizes not in self._drawn:
+            with self._undone(), torch.no_grad(), Journal() as journal:
+                self.sampler.result(clone_leaves(self.sampler.at(sizes)))
+            self._drawn[sizes] = journal.draws.made
+        return self._drawn[sizes]
 
     def layout_plan(self, leaves: Sequence[Any], sizes: Sizes) -> PaddingPlan | None:
         """How a call of a bucket's own sizes gets the bucket's strides; None if it has them."""
@@ -249,6 +264,9 @@ class ShapeFamily:
         if self.reason is not None:
             return self.reason
         assert self._prover is not None
+        assert self._observed is not None
+        if self._observed.draws:
+            return "it draws random numbers on the host, and each chunk would"
         with self._undone():
             return self._prover.split(name, parts, sizes)
 

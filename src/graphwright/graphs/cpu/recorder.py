@@ -195,7 +195,7 @@ class _Tape(Journal):
         grad = torch.is_grad_enabled()
         known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs)) if not packed(t)}
         leaves, spec = pytree.tree_flatten(func(*args, **kwargs))
-        self.drew(func, args, kwargs)
+        self.drew(func, args, kwargs, leaves)
         moved: dict[int, torch.UntypedStorage] = {}
         targets: list[torch.Tensor | None] = []
         for index, leaf in enumerate(leaves):

@@ -73,7 +73,7 @@ class ObservingTracer(Tracer):
     def _run_unrecorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation of a call that can no longer be recorded."""
         result = func(*args, **kwargs)
-        self.drew(func, args, kwargs)
+        self.drew(func, args, kwargs, result)
         for tensor in tensors(result):
             self.made(tensor)
         return result
@@ -119,7 +119,7 @@ class ObservingTracer(Tracer):
         hosts = self.host_tensors(func, args, kwargs)
         statics = [tensor.to(self.device) for tensor in hosts]
         result = func(*args, **kwargs)
-        self.drew(func, args, kwargs)
+        self.drew(func, args, kwargs, result)
         try:
             step = self.step_of(func, arguments, tensors((args, kwargs)), result, breaks=breaks)
         except Exception as error:

@@ -12,6 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ...calls.operations import tensors
 from ..conditions import garbage_collection_off
+from ..host_draws import Draw
 from ..recorder import Recorder, SegmentRecorder
 from ..static_tensors import Geometry, StaticInputs, StaticOutputs
 from .segment import Break, HoistedConstant, Segment
@@ -29,7 +30,8 @@ class RecordingTracer(Tracer):
         script: the observed steps.
         recorder: what records them.
         feeds: memory that is copied into before the first segment.
-        generators: random generators that the call draws from.
+        generators: random generators that the graphs draw from.
+        draws: what the call was seen to draw on the host beside them.
         given: as for `Tracer`.
 
     Attributes:
@@ -44,6 +46,7 @@ class RecordingTracer(Tracer):
         recorder: Recorder,
         feeds: Sequence[torch.Tensor],
         generators: Sequence[torch.Generator],
+        draws: Sequence[Draw],
         *given: Any,
     ) -> None:
         super().__init__(*given)
@@ -53,6 +56,7 @@ class RecordingTracer(Tracer):
         self._recorder = recorder
         self._feeds = feeds
         self._draws_from = generators
+        self._seen_draws = tuple(draws)
         self._segment_recorder: SegmentRecorder | None = None
         self._ending = contextlib.ExitStack()
         self._segment_recorders: list[SegmentRecorder] = []
@@ -79,8 +83,11 @@ class RecordingTracer(Tracer):
                 self.finish(result)
                 if self._script:
                     raise Differs(f"{self._script[0].func} is missing")
+                if self.draws.to_repeat(self.device) != self._seen_draws:
+                    raise Differs("it draws other random numbers on the host")
                 segment_recorder = self._begin()
                 node = self.nodes[-1]
+                node.draws = self._seen_draws
                 node.results, drains = finish(self, result)
                 segment_recorder.drain(drains)
                 self._end(drained=bool(drains))

@@ -17,6 +17,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ...calls.operations import tensors
+from ..host_draws import Draw
 from ..recorder import Allocate, Recording
 from ..static_tensors import Geometry, StaticOutputs, copy
 from .steps import Given, Host, New, Step, bytes_of, describe_result, key_of, key_of_results
@@ -118,6 +119,7 @@ class Segment:
         sources: constants that were hoisted out of it.
         break_: the break at its end; None if the call ends there.
         count: how many pieces of memory the call has made up to its end.
+        draws: what such a call draws on the host beside the graphs, if it ends there.
         results: what the call returns, if it ends there.
         back: positions of the arguments that are then copied back as bytes.
         back_by_element: positions of those that are copied back element by element.
@@ -135,6 +137,7 @@ class Segment:
     sources: list[HoistedConstant] = field(default_factory=list)
     break_: Break | None = None
     count: int = 0
+    draws: Sequence[Draw] = ()
     results: StaticOutputs | None = None
     back: list[int] = field(default_factory=list)
     back_by_element: list[int] = field(default_factory=list)

@@ -379,6 +379,7 @@ class Tracer(Journal):
     def _run_on_host(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, constant: bool
     ) -> Any:
+        self.draws.use((args, kwargs))
         for tensor in () if constant else tensors((args, kwargs)):
             if not self.is_made(tensor):
                 self.frozen.setdefault(
@@ -393,9 +394,12 @@ class Tracer(Journal):
                         remedy="Do this outside the captured call.",
                     )
                 )
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            self.before(func, args, kwargs)
+        draws = torch.Tag.nondeterministic_seeded in func.tags
+        if draws:
+            super().before(func, args, kwargs)  # Where the generator is.
         result = func(*args, **kwargs)
+        if draws:
+            self.drew(func, args, kwargs, result)
         for tensor in tensors(result):
             self.made(tensor)
         return result
@@ -466,6 +470,7 @@ class HostAccess(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         named = dict(kwargs or {})
+        self._tracer.draws.use((args, named))
         name = getattr(func, "__name__", "")
         if name in FROM_DATA:
             return self._from_data(func, name, args, named)

@@ -20,6 +20,7 @@ from ...calls.operations import default_generators
 from ...calls.places import Place, emptied
 from ...errors import CaptureError, GraphwrightError, first_line
 from ..conditions import as_captured
+from ..host_draws import Draw, draw_others, is_foreign, repeat
 from ..memory import MemoryPool, format_bytes
 from ..recorder import Interrupted, Recorder
 from ..static_tensors import Finish, StaticInputs, StaticOutputs, byte_view, copy, is_dense
@@ -82,7 +83,7 @@ class SegmentTree:
         copy_plan: how arguments are copied into them, and results out.
         external: memory from outside that the call uses.
         frozen: tensors on the host, from outside, that the host computes with, and their content.
-        generators: random generators that the call draws from.
+        generators: random generators that its graphs draw from.
         mutates: whether a path that was added later writes to memory from outside.
         random: whether such a path draws random numbers.
         given_up: why graphs no longer answer the call.
@@ -117,6 +118,7 @@ class SegmentTree:
         self._device = device
         self._unrecordable: set[Any] = set()
         self._script: list[Step] = []
+        self._draws: Sequence[Draw] = ()
         self._failures = 0
         self._segments = 0
 
@@ -128,6 +130,7 @@ class SegmentTree:
         sample: Sequence[Any],
         recorder: Recorder,
         generators: Sequence[torch.Generator],
+        draws: Sequence[Draw],
     ) -> tuple[int, ...]:
         """Find where the call breaks, and record it in memory that is thrown away.
 
@@ -135,7 +138,8 @@ class SegmentTree:
             work: runs the call on static inputs.
             sample: the leaves of its arguments.
             recorder: what records it.
-            generators: random generators that it draws from.
+            generators: random generators that its graphs are to draw from.
+            draws: what it draws on the host beside them.
 
         Returns:
             bytes of each memory segment that the call would take in an empty pool.
@@ -143,7 +147,7 @@ class SegmentTree:
         Raises:
             CaptureError: the call cannot be recorded in segments either.
         """
-        self.generators = list(generators)
+        self.generators, self._draws = list(generators), tuple(draws)
         held = (*self._module.parameters(), *self._module.buffers())
         if any(tensor.is_inference() for tensor in held):
             raise CaptureError(
@@ -166,7 +170,8 @@ class SegmentTree:
             with recorder.scratch() as sizes:
                 inputs = StaticInputs(sample, recorder.allocate)
                 root = Segment(self._device, None, None)
-                tracer = self.recording_tracer(root, self._script, recorder, (), (), {}, inputs)
+                script = self._script, self._draws
+                tracer = self.recording_tracer(root, *script, recorder, (), (), {}, inputs)
                 try:
                     tracer.record(work, inputs, _no_results)
                 except torch.OutOfMemoryError:
@@ -200,7 +205,8 @@ class SegmentTree:
         finish = functools.partial(self.finish, inputs, copy_plan, mutated)
         for left in reversed(range(_ATTEMPTS)):
             root = Segment(self._device, None, None)
-            tracer = self.recording_tracer(root, self._script, recorder, feeds, (), {}, inputs)
+            script = self._script, self._draws
+            tracer = self.recording_tracer(root, *script, recorder, feeds, (), {}, inputs)
             try:
                 tracer.record(work, inputs, finish)
                 break
@@ -216,6 +222,7 @@ class SegmentTree:
         self,
         node: Segment,
         script: Sequence[Step],
+        draws: Sequence[Draw],
         recorder: Recorder,
         feeds: Sequence[torch.Tensor],
         known: Sequence[Step],
@@ -224,7 +231,7 @@ class SegmentTree:
     ) -> RecordingTracer:
         """A tracer that records what comes after the known steps, from a segment on."""
         given = known, memory, inputs, self._device, self._unrecordable
-        return RecordingTracer(node, script, recorder, feeds, self.generators, *given)
+        return RecordingTracer(node, script, recorder, feeds, self.generators, draws, *given)
 
     def finish(
         self,
@@ -346,6 +353,7 @@ class SegmentTree:
         assert results is not None
         targets = [torch.empty_like(base) for base in results.bases] if self.copy_plan.fresh else []
         node.launch(sources, [*targets, *(leaves[slot] for slot in node.back)])
+        repeat(node.draws)
         for slot in node.back:
             torch.autograd.graph.increment_version(leaves[slot])
         with torch.no_grad():
@@ -446,16 +454,20 @@ class SegmentTree:
         assert node.break_ is not None
         assert arrival.key is not None
         before = self._pool.reserved
-        path = NewPath(self, node, arrival, observer.script, mutated, work)
         try:
+            # While the results are alive.
+            draws = observer.draws.to_repeat(self._device)
+            path = NewPath(self, node, arrival, observer.script, draws, mutated, work)
             self._check_worth(node.break_)
             self._check_limits(1 + sum(step.key is not None for step in observer.script))
-            self.generators += [g for g in observer.generators if g not in self.generators]
+            generators = [g for g in observer.generators if not is_foreign(g, self._device)]
+            self.generators += [g for g in generators if g not in self.generators]
             observer.exchange()
             try:
                 with transaction(self._pool, self._module, path.forget) as state:
                     if self.places:
                         state.allow_writes(list(self.places), [])
+                    draw_others(draws)
                     if self._pool.limit is not None:
                         self._make_room(path.size(), make_room)
                     state.check()
@@ -463,7 +475,9 @@ class SegmentTree:
                     state.check()
                     if self.places and not path.gives(results):
                         raise Differs("its result goes by what an attribute held before")
-                    state.refuse_host_randomness(self._device, observer.generators)
+                    state.refuse_host_randomness(
+                        self._device, observer.generators, [observer.draws]
+                    )
             except Exception as error:
                 # It may differ only since something was set up once: the next call will tell.
                 self._failures += 1
@@ -536,6 +550,7 @@ class NewPath:
         node: the last known segment.
         arrival: the break after it, with its new outcome.
         script: the steps that came then.
+        draws: what the call drew on the host, from its beginning.
         mutated: positions of the arguments that were written to.
         work: runs the call on static inputs.
 
@@ -552,6 +567,7 @@ class NewPath:
         node: Segment,
         arrival: Step,
         script: Sequence[Step],
+        draws: Sequence[Draw],
         mutated: Sequence[int],
         work: Work,
     ) -> None:
@@ -559,16 +575,16 @@ class NewPath:
         self.external: dict[int, torch.UntypedStorage] = {}
         self.frozen: dict[int, tuple[torch.Tensor, bytes]] = {}
         self.culprit: Any = None
-        self._given = tree, node, arrival, script, mutated, work
+        self._given = tree, node, arrival, script, draws, mutated, work
 
     def record(self) -> None:
         """Record the path's segments."""
-        tree, node, arrival, script, mutated, work = self._given
+        tree, node, arrival, script, draws, mutated, work = self._given
         recorder, inputs = tree.recorder, tree.inputs
         child = Segment.after(node, arrival, recorder.allocate)
         memory = node.memory_so_far() | child.memory
         known = [*node.known(), arrival]
-        tracer = tree.recording_tracer(child, script, recorder, (), known, memory, inputs)
+        tracer = tree.recording_tracer(child, script, draws, recorder, (), known, memory, inputs)
         finish = functools.partial(tree.finish, inputs, tree.copy_plan, mutated)
         try:
             with emptied(tree.places):
