@@ -231,7 +231,8 @@ class _Choice:
         found = [each for each in signatures if isinstance(each, RangedSignature)] or signatures
         if len(found) > 1 and not inside_transform():
             with contextlib.suppress(SignatureError):
-                found.sort(key=functools.partial(_distance, CallSignature.of(args, kwargs)))
+                call = CallSignature.of(args, kwargs, objects=self.apart is not None)
+                found.sort(key=functools.partial(_distance, call))
         return found[0].differences(args, kwargs) if found else None
 
     def eager(self, kind: str, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -590,6 +591,12 @@ def put_together(module: nn.Module, apart: Apart) -> TunedModule:
         tuned._choice.plain = module.function_of() if isinstance(module, Called) else module
     tuned._choice.apart, tuned._choice.by_key = apart, by_key
     return tuned
+
+
+def of_tensors(tuned: TunedModule) -> TunedModule:
+    """What answers the tensors of calls with objects; for other calls, what was given."""
+    apart = tuned._choice.apart
+    return tuned if apart is None else apart.tuned
 
 
 def eager_without_grad(module: nn.Module, same_under_no_grad: bool) -> Callable[..., Any]:

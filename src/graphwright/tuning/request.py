@@ -54,7 +54,7 @@ OBJECTIVES = ("latency", "throughput", "memory", "cold_start")
 # Tried by default only for the objective cold_start: it pays off where it is loaded from a file.
 _FOR_COLD_START = ("aot_inductor",)
 # Tensors in the name of a sample that holds objects: a cache may hold hundreds.
-_NAMED_TENSORS = 4
+_NAMED_TENSORS = 2
 
 
 @dataclass(frozen=True)
