@@ -8,11 +8,12 @@ and does to the caller's own objects what the model did to those.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import statistics
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,6 +62,12 @@ class ApartCall:
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
         return cls(template, tensors, tuple(names[slot] for slot in template.slots), signature)
 
+    @functools.cached_property
+    def kind(self) -> Any:
+        """What calls share that differ in their tensors alone."""
+        plain = tuple(leaf if len(leaf) != 5 else None for leaf in self.signature.leaves)
+        return self.signature.spec, plain
+
     def anew(self) -> tuple[Args, Kwargs]:
         """The sample's arguments, with tensors and objects of their own."""
         args, kwargs = self.template.fill(clone_leaves(self.tensors))
@@ -85,9 +92,15 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 
 
 class _ThisCall(threading.local):
-    """What the model has made in the call of this thread, if its Python has run."""
+    """The call of this thread.
+
+    Attributes:
+        made: what the model has made, if its Python has run.
+        eager: whether it may make anything, whatever has to be alike.
+    """
 
     made: TreeTemplate | None = None
+    eager = False
 
 
 _THIS_CALL = _ThisCall()
@@ -99,10 +112,16 @@ class TakenApart(nn.Module):
     Attributes:
         model: the model.
         templates: of the arguments, for each kind of call.
+
+    With `alike`, calls of a kind raise SignatureError where results and effects differ in more than
+    their tensors, as those of calls of several sizes may; not in a block of `eager_results`.
     """
 
-    def __init__(self, model: nn.Module, templates: Sequence[TreeTemplate]) -> None:
+    def __init__(
+        self, model: nn.Module, templates: Sequence[TreeTemplate], *, alike: bool = False
+    ) -> None:
         super().__init__()
+        self._alike = alike
         self.training = model.training
         self.model = model
         # By text, which compilers take for what it is; an integer might become a symbol.
@@ -136,8 +155,16 @@ class TakenApart(nn.Module):
                 remedy="Return what is new instead, or use graphwright.graph().",
             ) from error
         leaves, spec = pytree.tree_flatten(tree)
-        _THIS_CALL.made = TreeTemplate.of(leaves, spec)
-        known.made.setdefault(kind, _THIS_CALL.made)
+        made = TreeTemplate.of(leaves, spec)
+        first = known.made.setdefault(kind, made)
+        if not self._alike or _THIS_CALL.eager:
+            _THIS_CALL.made = made
+        elif made != first:
+            raise SignatureError(
+                "What the call returns, or does to its objects, depends on the sizes beside the "
+                "tensors.",
+                remedy="Leave numbers that are computed of sizes out of the objects.",
+            )
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def made(self, number: int, tensors: Sequence[torch.Tensor]) -> TreeTemplate:
@@ -154,6 +181,16 @@ class TakenApart(nn.Module):
             finally:
                 state.restore()
         return _KNOWN[self].made[kind]
+
+
+@contextlib.contextmanager
+def eager_results() -> Iterator[None]:
+    """Inside the block, eager calls of a `TakenApart` give whatever the model gives."""
+    before, _THIS_CALL.eager = _THIS_CALL.eager, True
+    try:
+        yield
+    finally:
+        _THIS_CALL.eager = before
 
 
 def kind_of(number: int, count: int) -> dict[str, str]:

@@ -160,6 +160,12 @@ class Request:
         if buckets is not None:
             if samples is not None:
                 raise OptionError("tune() takes samples or buckets, not both.")
+            if holds_objects(args, kwargs or {}):
+                raise SignatureError(
+                    "tune() takes buckets for calls whose arguments are tensors, and this one has "
+                    "objects among them.",
+                    remedy="Pass a call of each size as samples=[…], or use graph(buckets=…).",
+                )
             # Imported late: symbolic shapes take a second to import.
             from .bucketed_request import BucketedRequest
 
