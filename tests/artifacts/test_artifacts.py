@@ -976,7 +976,7 @@ def test_results_that_json_would_change_are_refused(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> Any:
             return {("a", "b"): x * 2}
 
-    with pytest.raises(gw.ArtifactError, match="structure of the results"):
+    with pytest.raises(gw.ArtifactError, match="structure of arguments or results"):
         gw.save(tuned_with("fused", Odd().eval(), (torch.randn(3),)), tmp_path / "m.gw")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 from typing import Any
 
 import generative
@@ -146,6 +147,69 @@ def test_fifty_steps_with_one_cache_are_right_and_captured_by_few_graphs(name: s
                 assert answer.past_key_values is mine.past_key_values
             # Of each length there is but one call in a text, and a graph of it would not pay.
             assert graphed.statistics.captures <= (1 if text == 0 else 8)
+
+
+def sized(model: nn.Module, batch: int, length: int) -> dict[str, Any]:
+    """A step with a cache of some size, positions and mask told."""
+    torch.manual_seed(100 * batch + length)
+    cache = model(input_ids=ids(batch, length)).past_key_values
+    mask, place = torch.ones(batch, length + 1, dtype=torch.long), torch.full((batch, 1), length)
+    given = {"input_ids": ids(batch, 1), "attention_mask": mask, "position_ids": place}
+    return given | {"past_key_values": cache}
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dimension", ["batch", "length"])
+def test_a_cache_has_dimensions_for_buckets(dimension: str) -> None:
+    """Padding does no harm to the batch; a step's own row comes behind the padded rows."""
+    model = generative.build("Qwen2ForCausalLM")
+    size: Any = torch.export.Dim(dimension)
+    axis, is_batch = (0, True) if dimension == "batch" else (2, False)
+    given = {"input_ids": {0: size}, "position_ids": {0: size}} if is_batch else {}
+    given |= {"attention_mask": {0: size} if is_batch else {1: size + 1}}
+    layer = {"keys": {axis: size}, "values": {axis: size}}
+    graphed = gw.graph(
+        model,
+        buckets=gw.Buckets(**{dimension: [2, 4]}),
+        dynamic_shapes=given | {"past_key_values": {"layers": [layer, layer]}},
+        pad={"attention_mask": 0 if not is_batch else None},
+    )
+    with torch.no_grad():
+        for n in (3, 4, 3):
+            mine, its = (sized(model, *((n, 5) if is_batch else (2, n))) for _ in range(2))
+            answer, expected = graphed(**mine), model(**its)
+            assert_alike(answer, expected)
+            assert_alike(mine["past_key_values"], its["past_key_values"])
+            assert answer.past_key_values is mine["past_key_values"]
+    now = graphed.statistics
+    assert (now.hits, now.padded) == ((3, 2) if is_batch else (1, 0)), graphed.explain()
+    if not is_batch:
+        assert now.eager == {"padding is not harmless": 2}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_tune_takes_steps_with_caches_of_several_lengths(tmp_path: Path) -> None:
+    model = generative.build("Qwen2ForCausalLM")
+    first = generative.inputs("Qwen2ForCausalLM")
+    with torch.no_grad():
+        tuned = gw.tune(
+            model,
+            samples=[first, sized(model, 2, 3), sized(model, 2, 5)],
+            strategies=["fused"],
+            remember=False,
+            progress=False,
+            isolate=False,
+            objective="memory",  # With objects taken apart, so small a model is slower.
+        )
+        gw.save(tuned, tmp_path / "steps.gw")
+        assert tuned.report.chosen == "fused"
+        for each in (tuned, gw.load(tmp_path / "steps.gw", model)):
+            assert_alike(each(**first), model(**first))
+            for length in (5, 3):
+                mine, its = (sized(model, 2, length) for _ in range(2))
+                assert_alike(each(**mine), model(**its))
+                assert_alike(mine["past_key_values"], its["past_key_values"])
+            assert each.calls == {"tuned": 3}
 
 
 @pytest.mark.slow

@@ -31,15 +31,16 @@ from ..evaluation.reference import Sample
 from ..evaluation.verification import compare, verify
 from ..graphs.conditions import garbage_collection_off
 from ..graphs.cuda.driver import primary_context
+from ..graphs.taken_apart import TakenApart
 from ..report.environment import environment
 from ..report.report import Report
 from ..report.result import EAGER
 from ..strategies.base import Built, Candidate, Loader
 from ..strategies.registry import LOSSY, parse_candidates
-from . import container, evidence, padding_plans
+from . import container, evidence, object_calls, padding_plans
 from .padded_calls import PaddedCalls, StoredPaddedCalls, Tuned
 from .saving import CONSTANTS, REPORT, STRATEGY, WEIGHTS, prefix_of, weights_of
-from .tuned_module import Absent, OnMiss, Origin, TunedModule, assemble
+from .tuned_module import Absent, Apart, OnMiss, Origin, TunedModule, assemble, put_together
 
 _AS_SAVED = "as it was saved"
 
@@ -155,7 +156,8 @@ class _Loading:
         if stored and doubtful is not None and not trust:
             self._refuse_doubtful(doubtful)
         self.model = model
-        self.module = _module_for(model)
+        self.module = self.called = _module_for(model)
+        self.object_calls: list[object_calls.StoredCall] = []
         self.device = self._device()
         self.notes: list[str] = []
         # Names of stored files that are code and can be left out.
@@ -200,6 +202,7 @@ class _Loading:
 
     def load(self) -> TunedModule:
         """Use what was saved, else build it again, else use eager."""
+        self._take_apart()
         if self.model is None:
             with garbage_collection_off():  # Imports and reads make no garbage.
                 return self._first_verified(self._samples())
@@ -222,13 +225,29 @@ class _Loading:
                     _put(tensor, values)
             raise
 
+    def _take_apart(self) -> None:
+        """If calls with objects were tuned for, go on with the model that takes their tensors."""
+        if object_calls.FILE not in self.facts["members"]:
+            return
+        self.members.ready(object_calls.FILE)
+        self.object_calls = object_calls.read(
+            self.folder, imports=self.trust, objects=self._packages()
+        )
+        if self.model is not None:
+            templates = [each.template for each in self.object_calls]
+            self.module = TakenApart(self.called, templates)
+
+    def _packages(self) -> set[str] | None:
+        """The packages that may define classes of objects."""
+        return None if self.model is None else _packages_of(self.called)
+
     def _samples(self) -> list[Sample]:
         return evidence.read(
             self.folder,
             self.module,
             self._available_device,
             imports=self.trust,
-            objects=None if self.model is None else _packages_of(self.module),
+            objects=self._packages(),
         )
 
     def _available_device(self) -> torch.device:
@@ -428,7 +447,7 @@ class _Loading:
         calls = [sample.call for sample in samples]
         ranges = self.ranges if builts[0] is builts[-1] else ()
         signatures = [CallSignature.of(call.args, call.kwargs) for call in calls]
-        return assemble(
+        tuned = assemble(
             self.module,
             self.report,
             signatures,
@@ -441,6 +460,16 @@ class _Loading:
             on_miss=self.on_miss,
             checks=self.checks,
         )
+        return self._put_together(tuned, samples) if self.object_calls else tuned
+
+    def _put_together(self, tuned: TunedModule, samples: Sequence[Sample]) -> TunedModule:
+        """What answers calls with objects, by what answers their tensors."""
+        calls = object_calls.calls_of(self.object_calls, samples)
+        if isinstance(self.module, TakenApart):
+            made = [self.module.made(n, call.tensors) for n, call in enumerate(calls)]
+        else:
+            made = object_calls.made_of(self.object_calls, calls, samples)
+        return put_together(self.called, Apart(tuned, calls, made))
 
 
 def _problem(

@@ -20,9 +20,9 @@ from ..errors import ArtifactError, StrategyFailed, levels_above
 from ..report.environment import environment
 from ..report.report import Report
 from ..strategies.base import Kept
-from . import container, evidence, padding_plans
+from . import container, evidence, object_calls, padding_plans
 from .substitute import substitutes, unsavable
-from .tuned_module import Absent, Origin, TunedModule
+from .tuned_module import Absent, Origin, TunedModule, of_tensors
 
 # Members of the file.
 REPORT, STRATEGY = "report.json", "strategy"
@@ -83,7 +83,7 @@ def save_best(tuned: TunedModule, path: str | os.PathLike[str]) -> Saved:
     except StrategyFailed as error:
         problem = error
     failures: list[str] = []
-    for found in substitutes(tuned, origin, failures):
+    for found in substitutes(of_tensors(tuned), origin, failures):
         note = found.note(tuned.report, problem.what, failures)
         try:
             saved = _write(tuned, found.origin, found.report(tuned.report, note), target)
@@ -127,12 +127,8 @@ def _checked(tuned: TunedModule, path: str | os.PathLike[str]) -> Origin:
         raise ArtifactError(
             f"save() was given a {type(tuned).__name__}.", remedy="Pass what tune() returned."
         )
+    tuned = of_tensors(tuned)
     origin = tuned._choice.origin
-    if origin is None and tuned._choice.table:
-        raise ArtifactError(
-            "What was tuned for a call with objects among its arguments cannot be saved.",
-            remedy="Tune it again where it is used: the choice is remembered on this machine.",
-        )
     if origin is None:
         raise ArtifactError(
             "This copy was not tuned, so that there is nothing to save.",
@@ -172,6 +168,7 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
         ArtifactError: no candidate can be.
     """
     candidate, device = origin.candidate, origin.device
+    apart, tuned = tuned._choice.apart, of_tensors(tuned)
     why = unsavable(candidate)
     if why is not None:
         raise StrategyFailed(
@@ -191,6 +188,8 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
                 seen |= {prefix_of(index) + name for name in kept.seen}
                 loads = keeps
         evidence.write(folder, origin.samples, device)
+        if apart is not None:
+            object_calls.write(folder, apart)
         padded = tuned._choice.padded
         if padded is not None:
             padding_plans.write(folder, padded.plans(), origin.samples)

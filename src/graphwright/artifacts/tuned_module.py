@@ -18,6 +18,7 @@ from ..calls.dependencies import Called
 from ..calls.modes import opaque
 from ..calls.modules import ModuleProxy, any_in_training, in_training
 from ..calls.objects import detached
+from ..calls.serialization import TreeTemplate
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -38,7 +39,7 @@ from ..graphs.composition import (
     warn_of_lost_gain,
 )
 from ..graphs.conditions import captured_by_others, capturing_now
-from ..graphs.taken_apart import TakenApart
+from ..graphs.taken_apart import ApartCall, key_with_objects, kind_of, with_objects
 from ..graphs.turns import turns_of
 from ..ops import compiled_checks
 from ..report.report import Report
@@ -118,6 +119,21 @@ class Origin:
     ranges: tuple[Range, ...] = ()
 
 
+@dataclass(frozen=True)
+class Apart:
+    """What answers calls with objects; `save` needs it.
+
+    Attributes:
+        tuned: of the model that was taken apart; it is called with tensors.
+        calls: that it was tuned for.
+        made: what their results are beside tensors.
+    """
+
+    tuned: TunedModule
+    calls: Sequence[ApartCall]
+    made: Sequence[TreeTemplate]
+
+
 class _Choice:
     """What a TunedModule holds in addition to the module: the winner, and when it may be called."""
 
@@ -159,10 +175,14 @@ class _Choice:
         self._told: set[str] = set()
         self.calls: Counter[str] = Counter()
         self.last_difference: str | None = None
+        self.apart: Apart | None = None
+        # Of calls with objects, which take long to compare: the table by what is seen at once.
+        self.by_key: dict[Any, list[Entry]] = {}
 
     def entry_for(self, args: Args, kwargs: Kwargs) -> Entry | None:
         """The entry that answers a call; None if there is none."""
-        for entry in self.table:
+        table = self.by_key.get(key_with_objects(args, kwargs), ()) if self.by_key else self.table
+        for entry in table:
             if entry[0].fits(args, kwargs):
                 return entry
         return None
@@ -211,7 +231,8 @@ class _Choice:
         found = [each for each in signatures if isinstance(each, RangedSignature)] or signatures
         if len(found) > 1 and not inside_transform():
             with contextlib.suppress(SignatureError):
-                found.sort(key=functools.partial(_distance, CallSignature.of(args, kwargs)))
+                call = CallSignature.of(args, kwargs, objects=self.apart is not None)
+                found.sort(key=functools.partial(_distance, call))
         return found[0].differences(args, kwargs) if found else None
 
     def eager(self, kind: str, call: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
@@ -540,29 +561,42 @@ def assemble(
     )
 
 
-def put_together(tuned: TunedModule, apart: TakenApart, *, eager: bool = False) -> TunedModule:
+def put_together(module: nn.Module, apart: Apart) -> TunedModule:
     """For what was tuned of a model that was taken apart: the model, called with objects.
 
     Args:
-        tuned: of the model that was taken apart.
-        apart: the model.
-        eager: whether it is called as it is.
+        module: the model, or what stands in for it.
+        apart: what was tuned.
     """
-    choice, module = tuned._choice, apart.model
-    call = choice.table[0][1]
-    eager = eager or choice.plain is not None
-    answer = eager_without_grad(module, choice.same_under_no_grad) if eager else apart.around(call)
-    made = TunedModule(
+    choice, count = apart.tuned._choice, len(apart.calls)
+    eager = choice.report.chosen == EAGER and not isinstance(module, Absent)
+    table: list[Entry] = []
+    by_key: dict[Any, list[Entry]] = {}
+    for number, (call, made) in enumerate(zip(apart.calls, apart.made, strict=True)):
+        answer = with_objects(choice.table[number][1], made, kind_of(number, count))
+        if eager:
+            answer = eager_without_grad(module, choice.same_under_no_grad)
+        table.append((call.signature, answer))
+        by_key.setdefault(key_with_objects(*call.anew()), []).append(table[-1])
+    tuned = TunedModule(
         module,
         choice.report,
-        [(apart.signature, answer)],
+        table,
         None if eager else choice.watch,
         same_under_no_grad=choice.same_under_no_grad,
+        loaded=choice.loaded,
         on_miss=choice.on_miss,
     )
     if eager:
-        made._choice.plain = module.function_of() if isinstance(module, Called) else module
-    return made
+        tuned._choice.plain = module.function_of() if isinstance(module, Called) else module
+    tuned._choice.apart, tuned._choice.by_key = apart, by_key
+    return tuned
+
+
+def of_tensors(tuned: TunedModule) -> TunedModule:
+    """What answers the tensors of calls with objects; for other calls, what was given."""
+    apart = tuned._choice.apart
+    return tuned if apart is None else apart.tuned
 
 
 def eager_without_grad(module: nn.Module, same_under_no_grad: bool) -> Callable[..., Any]:

@@ -254,18 +254,25 @@ class TreeTemplate:
             return build(leaves, self.spec)
         return pytree.tree_unflatten(leaves, self.spec)
 
-    def written(self) -> dict[str, Json]:
+    def written(self, *, given: int = 0) -> dict[str, Json]:
         """The template as JSON.
+
+        Args:
+            given: how many objects of a caller it may name.
 
         Raises:
             ArtifactError: a leaf or a container cannot be written down.
         """
         leaves = [packed(leaf, {}, "") for leaf in self.leaves]
-        return {"leaves": leaves, "slots": [*self.slots], "tree": tree_text(self.spec)}
+        return {"leaves": leaves, "slots": [*self.slots], "tree": tree_text(self.spec, given=given)}
 
     @classmethod
-    def read(cls, known: Mapping[str, Json]) -> TreeTemplate:
+    def read(cls, known: Mapping[str, Json], **may: Any) -> TreeTemplate:
         """Inverse of `written`.
+
+        Args:
+            known: the JSON.
+            may: what `tree_of` takes beside the text.
 
         Raises:
             ArtifactError: a container's class is not known here.
@@ -275,4 +282,4 @@ class TreeTemplate:
         slots = tuple(int(slot) for slot in known["slots"])
         if any(not 0 <= slot < len(leaves) for slot in slots):
             raise ValueError(f"there are no leaves {slots} among {len(leaves)}")
-        return cls(leaves, slots, tree_of(known["tree"]))
+        return cls(leaves, slots, tree_of(known["tree"], **may))

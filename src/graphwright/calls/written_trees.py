@@ -1,4 +1,4 @@
-"""The structure of results as text: containers and objects with their classes, by name.
+"""The structure of arguments and results as text: containers and objects, with classes by name.
 
 Reading executes nothing, and imports nothing unless `imports=True` allows it. An object is built
 again without its `__init__`, but what its class does later is code: so `objects` has to name the
@@ -20,7 +20,18 @@ import torch
 from torch.utils import _pytree as pytree
 
 from ..errors import ArtifactError
-from .objects import NODES, Again, Constant, Kind, ObjectNode, SetNode, Shared, has_nodes, layout_of
+from .objects import (
+    NODES,
+    Again,
+    Constant,
+    GivenNode,
+    Kind,
+    ObjectNode,
+    SetNode,
+    Shared,
+    has_nodes,
+    layout_of,
+)
 
 Json = Any
 
@@ -30,8 +41,12 @@ _OURS = {node.__name__: node for node in NODES}
 _ALLOWED: ContextVar[set[str] | None] = ContextVar("_ALLOWED", default=None)
 
 
-def tree_text(spec: pytree.TreeSpec) -> str:
-    """The tree of a call's results as text.
+def tree_text(spec: pytree.TreeSpec, *, given: int = 0) -> str:
+    """A tree as text.
+
+    Args:
+        spec: of what a call takes or returns.
+        given: how many objects of the caller it may name, by their position.
 
     Raises:
         ArtifactError: a node's class is not known by name, or the text could not be read without
@@ -39,14 +54,14 @@ def tree_text(spec: pytree.TreeSpec) -> str:
     """
     try:
         text = json.dumps(_written(spec)) if has_nodes(spec) else pytree.treespec_dumps(spec)
-        if _read(json.loads(text)) != spec:
+        if _read(json.loads(text), given) != spec:
             raise ValueError("it comes back as another one")
         return text
     except Exception as error:
         raise ArtifactError(
-            f"The structure of the results cannot be written down: {error}.",
-            remedy="Return tuples, lists, dictionaries by text, objects of classes that a module "
-            "names, or classes that are registered with torch.utils._pytree under a "
+            f"The structure of arguments or results cannot be written down: {error}.",
+            remedy="Take and return tuples, lists, dictionaries by text, objects of classes that a "
+            "module names, or classes that are registered with torch.utils._pytree under a "
             "serialized_type_name.",
         ) from error
 
@@ -62,7 +77,7 @@ def one_file() -> Iterator[None]:
 
 
 def tree_of(
-    text: str, *, imports: bool = False, objects: Collection[str] | None = None
+    text: str, *, imports: bool = False, objects: Collection[str] | None = None, given: int = 0
 ) -> pytree.TreeSpec:
     """The tree that `tree_text` wrote.
 
@@ -71,6 +86,7 @@ def tree_of(
         imports: whether modules that define the tree's classes may be imported.
         objects: packages that are trusted to define what may be built of classes that are imported
             here; none by default.
+        given: how many objects of the caller it may name.
 
     Raises:
         ArtifactError: the text is no tree, or names a class that may not be used.
@@ -95,20 +111,20 @@ def tree_of(
             _ALLOWED.set(allowed)
         forbidden = named - missing - allowed
         if not (unknown or missing or forbidden):
-            return _read(known)
+            return _read(known, given)
     except Exception as error:
         raise ArtifactError(
-            f"The structure of the results cannot be made: {error!s:.300}."
+            f"The structure of arguments or results cannot be made: {error!s:.300}."
         ) from error
     if unknown or missing:
         names = ", ".join(sorted({*unknown, *(name.replace(":", ".") for name in missing)}))
         raise ArtifactError(
-            f"The results are made of {names}, which is not imported here.",
+            f"Arguments or results are made of {names}, which is not imported here.",
             remedy="Import it first, pass the model, or load with trust=True.",
         )
+    names = ", ".join(sorted(forbidden)).replace(":", ".")
     raise ArtifactError(
-        f"The results are objects of {', '.join(sorted(forbidden)).replace(':', '.')}, and a file "
-        "may not make these by itself.",
+        f"Arguments or results are objects of {names}, and a file may not make these by itself.",
         remedy="Pass the model, or load with trust=True.",
     )
 
@@ -138,7 +154,7 @@ def _context_of(spec: pytree.TreeSpec) -> Json:
     context = spec.context
     if spec.type is ObjectNode:
         return [_name_of(context.cls), list(context.names), context.holds]
-    if spec.type in (Shared, Again):
+    if spec.type in (Shared, Again, GivenNode):
         return context
     if spec.type is SetNode:
         values = sorted((value for _, value in context[1]), key=repr)
@@ -157,7 +173,7 @@ def _context_of(spec: pytree.TreeSpec) -> Json:
     raise ValueError("an object in it is the model's or the caller's own")
 
 
-def _read_context(node: type, known: Json) -> Any:
+def _read_context(node: type, known: Json, given: int) -> Any:
     """Inverse of `_context_of`; raises for anything else."""
     if node is ObjectNode:
         name, names, holds = known
@@ -175,6 +191,10 @@ def _read_context(node: type, known: Json) -> Any:
         return number, places
     if node is Again:
         return int(known)
+    if node is GivenNode:
+        if type(known) is not int or not 0 <= known < given:
+            raise ValueError(f"the caller gives no object {known!r:.20}")
+        return known
     if node is SetNode:
         kind, values = known
         return {"set": set, "frozenset": frozenset}[kind], frozenset((type(v), v) for v in values)
@@ -222,20 +242,20 @@ def _class_of(name: str) -> type | None:
 # Reading.
 
 
-def _read(known: Json) -> pytree.TreeSpec:
+def _read(known: Json, given: int) -> pytree.TreeSpec:
     """The tree of imported classes; raises if it is none, or if reading might import."""
     if known == _LEAF:
         return pytree.tree_structure(0)
     if isinstance(known, list):
         return _parse_tree(known)
-    children = [_read(child) for child in known["children"]]
+    children = [_read(child, given) for child in known["children"]]
     if "plain" in known:
         alone = _parse_tree(known["plain"])
         if len(alone.children()) != len(children):
             raise ValueError("a container holds another number of values")
         return pytree.TreeSpec(alone.type, alone.context, children)
     node = _OURS[known["node"]]
-    context = _read_context(node, known["context"])
+    context = _read_context(node, known["context"], given)
     count = len(context.names) + context.holds if node is ObjectNode else int(node is Shared)
     if len(children) != count:
         raise ValueError(f"a {node.__name__} holds another number of values")

@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ..artifacts.loading import load
+from ..artifacts.tuned_module import of_tensors
 from ..errors import TargetError
 from ..evaluation.measurement import Samples, Timer, collection_held_off
 from ..report.report import Report
@@ -57,7 +58,7 @@ def run_artifact(
     device: torch.device | None,
     calls: int,
 ) -> ArtifactRun:
-    """Load an artifact, and time its answers to its own samples.
+    """Load an artifact, and time its answers to its own samples, or to the tensors of these.
 
     Args:
         file: the artifact.
@@ -73,7 +74,7 @@ def run_artifact(
     began = time.perf_counter()
     chosen = device is not None and device.type == "cuda"
     with torch.cuda.device(device) if chosen else contextlib.nullcontext():
-        tuned = load(file, model, trust=trust)
+        tuned = of_tensors(load(file, model, trust=trust))
     load_s = time.perf_counter() - began
     origin = tuned._choice.origin
     assert origin is not None

@@ -12,8 +12,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils import _pytree as pytree
 
+from ..calls.modules import FunctionModule
 from ..calls.signature import (
     Args,
     CallSignature,
@@ -27,6 +29,13 @@ from ..calls.signature import (
 from ..errors import CaptureError, OptionError, PaddingError, SignatureError
 from ..graphs.conditions import capturing_now
 from ..graphs.graph import GraphClosed
+from ..graphs.taken_apart import (
+    ApartCall,
+    TakenApart,
+    eager_results,
+    holds_objects,
+    with_objects,
+)
 from ..graphs.turns import Busy
 from ..report.progress import Progress
 from ..shapes.buckets import PADDING, Buckets
@@ -35,7 +44,8 @@ from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
 from ..shapes.selection import BucketSelector
 from .capture_budget import CaptureBudget
-from .graph_cache import CacheEntry
+from .fast_path import MISS
+from .graph_cache import CacheEntry, GraphCache
 from .graphed_callable import (
     MAX_QUICK,
     SHARED,
@@ -51,6 +61,11 @@ from .statistics import Tally
 
 # Failed proofs after which a family of calls stays eager.
 _MAX_FAILURES = 3
+# Kinds of calls with objects that have graphs.
+_MAX_WITH_OBJECTS = 8
+_MANY_OBJECTS = (
+    "the objects of most calls differ in more than their tensors, in a number that counts, say"
+)
 _MANY_FAMILIES = (
     "most calls differ in more than the named sizes; pass plain values that change as tensors, and "
     "name all sizes that vary"
@@ -110,10 +125,55 @@ class BucketedCallable(GraphedCallable):
         self._tally = Tally(buckets.names)
         self._recent_bucket: CacheEntry | None = None
         self._failures = 0
+        # What answers calls with objects, by all of these but their tensors.
+        self._with_objects: dict[Any, _OfTensors] = {}
 
     def _new_budgets(self) -> None:
         super()._new_budgets()
         self._for_families = CaptureBudget()
+
+    def _answer_apart(self, args: Args, kwargs: Kwargs) -> Any:
+        if quick_key(args, kwargs) is not None or not holds_objects(args, kwargs):
+            return MISS
+        try:
+            known = self._of_tensors(args, kwargs)
+        except SignatureError as error:
+            return self._missed("no dynamic sizes", error.what, args, kwargs)
+        if known is None:
+            return self._missed(UNPAID, _MANY_OBJECTS, args, kwargs)
+        result = known.answer(*args, **kwargs)
+        self._last_miss, known._last_miss = known._last_miss or self._last_miss, None
+        return result
+
+    def _of_tensors(self, args: Args, kwargs: Kwargs) -> _OfTensors | None:
+        """What answers a call with objects by its tensors; None if there are too many kinds.
+
+        Raises:
+            SignatureError: an argument cannot be looked into, or the call lacks a dimension.
+        """
+        call = ApartCall.of(args, kwargs)
+        known = self._with_objects.get(call.kind)
+        if known is not None or len(self._with_objects) >= _MAX_WITH_OBJECTS:
+            return known
+        dimensions, slots = self._selector.dimensions, call.template.slots
+        axes, pads = dimensions.axes(args, kwargs), dimensions.pads(args, kwargs)
+        module = self.fn if isinstance(self.fn, nn.Module) else FunctionModule(self.fn)
+        options = self._options() | {
+            "dynamic_shapes": tuple(axes[slot] for slot in slots),
+            "pad": tuple(pads[slot] for slot in slots),
+        }
+        made = _OfTensors(TakenApart(module, [call.template], alike=True), call, self, options)
+        self._with_objects[call.kind] = made
+        return made
+
+    def _caches(self) -> list[GraphCache]:
+        return [self._entries, *(each._entries for each in self._with_objects.values())]
+
+    def release(self) -> None:
+        """Close all graphs; the next calls capture theirs again."""
+        super().release()
+        for each in self._with_objects.values():
+            each.release()
 
     def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         if isinstance(found, _PaddedCall):
@@ -346,6 +406,10 @@ class BucketedCallable(GraphedCallable):
     def _prepare(self, wanted: Sequence[tuple[Args, Kwargs]], bar: Progress) -> None:
         """Prove and capture every bucket for the families of some calls."""
         selector = self._selector
+        for args, kwargs in wanted:
+            if holds_objects(args, kwargs):
+                self._prepare_apart(args, kwargs, bar)
+        wanted = [each for each in wanted if not holds_objects(*each)]
         bar.start(3 * len(selector.buckets.points) * len(wanted))
         state = self._entries.state()
         grad = self._entries.grad_mode()
@@ -382,6 +446,16 @@ class BucketedCallable(GraphedCallable):
                 entry.sizes = bucket
                 self._check(family, bucket, entry)
 
+    def _prepare_apart(self, args: Args, kwargs: Kwargs, bar: Progress) -> None:
+        """Prove and capture every bucket for calls that are like one with objects."""
+        try:
+            known = self._of_tensors(args, kwargs)
+        except SignatureError as error:
+            raise CaptureError(error.what, remedy=error.remedy) from error
+        if known is None:
+            raise CaptureError(_MANY_OBJECTS, remedy="Prepare fewer kinds of calls.")
+        known._prepare([(known.call.tensors, {})], bar)
+
     def _check(self, family: ShapeFamily, bucket: tuple[int, ...], entry: CacheEntry) -> None:
         """Compare a bucket's graph with eager for a padded call, before it is first used."""
         served = list(self._selector.served(bucket))
@@ -414,3 +488,27 @@ class BucketedCallable(GraphedCallable):
             "pad": mine.dimensions.pad,
             "split": mine.split,
         }
+
+
+class _OfTensors(BucketedCallable):
+    """Answers calls with objects of one kind by their tensors, for another callable.
+
+    Attributes:
+        call: the first of these calls.
+        answer: answers them.
+    """
+
+    def __init__(
+        self, taken: TakenApart, call: ApartCall, owner: BucketedCallable, options: dict[str, Any]
+    ) -> None:
+        super().__init__(taken, pool=owner.pool, **options)
+        mine, its = self._selector.dimensions, owner._selector.dimensions
+        mine.bounds = its.bounds
+        mine.name_arguments(call.names)
+        self._tally, self._warned = owner._tally, owner._warned
+        self.call = call
+        self.answer = with_objects(self, taken.made(0, call.tensors))
+
+    def _run_detached(self, args: Args, kwargs: Kwargs, *, as_called: bool = False) -> Any:
+        with eager_results():
+            return super()._run_detached(args, kwargs, as_called=as_called)

@@ -62,6 +62,7 @@ from ..graphs.conditions import capturing_now, hidden_from_hooks_for_saved_tenso
 from ..graphs.graph import GraphClosed
 from ..graphs.memory import MemoryPool, pool_problem
 from ..graphs.python_state import StateChanges
+from ..graphs.taken_apart import TakenApart
 from ..graphs.turns import Busy
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, Progress, shown
@@ -358,6 +359,9 @@ class GraphedCallable(StandIn):
             return self._run_eagerly("closed", args, kwargs)
         if captured:
             return self._run_eagerly("inside another capture", args, kwargs)
+        result = self._answer_apart(args, kwargs)
+        if result is not MISS:
+            return result
         changes = self._for_changes
         if self.on_miss == "capture":
             # Calls that are eager anyway need no look at the module, which takes a while.
@@ -411,6 +415,10 @@ class GraphedCallable(StandIn):
             if changed and before is not None:
                 seconds = time.perf_counter() - began
                 self._for_changes.spend(seconds, self._answered(), _changes(before))
+
+    def _answer_apart(self, args: Args, kwargs: Kwargs) -> Any:
+        """The answer to a call with objects by what takes its tensors; MISS if nothing does."""
+        return MISS
 
     def _answer_unusual(self, found: Any, args: Args, kwargs: Kwargs) -> Any:
         """Answer a call for whose shapes no entry is known; `found` is what is known instead."""
@@ -855,8 +863,11 @@ class GraphedCallable(StandIn):
     @property
     def statistics(self) -> CallStatistics:
         """How the calls went so far."""
+        caches = self._caches()
         found = self._tally.statistics(
-            self._entries.ready(), self._entries.captures, self._entries.verdicts()
+            [entry for cache in caches for entry in cache.ready()],
+            sum(cache.captures for cache in caches),
+            [proof for cache in caches for proof in cache.verdicts()],
         )
         if self._counted is not None:
             found = both(found, replace(self._counted, graphs=0, nbytes=0))
@@ -886,7 +897,12 @@ class GraphedCallable(StandIn):
     def _ready(self) -> list[CacheEntry]:
         """The entries whose graphs can be replayed, those of calls that are given state too."""
         carried = self._carried
-        return self._entries.ready() + ([] if carried is None else carried.graphs._ready())
+        found = [entry for cache in self._caches() for entry in cache.ready()]
+        return found + ([] if carried is None else carried.graphs._ready())
+
+    def _caches(self) -> list[GraphCache]:
+        """All that hold graphs whose calls are counted here."""
+        return [self._entries]
 
     def _latest(self) -> GraphedCallable:
         """What answers calls now: this, or what is given the state that calls leave."""
@@ -1017,6 +1033,7 @@ def _category_of(error: GraphwrightError) -> str:
 
 def name_of(fn: Callable[..., Any]) -> str:
     """The name of a function in errors and statistics."""
+    fn = fn.model if isinstance(fn, TakenApart) else fn
     return type(fn).__name__ if isinstance(fn, nn.Module) else getattr(fn, "__name__", repr(fn))
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import functools
 import itertools
-import statistics
 from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, get_args
@@ -23,7 +22,7 @@ from ..calls.modules import (
     in_training,
     should_be_in_eval_mode,
 )
-from ..calls.objects import has_objects, objects_key
+from ..calls.objects import has_objects
 from ..calls.options import (
     args_problem,
     callable_problem,
@@ -35,10 +34,8 @@ from ..calls.options import (
     refuse,
 )
 from ..calls.signature import Args, CallSignature, Kwargs, inside_transform
-from ..calls.snapshots import ModuleState
 from ..calls.watch import Checks, ModuleWatch, cost_in_words, unread_in_words
 from ..errors import OptionError, first_line, warn_of_fallback
-from ..evaluation.measurement import Timer
 from ..graphs.composition import (
     Parts,
     apart_from_capture,
@@ -47,7 +44,14 @@ from ..graphs.composition import (
     warn_of_lost_gain,
 )
 from ..graphs.conditions import captured_by_others, capturing_now
-from ..graphs.taken_apart import TakenApart, holds_objects
+from ..graphs.taken_apart import (
+    ApartCall,
+    TakenApart,
+    holds_objects,
+    key_with_objects,
+    seconds_with_objects,
+    with_objects,
+)
 from ..graphs.turns import turns_of
 from ..ops import compiled_checks
 from ..report.progress import SHORT_S, shown
@@ -65,13 +69,8 @@ MAX_KINDS = 16
 _MAX_WITH_OBJECTS = 4
 # Shapes of objects that are remembered.
 _MAX_SEEN = 4096
-# Calls of what was fused with objects and of the model itself, the first of which are not timed.
-_ROUNDS = 8
-
-
-def _key(args: Args, kwargs: Kwargs) -> Any:
-    """What calls share whose objects have the same shapes."""
-    return objects_key((*args, *(value for _, value in sorted(kwargs.items()))))
+# Timed calls of what was fused with objects, and of the model itself.
+_ROUNDS = 7
 
 
 class _Fusion:
@@ -117,7 +116,7 @@ class _Fusion:
             if signature.fits(args, kwargs):
                 return fused
         if self._with_objects and has_objects(pytree.tree_leaves((args, kwargs))):
-            for signature, fused in self._with_objects.get(_key(args, kwargs), ()):
+            for signature, fused in self._with_objects.get(key_with_objects(args, kwargs), ()):
                 if signature.fits(args, kwargs):
                     return fused
         return None
@@ -137,7 +136,7 @@ class _Fusion:
             return _NOT_FUSED if len(self.table) >= MAX_KINDS else None
         if sum(map(len, self._with_objects.values())) >= _MAX_WITH_OBJECTS:
             return _NOT_FUSED
-        key = _key(args, kwargs)
+        key = key_with_objects(args, kwargs)
         if key in self._seen:
             return None
         if len(self._seen) >= _MAX_SEEN:
@@ -151,13 +150,14 @@ class _Fusion:
             known = self.fitting(args, kwargs)
             if known is not None:
                 return known
-            apart = TakenApart(self.module, args, kwargs) if holds_objects(args, kwargs) else None
+            apart = ApartCall.of(args, kwargs) if holds_objects(args, kwargs) else None
+            taken = None if apart is None else TakenApart(self.module, [apart.template])
             signature = CallSignature.of(args, kwargs) if apart is None else apart.signature
             try:
                 title = f"fuse({type(self.module).__name__})"
                 with shown(None, title, after_s=SHORT_S) as progress:
                     fused = fused_call(
-                        self.module if apart is None else apart,
+                        taken or self.module,
                         args if apart is None else apart.tensors,
                         kwargs if apart is None else {},
                         self.passes,
@@ -171,8 +171,8 @@ class _Fusion:
                 failed = Fused(None, [], [("", first_line(error))])
                 self._keep(signature, failed, apart, args, kwargs)
                 raise
-            if apart is not None and fused.call is not None:
-                fused.call = apart.around(fused.call)
+            if apart is not None and taken is not None and fused.call is not None:
+                fused.call = with_objects(fused.call, taken.made(0, apart.tensors))
                 fused.pays_alone = self._pays(apart, fused.call)
             self._keep(signature, fused, apart, args, kwargs)
         if fused.call is not None:
@@ -183,30 +183,21 @@ class _Fusion:
         self,
         signature: CallSignature,
         fused: Fused,
-        apart: TakenApart | None,
+        apart: ApartCall | None,
         args: Args,
         kwargs: Kwargs,
     ) -> None:
         if apart is None:
             self.table.append((signature, fused))
         else:
-            self._with_objects.setdefault(_key(args, kwargs), []).append((signature, fused))
+            self._with_objects.setdefault(key_with_objects(args, kwargs), []).append(
+                (signature, fused)
+            )
 
-    def _pays(self, apart: TakenApart, call: Callable[..., Any]) -> bool:
+    def _pays(self, apart: ApartCall, call: Callable[..., Any]) -> bool:
         """Whether a call with objects is faster than the model's own, which takes none apart."""
-        device = next((tensor.device for tensor in apart.tensors), torch.device("cpu"))
-        calls, timer = (call, self.module), Timer(device)
-        seconds: tuple[list[float], list[float]] = [], []
-        state = ModuleState(self.module)
-        try:
-            with torch.no_grad():
-                for n, mine in itertools.product(range(_ROUNDS), range(2)):
-                    args, kwargs = apart.new_call()
-                    took = timer.once(functools.partial(calls[mine], *args, **kwargs))
-                    seconds[mine].extend([took] if n else [])
-        finally:
-            state.restore()
-        return statistics.median(seconds[0]) <= statistics.median(seconds[1])
+        mine, its = seconds_with_objects(call, self.module, apart, _ROUNDS)
+        return mine <= its
 
     def count_eager(self, why: str) -> None:
         """Count a call that goes to the module itself, and warn of the first of each kind."""

@@ -8,10 +8,13 @@ and does to the caller's own objects what the model did to those.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import statistics
 import threading
 import weakref
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,12 +23,55 @@ from torch.utils import _pytree as pytree
 
 from ..calls.dependencies import Dependencies
 from ..calls.modes import opaque
-from ..calls.objects import giving, has_objects
+from ..calls.objects import giving, has_objects, objects_key
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, CallSignature, Kwargs, argument_names, flatten
 from ..calls.snapshots import ModuleState, clone_leaves
 from ..errors import SignatureError
+from ..evaluation.measurement import Timer
 from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
+
+
+@dataclass(frozen=True)
+class ApartCall:
+    """A call whose objects were taken apart.
+
+    Attributes:
+        template: its arguments without their tensors.
+        tensors: those of the sample.
+        names: of the tensors.
+        signature: of such calls.
+    """
+
+    template: TreeTemplate
+    tensors: tuple[torch.Tensor, ...]
+    names: tuple[str, ...]
+    signature: CallSignature
+
+    @classmethod
+    def of(cls, args: Args, kwargs: Kwargs) -> ApartCall:
+        """Take the arguments of a sample call apart.
+
+        Raises:
+            SignatureError: one cannot be looked into.
+        """
+        signature = CallSignature.of(args, kwargs, objects=True)
+        leaves, spec = flatten(args, kwargs, objects=True)
+        names = argument_names(args, kwargs, objects=True)
+        template = TreeTemplate.of(leaves, spec)
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        return cls(template, tensors, tuple(names[slot] for slot in template.slots), signature)
+
+    @functools.cached_property
+    def kind(self) -> Any:
+        """What calls share that differ in their tensors alone."""
+        plain = tuple(leaf if len(leaf) != 5 else None for leaf in self.signature.leaves)
+        return self.signature.spec, plain
+
+    def anew(self) -> tuple[Args, Kwargs]:
+        """The sample's arguments, with tensors and objects of their own."""
+        args, kwargs = self.template.fill(clone_leaves(self.tensors))
+        return args, kwargs
 
 
 @dataclass
@@ -34,11 +80,11 @@ class _Known:
 
     Attributes:
         owned: what it holds, which stays the same.
-        made: what it returns and does, without tensors.
+        made: what it returns and does, without tensors, for each kind of call.
     """
 
     owned: list[Any]
-    made: TreeTemplate | None = None
+    made: dict[str, TreeTemplate] = field(default_factory=dict)
 
 
 # Not as an attribute, which would be watched.
@@ -46,55 +92,58 @@ _KNOWN: weakref.WeakKeyDictionary[nn.Module, _Known] = weakref.WeakKeyDictionary
 
 
 class _ThisCall(threading.local):
-    """What the model has made in the call of this thread, if its Python has run."""
+    """The call of this thread.
+
+    Attributes:
+        made: what the model has made, if its Python has run.
+        eager: whether it may make anything, whatever has to be alike.
+    """
 
     made: TreeTemplate | None = None
+    eager = False
 
 
 _THIS_CALL = _ThisCall()
 
 
 class TakenApart(nn.Module):
-    """A model for calls of one kind, whose tensors are its arguments and results.
+    """A model whose tensors are its arguments and results, for calls of some kinds.
 
     Attributes:
         model: the model.
-        signature: of the calls.
-        tensors: those of the sample's arguments.
-        names: of these.
+        templates: of the arguments, for each kind of call.
+
+    With `alike`, calls of a kind raise SignatureError where results and effects differ in more than
+    their tensors, as those of calls of several sizes may; not in a block of `eager_results`.
     """
 
-    def __init__(self, model: nn.Module, args: Args, kwargs: Kwargs) -> None:
-        """Take the arguments of a sample call apart; nothing runs yet.
-
-        Raises:
-            SignatureError: one cannot be looked into.
-        """
+    def __init__(
+        self, model: nn.Module, templates: Sequence[TreeTemplate], *, alike: bool = False
+    ) -> None:
         super().__init__()
+        self._alike = alike
         self.training = model.training
         self.model = model
-        self.signature = CallSignature.of(args, kwargs, objects=True)
-        leaves, spec = flatten(args, kwargs, objects=True)
-        names = argument_names(args, kwargs, objects=True)
-        self._call = TreeTemplate.of(leaves, spec)
-        self.names = tuple(names[slot] for slot in self._call.slots)
-        self.tensors = tuple(leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+        # By text, which compilers take for what it is; an integer might become a symbol.
+        self.templates = {str(number): each for number, each in enumerate(templates)}
 
-    def forward(self, *tensors: torch.Tensor) -> list[torch.Tensor]:
+    def forward(self, *tensors: torch.Tensor, kind: str = "0") -> list[torch.Tensor]:
         """The tensors of what the model returns, and of what it does to its objects."""
-        args, kwargs, given = self._built(tensors)
-        return self._taken(given, self.model(*args, **kwargs))
+        args, kwargs, given = self._built(tensors, kind)
+        return self._taken(given, self.model(*args, **kwargs), kind)
 
     # Compilers see through neither of these, and take what stands between them.
 
     @opaque
-    def _built(self, tensors: Sequence[torch.Tensor]) -> tuple[Args, Kwargs, GivenObjects]:
+    def _built(
+        self, tensors: Sequence[torch.Tensor], kind: str
+    ) -> tuple[Args, Kwargs, GivenObjects]:
         """The arguments of a call of the model, and the objects among them as they are now."""
-        args, kwargs = self._call.fill(tensors)
+        args, kwargs = self.templates[kind].fill(tensors)
         return args, kwargs, GivenObjects(objects_tree(args, kwargs))
 
     @opaque
-    def _taken(self, given: GivenObjects, result: Any) -> list[torch.Tensor]:
+    def _taken(self, given: GivenObjects, result: Any, kind: str) -> list[torch.Tensor]:
         known = _KNOWN.get(self)
         if known is None:
             known = _KNOWN[self] = _Known(Dependencies(self.model, whole=True).objects)
@@ -106,45 +155,101 @@ class TakenApart(nn.Module):
                 remedy="Return what is new instead, or use graphwright.graph().",
             ) from error
         leaves, spec = pytree.tree_flatten(tree)
-        _THIS_CALL.made = TreeTemplate.of(leaves, spec)
-        known.made = known.made or _THIS_CALL.made
+        made = TreeTemplate.of(leaves, spec)
+        first = known.made.setdefault(kind, made)
+        if not self._alike or _THIS_CALL.eager:
+            _THIS_CALL.made = made
+        elif made != first:
+            raise SignatureError(
+                "What the call returns, or does to its objects, depends on the sizes beside the "
+                "tensors.",
+                remedy="Leave numbers that are computed of sizes out of the objects.",
+            )
         return [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
-    def new_call(self) -> tuple[Args, Kwargs]:
-        """The sample's arguments anew."""
-        args, kwargs = self._call.fill(clone_leaves(self.tensors))
-        return args, kwargs
+    def made(self, number: int, tensors: Sequence[torch.Tensor]) -> TreeTemplate:
+        """What the model returns and does in calls of a kind, without tensors.
 
-    def around(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """What answers calls of the model by something that was made of this module.
-
-        It runs once, where that is not known, for what results are beside tensors.
+        It runs once, where that is not known, on copies of these tensors.
         """
-        made = self._made()
-
-        def answer(*args: Any, **kwargs: Any) -> Any:
-            leaves, _ = flatten(args, kwargs, objects=True)
-            objects = objects_of(args, kwargs)
-            _THIS_CALL.made = None
-            found = call(*[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)])
-            # Where the model's Python has run, this call may be another than the first.
-            with giving(objects):
-                result = (_THIS_CALL.made or made).fill(found)
-            return result.happen(objects) if isinstance(result, Outcome) else result
-
-        return answer
-
-    def _made(self) -> TreeTemplate:
-        if self not in _KNOWN:
+        kind = str(number)
+        if self not in _KNOWN or kind not in _KNOWN[self].made:
             state = ModuleState(self)
             try:
                 with torch.no_grad():
-                    self(*clone_leaves(self.tensors))
+                    self(*clone_leaves(tensors), kind=kind)
             finally:
                 state.restore()
-        made = _KNOWN[self].made
-        assert made is not None
-        return made
+        return _KNOWN[self].made[kind]
+
+
+@contextlib.contextmanager
+def eager_results() -> Iterator[None]:
+    """Inside the block, eager calls of a `TakenApart` give whatever the model gives."""
+    before, _THIS_CALL.eager = _THIS_CALL.eager, True
+    try:
+        yield
+    finally:
+        _THIS_CALL.eager = before
+
+
+def kind_of(number: int, count: int) -> dict[str, str]:
+    """The keyword arguments of a `TakenApart` for a kind of call, of this many."""
+    return {"kind": str(number)} if count > 1 else {}
+
+
+def with_objects(
+    call: Callable[..., Any], made: TreeTemplate, kind: Mapping[str, str] | None = None
+) -> Callable[..., Any]:
+    """What answers calls of a model by something that was made of it taken apart.
+
+    Args:
+        call: what was made; it takes the tensors of the arguments, and gives those of the results.
+        made: what results are beside tensors.
+        kind: keyword arguments that `call` takes beside the tensors.
+    """
+    named = kind or {}
+
+    def answer(*args: Any, **kwargs: Any) -> Any:
+        leaves, _ = flatten(args, kwargs, objects=True)
+        objects = objects_of(args, kwargs)
+        _THIS_CALL.made = None
+        found = call(*[leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], **named)
+        # Where the model's Python has run, this call may be another than the first.
+        with giving(objects):
+            result = (_THIS_CALL.made or made).fill(found)
+        return result.happen(objects) if isinstance(result, Outcome) else result
+
+    return answer
+
+
+def seconds_with_objects(
+    answer: Callable[..., Any], model: nn.Module, call: ApartCall, rounds: int
+) -> tuple[float, float]:
+    """The median seconds of a call with objects: of what answers it, and of the model itself.
+
+    To take objects apart takes time, too.
+    """
+    device = next((tensor.device for tensor in call.tensors), torch.device("cpu"))
+    calls: tuple[Callable[..., Any], ...] = (answer, model)
+    timer, state = Timer(device), ModuleState(model)
+    found: tuple[list[float], list[float]] = [], []
+    try:
+        with torch.no_grad():
+            for number in range(rounds + 1):
+                for each, seconds in zip(calls, found, strict=True):
+                    args, kwargs = call.anew()
+                    took = timer.once(functools.partial(each, *args, **kwargs))
+                    seconds.extend([took] if number else [])  # The first warms up.
+    finally:
+        state.restore()
+    mine, its = map(statistics.median, found)
+    return mine, its
+
+
+def key_with_objects(args: Args, kwargs: Kwargs) -> Any:
+    """What calls share whose objects have the same shapes; other calls may share it too."""
+    return objects_key((*args, *(value for _, value in sorted(kwargs.items()))))
 
 
 def holds_objects(args: Args, kwargs: Kwargs) -> bool:

@@ -14,9 +14,11 @@ from torch import nn
 from torch.export import Dim
 from torch.utils import _pytree as pytree
 
+from ..calls.objects import apart
 from ..calls.options import nearest, shown
 from ..calls.signature import Args, Kwargs
 from ..errors import OptionError, SignatureError, levels_above
+from ..graphs.taken_apart import holds_objects
 from .padding import Sizes
 
 BATCH = "batch"
@@ -171,6 +173,10 @@ class Dimensions:
                         stacklevel=levels_above(),
                     )
 
+    def name_arguments(self, names: Sequence[str]) -> None:
+        """Call the positional arguments by these names."""
+        self._parameters = list(names), True
+
     def arguments(self, args: Args, kwargs: Kwargs) -> list[str]:
         """Names of a call's leaves: the argument, and the keys inside of it."""
         paths, _ = self._paths(args, kwargs)
@@ -225,10 +231,12 @@ class Dimensions:
         """The path to each leaf, as its argument's index and name, then keys; and the leaves."""
         names, _ = self._parameters
         tree = (tuple(args), dict(sorted(kwargs.items())))
-        with_paths, _ = pytree.tree_flatten_with_path(tree)
+        taken = apart(tree) if holds_objects(args, kwargs) else tree
+        with_paths, _ = pytree.tree_flatten_with_path(taken)
         paths = []
         for (which, argument, *rest), _ in with_paths:
-            keys = [_key(key) for key in rest]
+            # Nodes of objects have steps without a name, too.
+            keys = [_key(key) for key in rest if str(key)]
             if _key(which) == 0:
                 index = _key(argument)
                 name = names[index] if index < len(names) else None

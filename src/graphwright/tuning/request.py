@@ -27,12 +27,12 @@ from ..calls.options import (
     shown,
     texts_problem,
 )
-from ..calls.signature import Args, CallSignature, Kwargs, arguments_of, refuse_weights
+from ..calls.signature import SCALARS, Args, CallSignature, Kwargs, arguments_of, refuse_weights
 from ..calls.snapshots import Call
 from ..calls.watch import Checks
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import parse_bytes
-from ..graphs.taken_apart import TakenApart, holds_objects
+from ..graphs.taken_apart import ApartCall, TakenApart, holds_objects, kind_of
 from ..report.result import Shape
 from ..shapes.dimensions import portable
 from ..strategies.base import Candidate, Compiler
@@ -53,6 +53,8 @@ if TYPE_CHECKING:
 OBJECTIVES = ("latency", "throughput", "memory", "cold_start")
 # Tried by default only for the objective cold_start: it pays off where it is loaded from a file.
 _FOR_COLD_START = ("aot_inductor",)
+# Tensors in the name of a sample that holds objects: a cache may hold hundreds.
+_NAMED_TENSORS = 2
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ class Request:
     audit: int | None
     on_miss: OnMiss
     checks: Checks
-    # Set where the call holds objects; then this is the module, and tensors are its arguments.
-    apart: TakenApart | None = None
+    # Where a call holds objects: the calls taken apart. The module is a TakenApart then.
+    apart: Sequence[ApartCall] = ()
 
     @classmethod
     def of(
@@ -158,6 +160,12 @@ class Request:
         if buckets is not None:
             if samples is not None:
                 raise OptionError("tune() takes samples or buckets, not both.")
+            if holds_objects(args, kwargs or {}):
+                raise SignatureError(
+                    "tune() takes buckets for calls whose arguments are tensors, and this one has "
+                    "objects among them.",
+                    remedy="Pass a call of each size as samples=[…], or use graph(buckets=…).",
+                )
             # Imported late: symbolic shapes take a second to import.
             from .bucketed_request import BucketedRequest
 
@@ -170,14 +178,15 @@ class Request:
                 "dynamic_shapes and pad say how calls are padded, and there are no buckets.",
                 remedy="Pass buckets too, for example Buckets(batch=[1, 4, 16]).",
             )
-        apart = None
-        if samples is None and holds_objects(args, kwargs or {}):
-            module = apart = TakenApart(module, args, kwargs or {})
-            args, kwargs = apart.tensors, None
         calls = samples_of(args, kwargs, samples, weights, names)
+        apart: list[ApartCall] = []
+        if any(holds_objects(call.args, call.kwargs) for _, call in calls):
+            apart = [ApartCall.of(call.args, call.kwargs) for _, call in calls]
+            module = TakenApart(module, [each.template for each in apart])
+            calls = _named_by_tensors(calls, apart)
         device = device_of(module, [call for _, call in calls])
         signatures = [CallSignature.of(call.args, call.kwargs) for _, call in calls]
-        if len(set(signatures)) < len(calls):
+        if len({each.signature for each in apart} or set(signatures)) < len(calls):
             raise OptionError(
                 "Two of the samples are of the same kind: shapes, dtypes and plain values agree.",
                 remedy="Leave one out, and add its weight to the other's.",
@@ -224,9 +233,8 @@ class Request:
     @property
     def inputs(self) -> list[list[str]]:
         """The inputs of each call, in words."""
-        if self.apart is not None:
-            named = zip(self.apart.names, self.apart.tensors, strict=True)
-            return [[input_in_words(name, tensor) for name, tensor in named]]
+        if self.apart:
+            return [_tensors_in_words(each) for each in self.apart]
         return [
             [input_in_words(name, leaf) for name, leaf in call.leaves().items()]
             for _, call in self.calls
@@ -351,6 +359,25 @@ def samples_of(
     return list(calls.values())
 
 
+def _named_by_tensors(
+    calls: Sequence[tuple[float, Call]], apart: Sequence[ApartCall]
+) -> list[tuple[float, Call]]:
+    """Calls with objects as calls of a `TakenApart`."""
+    found: dict[str, tuple[float, Call]] = {}
+    for number, ((weight, call), mine) in enumerate(zip(calls, apart, strict=True)):
+        words = _tensors_in_words(mine)
+        some = [*words[:_NAMED_TENSORS], *["…"] * (len(words) > _NAMED_TENSORS)]
+        name = "; ".join(some) if len(calls) > 1 else call.name
+        while name in found:
+            name = f"{name} (another)"
+        found[name] = weight, Call(name, mine.tensors, kind_of(number, len(calls)))
+    return list(found.values())
+
+
+def _tensors_in_words(call: ApartCall) -> list[str]:
+    return [input_in_words(*pair) for pair in zip(call.names, call.tensors, strict=True)]
+
+
 def device_of(module: nn.Module, calls: Iterable[Call]) -> torch.device:
     """The one device that the model and its inputs are on.
 
@@ -391,4 +418,4 @@ def input_in_words(name: str, leaf: Any) -> str:
     if isinstance(leaf, torch.Tensor):
         shape = "×".join(map(str, leaf.shape)) or "scalar"
         return f"{name}: {shape} {str(leaf.dtype).removeprefix('torch.')}"
-    return f"{name}: {leaf!r}"
+    return f"{name}: {leaf!r}" if isinstance(leaf, SCALARS) else f"{name}: {type(leaf).__name__}"

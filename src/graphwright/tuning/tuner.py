@@ -8,10 +8,8 @@ shown. Candidates are tried in worker processes if possible, else in this proces
 from __future__ import annotations
 
 import datetime
-import functools
 import gc
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -19,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
-from ..artifacts.tuned_module import OnMiss, Origin, TunedModule, assemble, put_together
+from ..artifacts.tuned_module import Apart, OnMiss, Origin, TunedModule, assemble, put_together
 from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.modules import FunctionModule
 from ..calls.options import flag_problem, refuse
@@ -27,10 +25,11 @@ from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
 from ..calls.watch import Checks
 from ..errors import ModelFailed, in_words
-from ..evaluation.measurement import OLD_OBJECTS_FROZEN, Timer, load_average, load_note
+from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_average, load_note
 from ..evaluation.reference import Sample, reference, refuse_changed_containers
 from ..evaluation.verification import verify
 from ..graphs.conditions import for_inference
+from ..graphs.taken_apart import TakenApart, seconds_with_objects
 from ..ops import compiled_checks
 from ..report.environment import environment
 from ..report.progress import Progress, Silent, shown
@@ -252,7 +251,7 @@ class Tuning:
         with for_inference(), _same_random_state(self.asked.device), frozen:
             try:
                 tuned = self._run(listener)
-                return tuned if self.asked.apart is None else self._put_together(tuned)
+                return self._put_together(tuned) if self.asked.apart else tuned
             except KeyboardInterrupt:
                 self.report.interrupted = True
                 self._conclude()
@@ -483,6 +482,7 @@ class Tuning:
             "memory_limit": self.asked.memory_limit,
             "weights": [weight for weight, _ in self.asked.calls],
             "grad": torch.is_grad_enabled(),
+            "trees": [str(each.template.spec) for each in self.asked.apart],
         }
         calls = [(call.args, call.kwargs) for _, call in self.asked.calls]
         return key_of(self.asked.module, calls, self.asked.device, self.report.environment, options)
@@ -528,19 +528,18 @@ class Tuning:
 
         The candidates were timed on tensors alone; to take objects apart takes time, too.
         """
-        apart, timer = self.asked.apart, Timer(self.asked.device)
-        assert apart is not None
-        made = put_together(tuned, apart)
+        module, calls = self.asked.module, self.asked.apart
+        assert isinstance(module, TakenApart)
+        results = [module.made(number, each.tensors) for number, each in enumerate(calls)]
+        made = put_together(module.model, Apart(tuned, calls, results))
         if self.report.chosen == EAGER or self.asked.objective not in ("latency", "throughput"):
             return made
-        calls: list[Callable[..., Any]] = [made, without_grad(apart.model)]
-        found: tuple[list[float], list[float]] = [], []
-        for _ in range(_ROUNDS_WITH_OBJECTS):
-            for call, seconds in zip(calls, found, strict=True):
-                args, kwargs = apart.new_call()
-                seconds.append(timer.once(functools.partial(call, *args, **kwargs)))
-        self._restore()
-        mine, its = map(statistics.median, found)
+        weights = [weight for weight, _ in self.asked.calls]
+        shares = [weight / sum(weights) for weight in weights]
+        mine, its = 0.0, 0.0
+        for share, call in zip(shares, calls, strict=True):
+            times = seconds_with_objects(made, module.model, call, _ROUNDS_WITH_OBJECTS)
+            mine, its = mine + share * times[0], its + share * times[1]
         made.calls.clear()
         if mine <= its:
             return made
@@ -549,7 +548,11 @@ class Tuning:
             f"{mine * 1e6:.0f} µs a call, and eager {its * 1e6:.0f} µs."
         )
         self.report.chosen = EAGER
-        return put_together(tuned, apart, eager=True)
+        builts = [
+            self._by_name[EAGER].build(module, call.args, call.kwargs)
+            for _, call in self.asked.calls
+        ]
+        return put_together(module.model, Apart(self._tuned(EAGER, builts), calls, results))
 
     def _restore(self) -> None:
         """Put the module's buffers and parameters back as they were."""
