@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from graphwright.calls.snapshots import ModuleState, same_bits
+from graphwright.calls.snapshots import ModuleState, checksum, checksums, same_bits
 
 
 class Holder(nn.Module):
@@ -67,3 +67,28 @@ def test_varied_buffers_are_what_is_put_back(device: torch.device) -> None:
     module.a.zero_()
     state.restore()
     assert same_bits(module.a, varied)
+
+
+def test_checksums_of_several_tensors_are_those_of_each(device: torch.device) -> None:
+    tensors = [
+        torch.randn(5, device=device),
+        torch.arange(7, dtype=torch.uint8),
+        torch.empty(0, device=device),
+        torch.randn(3, 4, device=device).half().t(),
+        torch.tensor([-1], dtype=torch.int64, device=device),
+    ]
+    assert checksums(tensors) == list(map(checksum, tensors))
+    assert len({*checksums(tensors)}) == len(tensors)
+    assert checksums([]) == []
+
+
+@pytest.mark.parametrize("lazily", [False, True])
+def test_a_changed_weight_is_found_and_put_back(device: torch.device, lazily: bool) -> None:
+    module = nn.Sequential(nn.Linear(600, 600), nn.Linear(3, 3)).to(device)
+    before = [p.detach().clone() for p in module.parameters()]
+    state = ModuleState(module, lazily=lazily)
+    with state.watching(), torch.no_grad():
+        module[0].weight[5, 7] += 1
+        assert state.corrupted() == "0.weight"
+    assert state.corrupted() is None
+    assert all(map(same_bits, before, module.parameters()))

@@ -2073,3 +2073,29 @@ def test_parts_that_there_is_no_time_for_are_left_out(monkeypatch: pytest.Monkey
 def test_a_budget_is_a_positive_number(budget_s: Any) -> None:
     with pytest.raises(gw.OptionError, match="budget_s"):
         gw.fuse(nn.ReLU().eval(), budget_s=budget_s)
+
+
+def test_no_full_collection_of_garbage_takes_place_meanwhile(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A program with a large model has many objects: one collection takes as long as a trace."""
+    model = nn.Sequential(*[nn.Sequential(nn.Linear(8, 8), nn.ReLU()) for _ in range(8)]).eval()
+    generations: list[int] = []
+    work = pass_manager._fuse
+
+    def watched(*args: Any) -> None:
+        gc.callbacks.append(lambda phase, info: generations.append(info["generation"]))
+        try:
+            work(*args)
+        finally:
+            gc.callbacks.pop()
+
+    monkeypatch.setattr(pass_manager, "_fuse", watched)
+    thresholds = gc.get_threshold()
+    gc.set_threshold(20, 1, 1)
+    try:
+        gw.fuse(model, (torch.randn(2, 8),), measure=True)
+    finally:
+        gc.set_threshold(*thresholds)
+    assert 2 not in generations
+    assert gc.isenabled()

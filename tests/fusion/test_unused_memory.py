@@ -347,6 +347,25 @@ class TestState:
         assert same_bits(model.big, before)
         assert not state.changes()
 
+    @pytest.mark.parametrize(("rest", "waits"), [(MANY, False), (4 * MANY, True)])
+    def test_a_rest_waits_only_where_it_is_most_of_the_memory(
+        self, device: torch.device, rest: int, waits: bool
+    ) -> None:
+        """Else a mode would slow all that follows."""
+        model = Model().to(device)
+        hold(model, "buffer", torch.randn(2 * MANY, device=device))
+        model.register_buffer("rest", torch.randn(rest, device=device))
+        state = ModuleState(model, lazily=True)
+        with state.watching():
+            model.big.add_(1)
+        assert [tensor is model.rest for tensor in state.unused()] == [True]
+        with state.watching():
+            assert bool(state.unused()) == waits
+            before = model.rest.clone()
+            model.rest.add_(1)
+        state.restore()
+        assert same_bits(model.rest, before)
+
     def test_all_is_copied_at_once_beside_a_graph(self) -> None:
         """Its operations are seen by nobody."""
         model = nn.Sequential(gw.graph(nn.Linear(4, 4).eval()))
