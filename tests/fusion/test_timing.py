@@ -13,8 +13,8 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.fusion import pass_manager, timing
-from graphwright.ops.fused import compiling
-from graphwright.ops.fused.launch_cache import launched
+from graphwright.ops.fused import compiling, fused_operator, launch_cache
+from graphwright.ops.fused.fused_operator import FusedOperator
 from graphwright.strategies.fused import FUSED
 
 
@@ -150,6 +150,7 @@ def test_kernels_are_compiled_by_other_processes(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     from triton import knobs
+    from triton.runtime import build
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     found: list[bool] = []
@@ -158,6 +159,11 @@ def test_kernels_are_compiled_by_other_processes(
         found.append(cache_hit)
 
     monkeypatch.setattr(knobs.compilation, "listener", seen)
+    with_gcc: list[str] = []
+    compiled = build._build
+    monkeypatch.setattr(
+        build, "_build", lambda name, *rest: (with_gcc.append(name), compiled(name, *rest))[1]
+    )
     # Of sizes that no other test has: kernels are compiled once in a process.
     sizes = (1234, 88, 345, 2222)
     layers = [nn.Sequential(nn.LayerNorm(n), nn.Linear(n, m)) for n, m in pairwise(sizes)]
@@ -168,6 +174,7 @@ def test_kernels_are_compiled_by_other_processes(
         torch.testing.assert_close(fused(x), body(x), rtol=1e-3, atol=1e-3)
     assert len(found) >= 4
     assert all(found)
+    assert "__triton_launcher" not in with_gcc
 
 
 def test_processes_that_compile_end_with_the_block(
@@ -182,7 +189,7 @@ def test_processes_that_compile_end_with_the_block(
     work.jobs = {str(n): {} for n in range(6)}
     work.start()
     processes = list(work._processes)
-    assert len(processes) == 3
+    assert len(processes) == 6
     work.wait()
     assert all(process.poll() is None for process in processes)
     work.close()
@@ -190,15 +197,41 @@ def test_processes_that_compile_end_with_the_block(
 
 
 def test_without_triton_nothing_is_compiled_ahead() -> None:
-    asked: list[int] = []
-
-    def ask() -> None:
-        asked.append(launched(None, (1,)))  # type: ignore[func-returns-value]  # it raises
-
-    with compiling.compiling(ask) as work:
-        work.wait()
+    work = compiling.Compiling()
+    x = torch.randn(3, 8)
+    with work.asked():
+        found = gw.ops.layer_norm(x)
+    work.wait()
+    work.close()
     assert not work.jobs
-    assert not asked
+    torch.testing.assert_close(found, nn.functional.layer_norm(x, (8,)))
+
+
+def test_what_is_asked_for_is_computed_without_its_kernel(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def launch(*args: object) -> torch.Tensor:
+        asked.append(args)
+        raise RuntimeError("it cannot be asked for")
+
+    operator = FusedOperator(
+        "twice",
+        reference=lambda x: x * 2,
+        plain=lambda x: x + x,
+        applies=lambda x: True,
+        launch=launch,
+    )
+    monkeypatch.setattr(fused_operator, "triton_works", lambda: True)
+    x = torch.randn(5, device=device)
+    with launch_cache.asking(KeyError):
+        for _ in range(3):
+            assert torch.equal(operator.on_gpu(x), x * 2)
+        operator.on_gpu(x[:4])
+    assert [len(args[0]) for args in asked] == [5, 4]  # type: ignore[arg-type]  # tensors
+    with pytest.raises(RuntimeError, match="cannot be asked"):
+        operator.on_gpu(x)
 
 
 def test_the_faster_call_is_seen(device: torch.device) -> None:

@@ -407,7 +407,7 @@ def _rewritten(
     """A traced call after all passes; what is wrong with it, if anything is.
 
     All passes change one copy, and the result is compared with the reference, if there is one: it
-    is computed while kernels are compiled.
+    is computed while kernels are compiled, which the run before has asked for.
     Where it is wrong, or a pass fails, they are tried again one by one, so that the others stay.
     """
     leaves, _ = flatten(args, kwargs)
@@ -454,24 +454,27 @@ def _rewritten(
         problem = ""
         region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
         with compiling_kernels(graph, samples) as kernels:
+            work.doing("running the graph")
+            try:
+                # The traced graph itself stays as it is.
+                ended = graph if together else copy_of(graph)
+                with contextlib.nullcontext() if kernels is None else kernels.asked():
+                    call = traced.call(_in_layout(traced, ended, samples, state))
+            except Exception as error:
+                problem = f"{type(error).__name__}: {first_line(error)}"
             known = truth()
             if kernels is not None:
                 work.doing("compiling kernels")
                 kernels.wait()
-        try:
-            # The traced graph itself stays as it is.
-            ended = graph if together else copy_of(graph)
-            work.doing("running the graph")
-            ended = _in_layout(traced, ended, samples, state)
-            call = traced.call(ended)
-            if known is not None:
-                work.doing("verifying")
-            final = None if known is None else verify(call, known)
-            if final is None or final.ok:
-                return call, ""
-            problem = final.reason
-        except Exception as error:
-            problem = f"{type(error).__name__}: {first_line(error)}"
+        if not problem and known is not None:
+            work.doing("verifying")
+            try:
+                final = verify(call, known)
+                problem = "" if final.ok else final.reason
+            except Exception as error:
+                problem = f"{type(error).__name__}: {first_line(error)}"
+        if not problem:
+            return call, ""
     if not together:
         return module, problem
     region.done.clear()

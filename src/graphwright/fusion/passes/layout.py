@@ -28,7 +28,7 @@ aten = torch.ops.aten
 _OWN = {name: getattr(torch.ops.graphwright, name).default for name in OPERATORS}
 _POOL, _DEPTHWISE = _OWN["relu_max_pool2d"], _OWN["depthwise_conv2d"]
 _TO_LAST = _OWN["to_channels_last"]
-_CONVOLUTIONS = (
+CONVOLUTIONS = (
     aten.conv2d.default,
     aten.cudnn_convolution_relu.default,
     aten.cudnn_convolution_add_relu.default,
@@ -211,7 +211,7 @@ def _inputs_turned(graph: fx.GraphModule, strides: dict[fx.Node, tuple[int, ...]
     if any(map(is_mutable, graph.graph.nodes)):
         return found  # A copy would not see what is written later.
     turned: dict[fx.Node, fx.Node] = {}
-    for node in calls(graph, *_CONVOLUTIONS):
+    for node in calls(graph, *CONVOLUTIONS):
         source, weight = inputs(node)[:2]
         x, kept = value_of(source), constant(graph, weight)
         if x is None or kept is None or not _turns(kept) or source not in strides:

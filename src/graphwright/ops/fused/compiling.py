@@ -1,8 +1,8 @@
 """Compiling kernels before they are needed: in other processes, while this one does other work.
 
 Triton compiles one kernel after the other, and its compiler holds Python's lock. Here operators are
-called without launching anything; the kernels that are not in Triton's cache are compiled into it
-by processes side by side. A process that then launches them finds them there.
+called without launching anything; the kernels that are not in Triton's cache, and what starts them,
+are compiled into it by processes side by side. A process that then launches them finds them there.
 """
 
 from __future__ import annotations
@@ -20,10 +20,8 @@ from typing import Any
 
 from . import compile_worker, launch_cache
 
-# Fewer kernels are compiled sooner than processes start.
-_WORTH = 3
-# Kernels that one process should have, processes at most, and seconds that all may take.
-_EACH, _MOST, _LIMIT_S = 2, 8, 120.0
+# Processes at most, and seconds that all may take.
+_MOST, _LIMIT_S = 16, 120.0
 _PACKAGE = Path(__file__).parents[2]
 
 
@@ -38,16 +36,22 @@ class Compiling:
         self.jobs: dict[str, dict[str, Any]] = {}
         self._processes: list[subprocess.Popen[bytes]] = []
 
-    def ask(self, calls: Callable[[], object]) -> None:
-        """Note the kernels of some calls, in which nothing is launched."""
-        from triton.runtime import _async_compile  # It has no public name.
-
-        before = _async_compile.active_mode.set(self)
+    @contextlib.contextmanager
+    def asked(self) -> Iterator[None]:
+        """Note the kernels of our operators in the block, which compute without; then start."""
         try:
-            with launch_cache.not_launching(_Taken):
-                calls()
+            from triton.runtime._async_compile import active_mode  # It has no public name.
+        except Exception:
+            yield  # All of it is for time alone.
+            return
+        before = active_mode.set(self)
+        try:
+            with launch_cache.asking(_Taken):
+                yield
         finally:
-            _async_compile.active_mode.reset(before)
+            active_mode.reset(before)
+        with contextlib.suppress(Exception):
+            self.start()
 
     def submit(self, key: str, compile: Callable[[], Any], *_: Any) -> Any:  # noqa: A002  # Triton's
         """What Triton calls instead of compiling, in its asynchronous mode.
@@ -60,12 +64,10 @@ class Compiling:
         raise _Taken
 
     def start(self) -> None:
-        """Begin to compile, if there is enough to do and there are processors for it."""
+        """Begin to compile, if there are processors for it."""
         jobs = list(self.jobs.values())
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        count = min(_MOST, cores - 1, len(jobs) // _EACH)
-        if len(jobs) < _WORTH or count < 2:
-            return
+        count = min(_MOST, cores - 1, len(jobs))
         for n in range(count):
             given = pickle.dumps((sys.path, str(_PACKAGE), jobs[n::count]))
             process = subprocess.Popen(
@@ -94,24 +96,6 @@ class Compiling:
             process.kill()  # It has no effect on one that has ended.
             process.wait()
         self._processes.clear()
-
-
-@contextlib.contextmanager
-def compiling(calls: Callable[[], object]) -> Iterator[Compiling]:
-    """Compile what our operators launch in some calls, while the block runs.
-
-    The calls are made with nothing launched: what the operators return has never been written to.
-    All of it is for time alone, so what fails is left to be compiled where it is used.
-    """
-    work = Compiling()
-    try:
-        with contextlib.suppress(Exception):
-            work.ask(calls)
-        with contextlib.suppress(Exception):
-            work.start()
-        yield work
-    finally:
-        work.close()
 
 
 def _is_cached(key: str) -> bool:

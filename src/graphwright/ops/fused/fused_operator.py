@@ -38,16 +38,18 @@ def triton_works() -> bool:
 
 @functools.cache
 def prepare_triton() -> threading.Thread:
-    """Begin to compute Triton's hash of its own files, which the first kernel would wait for.
+    """Begin what the first kernel would wait for: Triton's hash of its own files, its driver.
 
-    It takes a third of a second, nearly all of it without Python's lock.
+    It takes a third of a second, nearly all of it without Python's lock; once on a machine the
+    driver is compiled too.
     """
 
-    def hashed() -> None:
+    def prepared() -> None:
         with contextlib.suppress(Exception):
             importlib.import_module("triton.runtime.cache").triton_key()
+            _ = importlib.import_module("triton.runtime").driver.active
 
-    return own_thread(hashed, "Triton's hash")
+    return own_thread(prepared, "Triton's hash and driver")
 
 
 @dataclass
@@ -75,13 +77,21 @@ class FusedOperator:
         if launch is None:
             if not (triton_works() and self.applies(*args)):
                 return self.without_kernel(*args)
-            launch = functools.partial(launch_cache.noted, self.name, self.launch)
+            if launch_cache.is_asking():
+                launch = self._asked
+            else:
+                launch = functools.partial(launch_cache.noted, self.name, self.launch)
         device = args[0].device
         # PyTorch sets no device for a Python function, and kernels start on the current one.
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return launch(*args)
         return launch(*args)
+
+    def _asked(self, *args: Any) -> Any:
+        """Ask for the kernel, so that it is compiled, and compute without it."""
+        launch_cache.ask(self.name, self.launch, args)
+        return self.without_kernel(*args)
 
 
 def define(

@@ -17,7 +17,7 @@ import json
 import threading
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -121,7 +121,15 @@ class _Here(threading.local):
     notes: dict[str, Launch | None] | None = None
     launched: list[tuple[Any, Sequence[int], Sequence[Any]]] | None = None
     answers: Mapping[str, Launch] = {}
-    instead: type[Exception] | None = None
+    asking: _Asking | None = None
+
+
+@dataclass
+class _Asking:
+    """What Triton raises where it was kept from compiling, and the kinds of calls seen."""
+
+    instead: type[Exception]
+    seen: set[str] = field(default_factory=set)
 
 
 _HERE = _Here()
@@ -145,17 +153,35 @@ def noting() -> Iterator[dict[str, Launch]]:
 
 
 @contextlib.contextmanager
-def not_launching(instead: type[Exception]) -> Iterator[None]:
-    """Let our operators ask Triton for their kernels in this thread, but launch nothing.
+def asking(instead: type[Exception]) -> Iterator[None]:
+    """Let our operators ask Triton for their kernels in this thread, and compute without them.
 
     Args:
         instead: what Triton raises where it was kept from compiling one.
     """
-    before, _HERE.instead = _HERE.instead, instead
+    before, _HERE.asking = _HERE.asking, _Asking(instead)
     try:
         yield
     finally:
-        _HERE.instead = before
+        _HERE.asking = before
+
+
+def is_asking() -> bool:
+    """Whether kernels are only asked for in this thread."""
+    return _HERE.asking is not None
+
+
+def ask(name: str, launch: Callable[..., object], args: Sequence[Any]) -> None:
+    """Ask for the kernel of an operator's call, once for a kind of call, inside of `asking`.
+
+    It is for time alone: what fails here is compiled, and reported, where it is used.
+    """
+    assert _HERE.asking is not None
+    kind = kind_of(name, args)
+    if kind not in _HERE.asking.seen:
+        _HERE.asking.seen.add(kind)
+        with contextlib.suppress(Exception):
+            launch(*args)
 
 
 @contextlib.contextmanager
@@ -210,8 +236,8 @@ def launched(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants
         arguments: those that are no constants, in order.
         constants: the others by name, and options.
     """
-    if _HERE.instead is not None:
-        with contextlib.suppress(_HERE.instead):
+    if _HERE.asking is not None:
+        with contextlib.suppress(_HERE.asking.instead):
             kernel.warmup(*arguments, grid=grid, **constants)
         return
     compiled = kernel[grid](*arguments, **constants)
@@ -222,7 +248,7 @@ def launched(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants
 def noted(name: str, launch: Callable[..., Any], *args: Any) -> Any:
     """Run an operator's launch; record it inside of `noting`."""
     notes = _HERE.notes
-    if notes is None or _HERE.instead is not None:
+    if notes is None:
         return launch(*args)
     _HERE.launched = []
     try:
