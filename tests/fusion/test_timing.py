@@ -207,30 +207,36 @@ def test_without_triton_nothing_is_compiled_ahead() -> None:
     torch.testing.assert_close(found, nn.functional.layer_norm(x, (8,)))
 
 
-def test_what_is_asked_for_is_computed_without_its_kernel(
+def test_what_is_asked_for_is_not_launched(
     device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked: list[tuple[object, ...]] = []
+    asked: list[int] = []
 
-    def launch(*args: object) -> torch.Tensor:
-        asked.append(args)
-        raise RuntimeError("it cannot be asked for")
+    class Kernel:
+        def warmup(self, x: torch.Tensor, *, grid: tuple[int, ...]) -> None:
+            asked.append(len(x))
+            raise RuntimeError("it is compiled elsewhere")
 
-    operator = FusedOperator(
-        "twice",
-        reference=lambda x: x * 2,
-        plain=lambda x: x + x,
-        applies=lambda x: True,
-        launch=launch,
-    )
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            raise AssertionError("it is launched")
+
+    def launch(x: torch.Tensor) -> torch.Tensor:
+        result = torch.full_like(x, torch.nan)
+        launch_cache.launched(Kernel(), (1,), x)
+        return result
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    operator = FusedOperator("twice", doubled, doubled, lambda x: True, launch)
     monkeypatch.setattr(fused_operator, "triton_works", lambda: True)
-    x = torch.randn(5, device=device)
-    with launch_cache.asking(KeyError):
+    x = torch.randn(5, 4, device=device)
+    with launch_cache.asking():
         for _ in range(3):
-            assert torch.equal(operator.on_gpu(x), x * 2)
-        operator.on_gpu(x[:4])
-    assert [len(args[0]) for args in asked] == [5, 4]  # type: ignore[arg-type]  # tensors
-    with pytest.raises(RuntimeError, match="cannot be asked"):
+            assert torch.equal(operator.on_gpu(x), torch.zeros_like(x))
+        assert operator.on_gpu(x.T).stride() == x.T.stride()
+    assert asked == [5, 4]
+    with pytest.raises(AssertionError, match="it is launched"):
         operator.on_gpu(x)
 
 

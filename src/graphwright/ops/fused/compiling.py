@@ -38,7 +38,7 @@ class Compiling:
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
-        """Note the kernels of our operators in the block, which compute without; then start."""
+        """Note the kernels of our operators in the block, where they return zeros; then start."""
         try:
             from triton.runtime._async_compile import active_mode  # It has no public name.
         except Exception:
@@ -46,7 +46,7 @@ class Compiling:
             return
         before = active_mode.set(self)
         try:
-            with launch_cache.asking(_Taken):
+            with launch_cache.asking():
                 yield
         finally:
             active_mode.reset(before)

@@ -77,21 +77,14 @@ class FusedOperator:
         if launch is None:
             if not (triton_works() and self.applies(*args)):
                 return self.without_kernel(*args)
-            if launch_cache.is_asking():
-                launch = self._asked
-            else:
-                launch = functools.partial(launch_cache.noted, self.name, self.launch)
+            how = launch_cache.asked if launch_cache.is_asking() else launch_cache.noted
+            launch = functools.partial(how, self.name, self.launch)
         device = args[0].device
         # PyTorch sets no device for a Python function, and kernels start on the current one.
         if device.type == "cuda" and device.index != torch.cuda.current_device():
             with torch.cuda.device(device):
                 return launch(*args)
         return launch(*args)
-
-    def _asked(self, *args: Any) -> Any:
-        """Ask for the kernel, so that it is compiled, and compute without it."""
-        launch_cache.ask(self.name, self.launch, args)
-        return self.without_kernel(*args)
 
 
 def define(

@@ -126,10 +126,10 @@ class _Here(threading.local):
 
 @dataclass
 class _Asking:
-    """What Triton raises where it was kept from compiling, and the kinds of calls seen."""
+    """The kinds of calls whose kernels were asked for, and whether this one's was."""
 
-    instead: type[Exception]
     seen: set[str] = field(default_factory=set)
+    again: bool = False
 
 
 _HERE = _Here()
@@ -153,13 +153,9 @@ def noting() -> Iterator[dict[str, Launch]]:
 
 
 @contextlib.contextmanager
-def asking(instead: type[Exception]) -> Iterator[None]:
-    """Let our operators ask Triton for their kernels in this thread, and compute without them.
-
-    Args:
-        instead: what Triton raises where it was kept from compiling one.
-    """
-    before, _HERE.asking = _HERE.asking, _Asking(instead)
+def asking() -> Iterator[None]:
+    """Let our operators ask Triton for their kernels in this thread, and return zeros."""
+    before, _HERE.asking = _HERE.asking, _Asking()
     try:
         yield
     finally:
@@ -171,17 +167,22 @@ def is_asking() -> bool:
     return _HERE.asking is not None
 
 
-def ask(name: str, launch: Callable[..., object], args: Sequence[Any]) -> None:
+def asked(name: str, launch: Callable[..., Any], *args: Any) -> Any:
     """Ask for the kernel of an operator's call, once for a kind of call, inside of `asking`.
 
-    It is for time alone: what fails here is compiled, and reported, where it is used.
+    Returns:
+        Zeros that lie as the results do: PyTorch's own operations in the kernel's place may have to
+        be set up as well, which takes longer.
     """
-    assert _HERE.asking is not None
+    asking = _HERE.asking
+    assert asking is not None
     kind = kind_of(name, args)
-    if kind not in _HERE.asking.seen:
-        _HERE.asking.seen.add(kind)
-        with contextlib.suppress(Exception):
-            launch(*args)
+    asking.again = kind in asking.seen
+    asking.seen.add(kind)
+    results = launch(*args)
+    for each in results if isinstance(results, tuple) else (results,):
+        each.zero_()
+    return results
 
 
 @contextlib.contextmanager
@@ -237,8 +238,10 @@ def launched(kernel: Any, grid: tuple[int, ...], /, *arguments: Any, **constants
         constants: the others by name, and options.
     """
     if _HERE.asking is not None:
-        with contextlib.suppress(_HERE.asking.instead):
-            kernel.warmup(*arguments, grid=grid, **constants)
+        if not _HERE.asking.again:
+            # It is for time alone: what fails here is compiled, and reported, where it is used.
+            with contextlib.suppress(Exception):
+                kernel.warmup(*arguments, grid=grid, **constants)
         return
     compiled = kernel[grid](*arguments, **constants)
     if _HERE.launched is not None:
