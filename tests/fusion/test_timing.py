@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -180,29 +181,68 @@ def test_kernels_are_compiled_by_other_processes(
 def test_processes_that_compile_end_with_the_block(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    own = Path(compiling.compile_worker.__file__).read_text(encoding="utf-8")
     slow = tmp_path / "slow.py"
-    slow.write_text("import time; time.sleep(600)")
+    there = str(tmp_path / "there")
+    body = f"def _compile(job):\n    open({there!r} + job['n'], 'w').close()\n    time.sleep(600)\n"
+    slow.write_text(own.replace("if __name__", f"import time\n{body}\nif __name__"))
     monkeypatch.setattr(compiling.compile_worker, "__file__", str(slow))
-    monkeypatch.setattr(compiling.os, "sched_getaffinity", lambda pid: range(8))
-    monkeypatch.setattr(compiling, "_LIMIT_S", 0.05)
-    work = compiling.Compiling()
-    work.jobs = {str(n): {} for n in range(6)}
-    work.start()
-    processes = list(work._processes)
-    assert len(processes) == 6
-    work.wait()
-    assert all(process.poll() is None for process in processes)
-    work.close()
-    assert all(process.poll() is not None for process in processes)
+    monkeypatch.setattr(compiling, "_processors", lambda: 4)
+    with compiling.Compiling() as work:
+        work.begin()
+        process = work._process
+        assert process is not None
+        work.jobs = {str(n): {"n": str(n)} for n in range(6)}
+        work._send()
+        assert work.running
+        end = time.monotonic() + 30
+        while len(list(tmp_path.glob("there*"))) < 3:
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        assert len(children) == 3
+        assert process.poll() is None
+    assert process.poll() is not None
+    assert not work.running
+    for child in children:
+        status = Path(f"/proc/{child}/status")
+        # Where process 1 takes in no orphans, something is left of one that has ended.
+        assert not status.exists() or "State:\tZ" in status.read_text()
+
+
+def test_kernels_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    own = Path(compiling.compile_worker.__file__).read_text(encoding="utf-8")
+    quick = tmp_path / "quick.py"
+    there = str(tmp_path / "there")
+    body = f"def _compile(job):\n    open({there!r} + job['n'], 'w').close()\n    1 / 0\n"
+    quick.write_text(own.replace("if __name__", f"{body}\nif __name__"))
+    monkeypatch.setattr(compiling.compile_worker, "__file__", str(quick))
+    monkeypatch.setattr(compiling, "_processors", lambda: 3)
+    with compiling.Compiling() as work:
+        work.begin()
+        assert work._process is None  # Too few processors for one that may be of no use.
+        for n in range(5):
+            work.jobs[str(n)] = {"n": str(n)}
+            work._send()
+        work.wait()
+        assert not work.running
+        assert len(list(tmp_path.glob("there*"))) == 5
+        process = work._process
+        assert process is not None
+        process.kill()  # It ends by itself, whatever the reason.
+        process.wait()
+        work.jobs["x"] = {"n": "x"}
+        work._send()
+        work.wait()
+        assert not work.running
 
 
 def test_without_triton_nothing_is_compiled_ahead() -> None:
-    work = compiling.Compiling()
     x = torch.randn(3, 8)
-    with work.asked():
-        found = gw.ops.layer_norm(x)
-    work.wait()
-    work.close()
+    with compiling.Compiling() as work:
+        with work.asked():
+            found = gw.ops.layer_norm(x)
+        work.wait()
     assert not work.jobs
     torch.testing.assert_close(found, nn.functional.layer_norm(x, (8,)))
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 from torch import fx
@@ -17,29 +18,21 @@ from .passes.layout import CONVOLUTIONS
 _ASKED: set[str] = set()
 
 
-@contextlib.contextmanager
-def compiling_kernels(
-    graph: fx.GraphModule, samples: Sequence[torch.Tensor]
-) -> Iterator[Compiling | None]:
-    """What compiles the kernels that our operators launch in a graph, until the block ends.
+def asking_for_kernels(
+    graph: fx.GraphModule, samples: Sequence[torch.Tensor], work: Compiling
+) -> AbstractContextManager[None]:
+    """A block in which a graph runs to ask for the kernels of our operators.
 
     Args:
         graph: it is not changed.
         samples: what it is called with.
-
-    Yields:
-        None if this process has asked for all of them before, or there is no GPU.
+        work: what compiles them, if this process has not asked for all of them before.
     """
     kinds = {_kind(node) for node in graph.graph.nodes if _may_launch(node)} - _ASKED
     if not kinds or samples[0].device.type != "cuda" or not triton_works():
-        yield None
-        return
-    work = Compiling()
-    try:
-        yield work
-    finally:
-        work.close()
+        return contextlib.nullcontext()
     _ASKED.update(kinds)
+    return work.asked()
 
 
 def _may_launch(node: fx.Node) -> bool:

@@ -36,8 +36,9 @@ from ..evaluation.verification import compare, verify
 from ..graphs.composition import apart_from_capture
 from ..graphs.conditions import for_inference, garbage_collection_off
 from ..graphs.python_state import PythonState
+from ..ops.fused.compiling import Compiling
 from ..ops.fused.fused_operator import prepare_triton
-from .kernels import compiling_kernels
+from .kernels import asking_for_kernels
 from .nodes import copy_of, finished, is_mutable, is_view, value_of
 from .passes.attention import ATTENTION, MASKS
 from .passes.base import Change, Pass
@@ -139,6 +140,7 @@ class _Work:
         passes: in order.
         check: whether they are verified.
         state: of the whole module, taken at the start.
+        kernels: compiles those that graphs launch.
         measure: whether they are timed, and left out where they lose time.
         budget_s: seconds that all of it may take; None for no limit.
         start: when it began, by `time.monotonic`.
@@ -148,6 +150,7 @@ class _Work:
     passes: Sequence[Pass]
     check: bool
     state: ModuleState
+    kernels: Compiling
     measure: bool = False
     budget_s: float | None = None
     start: float = field(default_factory=time.monotonic)
@@ -232,14 +235,15 @@ def fused_call(
         return found
     devices = {t.device for t in tensors_of((args, kwargs))}
     places = [device for device in devices if device.type == "cuda"]
-    if places:
-        prepare_triton()
     if measure is None:
         measure = any(device.type in MEASURED for device in devices)
     # A full collection takes longer than a pass: there are many objects, and few of them die.
-    with _LOCK, garbage_collection_off():
+    with _LOCK, garbage_collection_off(), Compiling() as kernels:
+        if places:
+            prepare_triton()
+            kernels.begin()
         state, undo = ModuleState(module, lazily=True), PythonState(module)
-        work = _Work(passes, check, state, measure, budget_s, start, doing)
+        work = _Work(passes, check, state, kernels, measure, budget_s, start, doing)
         try:
             with for_inference(), torch.random.fork_rng(places):
                 _fuse(module, args, kwargs, work, found)
@@ -453,19 +457,18 @@ def _rewritten(
     else:
         problem = ""
         region.operations, region.nbytes = zip(_cost(traced.graph), _cost(graph), strict=True)
-        with compiling_kernels(graph, samples) as kernels:
-            work.doing("running the graph")
-            try:
-                # The traced graph itself stays as it is.
-                ended = graph if together else copy_of(graph)
-                with contextlib.nullcontext() if kernels is None else kernels.asked():
-                    call = traced.call(_in_layout(traced, ended, samples, state))
-            except Exception as error:
-                problem = f"{type(error).__name__}: {first_line(error)}"
-            known = truth()
-            if kernels is not None:
-                work.doing("compiling kernels")
-                kernels.wait()
+        work.doing("running the graph")
+        try:
+            # The traced graph itself stays as it is.
+            ended = graph if together else copy_of(graph)
+            with asking_for_kernels(graph, samples, work.kernels):
+                call = traced.call(_in_layout(traced, ended, samples, state))
+        except Exception as error:
+            problem = f"{type(error).__name__}: {first_line(error)}"
+        known = truth()
+        if work.kernels.running:
+            work.doing("compiling kernels")
+            work.kernels.wait()
         if not problem and known is not None:
             work.doing("verifying")
             try:

@@ -1,14 +1,16 @@
 """The program of a process that compiles kernels of ours into Triton's cache.
 
 It is run as a file, and needs neither PyTorch nor a GPU: what our kernels' files import beside
-Triton is for launching them, and stands there without content. So it begins to compile within half
-a second. Its input is a pickled (search path, package's folder, jobs).
+Triton is for launching them, and stands there without content. It imports Triton once, and a fork
+of it compiles each kernel. Its input are pickles: (search path, package's folder), then (jobs, how
+many at once) as often as there are some.
 """
 
 from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 import pickle
 import sys
 import types
@@ -17,6 +19,8 @@ from typing import Any
 from unittest.mock import MagicMock
 
 _PACKAGE = "graphwright.ops.fused"
+# What compiling imports.
+_USED = "triton", "triton.compiler", "triton.backends.nvidia.driver"
 # What kernels' files import to launch them.
 _EMPTY = ("torch", f"{_PACKAGE}.launch_cache", f"{_PACKAGE}.operands")
 
@@ -47,15 +51,41 @@ def _compile(job: dict[str, Any]) -> None:
         CudaLauncher(compiled.src, compiled.metadata)  # What starts it is C, compiled by gcc.
 
 
+def _compile_all(jobs: list[dict[str, Any]], at_once: int) -> None:
+    """Compile kernels, each in a process of its own."""
+    running: set[int] = set()
+    for job in jobs:
+        if len(running) == at_once:
+            running.discard(os.wait()[0])
+        child = os.fork()
+        if not child:
+            # What fails here fails again where the kernel is used, and is reported there.
+            try:
+                _compile(job)
+            finally:
+                os._exit(0)
+        running.add(child)
+    while running:
+        running.discard(os.wait()[0])
+
+
 def main() -> None:
-    """Compile what standard input names."""
-    path, folder, jobs = pickle.load(sys.stdin.buffer)
+    """Compile what comes by standard input; a byte goes out after each list of jobs."""
+    answers = os.dup(1)
+    os.dup2(2, 1)  # What others print is no answer.
+    path, folder = pickle.load(sys.stdin.buffer)
     sys.path[:] = path
     _prepare(Path(folder))
-    for job in jobs:
-        # What fails here fails again where the kernel is used, and is reported there.
+    for name in _USED:
         with contextlib.suppress(Exception):
-            _compile(job)
+            importlib.import_module(name)
+    while True:
+        try:
+            jobs, at_once = pickle.load(sys.stdin.buffer)
+        except EOFError:
+            return
+        _compile_all(jobs, at_once)
+        os.write(answers, b".")
 
 
 if __name__ == "__main__":

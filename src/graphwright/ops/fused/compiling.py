@@ -11,6 +11,8 @@ import contextlib
 import inspect
 import os
 import pickle
+import select
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +24,8 @@ from . import compile_worker, launch_cache
 
 # Processes at most, and seconds that all may take.
 _MOST, _LIMIT_S = 16, 120.0
+# With fewer processors, one that begins early takes time from other work.
+_EARLY = 4
 _PACKAGE = Path(__file__).parents[2]
 
 
@@ -30,11 +34,40 @@ class _Taken(Exception):
 
 
 class Compiling:
-    """Kernels that other processes compile."""
+    """Kernels that other processes compile, until the block ends. It is for time alone."""
 
     def __init__(self) -> None:
         self.jobs: dict[str, dict[str, Any]] = {}
-        self._processes: list[subprocess.Popen[bytes]] = []
+        self._sent, self._awaited = 0, 0
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Compiling:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """End what still runs."""
+        process, self._process = self._process, None
+        self._awaited = 0
+        if process is None:
+            return
+        # All that it has started: they are a group of processes.
+        with contextlib.suppress(OSError):
+            os.killpg(process.pid, signal.SIGKILL)
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            with contextlib.suppress(OSError):
+                pipe.close()
+        process.wait()
+
+    @property
+    def running(self) -> bool:
+        """Whether kernels are being compiled."""
+        return self._awaited > 0
+
+    def begin(self) -> None:
+        """Let a process import Triton, if there are processors for it."""
+        if _processors() >= _EARLY:
+            self._start()
 
     @contextlib.contextmanager
     def asked(self) -> Iterator[None]:
@@ -42,7 +75,7 @@ class Compiling:
         try:
             from triton.runtime._async_compile import active_mode  # It has no public name.
         except Exception:
-            yield  # All of it is for time alone.
+            yield
             return
         before = active_mode.set(self)
         try:
@@ -50,8 +83,7 @@ class Compiling:
                 yield
         finally:
             active_mode.reset(before)
-        with contextlib.suppress(Exception):
-            self.start()
+        self._send()
 
     def submit(self, key: str, compile: Callable[[], Any], *_: Any) -> Any:  # noqa: A002  # Triton's
         """What Triton calls instead of compiling, in its asynchronous mode.
@@ -63,39 +95,58 @@ class Compiling:
             self.jobs[key] = _job(compile)
         raise _Taken
 
-    def start(self) -> None:
-        """Begin to compile, if there are processors for it."""
-        jobs = list(self.jobs.values())
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-        count = min(_MOST, cores - 1, len(jobs))
-        for n in range(count):
-            given = pickle.dumps((sys.path, str(_PACKAGE), jobs[n::count]))
-            process = subprocess.Popen(
-                [sys.executable, str(Path(compile_worker.__file__))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                # They need no device, and should not look for one.
-                env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
-            )
-            self._processes.append(process)
-            assert process.stdin is not None
-            with process.stdin as pipe:
-                pipe.write(given)
-
     def wait(self) -> None:
         """Wait until all is compiled."""
         end = time.monotonic() + _LIMIT_S
-        for process in self._processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, end - time.monotonic()))
+        while self._process is not None and self.running:
+            pipe = self._process.stdout
+            assert pipe is not None
+            ready, _, _ = select.select([pipe], [], [], max(0.0, end - time.monotonic()))
+            if not ready or not os.read(pipe.fileno(), 1):
+                self.__exit__()  # It takes too long, or has ended.
+                break
+            self._awaited -= 1
 
-    def close(self) -> None:
-        """End what still runs."""
-        for process in self._processes:
-            process.kill()  # It has no effect on one that has ended.
-            process.wait()
-        self._processes.clear()
+    def _start(self) -> None:
+        """Start the process that compiles, by forks of itself."""
+        if self._process is not None or not hasattr(os, "fork"):
+            return
+        self._process = subprocess.Popen(
+            [sys.executable, str(Path(compile_worker.__file__))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            # They need no device, and should not look for one.
+            env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+            start_new_session=True,
+        )
+        self._give((sys.path, str(_PACKAGE)))
+
+    def _send(self) -> None:
+        """Have what was asked for compiled, if there are processors for it."""
+        jobs = list(self.jobs.values())[self._sent :]
+        others = min(_MOST, _processors() - 1)
+        if not jobs or others < 1:
+            return
+        self._start()
+        self._sent += len(jobs)
+        self._awaited += 1
+        self._give((jobs, others))
+
+    def _give(self, values: Any) -> None:
+        if self._process is None:
+            return
+        pipe = self._process.stdin
+        assert pipe is not None
+        try:
+            pipe.write(pickle.dumps(values))
+            pipe.flush()
+        except OSError:  # It has ended.
+            self.__exit__()
+
+
+def _processors() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def _is_cached(key: str) -> bool:
