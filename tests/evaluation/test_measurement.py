@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import os
 import statistics
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -23,6 +26,7 @@ from graphwright.evaluation.measurement import (
     interleave_until_steady,
     median_interval,
     unsteadiness,
+    weighted,
 )
 
 times = st.floats(min_value=1e-6, max_value=1.0)
@@ -232,6 +236,101 @@ def test_a_block_is_sized_by_the_fastest_call_and_ends_in_time() -> None:
     held_up = itertools.chain([1e-3] * 4, itertools.repeat(0.2))
     short = interleave({"a": lambda: next(held_up)}, FakeTimer(), budget_s=0)["a"]
     assert {len(block) for block in short.latency} == {2}
+
+
+class Shared:
+    """Two processors, and a scheduler that puts both threads of all calls on one of them.
+
+    Attributes:
+        until: how many pauses that lasts.
+        own: processors that this process has.
+        every: one of so many calls is interrupted.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int, own: float = 1.0) -> None:
+        self.until, self.own, self.every = until, own, 1
+        self.now, self.own_s, self.calls, self.interruptions = 0.0, 0.0, 0, 0
+        self.slept: list[float] = []
+        monkeypatch.setattr(measurement, "_interruptions", lambda: self.interruptions)
+        monkeypatch.setattr(measurement, "_own_seconds", lambda: self.own_s)
+        monkeypatch.setattr(measurement, "_processors", lambda: 2)
+
+    def call(self) -> float:
+        together = len(self.slept) < self.until
+        seconds = 24e-3 if together else 0.3e-3
+        self.calls += 1
+        if together and self.calls % self.every == 0:
+            self.interruptions += 6
+        self.now += seconds
+        self.own_s += seconds * (self.own if together else 2.0)
+        return seconds
+
+    def time(self, **given: float) -> Measurement:
+        found = interleave_until_steady(
+            {"a": self.call},
+            FakeTimer(),
+            budget_s=1.0,
+            clock=lambda: self.now,
+            sleep=self.slept.append,
+            **given,
+        )
+        return found["a"]
+
+
+@pytest.mark.usefixtures("strict")
+def test_threads_that_share_a_processor_are_given_time_to_part(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = Shared(monkeypatch, until=2)
+    found = shared.time()
+    assert shared.slept == [measurement.PLACING_S] * 2
+    assert found.typical().median == pytest.approx(0.3e-3)
+    assert found.interrupted == 0.0
+    assert not unsteadiness(found)
+
+
+@pytest.mark.usefixtures("strict")
+def test_calls_that_stay_interrupted_are_unsteady_however_alike(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = Shared(monkeypatch, until=1000)
+    found = shared.time(deadline=0.0)
+    assert shared.slept == [measurement.PLACING_S] * measurement.PLACINGS
+    assert found.typical().median == pytest.approx(24e-3)
+    assert unsteadiness(found) == "other work interrupted 100% of its calls"
+    both = weighted([(1.0, found), (3.0, Measurement(found.latency, found.throughput))])
+    assert unsteadiness(both) == "other work interrupted 100% of its calls"
+
+
+@pytest.mark.usefixtures("strict")
+def test_what_is_seldom_interrupted_or_in_its_own_way_is_steady(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    oversubscribed = Shared(monkeypatch, until=1000, own=2.0)
+    assert not unsteadiness(oversubscribed.time())
+    assert oversubscribed.slept == []
+    seldom = Shared(monkeypatch, until=1000)
+    seldom.every = 20
+    assert not unsteadiness(seldom.time())
+
+
+@pytest.mark.usefixtures("strict")
+def test_beside_busy_processes_interruptions_are_seen() -> None:
+    if measurement.resource is None:
+        return
+    processors = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(processors)})
+    command = [sys.executable, "-c", "while True: pass"]
+    busy = [subprocess.Popen(command) for _ in range(2)]
+    try:
+        x = torch.randn(700, 700)
+        found = interleave({"a": lambda: x @ x @ x}, Timer(torch.device("cpu")), budget_s=0.5)
+        assert unsteadiness(found["a"])
+    finally:
+        os.sched_setaffinity(0, processors)
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def test_peak_memory_sees_a_large_temporary(device: torch.device) -> None:

@@ -5,6 +5,11 @@ turns, so that a drifting clock affects all alike, and ratios are taken within a
 figure is the median of its calls, but for those that were held up: other work on the machine only
 ever makes a call longer, often a hundred times (Chen and Revels, Robust benchmarking in noisy
 environments, 2016). Shown are the median of the rounds and its rank-based 95 % interval.
+
+Where several threads compute one call and other processes compute too, the scheduler may put two of
+the threads on one processor, and leave them there. Each then waits for the other until its time is
+up, some milliseconds, and all calls take that long: steadily, so that no spread tells. What tells
+is that the system has interrupted them. After a pause they are mostly put apart.
 """
 
 from __future__ import annotations
@@ -24,6 +29,11 @@ import torch
 
 from ..calls.modes import SharedSwitch
 
+try:
+    import resource
+except ImportError:  # Windows has none.
+    resource = None  # type: ignore[assignment]  # it is asked for before its use
+
 Call = Callable[[], object]
 
 MAX_CALLS_PER_BLOCK = 50
@@ -39,6 +49,13 @@ HELD_UP = 3.0
 MAX_SPREAD = 1.5
 # ... or if more than this share of the calls were held up.
 MAX_HELD_UP_SHARE = 0.75
+# The system takes the processor from a call more often than so many times a second only if others
+# want it: a slice of time is some milliseconds.
+MAX_INTERRUPTIONS = 20.0
+# A process that has so large a share of all processors is in its own way.
+OWN_SHARE = 0.9
+# Seconds to wait after an interrupted block, so that threads are placed anew, and how often.
+PLACING_S, PLACINGS = 0.3, 5
 # Seconds to wait before unsteady callables are timed again, each time for twice as long.
 PAUSES_S = (1.0, 4.0)
 # Seconds are kept to a tenth of a nanosecond, beyond any clock, so that a saved sample is short and
@@ -85,11 +102,13 @@ class Measurement:
     """What interleaved rounds gave for one callable.
 
     `latency` holds, for each round, the synchronised single calls; `throughput` one figure a
-    round for calls issued back to back. All in seconds per call.
+    round for calls issued back to back. All in seconds per call. `interrupted` is the share of the
+    single calls from which the system took a processor, for other work than the process's own.
     """
 
     latency: tuple[tuple[float, ...], ...] = field(repr=False)
     throughput: tuple[float, ...] = field(repr=False)
+    interrupted: float = 0.0
 
     @property
     def latencies(self) -> Samples:
@@ -133,7 +152,43 @@ def weighted(parts: Sequence[tuple[float, Measurement]]) -> Measurement:
         rounds = [(weight / total, m.rounds(objective)) for weight, m in parts]
         return [round(sum(w * r[turn] for w, r in rounds), DIGITS) for turn in range(count)]
 
-    return Measurement(tuple((value,) for value in mean("latency")), tuple(mean("throughput")))
+    interrupted = max(measurement.interrupted for _, measurement in parts)
+    latency = tuple((value,) for value in mean("latency"))
+    return Measurement(latency, tuple(mean("throughput")), interrupted)
+
+
+@dataclass
+class _Block:
+    """Calls one after the other, and what the system did meanwhile.
+
+    Attributes:
+        seconds: of each call.
+        interrupted: calls from which a processor was taken.
+        interruptions: how often that happened.
+        own_s: seconds that all threads of this process had a processor.
+    """
+
+    seconds: list[float] = field(default_factory=list)
+    interrupted: int = 0
+    interruptions: int = 0
+    own_s: float = 0.0
+
+    def add(self, other: _Block) -> None:
+        """Count the calls of another block too."""
+        self.seconds += other.seconds
+        self.interrupted += other.interrupted
+        self.interruptions += other.interruptions
+        self.own_s += other.own_s
+
+    @property
+    def interrupted_share(self) -> float:
+        """The share of calls that were interrupted by other work than the process's own."""
+        wall_s = sum(self.seconds)
+        if self.interruptions <= MAX_INTERRUPTIONS * wall_s:
+            return 0.0
+        if self.own_s > OWN_SHARE * wall_s * _processors():
+            return 0.0
+        return self.interrupted / len(self.seconds)
 
 
 class Timer:
@@ -160,7 +215,7 @@ class Timer:
         """Seconds per call of back-to-back calls: by CUDA events, or of each one on the CPU."""
         self.synchronize()
         if not self._cuda:
-            spent = _timed_calls(self, call, calls)
+            spent = _timed_calls(self, call, calls).seconds
             return _undisturbed_median(spent, min(spent))
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
@@ -179,6 +234,7 @@ def interleave(
     budget_s: float,
     max_rounds: int | None = None,
     clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], object] = time.sleep,
 ) -> dict[str, Measurement]:
     """Time several callables in turns: each round times each of them once, in rotating order.
 
@@ -188,6 +244,7 @@ def interleave(
         budget_s: seconds to spend in all; at least five rounds are taken whatever they cost.
         max_rounds: the most rounds to take; twenty-five by default.
         clock: seconds, monotonic; tests pass their own.
+        sleep: waits for seconds; likewise.
 
     Returns:
         a Measurement for each name, with as many rounds as all the others.
@@ -196,6 +253,8 @@ def interleave(
     fastest = {name: _warm_up(calls[name], timer) for name in names}
     latency: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     throughput: dict[str, list[float]] = {name: [] for name in names}
+    total = {name: _Block() for name in names}
+    placings = 0
     deadline = clock() + budget_s
     with collection_held_off():
         for turn in range(max_rounds or MAX_ROUNDS):
@@ -209,10 +268,21 @@ def interleave(
                 # The fastest call so far: one that was held up says little about the others.
                 size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
                 block = _timed_calls(timer, call, size)
-                fastest[name] = min(fastest[name], *block)
-                latency[name].append(tuple(round(s, DIGITS) for s in block))
+                while block.interrupted_share > MAX_HELD_UP_SHARE and placings < PLACINGS:
+                    placings += 1
+                    sleep(PLACING_S)
+                    timer.once(call)
+                    block = _timed_calls(timer, call, size)
+                fastest[name] = min(fastest[name], *block.seconds)
+                total[name].add(block)
+                latency[name].append(tuple(round(s, DIGITS) for s in block.seconds))
                 throughput[name].append(round(timer.block(call, size), DIGITS))
-    return {name: Measurement(tuple(latency[name]), tuple(throughput[name])) for name in names}
+    return {
+        name: Measurement(
+            tuple(latency[name]), tuple(throughput[name]), total[name].interrupted_share
+        )
+        for name in names
+    }
 
 
 def interleave_until_steady(
@@ -239,7 +309,7 @@ def interleave_until_steady(
     Returns:
         the measurements that have the fewest unsteady ones among them, the latest of those.
     """
-    found = interleave(calls, timer, budget_s=budget_s, clock=clock)
+    found = interleave(calls, timer, budget_s=budget_s, clock=clock, sleep=sleep)
     for attempt, pause_s in enumerate(PAUSES_S, 1):
         unsteady = _count_unsteady(found, objective)
         longer_s = budget_s * 2**attempt
@@ -247,7 +317,12 @@ def interleave_until_steady(
             break
         sleep(pause_s)
         again = interleave(
-            calls, timer, budget_s=longer_s, max_rounds=MAX_ROUNDS * 2**attempt, clock=clock
+            calls,
+            timer,
+            budget_s=longer_s,
+            max_rounds=MAX_ROUNDS * 2**attempt,
+            clock=clock,
+            sleep=sleep,
         )
         if _count_unsteady(again, objective) <= unsteady:
             found = again
@@ -261,8 +336,8 @@ def _count_unsteady(found: Mapping[str, Measurement], objective: str) -> int:
 def unsteadiness(measurement: Measurement, objective: str = "latency") -> str:
     """Why a measurement is not to be compared, in words; empty if it is steady.
 
-    Spread and drift widen the interval of the median. What is held up nearly all the time may have
-    a narrow one.
+    Spread and drift widen the interval of the median. What is held up or interrupted nearly all the
+    time may have a narrow one.
     """
     figures = measurement.rounds(objective)
     low, high = median_interval(figures)
@@ -272,6 +347,8 @@ def unsteadiness(measurement: Measurement, objective: str = "latency") -> str:
     share = sum(each > HELD_UP * min(calls) for each in calls) / len(calls)
     if share > MAX_HELD_UP_SHARE:
         return f"{share:.0%} of its calls took over {HELD_UP:g} times as long as the fastest one"
+    if measurement.interrupted > MAX_HELD_UP_SHARE:
+        return f"other work interrupted {measurement.interrupted:.0%} of its calls"
     return ""
 
 
@@ -283,12 +360,34 @@ def _warm_up(call: Call, timer: Timer) -> float:
     return min(spent)
 
 
-def _timed_calls(timer: Timer, call: Call, count: int) -> list[float]:
-    """Seconds of single calls, fewer if they take too long together."""
-    spent: list[float] = []
-    while len(spent) < count and sum(spent) < MAX_BLOCK_S:
-        spent.append(timer.once(call))
-    return spent
+def _timed_calls(timer: Timer, call: Call, count: int) -> _Block:
+    """Single calls, fewer if they take too long together."""
+    block = _Block()
+    began, before = _own_seconds(), _interruptions()
+    while len(block.seconds) < count and sum(block.seconds) < MAX_BLOCK_S:
+        block.seconds.append(timer.once(call))
+        now = _interruptions()
+        block.interrupted += now > before
+        block.interruptions += now - before
+        before = now
+    block.own_s = _own_seconds() - began
+    return block
+
+
+def _own_seconds() -> float:
+    """Seconds for which threads of this process had a processor."""
+    return time.process_time()
+
+
+def _interruptions() -> int:
+    """How often the system has taken a processor from a thread of this process that wanted it."""
+    return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def _processors() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @contextlib.contextmanager

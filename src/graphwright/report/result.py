@@ -252,7 +252,8 @@ def _measurement(data: Mapping[str, Any] | None) -> Measurement | None:
     if data is None:
         return None
     latency = tuple(tuple(map(float, block)) for block in data["latency"])
-    return Measurement(latency, tuple(map(float, data["throughput"])))
+    throughput = tuple(map(float, data["throughput"]))
+    return Measurement(latency, throughput, float(data.get("interrupted", 0.0)))
 
 
 def _finite(value: Any) -> Any:
