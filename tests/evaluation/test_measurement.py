@@ -295,7 +295,7 @@ def test_calls_that_stay_interrupted_are_unsteady_however_alike(
 ) -> None:
     shared = Shared(monkeypatch, until=1000)
     found = shared.time(deadline=0.0)
-    assert shared.slept == [measurement.PLACING_S] * measurement.PLACINGS
+    assert shared.slept == [measurement.PLACING_S] * measurement.IN_VAIN
     assert found.typical().median == pytest.approx(24e-3)
     assert unsteadiness(found) == "other work interrupted 100% of its calls"
     both = weighted([(1.0, found), (3.0, Measurement(found.latency, found.throughput))])

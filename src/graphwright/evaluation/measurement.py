@@ -54,8 +54,9 @@ MAX_HELD_UP_SHARE = 0.75
 MAX_INTERRUPTIONS = 20.0
 # A process that has so large a share of all processors is in its own way.
 OWN_SHARE = 0.9
-# Seconds to wait after an interrupted block, so that threads are placed anew, and how often.
-PLACING_S, PLACINGS = 0.3, 5
+# Seconds to wait after an interrupted block, so that threads are placed anew; how often in vain,
+# and how often at all.
+PLACING_S, IN_VAIN, PLACINGS = 0.2, 4, 30
 # Seconds to wait before unsteady callables are timed again, each time for twice as long.
 PAUSES_S = (1.0, 4.0)
 # Seconds are kept to a tenth of a nanosecond, beyond any clock, so that a saved sample is short and
@@ -254,7 +255,7 @@ def interleave(
     latency: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     throughput: dict[str, list[float]] = {name: [] for name in names}
     total = {name: _Block() for name in names}
-    placings = 0
+    in_vain = placings = 0
     deadline = clock() + budget_s
     with collection_held_off():
         for turn in range(max_rounds or MAX_ROUNDS):
@@ -268,11 +269,15 @@ def interleave(
                 # The fastest call so far: one that was held up says little about the others.
                 size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
                 block = _timed_calls(timer, call, size)
-                while block.interrupted_share > MAX_HELD_UP_SHARE and placings < PLACINGS:
-                    placings += 1
+                while block.interrupted_share > MAX_HELD_UP_SHARE:
+                    if in_vain == IN_VAIN or placings == PLACINGS:
+                        break
+                    in_vain, placings = in_vain + 1, placings + 1
                     sleep(PLACING_S)
                     timer.once(call)
                     block = _timed_calls(timer, call, size)
+                else:
+                    in_vain = 0
                 fastest[name] = min(fastest[name], *block.seconds)
                 total[name].add(block)
                 latency[name].append(tuple(round(s, DIGITS) for s in block.seconds))
