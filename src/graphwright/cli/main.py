@@ -116,7 +116,12 @@ def main() -> None:
     help="Leave out every strategy that has these parts, such as inductor:freeze or xla.",
 )
 @click.option("--tolerance", type=float, help="Relative error to accept, in place of 3 × eager's.")
-@click.option("--budget", type=_Seconds(), help="Take no longer than this: 120s or 2m.")
+@click.option(
+    "--budget",
+    type=_Seconds(),
+    help="Take no longer than this: 120s or 2m; by default a minute.",
+)
+@click.option("--exhaustive", is_flag=True, help="Try what cannot win too, however long it takes.")
 @click.option(
     "--timeout",
     type=_Seconds(),
@@ -147,6 +152,7 @@ def tune(
     exclude: Sequence[str],
     tolerance: float | None,
     budget: float | None,
+    exhaustive: bool,
     timeout: float,
     memory_limit: str | None,
     here: bool,
@@ -185,6 +191,7 @@ def tune(
         tolerance=tolerance,
         allow=_split(allow),
         budget_s=budget,
+        exhaustive=exhaustive,
         timeout_s=timeout,
         memory_limit=memory_limit,
         isolate=None if not here else False,

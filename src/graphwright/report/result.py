@@ -102,12 +102,23 @@ class Shape:
     inputs: list[str]
 
 
+@dataclass(frozen=True)
+class Step:
+    """The best that was known some seconds after the start: how many times as fast as eager."""
+
+    seconds: float
+    strategy: str
+    speedup: float
+
+
 @dataclass
 class Results:
     """The result of one run of `tune`, as data.
 
     `shapes` is empty if there was one call to tune for; `inputs` are those of the first call.
-    `recalled` says when the choice was made if it comes from the choice cache.
+    `recalled` says when the choice was made if it comes from the choice cache. `curve` says when
+    the search had found something better than all before. `host_s` is what the host needs for a
+    call, if that is known, and `input_bytes` the size of its tensors: what bounds follow from.
     """
 
     model: str
@@ -124,6 +135,9 @@ class Results:
     interrupted: bool = False
     shapes: list[Shape] = field(default_factory=list)
     recalled: str = ""
+    curve: list[Step] = field(default_factory=list)
+    host_s: float | None = None
+    input_bytes: int = 0
 
     def row(self, strategy: str) -> Row | None:
         """The row of a strategy, by name."""
@@ -221,8 +235,9 @@ class Results:
         try:
             rows = [_row(row) for row in data.pop("rows")]
             shapes = [Shape(**shape) for shape in data.pop("shapes")]
+            curve = [Step(**step) for step in data.pop("curve", [])]
             eager = _error(data.pop("eager_error"))
-            report = cls(rows=rows, eager_error=eager, shapes=shapes, **data)
+            report = cls(rows=rows, eager_error=eager, shapes=shapes, curve=curve, **data)
             if type(report.notes) is not list or not all(type(n) is str for n in report.notes):
                 raise TypeError("its notes are no texts")
             report.check()

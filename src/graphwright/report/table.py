@@ -195,6 +195,12 @@ def closing(report: Results) -> list[str]:
     saved = _saved(report)
     if saved:
         lines.append(f"Time that is saved against eager: {', '.join(saved)}.")
+    if len(report.curve) > 1:
+        steps = [
+            f"{step.strategy} {ratio(step.speedup)} after {step.seconds:.0f} s"
+            for step in report.curve
+        ]
+        lines.append(f"Best known, when it was screened: {', '.join(steps)}.")
     if report.eager_error is not None:
         lines.append(
             f"Error: root mean square, relative to float64; eager's own is "

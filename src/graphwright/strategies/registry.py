@@ -65,6 +65,9 @@ _ON_REQUEST = {
     aot_inductor.FREEZE.name,
     xla.XLA.name,
 }
+# Compilers that call the kernels that eager calls.
+_EAGER_KERNELS = {eager.NO_GRAD.name, eager.INFERENCE_MODE.name, torchscript.SCRIPT.name}
+_BY_NAME = {compiler.name: compiler for compiler in COMPILERS}
 _ON_GPUS = {strategy.GRAPH.name, tensorrt.TENSORRT.name}
 # Compilers that are also tried with the runner `graph`, and with each rewrite.
 _UNDER_GRAPH = (
@@ -159,12 +162,26 @@ def default_candidates(
 
 def _promise(candidate: Candidate, device: torch.device) -> float:
     """What a candidate usually gains per second of trying it."""
-    gain, seconds = _USUAL[device.type][candidate.compiler.name]
+    gain, seconds = usual(candidate, device)
+    return math.log(gain) / (seconds + _BESIDE_S)
+
+
+def usual(candidate: Candidate, device: torch.device) -> tuple[float, float]:
+    """How many times as fast as eager a candidate usually is, and the seconds of its set-up."""
+    gain, seconds = _USUAL[device.type].get(candidate.compiler.name, (1.0, 1.0))
     if candidate.runner is not None:
         gain, seconds = max(gain, 1.0) * _USUAL_OF_GRAPHS[0], seconds + _USUAL_OF_GRAPHS[1]
     if candidate.rewrite is not None:
         gain, seconds = gain * _USUAL_OF_REWRITES[0], seconds + _USUAL_OF_REWRITES[1]
-    return math.log(gain) / (seconds + _BESIDE_S)
+    return gain, seconds
+
+
+def kernels_of(candidate: Candidate) -> str:
+    """The candidate whose kernels another one runs, by its name without a runner."""
+    compiler = candidate.compiler.name
+    if compiler in _EAGER_KERNELS:
+        compiler = eager.EAGER.name
+    return Candidate(_BY_NAME.get(compiler, candidate.compiler), candidate.rewrite).name
 
 
 def savable_form(candidate: Candidate) -> Candidate | None:

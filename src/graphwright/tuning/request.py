@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -51,6 +52,8 @@ if TYPE_CHECKING:
     from .bucketed_request import BucketedRequest
 
 OBJECTIVES = ("latency", "throughput", "memory", "cold_start")
+# Seconds of a search that nobody has given a budget, for each sample.
+BUDGET_S = 60.0
 # Tried by default only for the objective cold_start: it pays off where it is loaded from a file.
 _FOR_COLD_START = ("aot_inductor",)
 # Tensors in the name of a sample that holds objects: a cache may hold hundreds.
@@ -70,6 +73,7 @@ class Request:
         dynamic_shapes: which dimensions vary; None without buckets or if it was not given.
         device: where the model and its inputs are.
         candidates: what to try, eager first.
+        named: whether the caller has named them.
     """
 
     name: str
@@ -80,6 +84,8 @@ class Request:
     dynamic_shapes: Any
     device: torch.device
     candidates: list[Candidate]
+    named: bool
+    exhaustive: bool
     objective: str
     tolerance: float | None
     allow: tuple[str, ...]
@@ -109,6 +115,7 @@ class Request:
         pad: Any = None,
         strategies: Iterable[str | Compiler | Candidate] | None = None,
         exclude: Iterable[str] = (),
+        exhaustive: bool = False,
         objective: str = "latency",
         tolerance: float | None = None,
         allow: Sequence[str] = (),
@@ -138,6 +145,7 @@ class Request:
             _lossy_problem(allow),
             positive_problem("budget_s", budget_s, "number of seconds", optional=True),
             positive_problem("timeout_s", timeout_s, "number of seconds"),
+            flag_problem("exhaustive", exhaustive),
             flag_problem("isolate", isolate, optional=True),
             flag_problem("remember", remember),
             flag_problem("fresh", fresh),
@@ -215,10 +223,16 @@ class Request:
             None if bucketed is None else portable(dynamic_shapes),
             device,
             [eager, *by_name.values()],
+            strategies is not None,
+            exhaustive,
             objective,
             tolerance,
             tuple(allow),
-            None if budget_s is None else float(budget_s),
+            _budget(
+                budget_s,
+                len(calls),
+                everything=exhaustive or strategies is not None or objective == "cold_start",
+            ),
             float(timeout_s),
             None if memory_limit is None else parse_bytes(memory_limit),
             isolate,
@@ -274,6 +288,13 @@ class Request:
             for (weight, call), words in zip(self.calls, self.inputs, strict=True)
             if len(self.calls) > 1
         ]
+
+
+def _budget(given: float | None, calls: int, *, everything: bool) -> float | None:
+    """Seconds that tuning may take; None for no limit."""
+    if given is None and not everything:
+        return BUDGET_S * calls
+    return None if given is None or math.isinf(given) else float(given)
 
 
 def _as_module(model: Callable[..., Any]) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -11,7 +11,9 @@ from torch import nn
 
 from ..report.progress import Progress
 from ..report.result import EAGER, Row, Status
+from ..strategies import eager
 from ..strategies.base import Built, Candidate
+from .search import Search
 from .trial import CandidateEvaluator
 from .workers.pool import Limits, WorkerPool
 from .workers.task import IsolationError
@@ -43,7 +45,7 @@ class Screening:
     Attributes:
         module: the model.
         device: where it is.
-        candidates: eager first.
+        search: what is tried besides eager, and when.
         terms: what each may take.
         repeat: makes the command that tries a strategy again.
         notes: of the report; reasons why candidates could not be isolated are added.
@@ -52,7 +54,7 @@ class Screening:
 
     module: nn.Module
     device: torch.device
-    candidates: Sequence[Candidate]
+    search: Search
     terms: Terms
     repeat: Callable[[str], str]
     notes: list[str] = field(default_factory=list)
@@ -61,9 +63,9 @@ class Screening:
 
     def __enter__(self) -> Screening:
         """Start the fork server, which begins to import what workers need."""
-        if self.terms.isolate and len(self.candidates) > 1:
+        if self.terms.isolate and self.search.waiting:
             try:
-                self._workers = WorkerPool(self.module, self.candidates[1:])
+                self._workers = WorkerPool(self.module, self.search.waiting)
             except IsolationError as error:
                 self._note_not_isolated(str(error))
         return self
@@ -77,52 +79,51 @@ class Screening:
             self._workers = None
 
     def rows(self, evaluator: CandidateEvaluator, progress: Progress) -> Iterator[Row]:
-        """Yield the row of each candidate, as it becomes known."""
-        eager, *others = self.candidates
-        progress.step(eager.name)
+        """Yield the row of each candidate, as it becomes known; the report must take it in."""
+        progress.step(EAGER)
         try:
             if self._workers is not None:
                 self._workers.wait_until_ready()  # Nothing else runs while eager is timed.
         except IsolationError as error:
             self._note_not_isolated(str(error))
             self._close()
-        yield self._in_this_process(eager, evaluator)
-        tried: set[str] = set()
-        if self._workers is not None and others:
-            try:
-                for row in self._in_workers(self._workers, others, evaluator, progress):
-                    tried.add(row.strategy)
-                    yield row
-            except IsolationError as error:
-                self._note_not_isolated(str(error))
-        for candidate in others:
-            if candidate.name not in tried:
-                progress.step(candidate.name)
-                yield self._in_this_process(candidate, evaluator)
+        yield self._in_this_process(Candidate(eager.EAGER), evaluator)
+        if self._workers is not None and self.search.waiting:
+            yield from self._in_workers(self._workers, evaluator, progress)
+        while chosen := self.search.choose(1):
+            progress.step(chosen[0].name)
+            yield self._in_this_process(chosen[0], evaluator)
+        for row in self.search.rest():
+            progress.step(row.strategy)
+            yield row
 
     def _in_workers(
         self,
         workers: WorkerPool,
-        candidates: Sequence[Candidate],
         evaluator: CandidateEvaluator,
         progress: Progress,
     ) -> Iterator[Row]:
         terms = self.terms
         limits = Limits.of_machine(terms.timeout_s, self.device, terms.memory_limit)
-        workers.load(evaluator, limits)
-        for candidate, found in workers.evaluate(
-            candidates,
-            deadline=terms.deadline,
-            doing=progress.doing,
-        ):
-            progress.step(candidate.name)
-            if isinstance(found, str):
-                self._note_not_isolated(found)
-                yield self._in_this_process(candidate, evaluator)
-            elif found.status is Status.NOT_TRIED:
-                yield self._not_tried(candidate)
-            else:
-                yield self.with_repeat(found)
+        group: list[Candidate] = []
+        try:
+            workers.load(evaluator, limits)
+            while group := self.search.choose(workers.at_once):
+                for candidate, found in workers.evaluate(
+                    group[:], deadline=terms.deadline, doing=progress.doing
+                ):
+                    group.remove(candidate)
+                    progress.step(candidate.name)
+                    if isinstance(found, str):
+                        self._note_not_isolated(found)
+                        yield self._in_this_process(candidate, evaluator)
+                    elif found.status is Status.NOT_TRIED:
+                        yield self._not_tried(candidate)
+                    else:
+                        yield self.with_repeat(found)
+        except IsolationError as error:
+            self._note_not_isolated(str(error))
+            self.search.waiting[:0] = group
 
     def _note_not_isolated(self, why: str) -> None:
         note = f"Candidates were tried in this process, not in ones of their own: {why}."
@@ -148,7 +149,7 @@ class Screening:
             row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
             return row
         row.reason = f"the budget of {self.terms.budget_s:g} s was spent before it was measured"
-        row.remedy = "Give a larger budget, or name the strategies to try."
+        row.remedy = "Give a larger budget or exhaustive=True, or name the strategies to try."
         return row
 
     def with_repeat(self, row: Row) -> Row:

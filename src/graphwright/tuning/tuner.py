@@ -25,6 +25,7 @@ from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
 from ..calls.watch import Checks
 from ..errors import ModelFailed, in_words
+from ..evaluation.bounds import host_seconds
 from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_average, load_note
 from ..evaluation.reference import Sample, reference, refuse_changed_containers
 from ..evaluation.verification import verify
@@ -34,7 +35,7 @@ from ..ops import compiled_checks
 from ..report.environment import environment
 from ..report.progress import Progress, Silent, shown
 from ..report.report import Report
-from ..report.result import COMPILE_DEFAULT, EAGER, Row, Status
+from ..report.result import COMPILE_DEFAULT, EAGER, Row, Status, Step
 from ..shapes.dimensions import within
 from ..strategies.base import Built, Candidate, Compiler, without_grad
 from ..strategies.registry import is_ours
@@ -43,6 +44,7 @@ from .cold_start import ColdStarts
 from .final_rounds import FinalRounds
 from .request import Request
 from .screening import Screening, Terms
+from .search import Search
 from .selection import near_best, ranked, reason_for
 from .trial import CandidateEvaluator, status_of
 
@@ -78,6 +80,7 @@ def tune(
     pad: Any = None,
     strategies: Iterable[str | Compiler | Candidate] | None = None,
     exclude: Iterable[str] = (),
+    exhaustive: bool = False,
     objective: Objective = "latency",
     tolerance: float | None = None,
     allow: Sequence[str] = (),
@@ -118,6 +121,8 @@ def tune(
             tries all that usually pay off. Eager is always added.
         exclude: names of strategies to leave out, with all that have the same parts: "inductor"
             stands for "channels_last+inductor+graph" too, "inductor+graph" not for "inductor".
+        exhaustive: try every candidate. By default what cannot win is not tried: what runs the
+            same kernels as something that was measured to be faster.
         objective: "latency" (one synchronized call), "throughput" (calls issued back to back),
             "memory" (peak bytes) or "cold_start" (seconds from the start of a process to the first
             right answer; what `load` can load is loaded for that).
@@ -126,7 +131,8 @@ def tune(
             float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
         budget_s: seconds that all of tuning may take; candidates that there is no time for are
-            reported as not tried. None for no limit.
+            reported as not tried. None for a minute a sample, and for no limit where `strategies`
+            are named, the search is `exhaustive` or the objective is "cold_start".
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
         memory_limit: bytes, or a text such as "2GiB", that one candidate may take in addition to
             the model: memory of the GPU for a model there, else of the host. By default most of
@@ -168,6 +174,7 @@ def tune(
         pad=pad,
         strategies=strategies,
         exclude=exclude,
+        exhaustive=exhaustive,
         objective=objective,
         tolerance=tolerance,
         allow=allow,
@@ -219,17 +226,25 @@ class Tuning:
             environment={},
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             shapes=asked.shapes,
+            input_bytes=max(sum(t.nbytes for t in call.tensors()) for _, call in asked.calls),
         )
         # What was built in this process, by name.
         self._kept: dict[str, list[Built]] = {}
         budget_s = asked.budget_s
         deadline = None if budget_s is None else self._started + (1 - _FINALISTS_SHARE) * budget_s
         isolate = ISOLATED if asked.isolate is None else asked.isolate
+        self._search = Search(
+            self.report,
+            asked.device,
+            asked.candidates[1:],
+            in_order=asked.named,
+            exhaustive=asked.exhaustive,
+        )
         terms = Terms(isolate, asked.timeout_s, asked.memory_limit, budget_s, deadline)
         self._screening = Screening(
             asked.module,
             asked.device,
-            asked.candidates,
+            self._search,
             terms,
             repeat or asked.repeat_call,
             self.report.notes,
@@ -277,7 +292,10 @@ class Tuning:
             self._refer(progress)
             for row in screening.rows(self.evaluator, progress):
                 self.report.rows.append(row)
+                self._extend_curve(row)
                 progress.row(row)
+                if row.strategy == EAGER and not self.asked.named:
+                    self.report.host_s = self._host_seconds()
                 self._drop_the_beaten()
         if self.asked.objective == "cold_start":
             self._time_first_answers(progress)
@@ -295,6 +313,27 @@ class Tuning:
         # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, self._kept[chosen.strategy])
+
+    def _extend_curve(self, row: Row) -> None:
+        """Note when something better than all before was found."""
+        speed = self.report.speedup(row)
+        best = max((step.speedup for step in self.report.curve), default=0.0)
+        if row.status is Status.OK and speed is not None and speed[0] > best:
+            seconds = time.monotonic() - self._started
+            self.report.curve.append(Step(seconds, row.strategy, speed[0]))
+
+    def _host_seconds(self) -> float | None:
+        """What the host needs for a mean call."""
+        found = 0.0
+        try:
+            for weight, call in self.asked.calls:
+                seconds = host_seconds(self.asked.module, call, self.asked.device)
+                if seconds is None:
+                    return None
+                found += weight * seconds
+        finally:
+            self._restore()
+        return found / sum(weight for weight, _ in self.asked.calls)
 
     def _refer(self, progress: Progress) -> None:
         """Make the references that candidates are compared with, once."""
@@ -478,6 +517,7 @@ class Tuning:
             "tolerance": self.asked.tolerance,
             "allow": sorted(self.asked.allow),
             "budget_s": self.asked.budget_s,
+            "exhaustive": self.asked.exhaustive,
             "timeout_s": self.asked.timeout_s,
             "memory_limit": self.asked.memory_limit,
             "weights": [weight for weight, _ in self.asked.calls],

@@ -126,6 +126,11 @@ class WorkerPool:
             worker.close()
         self._workers.clear()
 
+    @property
+    def at_once(self) -> int:
+        """How many candidates can be set up side by side."""
+        return self._at_once
+
     def wait_until_ready(self) -> None:
         """Wait until the fork server has imported everything."""
         self._server.wait_until_ready()

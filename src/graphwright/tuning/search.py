@@ -1,0 +1,165 @@
+"""Which candidate is tried next, and which need not be tried since they cannot win.
+
+The order is by what a candidate should gain per second of trying it: by what its parts usually
+gain, corrected by what was found here of the same compiler. What cannot win is held back, and is
+tried after all if what it was compared with fails.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import dataclass, field
+
+import torch
+
+from ..report.report import Report
+from ..report.result import EAGER, Row, Status
+from ..report.table import duration
+from ..strategies.base import Candidate
+from ..strategies.registry import kernels_of, usual
+
+# A prediction may be too low by this factor.
+_HOPE = 1.3
+# Seconds that verifying and timing take in addition to set-up.
+_BESIDE_S = 2.0
+# Kernels in less memory, or warmer caches, may be faster than in eager by so much.
+_KERNELS = 0.95
+# A graph that is so much faster than eager shows that the host is the limit.
+_HOST_LIMITED = 0.9
+# Bytes a second at which a graph copies its inputs, at least, and the share of its time that may
+# take.
+_COPIED, _COPIES_SHARE = 1e12, 0.05
+# Objectives that bounds of time say something about.
+_OF_TIME = ("latency", "throughput")
+
+
+@dataclass
+class Search:
+    """Candidates that are still to be tried.
+
+    Attributes:
+        report: of the run; the rows in it are what is known.
+        device: where the model is.
+        waiting: candidates that were not handed out yet.
+        in_order: whether they are tried in their order, and all of them.
+        exhaustive: whether all are tried, the most promising first.
+    """
+
+    report: Report
+    device: torch.device
+    waiting: list[Candidate]
+    in_order: bool = False
+    exhaustive: bool = False
+    _all: dict[str, Candidate] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._all = {candidate.name: candidate for candidate in self.waiting}
+
+    def choose(self, count: int) -> list[Candidate]:
+        """The candidates to try next, at most so many; none if nothing left can win."""
+        able = [each for each in self.waiting if not self.cannot_win(each)]
+        if not self.in_order:
+            able.sort(key=self._promise, reverse=True)
+        chosen = able[:count]
+        self.waiting = [each for each in self.waiting if each not in chosen]
+        return chosen
+
+    def rest(self) -> list[Row]:
+        """The rows of what is left: of what cannot win."""
+        rest, self.waiting = self.waiting, []
+        again = "Pass exhaustive=True to try it all the same."
+        return [
+            Row(
+                each.name,
+                Status.NOT_TRIED,
+                self.cannot_win(each),
+                again,
+                complexity=each.complexity,
+            )
+            for each in rest
+        ]
+
+    def cannot_win(self, candidate: Candidate) -> str:
+        """Why a candidate cannot be the best, as far as is known; "" if it may be."""
+        everything = self.in_order or self.exhaustive or self.report.objective not in _OF_TIME
+        if everything or candidate.runner is not None:
+            return ""
+        return self._beaten_by_its_graph(candidate) or self._beaten_by_kernels(candidate)
+
+    def _beaten_by_its_graph(self, candidate: Candidate) -> str:
+        """A graph runs the same kernels, and the host is the limit."""
+        if self.device.type != "cuda" or self._share(f"{EAGER}+graph") > _HOST_LIMITED:
+            return ""
+        twin = f"{kernels_of(candidate)}+graph"
+        row = self.report.row(twin)
+        fine = twin in self._all if row is None else row.status in (Status.OK, Status.NOT_TRIED)
+        graphed, eager = (self._seconds(name) for name in (f"{EAGER}+graph", EAGER))
+        if not fine or 2 * self.report.input_bytes / _COPIED > _COPIES_SHARE * graphed:
+            return ""
+        return (
+            f"cannot win: {twin} runs its kernels without the host, which is the limit here "
+            f"(eager takes {duration(eager)}, and {duration(graphed)} in a graph)"
+        )
+
+    def _beaten_by_kernels(self, candidate: Candidate) -> str:
+        """It runs eager's kernels, and something else is faster than these alone."""
+        plain = f"{EAGER}:no_grad"
+        same = kernels_of(candidate) == EAGER and candidate.name not in (plain, EAGER)
+        host_s = self.report.host_s
+        if not same or host_s is None or self._share(plain) == math.inf:
+            return ""
+        eager = self._seconds(EAGER)
+        least = _KERNELS * (self._share(plain) * eager - host_s)
+        best = self._best()
+        if best is None or least <= self._share(best.strategy) * eager:
+            return ""
+        return (
+            f"cannot win: it runs eager's kernels, which take at least {duration(least)} of "
+            f"eager's {duration(eager)}, and {best.strategy} takes "
+            f"{duration(self._share(best.strategy) * eager)}"
+        )
+
+    # ------------------------------------------------------------ what is known
+
+    def _share(self, strategy: str) -> float:
+        """Time of a row relative to eager's, in the rounds of its screening; inf if not known."""
+        row = self.report.row(strategy)
+        if row is None or row.status not in (Status.OK, Status.SLOWER):
+            return math.inf
+        return statistics.median(self.report.ratios(row) or [math.inf])
+
+    def _seconds(self, strategy: str) -> float:
+        row = self.report.row(strategy)
+        if row is None or row.screening is None:
+            return math.inf
+        return row.screening.typical(self.report.figure).median
+
+    def _best(self) -> Row | None:
+        rows = [row for row in self.report.rows if self._share(row.strategy) < math.inf]
+        return min(rows, key=lambda row: self._share(row.strategy), default=None)
+
+    def _promise(self, candidate: Candidate) -> float:
+        """What a candidate should gain over the best, per second of trying it."""
+        gain, seconds = usual(candidate, self.device)
+        best = self._best()
+        known = 1.0 if best is None else max(1.0, 1 / self._share(best.strategy))
+        hope = math.log(_HOPE * gain * self._correction(candidate) / known)
+        return hope / (seconds + _BESIDE_S) if hope > 0 else hope
+
+    def _correction(self, candidate: Candidate) -> float:
+        """By how much candidates of the same compiler gained more here than usual."""
+        found = []
+        for row in self.report.rows:
+            other = self._all.get(row.strategy)
+            if other is None or _family(other) != _family(candidate):
+                continue
+            if row.status in (Status.FAILED, Status.UNAVAILABLE, Status.CRASHED, Status.TIMED_OUT):
+                found.append(0.5)  # What stopped one often stops the others.
+            elif self._share(row.strategy) < math.inf:
+                found.append(1 / self._share(row.strategy) / usual(other, self.device)[0])
+        return statistics.median(found) if found else 1.0
+
+
+def _family(candidate: Candidate) -> str:
+    return candidate.compiler.name.partition(":")[0]

@@ -1,0 +1,210 @@
+"""What is tried next, and what is not tried since it cannot win."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import graphwright as gw
+from graphwright.calls.snapshots import Call
+from graphwright.evaluation.bounds import host_seconds
+from graphwright.evaluation.measurement import Measurement
+from graphwright.report.report import Report
+from graphwright.report.result import Row, Status
+from graphwright.strategies.registry import default_candidates, kernels_of, parse_candidates
+from graphwright.tuning.search import Search
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+EAGER_S = 1e-3
+
+
+def row(name: str, seconds: float, status: Status = Status.OK) -> Row:
+    """A row that takes these seconds where eager takes EAGER_S."""
+
+    def of(value: float) -> Measurement:
+        return Measurement(((value,) * 4,) * 6, (value,) * 6)
+
+    known = status in (Status.OK, Status.SLOWER)
+    return Row(
+        name,
+        status,
+        screening=of(seconds) if known else None,
+        baseline=of(EAGER_S) if known else None,
+    )
+
+
+def search_of(
+    device: torch.device, rows: list[Row], names: str = "", objective: str = "latency", **given: Any
+) -> Search:
+    facts = {name: given.pop(name) for name in ("host_s", "input_bytes") if name in given}
+    report = Report("model", ["x"], objective, rows, {}, **facts)
+    waiting = (
+        parse_candidates(names.split(","), ())
+        if names
+        else default_candidates(nn.Linear(2, 2), device, ())
+    )
+    known = {each.strategy for each in rows}
+    search = Search(report, device, waiting, **given)
+    search.waiting = [each for each in waiting if each.name not in known]
+    return search
+
+
+def left_out(search: Search) -> set[str]:
+    return {each.name for each in search.waiting if search.cannot_win(each)}
+
+
+def test_kernels_are_named_by_what_computes_them() -> None:
+    names = {
+        "eager:inference_mode": "eager",
+        "torchscript": "eager",
+        "torchscript:freeze": "torchscript:freeze",
+        "channels_last+inductor+graph": "channels_last+inductor",
+        "channels_last": "channels_last",
+    }
+    for name, kernels in names.items():
+        assert kernels_of(parse_candidates([name], ())[0]) == kernels
+
+
+def test_where_the_host_is_the_limit_a_graph_of_the_same_kernels_stands_for_them() -> None:
+    rows = [row("eager", EAGER_S), row("eager+graph", 0.2e-3)]
+    search = search_of(GPU, rows)
+    out = left_out(search)
+    assert {"eager:no_grad", "eager:inference_mode", "torchscript", "inductor", "fused"} <= out
+    assert out.isdisjoint(
+        {"inductor+graph", "inductor:reduce-overhead", "onnxruntime", "torchscript:fuser"}
+    )
+    assert search.cannot_win(parse_candidates(["inductor"], ())[0]) == (
+        "cannot win: inductor+graph runs its kernels without the host, which is the limit here "
+        "(eager takes 1.00 ms, and 200 µs in a graph)"
+    )
+    while chosen := search.choose(3):
+        assert not out & {each.name for each in chosen}
+    assert {each.strategy for each in search.rest()} == out
+
+
+@pytest.mark.parametrize(
+    ("changed", "why"),
+    [
+        ({"rows": [row("eager", EAGER_S)]}, "no graph is known to work"),
+        (
+            {"rows": [row("eager", EAGER_S), row("eager+graph", 0, Status.FAILED)]},
+            "the model cannot be captured",
+        ),
+        (
+            {"rows": [row("eager", EAGER_S), row("eager+graph", 0.95e-3)]},
+            "the GPU is the limit",
+        ),
+        ({"input_bytes": 100 << 20}, "copies of inputs may take longer than the host"),
+        ({"objective": "memory"}, "time says nothing of memory"),
+        ({"objective": "cold_start"}, "nor of the first answer"),
+        ({"exhaustive": True}, "all is wanted"),
+        ({"in_order": True}, "all was named"),
+    ],
+)
+def test_otherwise_all_is_tried(changed: dict[str, Any], why: str) -> None:
+    given = {"rows": [row("eager", EAGER_S), row("eager+graph", 0.2e-3)], **changed}
+    search = search_of(GPU, **given)
+    assert not left_out(search), why
+
+
+def test_what_a_failing_graph_stood_for_is_tried_after_all() -> None:
+    rows = [row("eager", EAGER_S), row("eager+graph", 0.2e-3)]
+    search = search_of(GPU, rows, "inductor,inductor+graph,fused,fused+graph")
+    assert {each.name for each in search.choose(9)} == {"inductor+graph", "fused+graph"}
+    rows += [row("inductor+graph", 0, Status.FAILED), row("fused+graph", 0.1e-3)]
+    assert [each.name for each in search.choose(9)] == ["inductor"]
+    assert [each.strategy for each in search.rest()] == ["fused"]
+
+
+def test_eagers_kernels_are_left_out_where_others_are_faster_than_these_alone() -> None:
+    rows = [row("eager", EAGER_S), row("eager:no_grad", 0.9e-3), row("onnxruntime", 0.5e-3)]
+    search = search_of(CPU, rows, "eager:inference_mode,torchscript,fused", host_s=0.2e-3)
+    assert left_out(search) == {"eager:inference_mode", "torchscript"}
+    why = search.cannot_win(search.waiting[0])
+    assert why == (
+        "cannot win: it runs eager's kernels, which take at least 665 µs of eager's 1.00 ms, and "
+        "onnxruntime takes 500 µs"
+    )
+    # The host could do without what it needs: 0.9 - 0.5 ms.
+    assert not left_out(replace(search, report=replace(search.report, host_s=0.5e-3)))
+    assert not left_out(replace(search, report=replace(search.report, host_s=None)))
+    rows[1] = row("eager:no_grad", 0, Status.FAILED)
+    assert not left_out(search)
+
+
+def test_the_most_promising_comes_first_and_what_was_found_counts() -> None:
+    rows = [row("eager", EAGER_S)]
+    search = search_of(GPU, rows, "inductor+graph,fused+graph,inductor:freeze+graph,eager+graph")
+    assert search.choose(1)[0].name == "eager+graph"
+    rows.append(row("eager+graph", 0.3e-3))
+    assert search.choose(1)[0].name == "fused+graph"
+    rows.append(row("fused+graph", 0.25e-3))
+    names = "aot_autograd+graph,inductor:freeze+graph"
+    failed = [*rows, row("inductor+graph", 0, Status.FAILED)]
+    found = [*rows, row("inductor+graph", 0.1e-3)]
+    orders = []
+    for known in (failed, found):
+        again = search_of(GPU, known, f"{names},inductor+graph")
+        orders.append([each.name for each in again.choose(9)])
+    assert orders == [
+        ["aot_autograd+graph", "inductor:freeze+graph"],
+        ["inductor:freeze+graph", "aot_autograd+graph"],
+    ]
+
+
+def test_the_host_needs_no_more_than_the_call(device: torch.device) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(device).eval()
+    x = torch.randn(2048, 256, device=device)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    found = host_seconds(model, Call("call", (x,), {}), device)
+    assert found is not None
+    if device.type == "cpu":
+        fast = gw.tune(model, (x,), strategies=["eager"], remember=False, progress=False)
+        whole = fast.report.rows[0].screening
+        assert whole is not None
+        assert found < 0.5 * whole.typical().median
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+def test_what_reads_values_has_no_such_bound() -> None:
+    class Reads(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x * float(x.sum())
+
+    assert host_seconds(Reads(), Call("call", (torch.randn(3),), {}), CPU) is None
+
+
+def test_the_curve_tells_when_what_was_found(device: torch.device) -> None:
+    model = nn.Linear(8, 8).to(device).eval()
+    x = torch.randn(2, 8, device=device)
+    report = gw.tune(
+        model, (x,), strategies=["eager:no_grad", "torchscript"], isolate=False, remember=False
+    ).report
+    assert report.curve[0].strategy == "eager"
+    assert [step.seconds for step in report.curve] == sorted(s.seconds for s in report.curve)
+    assert [step.speedup for step in report.curve] == sorted(s.speedup for s in report.curve)
+    assert Report.from_json(report.to_json()) == report
+
+
+def test_a_search_without_a_budget_has_a_minute_a_sample() -> None:
+    from graphwright.tuning.request import Request
+
+    def budget(**given: Any) -> float | None:
+        samples = given.pop("samples", None)
+        args = () if samples else (torch.randn(2, 2),)
+        asked = Request.of(nn.Linear(2, 2).eval(), args, None, samples=samples, **given)
+        return asked.budget_s
+
+    assert budget() == 60.0
+    assert budget(samples=[(torch.randn(n, 2),) for n in (1, 2, 3)]) == 180.0
+    assert budget(budget_s=10) == 10.0
+    assert budget(exhaustive=True) is None
+    assert budget(exhaustive=True, budget_s=7) == 7.0
+    assert budget(strategies=["fused"]) is None
+    assert budget(objective="cold_start") is None
+    with pytest.raises(gw.OptionError, match="exhaustive"):
+        budget(exhaustive="yes")
