@@ -111,6 +111,19 @@ def test_otherwise_all_is_tried(changed: dict[str, Any], why: str) -> None:
     assert not left_out(search), why
 
 
+def test_what_a_graph_may_stand_for_waits_until_that_is_known() -> None:
+    names = "fused,eager+graph,fused+graph,inductor,onnxruntime"
+    rows = [row("eager", EAGER_S)]
+    search = search_of(GPU, rows, names)
+    first = {each.name for each in search.choose(9)}
+    assert first == {"eager+graph", "fused+graph", "inductor", "onnxruntime"}
+    rows += [row("eager+graph", 0.95e-3), row("fused+graph", 0.5e-3)]
+    assert [each.name for each in search.choose(9)] == ["fused"]
+    assert {each.name for each in search_of(CPU, [row("eager", EAGER_S)], names).choose(9)} == {
+        *names.split(",")
+    }
+
+
 def test_what_a_failing_graph_stood_for_is_tried_after_all() -> None:
     rows = [row("eager", EAGER_S), row("eager+graph", 0.2e-3)]
     search = search_of(GPU, rows, "inductor,inductor+graph,fused,fused+graph")

@@ -59,6 +59,7 @@ class Search:
     def choose(self, count: int) -> list[Candidate]:
         """The candidates to try next, at most so many; none if nothing left can win."""
         able = [each for each in self.waiting if not self.cannot_win(each)]
+        able = [each for each in able if not self._can_wait(each)] or able
         if not self.in_order:
             able.sort(key=self._promise, reverse=True)
         chosen = able[:count]
@@ -82,10 +83,17 @@ class Search:
 
     def cannot_win(self, candidate: Candidate) -> str:
         """Why a candidate cannot be the best, as far as is known; "" if it may be."""
-        everything = self.in_order or self.exhaustive or self.report.objective not in _OF_TIME
-        if everything or candidate.runner is not None:
+        if self._all_wanted or candidate.runner is not None:
             return ""
         return self._beaten_by_its_graph(candidate) or self._beaten_by_kernels(candidate)
+
+    def _can_wait(self, candidate: Candidate) -> bool:
+        """Whether what is not known yet of graphs may show that it cannot win."""
+        if self._all_wanted or candidate.runner is not None or self.device.type != "cuda":
+            return False
+        twin, eager = f"{kernels_of(candidate)}+graph", f"{EAGER}+graph"
+        unknown = [name for name in (twin, eager) if self.report.row(name) is None]
+        return twin in self._all and bool(unknown)
 
     def _beaten_by_its_graph(self, candidate: Candidate) -> str:
         """A graph runs the same kernels, and the host is the limit."""
@@ -121,6 +129,10 @@ class Search:
         )
 
     # ------------------------------------------------------------ what is known
+
+    @property
+    def _all_wanted(self) -> bool:
+        return self.in_order or self.exhaustive or self.report.objective not in _OF_TIME
 
     def _share(self, strategy: str) -> float:
         """Time of a row relative to eager's, in the rounds of its screening; inf if not known."""
