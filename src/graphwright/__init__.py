@@ -9,6 +9,8 @@ from .artifacts.saving import save as save
 from .artifacts.tuned_module import TunedModule as TunedModule
 from .checker.checker import check as check
 from .checker.finding import Finding as Finding
+from .data.prefetch import Prefetcher as Prefetcher
+from .data.prefetch import prefetch as prefetch
 from .dispatch.graphed_callable import GraphedCallable as GraphedCallable
 from .dispatch.graphed_module import GraphedModule as GraphedModule
 from .dispatch.graphed_module import graph as graph
@@ -61,6 +63,7 @@ __all__ = [
     "ModelFailed",
     "OptionError",
     "PaddingError",
+    "Prefetcher",
     "Report",
     "SignatureError",
     "StrategyFailed",
@@ -78,6 +81,7 @@ __all__ = [
     "load",
     "make_graphed_callables",
     "predict_memory",
+    "prefetch",
     "save",
     "triton_op",
     "tune",
