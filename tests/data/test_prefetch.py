@@ -21,7 +21,6 @@ from torch.nn.utils.rnn import PackedSequence, pack_sequence
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import graphwright as gw
-from graphwright.data import prefetch as module
 from graphwright.data.prefetch import with_tensors
 
 
@@ -310,7 +309,7 @@ def test_bad_arguments_are_refused(given: dict[str, Any], text: str) -> None:
 
 
 def test_without_a_gpu_that_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(gw.OptionError, match="there is no GPU here"):
         gw.prefetch([], "cuda")
     assert repr(gw.prefetch([], depth=4)) == "<Prefetcher of list for cpu, 4 ahead>"

@@ -48,8 +48,9 @@ FACES = {
     "MemoryPool": "close closed device evict evictions graphs high_water in_use limit release "
     "reserved",
     "FallbackWarning": "",
-    "Report": "break_even check chosen chosen_row cost created eager_error environment figure "
-    "from_json inputs interrupted model notes objective ratios reason recalled row rows seconds "
+    "Prefetcher": "depth device loader",
+    "Report": "break_even check chosen chosen_row cost created curve eager_error environment figure "
+    "from_json host_s input_bytes inputs interrupted model notes objective ratios reason recalled row rows seconds "
     "shapes speedup to_json",
     "TunedModule": "calls explain module report",
 }
@@ -84,6 +85,7 @@ def test_classes_show_their_public_names_only() -> None:
         "GraphedCallable": gw.graph(torch.sin),
         "GraphedStep": gw.graph_step(step, ()),
         "MemoryPool": graph.pool,
+        "Prefetcher": gw.prefetch([]),
     }
     for name in gw.__all__:
         kind = getattr(gw, name)
