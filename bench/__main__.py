@@ -16,6 +16,7 @@ scripts/bench objects [--out DIR] [--quick]           calls with caches and obje
 scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
 scripts/bench calls [SRC] [--out DIR]                 what a call costs beside what answers it
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
+scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch's own ways to copy
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/reference/
 """
@@ -456,6 +457,9 @@ def main() -> None:
     busy.add_argument("--runs", type=int, default=10, help="runs beside the load")
     busy.add_argument("--processes", type=int, default=2, help="busy processes beside them")
     busy.add_argument("--out", type=Path, default=RESULTS)
+    feeding = commands.add_parser("feeding", help="prefetch() beside PyTorch's own ways to copy")
+    feeding.add_argument("--out", type=Path, default=RESULTS)
+    feeding.add_argument("--quick", action="store_true", help="try the script: no result")
     comparing = commands.add_parser("compare", help="two results of tune, capture or training")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
@@ -479,6 +483,10 @@ def main() -> None:
 
         failed = beside_load(given.out, runs=given.runs, processes=given.processes)
         sys.exit(bool(failed))
+    elif given.command == "feeding":
+        from .feeding.run import benchmark as feed
+
+        sys.exit(bool(feed(given.out, quick=given.quick)))
     elif given.command == "compare":
         from .compare import main as compare
 

@@ -14,6 +14,7 @@ from bench import __main__ as run
 from bench import compare
 from bench.busy import run as busy
 from bench.common import processes
+from bench.feeding import run as feeding
 from bench.training import table as training_table
 from bench.tune import table as tune_table
 
@@ -529,3 +530,10 @@ def test_an_answer_that_does_not_come_is_no_time(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="mlp, saved: no right answer came"):
         _answered("mlp", tmp_path, "saved", str(tmp_path / "caches"))
+
+
+def test_feeding_runs_and_is_right(tmp_path: Path) -> None:
+    assert feeding.benchmark(tmp_path, quick=True) == 0
+    found = json.loads((tmp_path / "feeding.json").read_text())
+    assert found["targets"][0]["met"]
+    assert {"computing", "copying", "plain", "pinned", "prefetch"} <= {*found["ways"]}

@@ -49,9 +49,9 @@ FACES = {
     "reserved",
     "FallbackWarning": "",
     "Prefetcher": "depth device loader",
-    "Report": "break_even check chosen chosen_row cost created curve eager_error environment figure "
-    "from_json host_s input_bytes inputs interrupted model notes objective ratios reason recalled row rows seconds "
-    "shapes speedup to_json",
+    "Report": "break_even check chosen chosen_row cost created curve eager_error environment "
+    "figure from_json host_s input_bytes inputs interrupted model notes objective ratios reason "
+    "recalled row rows seconds shapes speedup to_json",
     "TunedModule": "calls explain module report",
 }
 

@@ -1,0 +1,1 @@
+"""prefetch() beside a plain loop and PyTorch's own pinned copies."""
