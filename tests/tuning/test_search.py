@@ -124,6 +124,16 @@ def test_what_a_graph_may_stand_for_waits_until_that_is_known() -> None:
     }
 
 
+def test_what_shares_a_build_comes_together() -> None:
+    names = "fused,onnxruntime,inductor,fused+graph,inductor+graph"
+    rows = [row("eager", EAGER_S), row("eager+graph", 0.95e-3)]
+    search = search_of(GPU, rows, names, exhaustive=True)
+    first = [each.name for each in search.choose(2)]
+    assert sorted(first) == ["fused", "fused+graph", "inductor", "inductor+graph"]
+    assert [each.name for each in search.choose(2)] == ["onnxruntime"]
+    assert search.choose(2) == []
+
+
 def test_what_a_failing_graph_stood_for_is_tried_after_all() -> None:
     rows = [row("eager", EAGER_S), row("eager+graph", 0.2e-3)]
     search = search_of(GPU, rows, "inductor,inductor+graph,fused,fused+graph")

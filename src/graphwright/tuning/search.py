@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -57,12 +57,20 @@ class Search:
         self._all = {candidate.name: candidate for candidate in self.waiting}
 
     def choose(self, count: int) -> list[Candidate]:
-        """The candidates to try next, at most so many; none if nothing left can win."""
+        """The candidates to try next; none if nothing left can win, as far as is known.
+
+        Args:
+            count: how many, at most; those that differ in the runner alone come together, since
+                they are built once, and count as one.
+        """
         able = [each for each in self.waiting if not self.cannot_win(each)]
         able = [each for each in able if not self._can_wait(each)] or able
         if not self.in_order:
             able.sort(key=self._promise, reverse=True)
-        chosen = able[:count]
+        builds: dict[str, list[Candidate]] = {}
+        for each in able:
+            builds.setdefault(replace(each, runner=None).name, []).append(each)
+        chosen = [each for build in [*builds.values()][:count] for each in build]
         self.waiting = [each for each in self.waiting if each not in chosen]
         return chosen
 
