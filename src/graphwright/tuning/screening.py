@@ -123,7 +123,7 @@ class Screening:
                         yield self.with_repeat(found)
         except IsolationError as error:
             self._note_not_isolated(str(error))
-            self.search.waiting[:0] = group
+            self.search.put_back(group)
 
     def _note_not_isolated(self, why: str) -> None:
         note = f"Candidates were tried in this process, not in ones of their own: {why}."

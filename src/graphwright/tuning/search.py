@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -52,19 +53,22 @@ class Search:
     in_order: bool = False
     exhaustive: bool = False
     _all: dict[str, Candidate] = field(default_factory=dict)
+    _handed_out: set[str] = field(default_factory=set)
 
     def __post_init__(self) -> None:
         self._all = {candidate.name: candidate for candidate in self.waiting}
 
     def choose(self, count: int) -> list[Candidate]:
-        """The candidates to try next; none if nothing left can win, as far as is known.
+        """The candidates to try next; none if nothing left can win, or what is under way decides.
 
         Args:
             count: how many, at most; those that differ in the runner alone come together, since
                 they are built once, and count as one.
         """
         able = [each for each in self.waiting if not self.cannot_win(each)]
-        able = [each for each in able if not self._can_wait(each)] or able
+        first = [each for each in able if not self._can_wait(each)]
+        if first or any(self.report.row(name) is None for name in self._handed_out):
+            able = first
         if not self.in_order:
             able.sort(key=self._promise, reverse=True)
         builds: dict[str, list[Candidate]] = {}
@@ -72,7 +76,13 @@ class Search:
             builds.setdefault(replace(each, runner=None).name, []).append(each)
         chosen = [each for build in [*builds.values()][:count] for each in build]
         self.waiting = [each for each in self.waiting if each not in chosen]
+        self._handed_out |= {each.name for each in chosen}
         return chosen
+
+    def put_back(self, candidates: Sequence[Candidate]) -> None:
+        """Take back what was chosen and could not be tried."""
+        self.waiting[:0] = candidates
+        self._handed_out -= {each.name for each in candidates}
 
     def rest(self) -> list[Row]:
         """The rows of what is left: of what cannot win."""
