@@ -91,6 +91,7 @@ def tune(
     on_miss: OnMiss = "eager",
     checks: Checks = "full",
     progress: bool | None = None,
+    background: bool = False,
 ) -> TunedModule:
     """Try every way to run a model that this machine has, verify each, and take the best.
 
@@ -149,6 +150,8 @@ def tune(
         progress: whether to show progress on stderr: a bar on a terminal and in a notebook, else a
             line each ten seconds, or, if the logger `graphwright` takes INFO, there. None does so;
             True has a line for each candidate too.
+        background: return at once a `BackgroundModule`, which is the model itself until a search in
+            another process has found something faster; see there.
 
     Raises:
         OptionError: an option is unknown or makes no sense.
@@ -156,8 +159,15 @@ def tune(
         ModelFailed: the model fails in eager.
         VerificationError: two eager calls with the same inputs disagree.
     """
-    refuse("tune", flag_problem("progress", progress, optional=True))
-    tuning = Tuning(
+    refuse(
+        "tune",
+        flag_problem("progress", progress, optional=True),
+        flag_problem("background", background),
+    )
+    make: Any = Tuning
+    if background:
+        from .background import begin_search as make
+    tuning = make(
         model,
         args,
         kwargs,
@@ -181,8 +191,11 @@ def tune(
         on_miss=on_miss,
         checks=checks,
     )
-    with shown(progress, f"tune({tuning.asked.name})") as listener:
-        return tuning.run(listener)
+    tuned: TunedModule = tuning
+    if not background:
+        with shown(progress, f"tune({tuning.asked.name})") as listener:
+            tuned = tuning.run(listener)
+    return tuned
 
 
 class Tuning:
