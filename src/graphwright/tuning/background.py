@@ -15,8 +15,10 @@ from __future__ import annotations
 import atexit
 import contextlib
 import datetime
+import importlib
 import json
 import os
+import random
 import shutil
 import socket
 import subprocess
@@ -52,6 +54,7 @@ from ..report.report import Report
 from ..report.result import EAGER, Row, Status
 from ..strategies import aot_inductor, rewrites, torchscript
 from ..strategies.base import Built, Candidate
+from ..strategies.onnxruntime import strategy as onnxruntime
 from ..strategies.registry import without
 from .request import Request
 from .workers.fork_server import CANDIDATE
@@ -59,8 +62,8 @@ from .workers.process import kill_group, last_line
 from .workers.settings import Settings
 from .workers.task import pickling_by_value
 
-# The reason of calls before anything better is known, as `calls` counts them.
-SEARCHING = "nothing better is known yet"
+# The reason of calls of the model itself where nothing beats it so far, as `calls` counts them.
+NOTHING_BETTER = "nothing better is known"
 # Rounds in which what was found is timed in turns with the model, under this process's load.
 _ROUNDS = 15
 # What was found is not taken if the whole interval of its time relative to eager's is above this.
@@ -115,6 +118,7 @@ def begin_search(
         SignatureError: the arguments cannot be compared.
     """
     asked = Request.of(model, args, kwargs, **options)
+    _import_what_draws()
     refuse(
         "tune(background=True)",
         "the objective cold_start is of new processes, and this one has begun"
@@ -141,6 +145,17 @@ def _names(names: Any) -> Any:
     return names.split(",") if isinstance(names, str) else names
 
 
+def _import_what_draws() -> None:
+    """Import what reports are shown with, which draws a number from `random` when imported.
+
+    In the thread of the search that would come between the caller's own draws.
+    """
+    if "rich.style" not in sys.modules:
+        state = random.getstate()
+        importlib.import_module("rich.style")
+        random.setstate(state)
+
+
 def not_in_background(candidate: Candidate) -> str | None:
     """Why a candidate is not tried in the background; None if it is."""
     if candidate.name == EAGER:
@@ -149,7 +164,7 @@ def not_in_background(candidate: Candidate) -> str | None:
         return "every call would set a switch that other threads see"
     if isinstance(candidate.compiler, torchscript.TorchScript):
         return "loading it changes filters of warnings and switches that other threads see"
-    if candidate.runner is not None:
+    if candidate.runner is not None or candidate.compiler is onnxruntime.GRAPH:
         return "capturing a graph in this process would disturb other threads"
     why = unsavable(candidate)
     if why is None and candidate.loader is None:
@@ -368,6 +383,8 @@ class Search:
                     if message["strategy"] != self._answering:
                         self._change(message["strategy"], message["path"], report)
                     if say == "done":
+                        if self._answering != EAGER:
+                            self._refuse_change()
                         self._conclude(report.reason, report)
                         return
                     self._publish(report)
@@ -431,7 +448,7 @@ class Search:
         owner = self._owner()
         if owner is not None and self._answering != EAGER:
             untuned = TunedModule(self.asked.module, self.report)
-            self._swap(EAGER, untuned, _eager_of(self.asked.module))
+            self._swap(EAGER, untuned, _counted(_eager_of(self.asked.module), untuned.calls))
 
     def _swap(self, name: str, tuned: TunedModule, answer: Callable[..., Any]) -> None:
         """Have something else answer calls; those that have begun end where they are."""
@@ -560,7 +577,7 @@ class BackgroundModule(TunedModule):
 
 
 def _counted(answer: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
-    way = f"eager: {SEARCHING}"
+    way = f"eager: {NOTHING_BETTER}"
 
     def call(*args: Any, **kwargs: Any) -> Any:
         calls[way] += 1
