@@ -123,6 +123,9 @@ def test_a_model_that_cannot_be_pickled_answers_eagerly_and_says_why(scratch: Pa
 def test_a_cancelled_search_ends_and_the_model_answers(scratch: Path) -> None:
     model, x = Chain().eval(), torch.randn(4, 32)
     found = begin(model, x)
+    while not found._search._scratch:  # The process has begun.
+        assert not found.done, found.explain()
+        time.sleep(0.001)
     found.cancel()
     report = found.wait(60)
     found.close()
@@ -136,6 +139,7 @@ def test_a_dropped_module_ends_its_search(scratch: Path) -> None:
     search = found._search
     del found
     assert search.ended.wait(60)
+    assert search.report.interrupted
     search.close()
 
 

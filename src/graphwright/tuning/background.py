@@ -211,11 +211,13 @@ class Search:
         self._watch()
         self._owner: Callable[[], BackgroundModule | None] = lambda: None
         self._answering = EAGER
-        # Guards what `cancel` looks at from other threads.
-        self._lock = threading.Lock()
+        # Guards what `cancel` looks at from other threads. The garbage collector may call that
+        # inside of such a block.
+        self._lock = threading.RLock()
         self._cancelled = False
         self._socket: socket.socket | None = None
         self._thread: threading.Thread | None = None
+        self._scratch = ""
         self._pid = os.getpid()
 
     def _watch(self) -> None:
@@ -362,11 +364,11 @@ class Search:
         except subprocess.TimeoutExpired:
             kill_group(process.pid)
             process.wait()
-            shutil.rmtree(self._scratch, ignore_errors=True)
+            if self._scratch:
+                shutil.rmtree(self._scratch, ignore_errors=True)
 
     def _follow(self, ours: socket.socket, log: IO[bytes]) -> None:
         """Do what the child says, until it is done."""
-        self._scratch = ""
         self.doing = "starting a process"
         with ours.makefile("rb") as lines:
             for line in lines:
@@ -402,7 +404,9 @@ class Search:
         self.doing = f"loading {name}"
         try:
             problem = self._take(name, path, report)
-        except GraphwrightError as error:
+        except _Outdated:
+            raise
+        except Exception as error:  # The model or what was loaded may raise anything.
             problem = in_words(error)[0]
         if problem is not None:
             self._notes.append(f"{name} does not answer calls here: {problem}.")
@@ -415,9 +419,10 @@ class Search:
         origin, module, device = found.origin, self.asked.module, self.asked.device
         if not found.pure:
             return "calls of the model change something, so that it cannot be compared here"
-        problem = _disagreement(module, origin.samples)
-        if problem is None and not self._cancelled:
-            problem = _slower(module, origin.builts, origin.samples, device)
+        with torch.set_grad_enabled(self._settings.grad):
+            problem = _disagreement(module, origin.samples)
+            if problem is None and not self._cancelled:
+                problem = _slower(module, origin.builts, origin.samples, device)
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
         if problem is not None:
@@ -630,8 +635,7 @@ def _disagreement(module: nn.Module, samples: Sequence[Sample]) -> str | None:
     for sample in samples:
         for case in sample.reference.cases:
             call = case.call.clone()
-            with torch.no_grad():
-                outputs, spec = outputs_by_name(module(*call.args, **call.kwargs))
+            outputs, spec = outputs_by_name(module(*call.args, **call.kwargs))
             after = {f"{name} after the call": leaf for name, leaf in call.leaves().items()}
             outcome = Outcome(spec, keep(outputs), keep(after), {})
             verdict = compare(outcome, case, sample.reference)
@@ -658,12 +662,11 @@ def _slower(
 
 def _seconds(function: Callable[..., Any], call: Call, device: torch.device) -> float:
     mine = call.clone()
-    with torch.no_grad():
-        began = time.perf_counter()
-        function(*mine.args, **mine.kwargs)
-        if device.type == "cuda":
-            torch.cuda.current_stream(device).synchronize()
-        return time.perf_counter() - began
+    began = time.perf_counter()
+    function(*mine.args, **mine.kwargs)
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
+    return time.perf_counter() - began
 
 
 def _this_thread() -> threading.Thread:

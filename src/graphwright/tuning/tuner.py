@@ -39,6 +39,7 @@ from ..shapes.dimensions import within
 from ..strategies.base import Built, Candidate, Compiler, without_grad
 from ..strategies.registry import is_ours
 from . import choice_cache
+from .background import begin_search
 from .cold_start import ColdStarts
 from .final_rounds import FinalRounds
 from .request import Request
@@ -164,9 +165,7 @@ def tune(
         flag_problem("progress", progress, optional=True),
         flag_problem("background", background),
     )
-    make: Any = Tuning
-    if background:
-        from .background import begin_search as make
+    make: Callable[..., Any] = begin_search if background else Tuning
     tuning = make(
         model,
         args,
