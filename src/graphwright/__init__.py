@@ -42,10 +42,12 @@ from .shapes.buckets import Buckets as Buckets
 from .training.callables.graphed_callables import make_graphed_callables as make_graphed_callables
 from .training.step.graphed_step import GraphedStep as GraphedStep
 from .training.step.graphed_step import graph_step as graph_step
+from .tuning.background import BackgroundModule as BackgroundModule
 from .tuning.tuner import tune as tune
 
 __all__ = [
     "ArtifactError",
+    "BackgroundModule",
     "Buckets",
     "CaptureError",
     "Extension",

@@ -37,6 +37,7 @@ def test_dir_shows_what_is_public() -> None:
 _ERROR = "remedy what where"
 _CALLABLE = "close explain prepare release statistics pool"
 FACES = {
+    "BackgroundModule": "calls cancel close done explain module report wait",
     "Buckets": "from_points from_sizes holding largest names points powers_of_two smallest waste",
     "Extension": "libraries name",
     "Finding": "count kind mend operation place replacement severity to_dict what",

@@ -95,6 +95,27 @@ def load(
             loading.wait_for_device()  # If loading failed, leave no thread behind.
 
 
+def load_beside_others(path: str | os.PathLike[str]) -> TunedModule:
+    """Load what a child of this process has saved, without the model, while other threads go on.
+
+    Garbage collection stays as it is, since it is the whole process's.
+
+    Args:
+        path: of the file, whose code is executed.
+
+    Raises:
+        ArtifactError: it cannot be used here, or needs the model.
+    """
+    file = container.path_of(path)
+    with container.opened(file, leave_out=WEIGHTS) as members:
+        loading = _Loading(file, members, None, True, None, "eager", "full")
+        try:
+            with one_file():
+                return loading.load_alone()
+        finally:
+            loading.wait_for_device()
+
+
 def _packages_of(module: nn.Module) -> set[str]:
     """The packages that define a model, and PyTorch: its results are made of their classes."""
     kinds = {type(part) for part in module.modules()}
@@ -202,10 +223,10 @@ class _Loading:
 
     def load(self) -> TunedModule:
         """Use what was saved, else build it again, else use eager."""
-        self._take_apart()
         if self.model is None:
             with garbage_collection_off():  # Imports and reads make no garbage.
-                return self._first_verified(self._samples())
+                return self.load_alone()
+        self._take_apart()
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         try:
             self._give_weights(before)
@@ -224,6 +245,11 @@ class _Loading:
                 for tensor, values in reversed(before):  # In reverse, since they may share memory.
                     _put(tensor, values)
             raise
+
+    def load_alone(self) -> TunedModule:
+        """Use what was saved, without the model."""
+        self._take_apart()
+        return self._first_verified(self._samples())
 
     def _take_apart(self) -> None:
         """If calls with objects were tuned for, go on with the model that takes their tensors."""

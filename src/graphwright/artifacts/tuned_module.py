@@ -500,6 +500,7 @@ def assemble(
     audit: int | None = None,
     on_miss: OnMiss = "eager",
     checks: Checks = "full",
+    watch: ModuleWatch | None = None,
 ) -> TunedModule:
     """Make a TunedModule that answers calls by one candidate.
 
@@ -515,10 +516,10 @@ def assemble(
         audit: if a copy of the weights is held, compare their values every so many calls.
         on_miss: what is done with a call that was not tuned.
         checks: what is looked at before a call is answered.
+        watch: of the module, begun before what was built was made; None begins one now.
     """
     builts, eager = origin.builts, origin.candidate.name == EAGER
-    watch = None
-    if origin.candidate.name.split(":")[0] != EAGER:  # Eager needs no watching.
+    if watch is None and origin.candidate.name.split(":")[0] != EAGER:  # Eager needs no watching.
         copies = any(built.holds_weights for built in builts)
         compiled_checks.offer()
         watch = ModuleWatch(module, values=copies, audit=audit, checks=checks)

@@ -40,6 +40,7 @@ from ..shapes.dimensions import within
 from ..strategies.base import Built, Candidate, Compiler, without_grad
 from ..strategies.registry import is_ours
 from . import choice_cache
+from .background import begin_search
 from .cold_start import ColdStarts
 from .final_rounds import FinalRounds
 from .request import Request
@@ -94,6 +95,7 @@ def tune(
     on_miss: OnMiss = "eager",
     checks: Checks = "full",
     progress: bool | None = None,
+    background: bool = False,
 ) -> TunedModule:
     """Try every way to run a model that this machine has, verify each, and take the best.
 
@@ -155,6 +157,8 @@ def tune(
         progress: whether to show progress on stderr: a bar on a terminal and in a notebook, else a
             line each ten seconds, or, if the logger `graphwright` takes INFO, there. None does so;
             True has a line for each candidate too.
+        background: return at once a `BackgroundModule`, which is the model itself until a search in
+            another process has found something faster; see there.
 
     Raises:
         OptionError: an option is unknown or makes no sense.
@@ -162,8 +166,13 @@ def tune(
         ModelFailed: the model fails in eager.
         VerificationError: two eager calls with the same inputs disagree.
     """
-    refuse("tune", flag_problem("progress", progress, optional=True))
-    tuning = Tuning(
+    refuse(
+        "tune",
+        flag_problem("progress", progress, optional=True),
+        flag_problem("background", background),
+    )
+    make: Callable[..., Any] = begin_search if background else Tuning
+    tuning = make(
         model,
         args,
         kwargs,
@@ -188,8 +197,11 @@ def tune(
         on_miss=on_miss,
         checks=checks,
     )
-    with shown(progress, f"tune({tuning.asked.name})") as listener:
-        return tuning.run(listener)
+    tuned: TunedModule = tuning
+    if not background:
+        with shown(progress, f"tune({tuning.asked.name})") as listener:
+            tuned = tuning.run(listener)
+    return tuned
 
 
 class Tuning:
