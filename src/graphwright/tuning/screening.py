@@ -14,6 +14,7 @@ from ..report.result import EAGER, Row, Status
 from ..strategies.base import Built, Candidate
 from .trial import CandidateEvaluator
 from .workers.pool import Limits, WorkerPool
+from .workers.schedule import in_order
 from .workers.task import IsolationError
 
 
@@ -111,7 +112,7 @@ class Screening:
         limits = Limits.of_machine(terms.timeout_s, self.device, terms.memory_limit)
         workers.load(evaluator, limits)
         for candidate, found in workers.evaluate(
-            candidates,
+            in_order(candidates),
             deadline=terms.deadline,
             doing=progress.doing,
         ):
