@@ -297,7 +297,8 @@ def test_eager_that_answers_otherwise_is_found(evaluator: CandidateEvaluator) ->
     baseline = Baseline(evaluator)
     case = evaluator.samples[0].reference.cases[0]
     name = next(iter(case.eager.outputs))
-    case.eager.outputs[name] = case.eager.outputs[name] + 1
+    for answers in (case.eager.outputs, case.exact):
+        answers[name] = answers[name] + 1
     assert str(baseline.difference()).startswith("eager differs: ")
 
 
@@ -318,7 +319,7 @@ def test_memory_of_the_gpu_that_is_kept_is_found() -> None:
     evaluator = make_evaluator(Small().eval().cuda(), torch.randn(4, 16, device="cuda"))
     baseline = Baseline(evaluator)
     assert baseline.difference() is None
-    kept = torch.ones(64 << 20, device="cuda")
+    kept = torch.ones(128 << 20, device="cuda")
     assert "of the GPU's memory are kept" in str(baseline.difference())
     del kept
     assert baseline.difference() is None
@@ -460,13 +461,14 @@ def test_time_of_a_shared_build_has_to_be_repaid_too(evaluator: CandidateEvaluat
     assert shared > alone
 
 
-@pytest.mark.parametrize("name", ["fused", "torchscript:freeze", "channels_last+fused"])
+@pytest.mark.parametrize("name", ["fused", "channels_last", "torchscript:freeze"])
 def test_a_graph_runs_what_was_built_for_the_candidate_without_it(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if "torchscript" in name and device.type == "cpu":
         pytest.skip("the CPU recorder sees no operation of TorchScript's")
-    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3)).eval().to(device)
+    layer = nn.Linear(9, 9) if name == "fused" else nn.Conv2d(3, 4, 3)
+    model = nn.Sequential(layer, nn.ReLU()).eval().to(device)
     evaluator = make_evaluator(model, torch.randn(2, 3, 9, 9, device=device))
     (plain,) = parse_candidates([name], ())
     graphed = replace(plain, runner=replace(GRAPH, probe=_available))

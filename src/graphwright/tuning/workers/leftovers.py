@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import sys
 import threading
@@ -21,9 +22,9 @@ from ..trial import CandidateEvaluator
 from .process import children_of, resident_bytes
 from .settings import Settings
 
-# Bytes that may stay: compilers keep their modules and caches, and libraries workspaces.
+# Bytes that may stay: compilers keep modules and caches, and cuBLAS a workspace for each stream.
 HOST_TOLERANCE = 512 << 20
-DEVICE_TOLERANCE = 64 << 20
+DEVICE_TOLERANCE = 256 << 20
 # A pause, how often to repeat it, and the share of a core at which a thread is at work in it.
 # Threads of OpenMP spin for some milliseconds after they were used.
 _PAUSE_S, _PAUSES, _AT_WORK = 0.005, 40, 0.5
@@ -79,10 +80,13 @@ class Baseline:
             holds_build: what was built is still held, so that its memory is left out.
         """
         try:
-            differences = self._differences(holds_build)
-            return next(differences, None)
+            found = next(self._differences(holds_build), None)
         except Exception as error:
             return f"looking at it raises {error!r}"
+        if found is None and not holds_build:
+            # What compilers keep is as lasting as their modules: collections can pass over it.
+            gc.freeze()
+        return found
 
     def _differences(self, holds_build: bool) -> Iterator[str]:
         if not holds_build:
@@ -95,7 +99,9 @@ class Baseline:
             kept = in_use - self._device_bytes
             if self._evaluator.device.type == "cuda" and kept > DEVICE_TOLERANCE:
                 yield f"{memory(kept)} of the GPU's memory are kept"
-        yield from (f"setting changed: {n}" for n in _other(self._settings, Settings.current()))
+        names = _other(self._settings, Settings.current())
+        if names:
+            yield f"settings were changed: {', '.join(names)}"
         state = _state(self._evaluator)
         yield from (f"changed: {name}" for name, was in self._state.items() if state[name] != was)
         for name, options in self._options.items():
@@ -160,16 +166,19 @@ def _state(evaluator: CandidateEvaluator) -> dict[str, object]:
 def _options() -> dict[str, dict[str, Any]]:
     """The options of compilers that are imported, as they are in effect."""
     names = ("torch._dynamo.config", "torch._inductor.config")
-    return {name: sys.modules[name].shallow_copy_dict() for name in names if name in sys.modules}
+    return {name: sys.modules[name].get_config_copy() for name in names if name in sys.modules}
 
 
 def _functions() -> dict[str, Any]:
     """PyTorch's functions and methods by name, those of its layers included."""
     found = {}
-    for owner in (torch, torch.nn.functional, torch.Tensor, nn.Module):
+    for owner in (torch, torch.nn.functional):
         for name, value in list(vars(owner).items()):
             if callable(value):
                 found[f"{owner.__name__}.{name}"] = value
+    for kind in (torch.Tensor, nn.Module):
+        for name in dir(kind):
+            found[f"{kind.__name__}.{name}"] = inspect.getattr_static(kind, name)
     for layer in list(vars(nn).values()):
         if isinstance(layer, type) and "forward" in vars(layer):
             found[f"{layer.__name__}.forward"] = vars(layer)["forward"]
@@ -188,8 +197,6 @@ def _let_compilers_forget() -> None:
     """Drop what TorchDynamo keeps of code that it has compiled, which holds weights."""
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
-    if torch.cuda.is_initialized():
-        torch._C._cuda_clearCublasWorkspaces()
 
 
 def _compilers_threads() -> set[threading.Thread]:
