@@ -25,9 +25,9 @@ from .settings import Settings
 # Bytes that may stay: compilers keep modules and caches, and cuBLAS a workspace for each stream.
 HOST_TOLERANCE = 512 << 20
 DEVICE_TOLERANCE = 256 << 20
-# A pause, how often to repeat it, and the share of a core at which a thread is at work in it.
-# Threads of OpenMP spin for some milliseconds after they were used.
-_PAUSE_S, _PAUSES, _AT_WORK = 0.005, 40, 0.5
+# A pause, how often to repeat it, and the share of a core at which a thread is at work in it: on a
+# busy machine it may get little. Threads of OpenMP spin for some milliseconds after they were used.
+_PAUSE_S, _PAUSES, _AT_WORK = 0.02, 10, 0.1
 # Compilers set environment variables for themselves, which name their caches and tools.
 _COMPILERS_VARIABLES = ("TORCHINDUCTOR_", "_TORCHINDUCTOR_", "TRITON_")
 # Threads that compilers leave, and that sleep: two of Inductor's wait for its compiling processes;
