@@ -460,3 +460,50 @@ class Daemonises:
             with open(self.file, "w", encoding="ascii") as handle:
                 handle.write(str(child.pid))
         return torch.no_grad()(model)
+
+
+# ---------------------------------------------------------------- what the next one would meet
+
+
+@dataclass(frozen=True)
+class Noted:
+    """Another strategy's callable, and a line with the number of the worker that builds it."""
+
+    file: str
+    make: Callable[[nn.Module], Callable[..., Any]]
+
+    def __call__(self, model: nn.Module) -> Callable[..., Any]:
+        if in_a_candidate():
+            with open(self.file, "a", encoding="ascii") as handle:
+                handle.write(f"{os.getpid()}\n")
+        return self.make(model)
+
+
+class CorruptsAtItsEnd:
+    """Is right, and changes a weight when it is dropped."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.model = model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        with torch.no_grad():
+            return self.model(*args, **kwargs)
+
+    def __del__(self) -> None:
+        if in_a_candidate():
+            with torch.no_grad():
+                next(self.model.parameters()).view(-1)[:1].add_(1)
+
+
+def keeps_a_gib(model: nn.Module) -> Callable[..., Any]:
+    """Leaves memory behind that nothing frees."""
+    if in_a_candidate():
+        torch.kept_by_a_candidate = torch.ones(256 << 20)  # type: ignore[attr-defined]  # on purpose
+    return torch.no_grad()(model)
+
+
+def leaves_a_flag(model: nn.Module) -> Callable[..., Any]:
+    """Is right, and leaves a flag of torch.backends changed."""
+    if in_a_candidate():
+        torch.backends.cudnn.deterministic = not torch.backends.cudnn.deterministic
+    return torch.no_grad()(model)

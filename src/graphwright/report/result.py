@@ -53,6 +53,7 @@ class Row:
         final: measured in turns with all other finalists, with these checks.
         unsteady: why its figures are not to be compared, as on a busy machine; empty if they are.
         bare: of torch.compile's default as a finalist, the same without these checks.
+        build_s: seconds of a build that it shares with another row, in addition to `setup_s`.
         repeat: the command that tries this candidate alone again.
         by_shape: with several shapes, a row for each.
         cold_start_s: the shortest of `first_answers`.
@@ -73,6 +74,7 @@ class Row:
     final: Measurement | None = None
     bare: Measurement | None = None
     unsteady: str = ""
+    build_s: float = 0.0
     repeat: str = ""
     by_shape: dict[str, Row] = field(default_factory=dict, repr=False)
     cold_start_s: float | None = None
@@ -198,7 +200,8 @@ class Results:
         mine = row.measurement.typical(self.figure).median
         # The other's time follows from the ratio, so that both belong to the same rounds.
         theirs = mine / statistics.median(ratios)
-        return break_even(row.setup_s or 0.0, mine, peer.setup_s or 0.0, theirs)
+        mine_s, theirs_s = ((one.setup_s or 0.0) + one.build_s for one in (row, peer))
+        return break_even(mine_s, mine, theirs_s, theirs)
 
     # ------------------------------------------------------------ JSON
 

@@ -8,9 +8,10 @@ All but `eager` itself and `eager:inference_mode` run under no_grad.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
@@ -227,24 +228,72 @@ class Candidate:
                     return found
         return AVAILABLE
 
+    @property
+    def without_runner(self) -> Candidate:
+        """The candidate whose build it runs: candidates that differ in the runner share that."""
+        return replace(self, runner=None)
+
     def build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
-        """Rewrite, compile and wrap; the one place where foreign errors are translated.
+        """Rewrite, compile and wrap.
 
         Raises:
             StrategyFailed: whatever went wrong, with the original error as its cause.
         """
-        with warnings.catch_warnings(record=True) as caught:
-            # Warnings of compilers become notes, since they are not about the user's call.
-            warnings.simplefilter("always")
-            built = self._build(model, args, kwargs)
-        built.notes += _notes(caught)
+        return self.wrap(self.compile(model, args, kwargs), model, args, kwargs)
+
+    def compile(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+        """Rewrite and compile: what candidates with other runners can `wrap` too.
+
+        Raises:
+            StrategyFailed: whatever went wrong, with the original error as its cause.
+        """
+        with self._translated() as notes:
+            built = self._compile(model, args, kwargs)
+        built.notes += notes
+        self._refuse_unwatched_weights(built, model)
+        return built
+
+    def wrap(self, compiled: Built, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+        """Put the runner around what `compile` made, which stays as it is; the same without one.
+
+        Raises:
+            StrategyFailed: whatever went wrong, with the original error as its cause.
+        """
+        if self.runner is None:
+            return compiled
+        with self._translated() as notes:
+            built = self.runner.wrap(compiled, args, kwargs)
+        built.notes += notes
+        self._refuse_unwatched_weights(built, model)
+        return built
+
+    def _refuse_unwatched_weights(self, built: Built, model: nn.Module) -> None:
         if built.holds_weights and any(p.is_inference() for p in model.parameters()):
             raise StrategyFailed(
                 f"{self.name} keeps a copy of weights that were made under inference_mode, whose "
                 "changes leave no trace.",
                 remedy="Make or load the model outside inference_mode.",
             )
-        return built
+
+    @contextlib.contextmanager
+    def _translated(self) -> Iterator[list[str]]:
+        """The one place where foreign errors are translated, and warnings become notes.
+
+        Warnings of compilers are not about the user's call. The list gets them when the block ends.
+        """
+        notes: list[str] = []
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            try:
+                yield notes
+            except StrategyFailed:
+                raise
+            except Exception as error:
+                raise StrategyFailed(
+                    f"{self.name} could not build this model: {first_line(error)}",
+                    where=user_frame(error),
+                ) from error
+        notes += _notes(caught)
 
     def ranged(self, dynamic_shapes: Any) -> Candidate | None:
         """The same candidate for all sizes of some dimensions at once; None if it cannot do that.
@@ -296,33 +345,22 @@ class Candidate:
                 f"{self.name} could not be loaded: {first_line(error)}", where=user_frame(error)
             ) from error
 
-    def _build(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+    def _compile(self, model: nn.Module, args: Args, kwargs: Kwargs) -> Built:
         if not self.is_plain_eager:
             # A compiler sees nothing of what stands for a model.
             model = innermost(model)
-        try:
-            if self.rewrite is not None:
-                if isinstance(model, FunctionModule):
-                    raise StrategyFailed(
-                        f"{self.name} needs a copy of the model, and a plain function has none.",
-                        remedy="Pass a torch.nn.Module.",
-                    )
-                rewritten = self.rewrite.apply(model, args, kwargs)
-                built = self.compiler.build(rewritten.model, rewritten.args, rewritten.kwargs)
-                built.call = rewritten.finish(without_grad(built.call))
-                built.holds_weights |= rewritten.copies_weights
-            else:
-                built = self.compiler.build(model, args, kwargs)
-            if self.runner is not None:
-                built = self.runner.wrap(built, args, kwargs)
-            return built
-        except StrategyFailed:
-            raise
-        except Exception as error:
+        if self.rewrite is None:
+            return self.compiler.build(model, args, kwargs)
+        if isinstance(model, FunctionModule):
             raise StrategyFailed(
-                f"{self.name} could not build this model: {first_line(error)}",
-                where=user_frame(error),
-            ) from error
+                f"{self.name} needs a copy of the model, and a plain function has none.",
+                remedy="Pass a torch.nn.Module.",
+            )
+        rewritten = self.rewrite.apply(model, args, kwargs)
+        built = self.compiler.build(rewritten.model, rewritten.args, rewritten.kwargs)
+        built.call = rewritten.finish(without_grad(built.call))
+        built.holds_weights |= rewritten.copies_weights
+        return built
 
 
 def _notes(caught: list[warnings.WarningMessage]) -> list[str]:

@@ -105,25 +105,30 @@ class Screening:
     ) -> Iterator[Row]:
         terms = self.terms
         limits = Limits.of_machine(terms.timeout_s, self.device, terms.memory_limit)
-        group: list[Candidate] = []
+        handed_out: list[Candidate] = []
+
+        def choose(count: int) -> list[Candidate]:
+            chosen = self.search.choose(count)
+            handed_out.extend(chosen)
+            return chosen
+
         try:
             workers.load(evaluator, limits)
-            while group := self.search.choose(workers.at_once):
-                for candidate, found in workers.evaluate(
-                    group[:], deadline=terms.deadline, doing=progress.doing
-                ):
-                    group.remove(candidate)
-                    progress.step(candidate.name)
-                    if isinstance(found, str):
-                        self._note_not_isolated(found)
-                        yield self._in_this_process(candidate, evaluator)
-                    elif found.status is Status.NOT_TRIED:
-                        yield self._not_tried(candidate)
-                    else:
-                        yield self.with_repeat(found)
+            for candidate, found in workers.evaluate(
+                choose, deadline=terms.deadline, doing=progress.doing
+            ):
+                handed_out.remove(candidate)
+                progress.step(candidate.name)
+                if isinstance(found, str):
+                    self._note_not_isolated(found)
+                    yield self._in_this_process(candidate, evaluator)
+                elif found.status is Status.NOT_TRIED:
+                    yield self._not_tried(candidate)
+                else:
+                    yield self.with_repeat(found)
         except IsolationError as error:
             self._note_not_isolated(str(error))
-            self.search.put_back(group)
+            self.search.put_back(handed_out)
 
     def _note_not_isolated(self, why: str) -> None:
         note = f"Candidates were tried in this process, not in ones of their own: {why}."

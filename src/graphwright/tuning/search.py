@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -73,7 +73,7 @@ class Search:
             able.sort(key=self._promise, reverse=True)
         builds: dict[str, list[Candidate]] = {}
         for each in able:
-            builds.setdefault(replace(each, runner=None).name, []).append(each)
+            builds.setdefault(each.without_runner.name, []).append(each)
         chosen = [each for build in [*builds.values()][:count] for each in build]
         self.waiting = [each for each in self.waiting if each not in chosen]
         self._handed_out |= {each.name for each in chosen}

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ..calls.modules import FunctionModule
+from ..calls.signature import Args, Kwargs
 from ..calls.snapshots import Call, run
 from ..errors import in_words
 from ..evaluation.accuracy import ErrorMeasure, tensors_in
@@ -57,6 +58,34 @@ class Trial:
         for sample in samples:
             self.row.by_shape.setdefault(sample.name, Row(name, Status.OK, complexity=rank))
         return [self.row.by_shape[sample.name] for sample in samples]
+
+
+@dataclass
+class _Compiled:
+    """What a compiler made for one sample, or why it failed, and the seconds that took."""
+
+    made: Built | Exception
+    seconds: float
+
+
+@dataclass
+class SharedBuild:
+    """What candidates that differ in the runner alone have in common: it is built once.
+
+    Attributes:
+        builder: name of the candidate that it was built for; empty before that.
+        meter: measures memory above what was in use before it was built.
+        compiled: for each sample, by its name.
+    """
+
+    builder: str = ""
+    meter: MemoryMeter | None = None
+    compiled: dict[str, _Compiled] = field(default_factory=dict)
+
+    @property
+    def failed(self) -> bool:
+        """Whether it could not be built."""
+        return any(isinstance(part.made, Exception) for part in self.compiled.values())
 
 
 class CandidateEvaluator:
@@ -104,16 +133,28 @@ class CandidateEvaluator:
             try:
                 outcome = run(self.model, case.call, sample.reference.state)
             finally:
-                self.restore()
+                # To compare all weights takes longer than the call.
+                restore = (
+                    self.restore if sample.reference.written else sample.reference.state.restore
+                )
+                restore()
             verdict = compare(outcome, case, sample.reference)
             if not verdict.ok:
                 return verdict.reason
         return None
 
-    def set_up(self, candidate: Candidate) -> Trial:
-        """Build a candidate for each sample and verify it. Its row is OK if all went well."""
+    def set_up(self, candidate: Candidate, shared: SharedBuild | None = None) -> Trial:
+        """Build a candidate for each sample and verify it. Its row is OK if all went well.
+
+        Args:
+            candidate: what to build.
+            shared: what an earlier candidate of the same rewrite and compiler was built of; what
+                it lacks is built and added.
+        """
+        shared = SharedBuild() if shared is None else shared
+        shared.meter = shared.meter or MemoryMeter(self.device)
         row = Row(candidate.name, Status.OK, complexity=candidate.complexity)
-        trial = Trial(candidate, row, MemoryMeter(self.device))
+        trial = Trial(candidate, row, shared.meter)
         found = candidate.availability(self.device)
         if not found.available:
             row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
@@ -123,7 +164,7 @@ class CandidateEvaluator:
             for sample, part in zip(self.samples, trial.sample_rows(self.samples), strict=True):
                 with self._recorded(row, sample):
                     if ranged is None:
-                        built, part.setup_s = self._build(candidate, sample.call)
+                        built, part.setup_s = self._build_shared(trial, sample, part, shared)
                     else:
                         (built, part.setup_s), ranged = ranged, (ranged[0], 0.0)
                     trial.builts.append(built)
@@ -153,7 +194,7 @@ class CandidateEvaluator:
         # Compilers take a size of 1 for a constant.
         largest = max(self.samples, key=lambda s: sum(t.numel() for t in s.call.tensors()))
         try:
-            built, seconds = self._build(ranged, largest.call)
+            built, seconds = self._build(ranged.build, largest.call)
         except Exception as error:
             why = in_words(error)[0]
             trial.row.notes.append(f"built for each size, as for all at once it fails: {why}")
@@ -249,7 +290,52 @@ class CandidateEvaluator:
         if row.status is not Status.CRASHED:  # After a crash the device cannot be used.
             self.restore()
 
-    def _build(self, candidate: Candidate, call: Call) -> tuple[Built, float]:
+    def _build_shared(
+        self, trial: Trial, sample: Sample, part: Row, shared: SharedBuild
+    ) -> tuple[Built, float]:
+        """As `_build`, with what candidates of the same rewrite and compiler have in common."""
+        candidate = trial.candidate
+        known = shared.compiled.get(sample.name)
+
+        def build(module: nn.Module, args: Args, kwargs: Kwargs) -> Built:
+            if known is None:
+                compiled = self._compile(candidate, sample, args, kwargs, shared)
+            else:
+                compiled = known.made
+            if isinstance(compiled, Exception):
+                raise compiled
+            return candidate.wrap(compiled, module, args, kwargs)
+
+        if known is not None:
+            part.build_s = known.seconds
+            note = f"shares the build of {shared.builder}, whose time is not in its set-up"
+            if note not in trial.row.notes:
+                trial.row.notes.append(note)
+        return self._build(build, sample.call)
+
+    def _compile(
+        self,
+        candidate: Candidate,
+        sample: Sample,
+        args: Args,
+        kwargs: Kwargs,
+        shared: SharedBuild,
+    ) -> Built | Exception:
+        """Have the compiler build for a sample; what it makes, or raises, is shared."""
+        shared.builder = candidate.name
+        start = time.perf_counter()
+        made: Built | Exception
+        try:
+            made = candidate.compile(self.module, args, kwargs)
+            self.timer.synchronize()
+        except Exception as error:
+            made = error
+        shared.compiled[sample.name] = _Compiled(made, time.perf_counter() - start)
+        return made
+
+    def _build(
+        self, build: Callable[[nn.Module, Args, Kwargs], Built], call: Call
+    ) -> tuple[Built, float]:
         """Build and call once. The seconds cover both, since the first call often compiles."""
         # The first eager call loads kernels, which is not the candidate's set-up.
         sample = call.clone()
@@ -257,7 +343,7 @@ class CandidateEvaluator:
         self.timer.synchronize()
         sample = call.clone()
         start = time.perf_counter()
-        built = candidate.build(self.module, sample.args, sample.kwargs)
+        built = build(self.module, sample.args, sample.kwargs)
         sample = call.clone()
         built.call(*sample.args, **sample.kwargs)
         self.timer.synchronize()
@@ -275,6 +361,7 @@ class CandidateEvaluator:
             if part.status is Status.OK:
                 part.status = row.status
         row.setup_s = sum(part.setup_s or 0.0 for part in parts)
+        row.build_s = sum(part.build_s for part in parts)
         row.peak_bytes = max((p.peak_bytes for p in parts if p.peak_bytes), default=None)
         row.error = max(
             (part.error for part in parts if part.error), key=lambda e: e.rms, default=None

@@ -3,10 +3,10 @@
 Run as `python -m graphwright.tuning.workers.fork_server_main CONTROL PARENT`. CONTROL is the handle
 of a socket to the process that tunes, PARENT that process's number.
 
-The fork server imports what the model needs, once, and forks a worker for each candidate; it never
-runs a candidate itself. A worker loads the model and its references from a file, evaluates one
-candidate and leaves its row in another file. When the process that tunes ends, so does everything
-that was started here.
+The fork server imports what the model needs, once, and forks workers; it never runs a candidate
+itself. A worker loads the model and its references from a file, evaluates candidates as long as
+they leave it as it was, and leaves their rows in another file. When the process that tunes ends, so
+does everything that was started here.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import importlib
 import json
 import mmap
 import os
-import pickle
 import shutil
 import signal
 import socket
@@ -29,10 +28,15 @@ from typing import Any
 import torch
 
 from ...errors import first_line
+from ...report.result import Status
+from ..trial import SharedBuild
 from .fork_server import MAX_MESSAGE
+from .leftovers import Baseline
 from .process import adopt_orphans, end_with_parent
-from .task import Task, publish_globals
+from .task import Order, Task, publish_globals
 
+# What a candidate may have become whose worker can serve another one.
+_HARMLESS = (Status.OK, Status.SLOWER, Status.UNAVAILABLE)
 # Killing orphans may leave further orphans: how often to look again.
 _MAX_GENERATIONS = 50
 
@@ -90,7 +94,7 @@ class _Server:
 
         Args:
             handles: of its channel, its log, the file with the task, and the file that holds the
-                candidate and gets its row.
+                order and gets the row.
         """
         server = os.getpid()
         worker = os.fork()
@@ -111,7 +115,7 @@ class _Server:
             os.environ.clear()
             os.environ.update(self._environment)
             tempfile.tempdir = None  # Have it read TMPDIR again.
-            evaluate(socket.socket(fileno=channel), task, exchange)
+            serve(socket.socket(fileno=channel), task, exchange)
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(0)
@@ -156,13 +160,13 @@ def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
     return (json.loads(message), handles) if message else None
 
 
-def evaluate(channel: socket.socket, task_handle: int, exchange: int) -> None:
-    """Evaluate one candidate in this worker.
+def serve(channel: socket.socket, task_handle: int, exchange: int) -> None:
+    """Evaluate candidates in this worker, until nobody asks for one.
 
     Args:
         channel: tells the caller's process how far this is, and waits for its word; see `pool`.
         task_handle: of the file with the task.
-        exchange: handle of the file with the pickled candidate, which its row replaces.
+        exchange: handle of the file with the pickled order, which the candidate's row replaces.
     """
 
     def say(what: str, **more: str) -> None:
@@ -179,29 +183,68 @@ def evaluate(channel: socket.socket, task_handle: int, exchange: int) -> None:
         with mode():
             evaluator = task.evaluator()
             why = evaluator.disagreement()
-        pickled = os.pread(exchange, os.fstat(exchange).st_size, 0)
-        candidate, device_bytes = pickle.loads(pickled)
+            baseline = None if why is not None else Baseline(evaluator)
     except Exception as error:
         why = first_line(error, 160)
-    if why is not None:
-        say("unfit", why=why)
+    if why is not None or baseline is None:
+        say("unfit", why=str(why))
         return
     say("loaded")
-    channel.recv(1)
-    if device_bytes is not None:
-        device = evaluator.device
-        total = torch.cuda.get_device_properties(device).total_memory
-        allowed = device_bytes + torch.cuda.memory_reserved(device)
-        torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
+    shared = None
     with mode():
-        trial = evaluator.set_up(candidate)
-        if trial.builts:
-            say("ready")
-            channel.recv(1)
-            evaluator.time(trial)
-    os.ftruncate(exchange, 0)
-    os.pwrite(exchange, trial.row.to_json().encode(), 0)
-    say("row")
+        while channel.recv(1):
+            try:
+                order = Order.from_bytes(os.pread(exchange, os.fstat(exchange).st_size, 0))
+            except Exception as error:
+                say("unfit", why=first_line(error, 160))
+                return
+            _begin_log()
+            if shared is None:
+                shared = SharedBuild()
+                _limit_memory(evaluator.device, order.device_bytes)
+            trial = evaluator.set_up(order.candidate, shared)
+            if trial.builts:
+                say("ready")
+                channel.recv(1)
+                evaluator.time(trial)
+            row = trial.row
+            os.ftruncate(exchange, 0)
+            os.pwrite(exchange, row.to_json().encode(), 0)
+            say("row")
+            if order.is_last:
+                return
+            kept = order.keeps_build
+            del trial
+            # Candidates that share a build that failed are told so, and nothing else is tried.
+            goes_on = row.status in _HARMLESS or (kept and shared.failed)
+            if not kept:
+                shared = None
+            if not goes_on:
+                why = f"a candidate is {row.status}"
+            else:
+                why = baseline.difference(holds_build=kept)
+            if why is not None:
+                say("not clean", why=why[:300])
+                return
+            say("clean")
+
+
+def _begin_log() -> None:
+    """Forget what was printed before: it is not the next candidate's."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # Both share one place in one file.
+    os.lseek(1, 0, os.SEEK_SET)
+    os.ftruncate(1, 0)
+
+
+def _limit_memory(device: torch.device, allowed_bytes: int | None) -> None:
+    """Limit the memory of the GPU that may be taken in addition to what is reserved now."""
+    if allowed_bytes is None:
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
+    allowed = allowed_bytes + torch.cuda.memory_reserved(device)
+    torch.cuda.set_per_process_memory_fraction(min(1.0, allowed / total), device)
 
 
 def main() -> None:

@@ -1,12 +1,17 @@
 """Try candidates in worker processes, so that none can harm the caller or another candidate.
 
 The model, its inputs and eager's results are written once, to a file without a name. The fork
-server imports what the model needs and forks a worker for each candidate. Several workers may set
-up at once; only one is timed at a time, and nothing else runs then. A worker that crashes, hangs or
-takes too much memory becomes a row of the report, and its whole process group is killed.
+server imports what the model needs and forks workers. Several workers may set up at once; only one
+is timed at a time, and nothing else runs then. A worker that crashes, hangs or takes too much
+memory becomes a row of the report, and its whole process group is killed.
 
-A worker sends "unfit" if it cannot stand in for the caller's process, else "loaded". It then waits
-for the word to set up, sends "ready", waits for the word to time, and last sends "row".
+A worker serves one candidate after the other, as long as each is graphwright's own, ends well, and
+leaves it as it was (`leftovers`). Candidates that differ in the runner alone come one after the
+other, and share what the compiler makes.
+
+A worker sends "unfit" if it cannot stand in for the caller's process, else "loaded". For each
+candidate it waits for the word to set up, sends "ready", waits for the word to time, sends "row",
+and then, unless it is to be ended, "clean" or "not clean".
 """
 
 from __future__ import annotations
@@ -24,14 +29,15 @@ from typing import IO
 import torch
 from torch import nn
 
-from ...errors import first_line
 from ...report.result import Row, Status
 from ...report.table import duration, memory
 from ...strategies.base import Candidate
+from ...strategies.registry import is_ours
 from ..trial import CandidateEvaluator
 from .fork_server import START_TIMEOUT_S, ForkServer, ForkServerGone
 from .process import kill_group, resident_bytes
-from .task import IsolationError, Task, modules_to_import, pickling_by_value, write_task
+from .schedule import Choose, Job, Schedule
+from .task import IsolationError, Order, Task, modules_to_import, write_task
 from .worker import MAX_PRINTED, Worker
 
 # Seconds between two checks of the workers' time and memory.
@@ -98,6 +104,8 @@ class WorkerPool:
 
     def __init__(self, module: nn.Module, candidates: Sequence[Candidate]) -> None:
         self._workers: list[Worker] = []
+        # Those that are clean and have nothing to do.
+        self._idle: list[Worker] = []
         self._task: IO[bytes] | None = None
         compiling = sum(candidate.compiles for candidate in candidates)
         modules = [*modules_to_import(module), *(["torch._dynamo"] if compiling else [])]
@@ -125,11 +133,7 @@ class WorkerPool:
             kill_group(worker.pid)  # Not waited for yet, so the number is still its own.
             worker.close()
         self._workers.clear()
-
-    @property
-    def at_once(self) -> int:
-        """How many candidates can be set up side by side."""
-        return self._at_once
+        self._idle.clear()
 
     def wait_until_ready(self) -> None:
         """Wait until the fork server has imported everything."""
@@ -147,6 +151,8 @@ class WorkerPool:
         """
         self._limits = limits
         self._timing_s = evaluator.screening_s + _BESIDE_ROUNDS_S
+        # What an earlier candidate has loaded is not in a later one's memory.
+        self._apart = evaluator.objective == "memory"
         try:
             self._task = write_task(Task.of(evaluator))
         except (OSError, ValueError) as error:
@@ -160,7 +166,7 @@ class WorkerPool:
 
     def evaluate(
         self,
-        candidates: Sequence[Candidate],
+        choose: Choose,
         *,
         deadline: float | None = None,
         doing: Callable[[str], None] = lambda what: None,
@@ -168,44 +174,49 @@ class WorkerPool:
         """Yield each candidate with its row, or with the reason why no worker can try it.
 
         Args:
-            candidates: what to try.
+            choose: is asked for candidates whenever there is room.
             deadline: `time.monotonic()` after which no timing begins; what is left is not tried.
             doing: is told what is under way.
         """
-        for start in range(0, len(candidates), self._at_once):
-            group = candidates[start : start + self._at_once]
+        schedule = Schedule(choose, self._at_once)
+        while group := schedule.next_group():
+            crowded = len(group) > 1 and self._limits.shared
             again = []
-            for candidate, found in self._evaluate_safely(group, deadline, doing):
-                crowded = len(group) > 1 and self._limits.shared
-                if crowded and isinstance(found, Row) and found.status is Status.MEMORY_EXCEEDED:
+            for job, candidate, found in self._evaluate_safely(group, deadline, doing):
+                exceeded = isinstance(found, Row) and found.status is Status.MEMORY_EXCEEDED
+                if crowded and exceeded:
                     # It had only a share, or another one took everything: try it alone.
-                    again.append(candidate)
+                    again.append(Job([candidate, *job.candidates]))
+                    job.candidates.clear()
                 else:
                     yield candidate, found
-            for candidate in again:
-                yield from self._evaluate_safely([candidate], deadline, doing)
+            for job in again:
+                self._end_all()
+                for _, candidate, found in self._evaluate_safely([job], deadline, doing):
+                    yield candidate, found
+            schedule.put_back((*group, *again))
 
     def _evaluate_safely(
-        self, group: Sequence[Candidate], deadline: float | None, doing: Callable[[str], None]
-    ) -> Iterator[tuple[Candidate, Row | str]]:
-        """The rows of a group, even if one of its candidates ends the fork server."""
+        self, group: Sequence[Job], deadline: float | None, doing: Callable[[str], None]
+    ) -> Iterator[tuple[Job, Candidate, Row | str]]:
+        """The rows of the first candidates of some jobs, even if one ends the fork server."""
         left = list(group)
         try:
-            for candidate, found in self._evaluate_group(group, deadline, doing):
-                left.remove(candidate)
-                yield candidate, found
+            for job, candidate, found in self._evaluate_group(group, deadline, doing):
+                left.remove(job)
+                yield job, candidate, found
         except ForkServerGone as error:
             # The rest never runs in the caller's process: one by one shows which one did it.
-            if len(group) == 1:
-                yield group[0], _ended_server(left.pop())
+            if len(group) == 1 and left:
+                yield group[0], *_ended_server(left.pop())
             try:
                 self._restart(str(error))
             except IsolationError:
-                for candidate in left:
-                    yield candidate, _ended_server(candidate)
+                for job in left:
+                    yield job, *_ended_server(job)
                 raise
-            for candidate in left:
-                yield from self._evaluate_safely([candidate], deadline, doing)
+            for job in left:
+                yield from self._evaluate_safely([job], deadline, doing)
 
     def _restart(self, why: str) -> None:
         self._kill_workers()
@@ -217,101 +228,141 @@ class WorkerPool:
         self._server.wait_until_ready()
 
     def _evaluate_group(
-        self, group: Sequence[Candidate], deadline: float | None, doing: Callable[[str], None]
-    ) -> Iterator[tuple[Candidate, Row | str]]:
-        """Set candidates up at once, then time them one by one."""
+        self, group: Sequence[Job], deadline: float | None, doing: Callable[[str], None]
+    ) -> Iterator[tuple[Job, Candidate, Row | str]]:
+        """Set up the first candidate of each job at once, then time them one by one."""
         limits = self._limits.split(len(group))
-        doing(f"setting up {', '.join(candidate.name for candidate in group)}")
-        started = [(one, self._start_or_refuse(one, deadline, limits)) for one in group]
+        doing(f"setting up {', '.join(job.candidates[0].name for job in group)}")
+        started = [(job, self._start_or_refuse(job, deadline, limits)) for job in group]
         workers = [worker for _, worker in started if isinstance(worker, Worker)]
         self._wait_for_set_up(workers, deadline)
-        for candidate, worker in started:
+        for job, worker in started:
+            found: Row | str
             if isinstance(worker, Worker):
-                doing(f"timing {candidate.name}")
+                doing(f"timing {job.candidates[0].name}")
                 self._time(worker, deadline)
-                self._end(worker)
-                yield candidate, worker.row or str(worker.unfit)
+                found = worker.row or str(worker.unfit)
+                self._leave(worker, job)
             else:
-                yield candidate, worker
+                found = worker
+            yield job, job.candidates.pop(0), found
 
     def _start_or_refuse(
-        self, candidate: Candidate, deadline: float | None, limits: Limits
+        self, job: Job, deadline: float | None, limits: Limits
     ) -> Worker | Row | str:
         """A worker; or a row if it is too late, or the reason why none can be started."""
         if deadline is not None and time.monotonic() >= deadline:
-            return _not_tried(candidate)
+            return _not_tried(job.candidates[0])
         try:
-            return self._start(candidate, limits)
+            return self._start(job, limits)
         except ForkServerGone:
             raise
         except IsolationError as error:
             return str(error)
 
-    def _start(self, candidate: Candidate, limits: Limits) -> Worker:
-        import cloudpickle
-
+    def _start(self, job: Job, limits: Limits) -> Worker:
+        """Give the first candidate of a job to a worker."""
         assert self._task is not None
-        try:
-            with pickling_by_value():
-                pickled = cloudpickle.dumps((candidate, limits.device_bytes))
-        except Exception as error:
-            raise IsolationError(f"the strategy cannot be pickled: {first_line(error)}") from error
-        task = self._task.fileno()
-        try:
-            worker = Worker.start(
-                self._server, candidate, pickled, task, limits.timeout_s, limits.host_bytes
-            )
-        except OSError as error:
-            raise IsolationError(f"no process could be started: {error}") from error
-        self._workers.append(worker)
+        candidate = job.candidates[0]
+        is_last = self._apart or not is_ours(candidate)
+        keeps_build = not is_last and len(job.candidates) > 1
+        order = Order(candidate, limits.device_bytes, is_last, keeps_build)
+        pickled = order.to_bytes()
+        worker = job.worker if self._lives(job.worker) else None
+        shares = worker is not None
+        worker = worker or self._idle_worker(order, job)
+        if worker is None:
+            try:
+                worker = Worker.start(self._server, self._task.fileno())
+            except OSError as error:
+                raise IsolationError(f"no process could be started: {error}") from error
+            self._workers.append(worker)
+        job.worker = None
+        worker.give(order, pickled, limits.timeout_s, limits.host_bytes, shares=shares)
         return worker
 
+    def _idle_worker(self, order: Order, job: Job) -> Worker | None:
+        """A worker that can serve a candidate, best one that has used the same compiler."""
+        if order.is_last:
+            if self._idle and len(self._workers) >= self._at_once:
+                self._end(self._idle.pop(0))  # Each holds a copy of the model.
+            return None
+        self._idle.sort(key=lambda worker: job.cache is not None and worker.cache == job.cache)
+        while self._idle:
+            worker = self._idle.pop()
+            if self._lives(worker):
+                return worker
+            self._end(worker)
+        return None
+
+    def _lives(self, worker: Worker | None) -> bool:
+        """Whether a worker that has rested was not ended meanwhile, for its memory say."""
+        return worker in self._workers and worker is not None and not worker.has_ended(0.0)
+
+    def _end_all(self) -> None:
+        """End all workers, so that one candidate has all of the memory."""
+        self._idle.clear()
+        for worker in self._workers.copy():
+            self._end(worker)
+
+    def _leave(self, worker: Worker, job: Job) -> None:
+        """Keep a worker that is clean for the rest of its job or for other ones; end any other."""
+        worker.cache = job.cache
+        if not worker.clean:
+            self._end(worker)
+        elif len(job.candidates) > 1:
+            job.worker = worker
+        else:
+            self._idle.append(worker)
+
     def _wait_for_set_up(self, workers: Sequence[Worker], deadline: float | None) -> None:
-        """Wait until each worker is ready or done.
+        """Wait until each worker is ready or settled.
 
         Slow ones are stopped when the time that is left is needed to time those that are ready.
         """
-        while waiting := [worker for worker in workers if not (worker.done or worker.ready)]:
+        while waiting := [each for each in workers if not (each.settled or _waits(each))]:
             self._poll(waiting)
             if deadline is not None:
-                ready = sum(worker.ready for worker in workers)
+                ready = sum(map(_waits, workers))
                 if time.monotonic() > deadline - ready * self._timing_s:
                     for worker in waiting:
-                        worker.stop(worker.row or _not_tried(worker.candidate))
+                        worker.stop(worker.row or _not_tried(_candidate_of(worker)))
 
     def _time(self, worker: Worker, deadline: float | None) -> None:
-        if worker.done:
+        if worker.settled:
             return
         if deadline is not None and time.monotonic() > deadline:
-            worker.row = _not_tried(worker.candidate)
+            worker.stop(worker.row or _not_tried(_candidate_of(worker)))
             return
         worker.phase_began = time.monotonic()
         worker.go_on()
-        while not worker.done:
+        while not worker.settled:
             self._poll([worker])
 
     def _poll(self, workers: Sequence[Worker]) -> None:
         """Wait a moment for messages of workers, and check their limits."""
         readable = set(wait([handle for one in workers for handle in one.handles], _POLL_S))
         for worker in workers:
-            was_loaded = worker.loaded
             closed = not readable.isdisjoint(worker.handles) and worker.read_messages()
-            if worker.loaded and not was_loaded:
-                worker.go_on()  # Its memory was read; from here on it is the candidate's.
-            if worker.done:
+            if worker.settled:
                 continue
             if closed or worker.has_ended(0.0):
                 worker.read_messages()
                 worker.row = worker.row or self._row_of_ended(worker)
+                worker.clean = False
             else:
                 self._check_limits(worker)
 
     def _check_limits(self, worker: Worker) -> None:
         """Stop a worker that takes too long, too much memory, or prints too much."""
         spent = time.monotonic() - worker.phase_began
-        taken = resident_bytes(worker.pid) - worker.loaded_bytes
+        taken = resident_bytes(worker.pid) - worker.held_bytes
+        if worker.row is not None:
+            # It looks at what the candidate has left behind.
+            if spent > worker.timeout_s:
+                worker.stop(worker.row)
         # What it takes to load the model is not the candidate's doing.
-        if not worker.loaded:
+        elif not worker.loaded:
             if spent > START_TIMEOUT_S:
                 worker.unfit = f"another process needs over {duration(START_TIMEOUT_S)} to load it"
         elif spent > worker.timeout_s:
@@ -333,13 +384,13 @@ class WorkerPool:
             self._stop(worker, Status.FAILED, f"it printed over {memory(MAX_PRINTED)}", "")
 
     def _stop(self, worker: Worker, status: Status, reason: str, remedy: str) -> None:
-        row = Row(worker.candidate.name, status, reason, remedy)
-        row.complexity = worker.candidate.complexity
-        worker.stop(row)
+        candidate = _candidate_of(worker)
+        worker.stop(Row(candidate.name, status, reason, remedy, complexity=candidate.complexity))
 
     def _row_of_ended(self, worker: Worker) -> Row:
         """The row of a worker that ended without one."""
-        row = Row(worker.candidate.name, Status.CRASHED, complexity=worker.candidate.complexity)
+        candidate = _candidate_of(worker)
+        row = Row(candidate.name, Status.CRASHED, complexity=candidate.complexity)
         printed = f": {worker.last_line}" if worker.last_line else ""
         if not worker.has_ended(_END_TIMEOUT_S):
             row.reason = "it closed what its process talks through"
@@ -366,10 +417,21 @@ class WorkerPool:
             worker.close()
 
 
-def _ended_server(candidate: Candidate) -> Row:
-    """The row of a candidate that was tried when the fork server ended."""
+def _candidate_of(worker: Worker) -> Candidate:
+    assert worker.candidate is not None
+    return worker.candidate
+
+
+def _waits(worker: Worker) -> bool:
+    """Whether a worker is set up and waits to be timed."""
+    return worker.ready and not worker.done
+
+
+def _ended_server(job: Job) -> tuple[Candidate, Row]:
+    """The row of the candidate of a job that was tried when the fork server ended."""
+    candidate = job.candidates.pop(0)
     why = "the process that candidates are started from ended while this one was tried"
-    return Row(candidate.name, Status.CRASHED, why, complexity=candidate.complexity)
+    return candidate, Row(candidate.name, Status.CRASHED, why, complexity=candidate.complexity)
 
 
 def _not_tried(candidate: Candidate) -> Row:

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import os
 import signal
+from pathlib import Path
 from typing import IO
 
 # Options of prctl(2).
@@ -39,6 +40,25 @@ def resident_bytes(pid: int) -> int:
             counted = ("RssAnon:", "RssShmem:")
             return sum(int(line.split()[1]) for line in status if line.startswith(counted)) * 1024
     return 0
+
+
+def children_of(pid: int) -> list[int]:
+    """Process numbers of the children of all threads of a process, except for ended ones."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += [*map(int, (thread / "children").read_text("ascii").split())]
+    return [child for child in found if not _has_ended(child)]
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether of a process only its number is left."""
+    try:
+        # Its name, in brackets, may hold anything.
+        state = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[0]
+    except OSError:
+        return True
+    return state == "Z"
 
 
 def end_with_parent(parent: int, signum: int) -> None:

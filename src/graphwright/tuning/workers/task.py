@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 import sys
 import tempfile
 import types
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO, Any
 
 import torch
@@ -18,6 +19,8 @@ from ...calls.modules import FunctionModule
 from ...calls.snapshots import ModuleState
 from ...errors import first_line
 from ...evaluation.reference import Sample
+from ...strategies.base import Candidate
+from ...strategies.registry import LOSSY, is_ours, parse_candidates
 from ..trial import CandidateEvaluator
 from .settings import Settings
 
@@ -70,6 +73,51 @@ class Task:
             timing_s=self.timing_s,
             dynamic_shapes=self.dynamic_shapes,
         )
+
+
+@dataclass
+class Order:
+    """One candidate that a worker is to try.
+
+    Attributes:
+        candidate: the candidate.
+        device_bytes: memory of the GPU that it may take beyond what the worker holds; None for no
+            limit, as on the CPU.
+        is_last: whether the worker is ended afterwards, so that it need not be looked at.
+        keeps_build: whether a candidate comes next that shares its build.
+    """
+
+    candidate: Candidate
+    device_bytes: int | None
+    is_last: bool
+    keeps_build: bool
+
+    def to_bytes(self) -> bytes:
+        """The order for another process. Graphwright's own candidates go by their names.
+
+        Each is then one object there, however often it is sent, and its trial run is made once.
+
+        Raises:
+            IsolationError: the candidate cannot be pickled.
+        """
+        import cloudpickle
+
+        if is_ours(self.candidate):
+            return pickle.dumps(replace(self, candidate=self.candidate.name))  # type: ignore[arg-type]  # until it is read
+        try:
+            with pickling_by_value():
+                pickled: bytes = cloudpickle.dumps(self)
+        except Exception as error:
+            raise IsolationError(f"the strategy cannot be pickled: {first_line(error)}") from error
+        return pickled
+
+    @classmethod
+    def from_bytes(cls, pickled: bytes) -> Order:
+        """Read what `to_bytes` of the process that tunes has made."""
+        order: Order = pickle.loads(pickled)
+        if isinstance(order.candidate, str):
+            (order.candidate,) = parse_candidates([order.candidate], LOSSY)
+        return order
 
 
 def write_task(task: Task) -> IO[bytes]:

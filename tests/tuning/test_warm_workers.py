@@ -1,0 +1,569 @@
+"""Workers that serve one candidate after the other, and builds that candidates share."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import planted
+import pytest
+import torch
+from planted import Noted, Planted, Small, directly
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import graphwright as gw
+from graphwright.calls.snapshots import Call, ModuleState
+from graphwright.evaluation.reference import Sample, reference
+from graphwright.report.result import Row, Status
+from graphwright.strategies.base import AVAILABLE, Availability, Built, Candidate, Runner
+from graphwright.strategies.registry import parse_candidates
+from graphwright.strategies.runners import GRAPH
+from graphwright.tuning.trial import CandidateEvaluator, SharedBuild
+from graphwright.tuning.workers import leftovers
+from graphwright.tuning.workers.leftovers import Baseline
+from graphwright.tuning.workers.pool import Limits, WorkerPool
+from graphwright.tuning.workers.schedule import Choose, Schedule, jobs_of
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="candidates are forked on Linux")
+CPU = torch.device("cpu")
+
+
+def in_order(candidates: Sequence[Candidate]) -> Choose:
+    """Chooses candidates in their order, with those that differ in the runner alone."""
+    left = list(jobs_of(candidates))
+
+    def choose(count: int) -> Sequence[Candidate]:
+        chosen, left[:] = left[:count], left[count:]
+        return [candidate for job in chosen for candidate in job.candidates]
+
+    return choose
+
+
+@pytest.fixture
+def as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Planted strategies are taken for graphwright's own, which share a worker."""
+    monkeypatch.setattr("graphwright.tuning.workers.pool.is_ours", lambda candidate: True)
+    monkeypatch.setattr("graphwright.tuning.workers.schedule.is_ours", lambda candidate: True)
+    monkeypatch.setattr("graphwright.tuning.workers.pool._cores", lambda: 1)
+
+
+def make_evaluator(
+    model: nn.Module, *args: torch.Tensor, objective: str = "latency"
+) -> CandidateEvaluator:
+    call = Call("", args, {})
+    state = ModuleState(model)
+    sample = Sample("", 1.0, call, reference(model, model, call, tolerance=None, state=state))
+    device = args[0].device
+    return CandidateEvaluator(model, [sample], device, objective=objective, screening_s=0.05)
+
+
+def rows_of(
+    strategies: Sequence[Any], *, timeout_s: float = 60.0, objective: str = "latency"
+) -> dict[str, Row]:
+    """The rows that a pool of workers gives for strategies, by name."""
+    candidates = [s if isinstance(s, Candidate) else Candidate(s) for s in strategies]
+    model, x = Small().eval(), torch.randn(4, 16)
+    with WorkerPool(model, candidates) as pool:
+        evaluator = make_evaluator(model, x, objective=objective)
+        pool.load(evaluator, Limits(timeout_s, 4 << 30))
+        found = {}
+        for candidate, row in pool.evaluate(in_order(candidates)):
+            assert isinstance(row, Row), row
+            found[candidate.name] = row
+    return found
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text().split() if file.exists() else []
+
+
+def served(tmp_path: Path, make: Callable[[nn.Module], Any], **options: Any) -> tuple[Any, ...]:
+    """Try a strategy between two that are harmless.
+
+    Its row, the row of the one after it, whether it had the worker of the one before it, and
+    whether the one after it had the same worker.
+    """
+    file = tmp_path / "workers"
+    names = ("before", "between", "after")
+    makes = (directly, make, directly)
+    strategies = [Planted(n, Noted(str(file), m)) for n, m in zip(names, makes, strict=True)]
+    found = rows_of(strategies, **options)
+    before, between, after = lines(file)
+    assert found["before"].status in (Status.OK, Status.SLOWER)
+    return found["between"], found["after"], before == between, between == after
+
+
+# ---------------------------------------------------------------- whom a worker serves
+
+
+@pytest.mark.usefixtures("as_ours")
+def test_a_worker_that_is_clean_serves_the_next_candidate(tmp_path: Path) -> None:
+    row, after, same_before, same_after = served(tmp_path, torch.no_grad())
+    assert (same_before, same_after) == (True, True)
+    assert {row.status, after.status} <= {Status.OK, Status.SLOWER}
+
+
+@pytest.mark.usefixtures("as_ours")
+def test_where_memory_is_the_objective_each_has_a_worker_of_its_own(tmp_path: Path) -> None:
+    _, _, same_before, same_after = served(tmp_path, torch.no_grad(), objective="memory")
+    assert (same_before, same_after) == (False, False)
+
+
+def test_a_strategy_of_others_shares_no_worker(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphwright.tuning.workers.pool._cores", lambda: 1)
+    _, _, same_before, same_after = served(tmp_path, torch.no_grad())
+    assert (same_before, same_after) == (False, False)
+
+
+HARMS = {
+    "segfault": (planted.segfaults, Status.CRASHED),
+    "exit": (planted.leaves, Status.CRASHED),
+    "hang": (planted.hangs, Status.TIMED_OUT),
+    "hang later": (planted.hangs_later, Status.TIMED_OUT),
+    "corrupt": (planted.corrupts_weights, Status.WRONG),
+    "raise": (planted.raises, Status.FAILED),
+    "interrupt": (planted.interrupts, Status.CRASHED),
+    "leak": (planted.leaks, Status.MEMORY_EXCEEDED),
+    "print": (planted.prints_without_end, Status.FAILED),
+    "kill the server": (planted.kills_its_parent, Status.CRASHED),
+}
+
+
+@pytest.mark.usefixtures("as_ours")
+@pytest.mark.parametrize("name", HARMS)
+def test_after_a_harm_the_next_candidate_has_a_new_worker(name: str, tmp_path: Path) -> None:
+    make, status = HARMS[name]
+    timeout_s = 5.0 if "hang" in name else 60.0
+    row, after, same_before, same_after = served(tmp_path, make, timeout_s=timeout_s)
+    assert row.status is status
+    assert (same_before, same_after) == (True, False)
+    assert after.status in (Status.OK, Status.SLOWER), after.reason
+
+
+@pytest.mark.usefixtures("as_ours")
+@pytest.mark.parametrize(
+    "make",
+    [planted.leaves_a_flag, planted.vandalises, planted.CorruptsAtItsEnd, planted.keeps_a_gib],
+)
+def test_what_is_right_and_leaves_something_behind_is_no_harm_to_the_next(
+    make: Callable[[nn.Module], Any], tmp_path: Path
+) -> None:
+    row, after, same_before, same_after = served(tmp_path, make)
+    assert row.status in (Status.OK, Status.SLOWER), row.reason
+    assert (same_before, same_after) == (True, False)
+    assert after.status in (Status.OK, Status.SLOWER), after.reason
+
+
+# ---------------------------------------------------------------- what is looked at
+
+
+@pytest.fixture
+def evaluator() -> CandidateEvaluator:
+    return make_evaluator(Small().eval(), torch.randn(4, 16))
+
+
+class Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def _set(owner: Any, name: str, value: Any) -> Iterator[None]:
+    before = getattr(owner, name)
+    setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        setattr(owner, name, before)
+
+
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    yield
+    torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def _dtype() -> Iterator[None]:
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@contextlib.contextmanager
+def _hook() -> Iterator[None]:
+    handle = nn.modules.module.register_module_forward_hook(lambda *_: None)
+    yield
+    handle.remove()
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@contextlib.contextmanager
+def _elsewhere() -> Iterator[None]:
+    before = Path.cwd()
+    os.chdir("/")
+    yield
+    os.chdir(before)
+
+
+@contextlib.contextmanager
+def _variable() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LEFT_BEHIND", "1")
+        yield
+
+
+@contextlib.contextmanager
+def _thread() -> Iterator[None]:
+    event = threading.Event()
+    thread = threading.Thread(target=event.wait, name="left")
+    thread.start()
+    yield
+    event.set()
+    thread.join()
+
+
+@contextlib.contextmanager
+def _process() -> Iterator[None]:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        yield
+        process.kill()
+
+
+@contextlib.contextmanager
+def _compilers_option() -> Iterator[None]:
+    import torch._dynamo.config
+
+    with torch._dynamo.config.patch(recompile_limit=3):
+        yield
+
+
+LEFT: dict[str, tuple[Callable[[], Any], str]] = {
+    "no gradients": (torch.no_grad, "grad"),
+    "inference mode": (torch.inference_mode, "inference"),
+    "autocast": (lambda: torch.autocast("cpu", torch.bfloat16), "switches"),
+    "default device": (lambda: torch.device("meta"), "device"),
+    "default dtype": (_dtype, "switches"),
+    "threads": (lambda: _threads(torch.get_num_threads() + 1), "threads"),
+    "flag": (lambda: _set(torch.backends.cudnn, "deterministic", True), "flags"),
+    "compiler's option": (_compilers_option, "recompile_limit"),
+    "dispatch mode": (Mode, "modes of operations"),
+    "hook": (_hook, "hooks of all modules"),
+    "function": (lambda: _set(nn.functional, "linear", lambda *_: None), "functional.linear"),
+    "method": (lambda: _set(torch.Tensor, "add", lambda *_: None), "Tensor.add"),
+    "layer": (lambda: _set(nn.Linear, "forward", nn.Linear.forward.__get__(1)), "Linear.forward"),
+    "collector": (_no_collector, "garbage collector"),
+    "directory": (_elsewhere, "working directory"),
+    "variable": (_variable, "environment variables"),
+    "thread": (_thread, "the thread left"),
+    "process": (_process, "a process is left"),
+}
+
+
+@pytest.mark.parametrize("name", LEFT)
+def test_what_is_left_behind_is_found(name: str, evaluator: CandidateEvaluator) -> None:
+    import torch._dynamo.config  # noqa: F401  # so that its options are there from the start
+
+    leave, words = LEFT[name]
+    baseline = Baseline(evaluator)
+    assert baseline.difference() is None
+    with leave():
+        found = baseline.difference()
+    assert found is not None
+    assert words in found
+    assert baseline.difference() is None
+
+
+def test_a_changed_weight_is_found(evaluator: CandidateEvaluator) -> None:
+    baseline = Baseline(evaluator)
+    weight = evaluator.module.first.weight
+    with torch.no_grad():
+        weight[0, 0] = weight[0, 0].nextafter(torch.tensor(9.0))
+    assert baseline.difference() == "first.weight was changed"
+    evaluator.restore()
+    weight.requires_grad_(False)
+    assert baseline.difference() == "changed: gradients of weights"
+
+
+def test_eager_that_answers_otherwise_is_found(evaluator: CandidateEvaluator) -> None:
+    baseline = Baseline(evaluator)
+    case = evaluator.samples[0].reference.cases[0]
+    name = next(iter(case.eager.outputs))
+    for answers in (case.eager.outputs, case.exact):
+        answers[name] = answers[name] + 1
+    assert str(baseline.difference()).startswith("eager differs: ")
+
+
+def test_memory_that_is_kept_is_found(
+    evaluator: CandidateEvaluator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    baseline = Baseline(evaluator)
+    monkeypatch.setattr(leftovers, "HOST_TOLERANCE", 64 << 20)
+    kept = torch.ones(32 << 20)
+    assert "of host memory are kept" in str(baseline.difference())
+    assert baseline.difference(holds_build=True) is None
+    del kept
+    assert baseline.difference() is None
+
+
+@pytest.mark.gpu
+def test_memory_of_the_gpu_that_is_kept_is_found() -> None:
+    evaluator = make_evaluator(Small().eval().cuda(), torch.randn(4, 16, device="cuda"))
+    baseline = Baseline(evaluator)
+    assert baseline.difference() is None
+    kept = torch.ones(128 << 20, device="cuda")
+    assert "of the GPU's memory are kept" in str(baseline.difference())
+    del kept
+    assert baseline.difference() is None
+
+
+def test_a_thread_at_work_is_found(evaluator: CandidateEvaluator) -> None:
+    baseline = Baseline(evaluator)
+    ended = threading.Event()
+
+    def work() -> None:
+        while not ended.is_set():
+            pass
+
+    # Its name is that of one that may stay, but it is to sleep.
+    thread = threading.Thread(target=work, name="tqdm_monitor")
+    thread.start()
+    try:
+        assert baseline.difference() == "a thread is at work"
+    finally:
+        ended.set()
+        thread.join()
+
+
+# ---------------------------------------------------------------- builds that are shared
+
+
+@dataclass(frozen=True)
+class Builds:
+    """A compiler that writes down each build, and may fail."""
+
+    name: str
+    file: str
+    make: Callable[[nn.Module], Callable[..., Any]] = directly
+    fails: bool = False
+    complexity: int = 3
+
+    def probe(self, device: torch.device) -> Availability:
+        return AVAILABLE
+
+    def build(self, model: nn.Module, args: Any, kwargs: Any) -> Built:
+        call = Noted(self.file, self.make)(model)
+        if self.fails:
+            raise ValueError("planted failure of a build")
+        return Built(call, ["was built"])
+
+
+def _wrap(built: Built, args: Any, kwargs: Any) -> Built:
+    return Built(lambda *a, **k: built.call(*a, **k), [*built.notes, "was wrapped"], inner=built)
+
+
+def _wrap_and_die(built: Built, args: Any, kwargs: Any) -> Built:
+    os._exit(1)
+
+
+def _available(device: torch.device) -> Availability:
+    return AVAILABLE
+
+
+PASSES_ON = Runner("passed", 5, _available, _wrap)
+DIES = Runner("dies", 5, _available, _wrap_and_die)
+
+
+@pytest.mark.usefixtures("as_ours")
+def test_candidates_that_differ_in_the_runner_are_built_once(tmp_path: Path) -> None:
+    compiler = Builds("builds", str(tmp_path / "builds"))
+    found = rows_of([Candidate(compiler, runner=PASSES_ON), Candidate(compiler)])
+    assert len(lines(tmp_path / "builds")) == 1
+    plain, passed = found["builds"], found["builds+passed"]
+    assert {plain.status, passed.status} <= {Status.OK, Status.SLOWER}
+    assert plain.notes == ["was built"]
+    assert passed.notes == [
+        "shares the build of builds, whose time is not in its set-up",
+        "was built",
+        "was wrapped",
+    ]
+    assert (plain.build_s, passed.build_s > 0.0) == (0.0, True)
+    for row in (plain, passed):
+        assert row.screening is not None
+        assert row.error is not None
+        assert row.setup_s is not None
+
+
+@pytest.mark.usefixtures("as_ours")
+def test_a_build_that_fails_is_a_row_of_each(tmp_path: Path) -> None:
+    compiler = Builds("builds", str(tmp_path / "builds"), fails=True)
+    found = rows_of([Candidate(compiler), Candidate(compiler, runner=PASSES_ON)])
+    assert len(lines(tmp_path / "builds")) == 1
+    assert [row.status for row in found.values()] == [Status.FAILED, Status.FAILED]
+    reasons = {row.reason for row in found.values()}
+    assert len(reasons) == 1
+    assert "planted failure of a build" in reasons.pop()
+
+
+@pytest.mark.usefixtures("as_ours")
+@pytest.mark.parametrize(
+    ("make", "status"),
+    [(planted.corrupts_weights, Status.WRONG), (planted.hangs_later, Status.TIMED_OUT)],
+)
+def test_where_the_first_is_not_right_the_second_has_a_build_of_its_own(
+    make: Callable[[nn.Module], Any], status: Status, tmp_path: Path
+) -> None:
+    compiler = Builds("builds", str(tmp_path / "builds"), make)
+    found = rows_of([Candidate(compiler), Candidate(compiler, runner=PASSES_ON)], timeout_s=5.0)
+    assert len(set(lines(tmp_path / "builds"))) == 2
+    assert [row.status for row in found.values()] == [status, status]
+    assert not any("shares" in note for row in found.values() for note in row.notes)
+
+
+@pytest.mark.usefixtures("as_ours")
+def test_what_kills_a_shared_build_leaves_the_first_row_as_it_is(tmp_path: Path) -> None:
+    compiler = Builds("builds", str(tmp_path / "builds"))
+    runners = (DIES, PASSES_ON)
+    found = rows_of([Candidate(compiler), *(Candidate(compiler, runner=r) for r in runners)])
+    statuses = {name: row.status for name, row in found.items()}
+    assert statuses.pop("builds+dies") is Status.CRASHED
+    assert set(statuses) == {"builds", "builds+passed"}
+    assert set(statuses.values()) <= {Status.OK, Status.SLOWER}
+    assert len(set(lines(tmp_path / "builds"))) == 2
+
+
+def test_time_of_a_shared_build_has_to_be_repaid_too(evaluator: CandidateEvaluator) -> None:
+    report = gw.tune(evaluator.module, evaluator.samples[0].call.args, strategies=[]).report
+    eager = report.row("eager")
+    assert eager is not None
+    assert eager.baseline is not None
+    faster = replace(
+        eager.baseline,
+        latency=tuple(tuple(s / 2 for s in block) for block in eager.baseline.latency),
+    )
+    row = Row("passed", Status.OK, setup_s=0.0, screening=faster, baseline=eager.baseline)
+    report.rows.append(row)
+    alone = report.break_even(row)
+    row.build_s = 10.0
+    shared = report.break_even(row)
+    row.setup_s, row.build_s = 10.0, 0.0
+    assert alone is not None
+    assert shared == report.break_even(row)
+    assert shared is not None
+    assert shared > alone
+
+
+@pytest.mark.parametrize("name", ["fused", "channels_last", "torchscript:freeze"])
+def test_a_graph_runs_what_was_built_for_the_candidate_without_it(
+    name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "torchscript" in name and device.type == "cpu":
+        pytest.skip("the CPU recorder sees no operation of TorchScript's")
+    layer = nn.Linear(9, 9) if name == "fused" else nn.Conv2d(3, 4, 3)
+    model = nn.Sequential(layer, nn.ReLU()).eval().to(device)
+    evaluator = make_evaluator(model, torch.randn(2, 3, 9, 9, device=device))
+    (plain,) = parse_candidates([name], ())
+    graphed = replace(plain, runner=replace(GRAPH, probe=_available))
+    compiled, compile_it = [], Candidate.compile
+
+    def counted(self: Candidate, *args: Any) -> Built:
+        compiled.append(self.name)
+        return compile_it(self, *args)
+
+    monkeypatch.setattr(Candidate, "compile", counted)
+    shared = SharedBuild()
+    trials = [evaluator.set_up(candidate, shared) for candidate in (plain, graphed)]
+    for trial in trials:
+        assert trial.row.status is Status.OK, trial.row.reason
+        evaluator.time(trial)
+        assert trial.row.screening is not None
+    assert compiled == [name]
+    assert trials[1].builts[0].inner is trials[0].builts[0]
+    assert f"shares the build of {name}, whose time is not in its set-up" in trials[1].row.notes
+
+
+# ---------------------------------------------------------------- what is tried next
+
+
+def named(*names: str) -> list[Candidate]:
+    return parse_candidates(names, ())
+
+
+def test_each_row_is_known_when_the_next_candidates_are_chosen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
+    candidates = [Candidate(Planted(name, directly)) for name in ("a", "b", "c")]
+    answers = [candidates[:1], candidates[1:], []]
+    known: list[str] = []
+    asked: list[tuple[int, list[str]]] = []
+
+    def choose(count: int) -> Sequence[Candidate]:
+        asked.append((count, known.copy()))
+        return answers.pop(0)
+
+    model, x = Small().eval(), torch.randn(4, 16)
+    with WorkerPool(model, candidates) as pool:
+        pool.load(make_evaluator(model, x), Limits(60.0, 4 << 30))
+        for candidate, row in pool.evaluate(choose):
+            assert isinstance(row, Row)
+            known.append(candidate.name)
+    assert asked == [(2, []), (2, ["a"]), (2, ["a", "b", "c"])]
+
+
+def test_candidates_that_share_a_build_are_one_job() -> None:
+    candidates = named("inductor+graph", "fused", "inductor", "channels_last+inductor")
+    jobs = [[each.name for each in job.candidates] for job in jobs_of(candidates)]
+    assert jobs == [["inductor", "inductor+graph"], ["fused"], ["channels_last+inductor"]]
+    chosen = in_order(candidates)(2)
+    assert [each.name for each in chosen] == ["inductor", "inductor+graph", "fused"]
+
+
+def groups_of(names: Sequence[str], at_once: int) -> list[list[str]]:
+    schedule = Schedule(in_order(named(*names)), at_once)
+    groups = []
+    while group := schedule.next_group():
+        groups.append([job.candidates.pop(0).name for job in group])
+        schedule.put_back(group)
+    return groups
+
+
+def test_what_shares_a_build_comes_next() -> None:
+    assert groups_of(["fused", "inductor", "fused+graph", "aot_autograd"], 1) == [
+        ["fused"],
+        ["fused+graph"],
+        ["inductor"],
+        ["aot_autograd"],
+    ]
+
+
+def test_the_first_build_that_fills_a_cache_goes_before_those_that_find_it_filled() -> None:
+    names = ["inductor", "inductor:freeze", "fused", "inductor:reduce-overhead", "eager:no_grad"]
+    assert groups_of(names, 2) == [
+        ["inductor", "fused"],
+        ["inductor:freeze", "inductor:reduce-overhead"],
+        ["eager:no_grad"],
+    ]
+
+
+def test_no_place_is_left_empty_for_a_cache() -> None:
+    assert groups_of(["inductor", "inductor:freeze"], 2) == [["inductor", "inductor:freeze"]]
