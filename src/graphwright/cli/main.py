@@ -119,7 +119,7 @@ def main() -> None:
 @click.option(
     "--budget",
     type=_Seconds(),
-    help="Take no longer than this: 120s or 2m; by default a minute.",
+    help="Take no longer than this: 120s or 2m; by default 55s.",
 )
 @click.option("--exhaustive", is_flag=True, help="Try what cannot win too, however long it takes.")
 @click.option(
