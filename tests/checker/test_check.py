@@ -10,6 +10,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -723,3 +724,14 @@ def test_findings_as_text() -> None:
         == "decides: 1 breaks. A plain capture fails; graph() divides the call."
     )
     assert "nothing found" in summary("decides", [])
+
+
+def test_equal_code_in_two_files_is_told_apart(tmp_path: Path) -> None:
+    text = "import torch\n\n\ndef reads(x):\n    return x * float(x.sum())\n"
+    for name in ("one", "other"):
+        file = tmp_path / f"{name}.py"
+        file.write_text(text, encoding="utf-8")
+        space: dict[str, Any] = {}
+        exec(compile(text, str(file), "exec"), space)
+        (finding,) = gw.check(space["reads"], (torch.ones(3),))
+        assert finding.place.file.endswith(f"{name}.py")

@@ -204,10 +204,19 @@ def test_processes_that_compile_end_with_the_block(
         assert process.poll() is None
     assert process.poll() is not None
     assert not work.running
-    for child in children:
-        status = Path(f"/proc/{child}/status")
-        # Where process 1 takes in no orphans, something is left of one that has ended.
-        assert not status.exists() or "State:\tZ" in status.read_text()
+
+    def runs(child: str) -> bool:
+        try:
+            # Where process 1 takes in no orphans, something is left of one that has ended.
+            return "State:\tZ" not in Path(f"/proc/{child}/status").read_text()
+        except (FileNotFoundError, ProcessLookupError):
+            return False
+
+    # They are killed by now, and the system takes a moment to end them.
+    end = time.monotonic() + 30
+    while any(map(runs, children)):
+        assert time.monotonic() < end
+        time.sleep(0.01)
 
 
 def test_kernels_are_waited_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -107,13 +107,17 @@ def place_of(frame: FrameType | None) -> Place:
         frame = frame.f_back
     if frame is not None:
         linecache.lazycache(frame.f_code.co_filename, frame.f_globals)
-    return Place() if frame is None else _place(frame.f_code, frame.f_lasti, frame.f_lineno)
+    if frame is None:
+        return Place()
+    code = frame.f_code
+    return _place(code, code.co_filename, frame.f_lasti, frame.f_lineno)
 
 
 @functools.lru_cache(maxsize=4096)
-def _place(code: CodeType, instruction: int, line: int) -> Place:
+def _place(code: CodeType, file: str, instruction: int, line: int) -> Place:
+    # The file is given, too, since equal code in another one is equal.
     _, end, column, last = next(itertools.islice(code.co_positions(), instruction // 2, None))
-    source = linecache.getline(code.co_filename, line)
+    source = linecache.getline(file, line)
     expression = ""
     if end == line and column is not None and last is not None:
         # Columns are counted in bytes.
@@ -121,7 +125,7 @@ def _place(code: CodeType, instruction: int, line: int) -> Place:
     if not expression or expression.startswith(_STATEMENTS):
         expression, column = _condition(source) or ("", column)
     return Place(
-        _short(code.co_filename),
+        _short(file),
         line,
         (column or 0) + 1,
         source.strip()[:_LONGEST],
@@ -175,7 +179,7 @@ def place_of_error(error: BaseException) -> Place:
     while step is not None:
         code = step.tb_frame.f_code
         if _is_own(code.co_filename):
-            found = _place(code, step.tb_lasti, step.tb_lineno)
+            found = _place(code, code.co_filename, step.tb_lasti, step.tb_lineno)
         step = step.tb_next
     return found
 
