@@ -118,6 +118,7 @@ def rounds() -> None:
     facts: Row = {}
     with torch.no_grad():
         for name, (model, args) in models(device).items():
+            print(f"setting up {name}", file=sys.stderr, flush=True)
             calls, facts[name] = ways(model, args)
             # Checks in C++ are made once there were some looks.
             for call in calls.values():

@@ -25,7 +25,7 @@ from graphwright.report.environment import environment
 
 from ..common.record import SCHEMA, commit, write
 
-BATCH, ROUNDS, COUNT = 64, 7, 60
+BATCH, ROUNDS, COUNT = 64, 5, 200
 # Different batches, which a loop takes in turns.
 DIFFERENT = 8
 # prefetch() may take so many times as long as the larger of copying and computing.

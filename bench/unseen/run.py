@@ -42,6 +42,7 @@ ROUNDS = 40
 SLOWER, SETUP_S = 1.02, 5.0
 # Seconds of one process, which goes through all models that are left.
 LIMIT_S = 540
+ENDED = "it ended the process"
 
 
 def on(device: torch.device, values: Any) -> Any:
@@ -107,7 +108,7 @@ def go_on(found: Row, where: Path, libraries: list[str], share: float, *, timed:
             if key in found["models"] or key in found["passed_over"]:
                 continue
             # If the process ends here, this is why the next one leaves it out.
-            found["passed_over"][key] = "it ended the process"
+            found["passed_over"][key] = ENDED
             write(where, found)
             try:
                 model, inputs = built(library, name, device)
@@ -118,7 +119,8 @@ def go_on(found: Row, where: Path, libraries: list[str], share: float, *, timed:
                     args, kwargs = on(device, inputs(batch))
                     rows[str(batch)] = measured(model, args, kwargs, timed=timed)
             except Exception as error:
-                found["passed_over"][key] = first_line(error)
+                # Not where the other package lies.
+                found["passed_over"][key] = first_line(error).partition(" (at ")[0]
             else:
                 del found["passed_over"][key]
                 found["models"][key] = rows
@@ -165,8 +167,7 @@ def to_markdown(result: Row) -> str:
         lines.append(f"| {key} | {' | '.join(cells)} |")
     passed = sorted(result["passed_over"].items())
     lines += ["", f"Passed over ({len(passed)}):", ""]
-    # Not where the other package lies.
-    lines += [f"- {key}: {why.partition(' (at ')[0]}" for key, why in passed]
+    lines += [f"- {key}: {why}" for key, why in passed]
     return "\n".join([*lines, ""])
 
 
@@ -198,6 +199,12 @@ def benchmark(out: Path, only: list[str], share: float, *, timed: bool) -> int:
         if failure is None:
             break
         print(failure, flush=True)
+    else:  # The last one was cut off by the limit: the next run has it again.
+        result = json.loads(where.read_text(encoding="utf-8"))
+        last = next(reversed(result["passed_over"]), None)
+        if last is not None and result["passed_over"][last] == ENDED:
+            del result["passed_over"][last]
+            write(where, result)
     result = json.loads(where.read_text(encoding="utf-8"))
     result["targets"] = targets(result)
     write(where, result)
