@@ -14,9 +14,10 @@ scripts/bench composition [--out DIR]                 graph(fuse(m)) beside tune
 scripts/bench refused [--out DIR] [--quick]           calls that graph() refuses, beside eager
 scripts/bench objects [--out DIR] [--quick]           calls with caches and objects, beside eager
 scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chosen by a seed
-scripts/bench calls [SRC] [--out DIR]                 what a call costs beside what answers it
+scripts/bench calls [SRC] [--strategies NAME ...]     what a call costs beside what answers it
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
 scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch's own ways to copy
+scripts/bench search [--out DIR] [--seconds S]        default searches beside exhaustive ones
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/reference/
 """
@@ -310,6 +311,7 @@ def tables() -> None:
     from .fusion.run import to_markdown as fusion_to_markdown
     from .objects.run import to_markdown as objects_to_markdown
     from .operators.run import to_markdown as operators_to_markdown
+    from .search.table import to_markdown as search_to_markdown
     from .training.table import to_markdown as training_to_markdown
     from .tune.table import read, reports
     from .tune.table import to_markdown as tune_to_markdown
@@ -340,6 +342,7 @@ def tables() -> None:
         "answers": answers_to_markdown,
         "objects": objects_to_markdown,
         "unseen": unseen_to_markdown,
+        "search": search_to_markdown,
     }
     for benchmark, to_markdown in sections.items():
         for file in sorted(RESULTS.glob(f"{benchmark}*.json")):
@@ -431,6 +434,7 @@ def main() -> None:
     calling = commands.add_parser("calls", help="what a call costs beside what answers it")
     calling.add_argument("src", type=Path, nargs="?", help="the src folder of another checkout")
     calling.add_argument("--rounds", type=int, default=10)
+    calling.add_argument("--strategies", nargs="+", default=[], metavar="NAME")
     calling.add_argument("--out", type=Path, default=RESULTS)
     others = commands.add_parser("engines", help="other engines beside eager")
     others.add_argument("--only", nargs="+", default=[], metavar="MODEL")
@@ -460,6 +464,12 @@ def main() -> None:
     feeding = commands.add_parser("feeding", help="prefetch() beside PyTorch's own ways to copy")
     feeding.add_argument("--out", type=Path, default=RESULTS)
     feeding.add_argument("--quick", action="store_true", help="try the script: no result")
+    searching = commands.add_parser("search", help="default searches beside exhaustive ones")
+    searching.add_argument("--out", type=Path, default=RESULTS)
+    searching.add_argument("--only", nargs="+", default=[], metavar="MODEL or LIBRARY")
+    searching.add_argument(
+        "--seconds", type=float, default=560.0, help="begin nothing that ends later"
+    )
     comparing = commands.add_parser("compare", help="two results of tune, capture or training")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
@@ -483,6 +493,10 @@ def main() -> None:
 
         failed = beside_load(given.out, runs=given.runs, processes=given.processes)
         sys.exit(bool(failed))
+    elif given.command == "search":
+        from .search.run import benchmark as search
+
+        sys.exit(bool(search(given.out, given.only, given.seconds)))
     elif given.command == "feeding":
         from .feeding.run import benchmark as feed
 
@@ -518,7 +532,7 @@ def main() -> None:
     elif given.command == "calls":
         from .calls.run import benchmark as call
 
-        sys.exit(bool(call(given.out, given.src, given.rounds)))
+        sys.exit(bool(call(given.out, given.src, given.rounds, given.strategies)))
     elif given.command == "engines":
         from .engines.run import benchmark as engines
 

@@ -1,6 +1,6 @@
 """What a call costs beside what answers it: eager, the bare winner, what tune() gives, graph().
 
-    scripts/bench calls [SRC] [--rounds N] [--out DIR]
+    scripts/bench calls [SRC] [--rounds N] [--strategies NAME ...] [--out DIR]
 
 With the src folder of another checkout, `tune` and `graph` of both are measured, each in a process
 of its own, one at a time in alternating rounds. Every call is waited for. Figures are microseconds:
@@ -73,14 +73,15 @@ def models(device: torch.device) -> dict[str, tuple[nn.Module, tuple[torch.Tenso
     }
 
 
-def ways(model: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[dict[str, Any], Row]:
+def ways(
+    model: nn.Module, args: tuple[torch.Tensor, ...], strategies: list[str]
+) -> tuple[dict[str, Any], Row]:
     """The ways to call a model, by name; what is known of them."""
     import graphwright as gw
     from graphwright.calls.watch import ModuleWatch
 
-    device = args[0].device
     options: Row = {"remember": False, "progress": False, "isolate": False}
-    tuned = gw.tune(model, args, strategies=STRATEGIES[device.type], **options)
+    tuned = gw.tune(model, args, strategies=strategies, **options)
     graphed = gw.graph(model)
     for _ in range(3):
         graphed(*args)
@@ -107,19 +108,20 @@ def block(work: Callable[[], object], count: int, wait: Callable[[], object]) ->
     return (time.perf_counter() - began) / count
 
 
-def rounds() -> None:
+def rounds(strategies: list[str]) -> None:
     """Answer each line on stdin by a round of measurements."""
     torch.manual_seed(0)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu":
         torch.set_num_threads(2)
     wait: Callable[[], object] = torch.cuda.synchronize if device.type == "cuda" else int
+    strategies = strategies or STRATEGIES[device.type]
     made: dict[str, tuple[dict[str, Any], dict[str, int]]] = {}
     facts: Row = {}
     with torch.no_grad():
         for name, (model, args) in models(device).items():
             print(f"setting up {name}", file=sys.stderr, flush=True)
-            calls, facts[name] = ways(model, args)
+            calls, facts[name] = ways(model, args, strategies)
             # Checks in C++ are made once there were some looks.
             for call in calls.values():
                 block(call, 20, wait)
@@ -137,12 +139,14 @@ def rounds() -> None:
             print(json.dumps(found), flush=True)
 
 
-def measured(source: Path, count: int, other: Path | None) -> tuple[Row, Row]:
+def measured(
+    source: Path, count: int, other: Path | None, strategies: list[str]
+) -> tuple[Row, Row]:
     """Rounds of "now", and of "before" where there is another checkout; what is known of both."""
     sides = {"now": source} | ({} if other is None else {"before": other})
     processes = {
         side: subprocess.Popen(
-            command("bench.calls.run"),
+            command("bench.calls.run", *strategies),
             env=variables(where),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -187,6 +191,18 @@ def gap(turns: list[Row], name: str, more: str, less: str, share: float = 1.0) -
     return statistics.median(turn[name][more] - share * turn[name][less] for turn in turns)
 
 
+def beside(found: Row) -> dict[str, dict[str, float]]:
+    """By how much "now" takes longer than "before" in the same round: the median, by model."""
+    pairs = list(zip(found["now"], found.get("before", []), strict=False))
+    return {
+        name: {
+            way: statistics.median(now[name][way] - before[name][way] for now, before in pairs)
+            for way in found["now"][0][name]
+        }
+        for name in (found["now"][0] if pairs else ())
+    }
+
+
 def targets(found: Row, facts: Row, *, gpu: bool) -> list[Row]:
     """What is asked of each model, and whether it holds."""
     rows, turns = [], found["now"]
@@ -207,9 +223,9 @@ def targets(found: Row, facts: Row, *, gpu: bool) -> list[Row]:
     ]
 
 
-def benchmark(out: Path, other: Path | None, count: int) -> int:
+def benchmark(out: Path, other: Path | None, count: int, strategies: list[str]) -> int:
     """Measure and write; the number of targets missed."""
-    found, facts = measured(HERE, count, other)
+    found, facts = measured(HERE, count, other, strategies)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     result = {
         "schema": SCHEMA,
@@ -220,6 +236,7 @@ def benchmark(out: Path, other: Path | None, count: int) -> int:
         "unit": "us",
         "facts": facts,
         "rounds": found,
+        "beside": beside(found),
         "targets": targets(found, facts, gpu=device.type == "cuda"),
     }
     where = out / f"calls-{'h200' if device.type == 'cuda' else 'cpu'}.json"
@@ -228,6 +245,8 @@ def benchmark(out: Path, other: Path | None, count: int) -> int:
         for name, us in medians(turns).items():
             figures = ", ".join(f"{way} {value:.1f}" for way, value in us.items())
             print(f"{side:<6} {name} ({facts[side][name]['chosen']}): {figures}")
+    for name, us in result["beside"].items():
+        print(f"now - before {name}: {', '.join(f'{way} {more:+.2f}' for way, more in us.items())}")
     for target in result["targets"]:
         met = "yes" if target["met"] else "NO"
         print(f"{target['target']:50}{target['figure']:>10.2f}{target['most']:>10.2f}  {met}")
@@ -236,4 +255,4 @@ def benchmark(out: Path, other: Path | None, count: int) -> int:
 
 
 if __name__ == "__main__":
-    rounds()
+    rounds(sys.argv[1:])

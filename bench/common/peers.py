@@ -49,6 +49,17 @@ class Case:
         """A reference model by its name."""
         model, inputs = cases.load(name, device)
         args, kwargs = ((), inputs) if isinstance(inputs, dict) else (inputs, {})
+        return cls.made(model, args, kwargs, device)
+
+    @classmethod
+    def made(
+        cls,
+        model: nn.Module,
+        args: tuple[torch.Tensor, ...],
+        kwargs: dict[str, torch.Tensor],
+        device: torch.device,
+    ) -> Case:
+        """A model with its inputs, which are there already."""
         return cls(
             model,
             args,

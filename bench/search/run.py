@@ -1,0 +1,218 @@
+"""The searches of one model, and PyTorch's own ways, all in one process, then timed in turns.
+
+`scripts/bench search` runs this module for each model. Each search and each way begins with empty
+caches of compilers, and what they give runs on other values of the inputs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import graphwright as gw
+from graphwright.errors import first_line
+from graphwright.evaluation.measurement import Timer, interleave
+from graphwright.report.environment import environment
+
+from ..cases import MODELS
+from ..common.peers import (
+    Call,
+    Case,
+    Figures,
+    compiled,
+    eager,
+    make_graphed_callables,
+    needs_cuda,
+    reduce_overhead,
+    set_up,
+    timed,
+)
+from ..common.processes import figures_of
+from ..common.record import SCHEMA, commit, write
+from ..unseen.models import Unusable
+from .models import SEED, Place, case_of, places
+from .table import line, targets, to_text
+
+SEARCHES: Mapping[str, dict[str, Any]] = {
+    "default": {},
+    "throughput": {"objective": "throughput"},
+    "30 s": {"budget_s": 30.0},
+    "exhaustive": {"exhaustive": True},
+}
+PEERS: Mapping[str, Callable[[Case], Call]] = {
+    "eager": eager,
+    "torch.compile": compiled,
+    "reduce-overhead": reduce_overhead,
+    "make_graphed_callables": make_graphed_callables,
+}
+# About so many seconds does each take: a model is begun only where that fits.
+ESTIMATES_S = {"default": 65, "throughput": 65, "30 s": 40, "exhaustive": 240}
+PEERS_S = 45
+TIMING_S = 4.0
+CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+UNUSABLE = "unusable"
+
+
+@contextlib.contextmanager
+def empty_caches() -> Iterator[None]:
+    """Compilers find nothing of what was compiled before."""
+    before = {name: os.environ.get(name) for name in CACHES}
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        os.environ.update({name: f"{folder}/{name}" for name in CACHES})
+        try:
+            yield
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+def measure(
+    name: str, searches: list[str], device: torch.device, save: Callable[[Figures, str], None]
+) -> Figures:
+    """All figures of one model; `save` gets what is known by then, and what is under way.
+
+    Raises:
+        Unusable: the model cannot take part.
+    """
+    case = case_of(name, device)
+    timer = Timer(device)
+    try:
+        for _ in range(3):
+            timer.once(case.on_others(case.model))
+    except Exception as error:
+        raise Unusable(first_line(error)) from error
+    figures: Figures = {"searches": {}, "ways": {}}
+
+    def searched(case: Case, way: str) -> Call:
+        began = time.perf_counter()
+        with empty_caches():
+            options = {"remember": False, "progress": False, **SEARCHES[way]}
+            call: Any = gw.tune(case.model, case.args, case.kwargs, **options)
+        seconds = time.perf_counter() - began
+        call.report.model = name
+        report = json.loads(call.report.to_json())
+        figures["searches"][way] = {"seconds": seconds, "report": report}
+        call.calls.clear()
+        made: Call = call
+        return made
+
+    def with_empty_caches(case: Case, make: Callable[[Case], Call]) -> Call:
+        with empty_caches():
+            return make(case)
+
+    # Searches come first: graphs of theirs keep the workspaces that they were captured with.
+    ways = {way: partial(searched, way=way) for way in searches}
+    ways |= {way: partial(with_empty_caches, make=make) for way, make in PEERS.items()}
+    calls, rows = set_up(
+        case,
+        ways,
+        timer,
+        lambda way: needs_cuda(way, device),
+        lambda way, rows: save(figures | {"ways": rows}, way),
+    )
+    figures["ways"] = rows
+    save(figures, "the timing")
+    on_others = {way: case.on_others(call) for way, call in calls.items()}
+    for way, measurement in interleave(on_others, timer, budget_s=TIMING_S).items():
+        rows[way] |= timed(measurement)
+    for way in searches:
+        if way in calls:
+            rows[way]["chosen"] = figures["searches"][way]["report"]["chosen"]
+            rows[way]["elsewhere"] = {k: n for k, n in calls[way].calls.items() if k != "tuned"}
+    return figures
+
+
+def benchmark(out: Path, only: list[str], seconds: float) -> int:
+    """Search for each of the twenty, the file written after each; the number of targets missed.
+
+    Models that the file has, of the same commit, are kept, so that runs are joined.
+    """
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "search",
+        "commit": commit(),
+        "seed": SEED,
+        "environments": [],
+        "models": {},
+        "passed_over": {},
+    }
+    where = out / "search.json"
+    if where.exists():
+        earlier = json.loads(where.read_text(encoding="utf-8"))
+        if earlier["commit"] == result["commit"]:
+            result = earlier
+    ends = time.monotonic() + seconds
+    for place in places():
+        if any(model["number"] == place.number for model in result["models"].values()):
+            continue
+        if only and not any(name.partition("/")[0] in only for name in place.names[:1]):
+            continue
+        _take(place, result, where, ends)
+    result["targets"] = targets(result)
+    write(where, result)
+    print(f"\n{to_text(result)}\nwrote {where}")
+    return sum(target["met"] is False for target in result["targets"])
+
+
+def _take(place: Place, result: dict[str, Any], where: Path, ends: float) -> None:
+    """Measure the first model that can take this place, while there is time."""
+    needed = PEERS_S + sum(ESTIMATES_S[way] for way in place.searches)
+    for name in place.names:
+        if name in result["models"] or name in result["passed_over"]:
+            continue
+        left = ends - time.monotonic()
+        if left < needed:
+            return
+        words = ["--searches", *place.searches]
+        found = figures_of("bench.search.run", name, words, left)
+        if UNUSABLE in found:
+            result["passed_over"][name] = found[UNUSABLE]
+            write(where, result)
+            continue
+        model = {"number": place.number, "reference": place.reference} | found.get("figures", {})
+        if "failed" in found:
+            model["failed"] = found["failed"]
+        if (here := found.get("environment")) and here not in result["environments"]:
+            result["environments"].append(here)
+        result["models"][name] = model
+        write(where, result)
+        print(line(name, model), flush=True)
+        return
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("name", help=f"one of {', '.join(MODELS)}, or LIBRARY/NAME")
+    parser.add_argument("file", type=Path, help="the JSON to write")
+    parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=["default"])
+    given = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    here = environment(device)
+
+    def save(figures: Figures, doing: str | None = None) -> None:
+        result = {"environment": here, "figures": figures}
+        write(given.file, result if doing is None else result | {"doing": doing})
+
+    with torch.no_grad():
+        try:
+            save(measure(given.name, given.searches, device, save))
+        except Unusable as error:
+            write(given.file, {UNUSABLE: str(error)})
+
+
+if __name__ == "__main__":
+    main()

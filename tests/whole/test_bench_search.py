@@ -1,0 +1,149 @@
+"""The benchmark of default searches: its targets, on made-up results and on those committed."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.search import models, table
+from graphwright.evaluation.accuracy import ErrorMeasure
+from graphwright.evaluation.measurement import Measurement
+from graphwright.report.report import Report
+from graphwright.report.result import Row, Status, Step
+
+RESULTS = Path(__file__).parents[2] / "bench" / "results"
+Result = dict[str, Any]
+CANNOT = "cannot win: its kernels wait for the host"
+
+
+def measured(seconds: float) -> Measurement:
+    return Measurement(tuple((seconds, seconds) for _ in range(6)), (seconds,) * 6)
+
+
+def report(chosen: str, cannot_win: tuple[str, ...] = (), **us: float) -> Result:
+    """A report of eager, of rows that took so many µs, and of some that were not tried."""
+    rows = [
+        Row(
+            name,
+            Status.OK,
+            setup_s=1.0,
+            error=ErrorMeasure(1e-7, 4e-7),
+            screening=measured(value * 1e-6),
+            baseline=measured(1e-3),
+        )
+        for name, value in {"eager": 1000.0, **us}.items()
+    ]
+    rows += [Row(name, Status.NOT_TRIED, CANNOT) for name in cannot_win]
+    found = Report("Model", ["x"], "latency", rows, {}, chosen=chosen)
+    found.curve = [Step(2.0, chosen, 3.5)]
+    data: Result = json.loads(found.to_json())
+    return data
+
+
+def way(us: float) -> Result:
+    return {"status": "ok", "latency_s": us * 1e-6, "back_to_back_s": us * 1e-6}
+
+
+def model(seconds: float = 50.0, searches: Result | None = None, **us: float) -> Result:
+    names = {"reduce_overhead": "reduce-overhead", "compiled": "torch.compile", "short": "30 s"}
+    plain = {"default": {"seconds": seconds, "report": report("fast", fast=100.0)}}
+    return {
+        "number": 0,
+        "reference": True,
+        "searches": plain if searches is None else searches,
+        "ways": {names.get(name, name): way(value) for name, value in us.items()},
+    }
+
+
+def result(**found: Result) -> Result:
+    made: Result = {"seed": 32, "environments": [{"gpu": "a GPU"}], "passed_over": {}}
+    made["models"] = found
+    return made | {"targets": table.targets(made)}
+
+
+def verdicts(found: Result) -> dict[str, bool | None]:
+    return {target["target"]: target["met"] for target in found["targets"]}
+
+
+def test_a_search_that_takes_long_misses_its_targets() -> None:
+    found = verdicts(result(a=model(50.0, default=100), b=model(130.0, default=100)))
+    assert found["seconds of a default search, median"] is False
+    assert found["seconds of a default search, longest"] is False
+    found = verdicts(result(a=model(50.0, default=100), b=model(60.0, default=100)))
+    assert found["seconds of a default search, median"] is True
+    assert found["seconds of a default search, longest"] is True
+
+
+def test_one_choice_of_eight_may_be_beyond_the_exhaustive_one_s_but_not_far() -> None:
+    near = model(default=100, exhaustive=99, short=105)
+    off = model(default=105, exhaustive=97, short=130)
+    what = [f"default: beyond {x:g} × exhaustive + 2 µs" for x in (1.03, 1.08)]
+    found = verdicts(result(a=near, b=off))
+    assert [found[each] for each in what] == [True, True]
+    assert found["30 s: beyond 1.1 × exhaustive + 2 µs"] is True
+    found = verdicts(result(a=near, b=off, c=off, d=model(default=120, exhaustive=97, short=200)))
+    assert [found[each] for each in what] == [False, False]
+    assert found["30 s: beyond 1.1 × exhaustive + 2 µs"] is False
+
+
+def test_a_choice_without_a_figure_is_beyond_what_has_one() -> None:
+    found = verdicts(result(a=model(exhaustive=97, compiled=100)))
+    assert found["default: beyond 1.08 × exhaustive + 2 µs"] is False
+    assert found["latency: beyond 1.03 × torch.compile + 2 µs"] is False
+    assert found["latency: beyond 1.03 × make_graphed_callables + 2 µs"] is True
+
+
+def test_peers_are_compared_by_what_was_asked_for() -> None:
+    fast = model(default=100, eager=600, reduce_overhead=200)
+    found = verdicts(result(a=fast))
+    assert found["latency: beyond 1.03 × reduce-overhead + 2 µs"] is True
+    assert found["back to back: beyond 1.03 × reduce-overhead + 2 µs"] is None
+    assert found["geometric mean of eager's latency over the choice's"] is True
+    searches = fast["searches"] | {"throughput": fast["searches"]["default"]}
+    slow = model(default=100, throughput=220, reduce_overhead=200, searches=searches)
+    found = verdicts(result(a=slow))
+    assert found["back to back: beyond 1.03 × reduce-overhead + 2 µs"] is False
+
+
+def both(default: Result, exhaustive: Result) -> Result:
+    pair = {"default": default, "exhaustive": exhaustive}
+    return model(searches={way: {"seconds": 50.0, "report": pair[way]} for way in pair})
+
+
+def test_a_bound_that_cut_off_a_winner_is_told() -> None:
+    default = report("fast", cannot_win=("compiled",), fast=100.0)
+    slower = both(default, report("fast", fast=100.0, compiled=101.0))
+    faster = both(default, report("compiled", fast=100.0, compiled=80.0))
+    assert table.cut_off(slower) == []
+    assert table.cut_off(faster) == ["compiled"]
+    assert verdicts(result(a=slower))["a bound cut off what was faster"] is True
+    assert verdicts(result(a=faster))["a bound cut off what was faster"] is False
+
+
+def test_what_people_read_names_models_choices_and_curves() -> None:
+    fast = model(default=100, eager=600)
+    failed = {"number": 1, "reference": False, "failed": "took over 3 s"}
+    fast["ways"]["default"]["chosen"] = "fused+graph"
+    text = table.to_markdown(result(**{"timm/a": fast}, b=failed))
+    assert "| timm/a | 50 | fused+graph | 100.0 |" in text
+    assert "- timm/a: fast 3.50× after 2 s" in text
+    assert "| b | – | failed |" in text
+    assert table.line("b", failed) == "b: failed, took over 3 s"
+    assert "timm/a: fused+graph 100.0 µs, searched in 50 s" in table.line("timm/a", fast)
+
+
+def test_the_twenty_are_the_same_each_time() -> None:
+    places = list(models.places())
+    assert places == list(models.places())
+    assert [place.number for place in places] == list(range(20))
+    assert sum(place.compared for place in places) == models.COMPARED
+    assert sum("throughput" in place.searches for place in places) == 10
+
+
+@pytest.mark.parametrize("file", sorted(RESULTS.glob("search*.json")), ids=lambda file: file.name)
+def test_no_bound_cut_off_a_winner_in_what_is_committed(file: Path) -> None:
+    data = json.loads(file.read_text(encoding="utf-8"))
+    assert {n: cut for n, m in data["models"].items() if (cut := table.cut_off(m))} == {}
