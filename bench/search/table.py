@@ -59,7 +59,7 @@ def _times(models: Models) -> Iterator[Result]:
         for model in models.values()
         if DEFAULT in model.get("searches", {})
     ]
-    which = f"{len(seconds)} models"
+    which = f"of {len(seconds)}"
     for what, of, limit in (
         ("median", statistics.median, MEDIAN_S),
         ("longest", max, LONGEST_S),
@@ -126,7 +126,7 @@ def _means(models: Models) -> Iterator[Result]:
         what = f"geometric mean of {peer}'s latency over the choice's"
         value = statistics.geometric_mean(ratios) if ratios else None
         met = None if value is None else value >= factor
-        yield target(what, f"{len(ratios)} of {which}", value, factor, "", met)
+        yield target(what, f"of {len(ratios)}, {which}", value, factor, "", met)
 
 
 def cut_off(model: Result) -> list[str]:
