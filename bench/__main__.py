@@ -475,10 +475,10 @@ def main() -> None:
     comparing.add_argument("after", type=Path, metavar="B.json")
     commands.add_parser("tables", help="make the tables of docs/reference/")
     given = parser.parse_args()
+    # As on Ctrl-C, no process is left behind.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     if given.command == "tune":
         _check(tuning, given)
-        # As on Ctrl-C, no process is left behind.
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
         words, left_out = given.options.split(), given.leave_out
         sys.exit(tune(given.cases, given.out, words, left_out, quick=given.quick))
     elif given.command == "capture":
