@@ -89,9 +89,9 @@ def measure(
     Raises:
         Unusable: the model cannot take part.
     """
-    case = case_of(name, device)
     timer = Timer(device)
     try:
+        case = case_of(name, device)
         for _ in range(3):
             timer.once(case.on_others(case.model))
     except Exception as error:
@@ -187,6 +187,9 @@ def _take(place: Place, result: dict[str, Any], where: Path, ends: float) -> Non
             result["passed_over"][name] = found[UNUSABLE]
             write(where, result)
             continue
+        if "took over" in found.get("failed", ""):
+            print(f"{name}: {found['failed']}; the next run has it again", flush=True)
+            return
         model = {"number": place.number, "reference": place.reference} | found.get("figures", {})
         if "failed" in found:
             model["failed"] = found["failed"]

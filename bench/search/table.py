@@ -24,6 +24,8 @@ from ..common.rendering import (
 
 DEFAULT, EXHAUSTIVE, SHORT, THROUGHPUT = "default", "exhaustive", "30 s", "throughput"
 PEERS = ("torch.compile", "reduce-overhead", "make_graphed_callables")
+# How many models, and on how many an exhaustive search.
+MODELS, COMPARED = 20, 8
 # Seconds of a default search: the median, and the longest.
 MEDIAN_S, LONGEST_S = 60.0, 120.0
 # So much slower may a choice be.
@@ -45,12 +47,22 @@ def targets(result: Result) -> list[Result]:
     """Every target with its figure, its limit and whether it was met."""
     models: Models = result["models"]
     return [
+        *_complete(models),
         *_times(models),
         *_beside_exhaustive(models),
         *_beside_peers(models),
         *_means(models),
         _bounds(models),
     ]
+
+
+def _complete(models: Models) -> Iterator[Result]:
+    """Whether all are there: what failed has no figure that could miss a target."""
+    for what, way, wanted in (("models", DEFAULT, MODELS), ("exhaustive", EXHAUSTIVE, COMPARED)):
+        count = sum(figure(model, way) is not None for model in models.values())
+        yield target(
+            f"{what} with a figure", "all", float(count), float(wanted), "", count >= wanted
+        )
 
 
 def _times(models: Models) -> Iterator[Result]:
@@ -74,7 +86,9 @@ def _beyond(model: Result, way: str, other: str, factor: float, which: str = "la
     mine, theirs = figure(model, way, which), figure(model, other, which)
     if theirs is None:
         return False
-    return mine is None or mine > factor * theirs + EXTRA_S
+    # What fell back is not what was chosen.
+    fell_back = bool(model["ways"].get(way, {}).get("elsewhere"))
+    return fell_back or mine is None or mine > factor * theirs + EXTRA_S
 
 
 def _beside_exhaustive(models: Models) -> Iterator[Result]:

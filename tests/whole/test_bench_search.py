@@ -89,6 +89,18 @@ def test_one_choice_of_eight_may_be_beyond_the_exhaustive_one_s_but_not_far() ->
     assert found["30 s: beyond 1.1 × exhaustive + 2 µs"] is False
 
 
+def test_what_failed_is_missed_and_so_is_what_fell_back() -> None:
+    whole = {f"m{n}": model(default=100, exhaustive=100) for n in range(20)}
+    assert verdicts(result(**whole))["models with a figure"] is True
+    assert verdicts(result(**whole))["exhaustive with a figure"] is True
+    failed = whole | {"m0": {"number": 0, "reference": True, "failed": "exit status 1"}}
+    assert verdicts(result(**failed))["models with a figure"] is False
+    fell_back = model(default=100, compiled=200)
+    fell_back["ways"]["default"]["elsewhere"] = {"eager": 3}
+    found = verdicts(result(a=fell_back))
+    assert found["latency: beyond 1.03 × torch.compile + 2 µs"] is False
+
+
 def test_a_choice_without_a_figure_is_beyond_what_has_one() -> None:
     found = verdicts(result(a=model(exhaustive=97, compiled=100)))
     assert found["default: beyond 1.08 × exhaustive + 2 µs"] is False
@@ -139,7 +151,7 @@ def test_the_twenty_are_the_same_each_time() -> None:
     places = list(models.places())
     assert places == list(models.places())
     assert [place.number for place in places] == list(range(20))
-    assert sum(place.compared for place in places) == models.COMPARED
+    assert sum(place.compared for place in places) == table.COMPARED
     assert sum("throughput" in place.searches for place in places) == 10
 
 
