@@ -1,0 +1,1 @@
+"""serve(): models behind the Open Inference Protocol, their requests joined into batches."""
