@@ -66,7 +66,12 @@ class RequestError(GraphwrightError):
     """
 
     def __init__(
-        self, kind: Kind, what: str, *, remedy: str | None = None, retry_after_s: float | None = None
+        self,
+        kind: Kind,
+        what: str,
+        *,
+        remedy: str | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(what, remedy=remedy)
         self.kind = kind
