@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 from ..calls.signature import Args, CallSignature, Kwargs, are_plain, flatten, quick_key, unflatten
 from ..calls.watch import ModuleWatch
 from ..errors import GraphwrightError, first_line
-from ..shapes.padding import PaddingPlan, Sizes
+from ..shapes.padding import PaddingPlan, Sizes, Value
 
 # What was built for a call, behind the signature of that call.
 Tuned = tuple[CallSignature, Callable[..., Any]]
@@ -95,6 +95,10 @@ class PaddedCalls:
         """For `save`: plans, each with the index of its bucket, by the shapes of calls."""
         raise NotImplementedError
 
+    def fills(self) -> Sequence[Value]:
+        """The pad value of each of a call's leaves; empty if there are no plans."""
+        raise NotImplementedError
+
     def _plan(self, args: Args, kwargs: Kwargs) -> PlannedCall | str:
         """How to answer a call; or why it cannot be padded."""
         raise NotImplementedError
@@ -121,6 +125,9 @@ class StoredPaddedCalls(PaddedCalls):
 
     def plans(self) -> dict[ShapeKey, tuple[PaddingPlan, int]]:
         return dict(self._plans)
+
+    def fills(self) -> Sequence[Value]:
+        return next((plan.fills for plan, _ in self._plans.values()), ())
 
     def _plan(self, args: Args, kwargs: Kwargs) -> PlannedCall | str:
         leaves, spec = flatten(args, kwargs)

@@ -26,7 +26,7 @@ from ..errors import OptionError, SignatureError
 from ..graphs.memory import MemoryPool
 from ..shapes.buckets import Buckets
 from ..shapes.family import ShapeFamily
-from ..shapes.padding import PaddingPlan, Sizes
+from ..shapes.padding import PaddingPlan, Sizes, Value
 from ..shapes.selection import BucketSelector
 
 # How many padding plans a file stores.
@@ -98,6 +98,9 @@ class ProvedPaddedCalls(PaddedCalls):
                 index = [*self._table].index(planned.plan.bucket)
                 found[shape_key(leaves)] = planned.plan, index
         return found
+
+    def fills(self) -> Sequence[Value]:
+        return self._family.sampler.pad_values
 
 
 class BucketedRequest:

@@ -1,0 +1,365 @@
+"""ModelConfig: what is served; PreparedModel: its calls, joined, checked and measured."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..artifacts.tuned_module import Absent, TunedModule
+from ..calls.dependencies import Called
+from ..calls.signature import Args, CallSignature, Kwargs, argument_names, flatten, unflatten
+from ..dispatch.graphed_callable import GraphedCallable
+from ..dispatch.graphed_module import GraphedModule, graph
+from ..errors import OptionError
+from ..evaluation.accuracy import difference
+from ..report.result import EAGER
+from ..shapes.buckets import Buckets
+from ..shapes.dimensions import BATCH, Bounds, Dimensions, named
+from ..shapes.dynamic_signature import DynamicSignature
+from ..shapes.padding import Sizes
+from .batching import Timings
+from .joining import Joiner, Layout, Part, layout_of_samples
+from .protocol import TensorMetadata, Value
+
+_LOGGER = logging.getLogger("graphwright.serving")
+_MAX_BATCH = 32
+# How long the sizes of a model may be timed, in seconds.
+_TIMING_S = 10.0
+# How many requests are joined to see whether that changes an answer.
+_CHECKED = 4
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """A model to serve, and how its requests are joined.
+
+    Attributes:
+        model: a module or function; also what `tune`, `load` and `graph` return.
+        args: of a sample call; may be left out where the model was tuned, which knows its samples.
+        kwargs: likewise.
+        buckets: the sizes that are computed; one of the dimensions is "batch". By default those
+            that the model was tuned or captured for, or else powers of two up to 32 rows.
+        dynamic_shapes: which dimensions vary, as `graph()` takes them; by default dimension 0 of
+            every tensor is the batch.
+        pad: what tensors are padded with, as `graph()` takes it.
+        preprocess: makes the model's inputs of a request's, by name; it runs beside the event loop.
+        postprocess: makes the outputs that are sent of the model's, by name; likewise.
+        inputs: what clients send, where there is a `preprocess`.
+        outputs: what clients get, where there is a `postprocess`.
+    """
+
+    model: Callable[..., Any]
+    args: Args = ()
+    kwargs: Kwargs = field(default_factory=dict)
+    buckets: Buckets | None = None
+    dynamic_shapes: Any = None
+    pad: Any = None
+    preprocess: Callable[[Mapping[str, Value]], Mapping[str, torch.Tensor]] | None = None
+    postprocess: Callable[[Tensors], Mapping[str, Value]] | None = None
+    inputs: Sequence[TensorMetadata] = ()
+    outputs: Sequence[TensorMetadata] = ()
+
+
+class PreparedModel:
+    """A model whose sizes have been run, checked and timed.
+
+    Attributes:
+        joiner: joins requests and cuts results.
+        timings: of the sizes that are computed.
+        inputs: what clients send.
+        outputs: what clients get.
+        notes: what was found wanting, in sentences.
+    """
+
+    def __init__(self, config: ModelConfig) -> None:
+        """Capture or run each size, check that joining changes no answer, and time it.
+
+        Raises:
+            OptionError: the configuration makes no sense.
+        """
+        self.config = config
+        self.notes: list[str] = []
+        args, kwargs, layout, points = _described(config)
+        sample, _ = flatten(args, kwargs)
+        device = next((v.device for v in sample if isinstance(v, torch.Tensor)), None)
+        if device is None:
+            raise OptionError(
+                "The model is called without tensors.", remedy="Give args or kwargs that hold some."
+            )
+        self.call = _callable_on(device, config, points)
+        self._reference = _reference_of(config.model)
+        own = _own_sizes(sample, layout)
+        at = _different_sizes(own, points, anywhere=self._reference is not None, layout=layout)
+        self.joiner = Joiner(self._reference or self.call, args, kwargs, layout, at)
+        exact = config.buckets is not None or _has_sizes_of_its_own(self.call)
+        self.timings = Timings(self._measured(points), exact)
+        self.joins = True
+        self._check()
+        self.inputs = tuple(config.inputs) or self.joiner.inputs
+        self.outputs = tuple(config.outputs) or self.joiner.outputs
+
+    def compute(self, parts: Sequence[Part], sizes: Sizes) -> list[torch.Tensor]:
+        """The results of a joined call, on the CPU."""
+        args, kwargs = self.joiner.join(parts, sizes)
+        return self.run(args, kwargs)
+
+    def run(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+        """Call the model, and fetch its results."""
+        with torch.no_grad():
+            return self.joiner.results(self.call(*args, **kwargs))
+
+    def _measured(self, points: Sequence[Sizes]) -> dict[Sizes, float]:
+        """The median time of a call of each size, in seconds, with its copies."""
+        found: dict[Sizes, float] = {}
+        end = time.monotonic() + _TIMING_S
+        for point in sorted(points, key=math.prod, reverse=True):
+            leaves = self.joiner.sampler.at(point)
+            args, kwargs = unflatten(leaves, self.joiner.sampler.spec)
+            times = []
+            for _ in range(5):
+                begin = time.perf_counter()
+                self.run(args, kwargs)
+                times.append(time.perf_counter() - begin)
+                if time.monotonic() > end and len(times) > 1:
+                    break
+            found[point] = statistics.median(times[1:])
+        return dict(sorted(found.items()))
+
+    def _check(self) -> None:
+        """Compare joined answers with those of each request alone; join less if they differ."""
+        names = self.joiner.layout.names
+        if len(names) > 1 and (why := self._difference(mixed=True)) is not None:
+            self.timings = replace(self.timings, pads=False)
+            self._note(
+                f"Requests are joined only where they agree in {', '.join(names[1:])}: {why}"
+            )
+        if (why := self._difference(mixed=False)) is not None:
+            self.joins = False
+            self._note(f"Requests are not joined, since an answer depends on other rows: {why}")
+
+    def _note(self, text: str) -> None:
+        self.notes.append(text)
+        _LOGGER.warning(text)
+
+    def _difference(self, *, mixed: bool) -> str | None:
+        """How the answers of joined requests differ from those of each alone; None if not."""
+        largest = max(self.timings.seconds, key=math.prod)
+        count = min(largest[0], _CHECKED)
+        sampler, generator = self.joiner.sampler, torch.Generator().manual_seed(0)
+        changes = sampler.changes()
+        parts = []
+        for number in range(count):
+            others = largest[1:]
+            if mixed:  # From short to as long as can be.
+                others = tuple(max(1, n * (number + 1) // count) for n in others)
+            change = changes[number % len(changes)]
+            parts.append(self._part_of(sampler.changed((1, *others), change, generator)))
+        joined = self.joiner.cut(self.compute(parts, largest), parts)
+        for part, answer in zip(parts, joined, strict=True):
+            alone = self._alone(part)
+            for name, value in answer.items():
+                why = difference(value, alone[name], other_kernels=True)
+                if why is not None:
+                    pairs = zip(self.joiner.layout.names, part.sizes, strict=True)
+                    sizes = ", ".join(f"{of} {n}" for of, n in pairs)
+                    return f"the output {name!r} of a request of {sizes} is {why} beside others."
+        return None
+
+    def _part_of(self, leaves: Sequence[Any]) -> Part:
+        """A request with the leaves of a call."""
+        tensors = [leaf.cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        names = [each.name for each in self.joiner.inputs]
+        return self.joiner.part(dict(zip(names, tensors, strict=True)))
+
+    def _alone(self, part: Part) -> Tensors:
+        """The answer to one request, by the model itself where there is one."""
+        sizes = part.sizes
+        call = self._reference
+        if call is None:
+            call, sizes = self.call, min(self.timings.points_for(sizes), key=math.prod)
+        args, kwargs = self.joiner.join([part], sizes)
+        with torch.no_grad():
+            return self.joiner.cut(self.joiner.results(call(*args, **kwargs)), [part])[0]
+
+
+def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
+    """The sample call, its layout, and the sizes to compute, the batch first."""
+    args, kwargs = tuple(config.args), dict(config.kwargs)
+    samples = _samples_of(config.model)
+    if config.buckets is None and config.dynamic_shapes is None and len(samples) > 0:
+        calls = [flatten(call.args, call.kwargs)[0] for call in samples]
+        largest = max(samples, key=lambda call: _elements(call.args, call.kwargs))
+        layout = layout_of_samples(
+            _names_of_leaves(config.model, largest.args, largest.kwargs),
+            calls,
+            _pads_of(config.model, len(calls[0])),
+        )
+        points = sorted({_own_sizes(leaves, layout) for leaves in calls})
+        return largest.args, largest.kwargs, layout, points
+    if not args and not kwargs:
+        if not samples:
+            raise OptionError(
+                "There is no sample call.", remedy="Pass args= or kwargs=, as the model takes them."
+            )
+        args, kwargs = samples[-1].args, samples[-1].kwargs
+    buckets, dynamic_shapes, pad = _options_of(config)
+    names = buckets.names if buckets is not None else _names_in(dynamic_shapes)
+    if BATCH not in names:
+        raise OptionError(
+            f"The dimensions are {', '.join(names)}; requests are joined along one named 'batch'.",
+            remedy="Name the dimension of the rows 'batch' in buckets and dynamic_shapes.",
+        )
+    dimensions = Dimensions(_reference_of(config.model) or config.model, names, dynamic_shapes, pad)
+    form = DynamicSignature(dimensions, CallSignature.of(args, kwargs), args, kwargs)
+    order = [names.index(BATCH), *(i for i, name in enumerate(names) if name != BATCH)]
+    pads = [value or 0 for value in dimensions.pads(args, kwargs)]
+    bounds = dict(dimensions.bounds)
+    if buckets is None:
+        points = _powers([form.own[i] for i in order])
+        for name, n in zip(names, form.own, strict=True):
+            if name != BATCH and bounds[name] == Bounds():
+                bounds[name] = Bounds(1, n)
+    else:
+        points = [tuple(point[i] for i in order) for point in buckets.points]
+    bounds[BATCH] = Bounds(1, max(point[0] for point in points))
+    layout = Layout(
+        tuple(names[i] for i in order), tuple(form.names), tuple(form.axes), tuple(pads), bounds
+    )
+    return args, kwargs, layout, points
+
+
+def _options_of(config: ModelConfig) -> tuple[Buckets | None, Any, Any]:
+    """Buckets, dynamic_shapes and pad: the caller's, or those that graph() was given."""
+    graphs = _graphs_of(config.model)
+    selector = getattr(graphs, "_selector", None)
+    if selector is None or config.buckets is not None:
+        return config.buckets, config.dynamic_shapes, config.pad
+    return selector.buckets, selector.dimensions.shapes, selector.dimensions.pad
+
+
+def _names_in(dynamic_shapes: Any) -> tuple[str, ...]:
+    return (BATCH,) if dynamic_shapes is None else named(dynamic_shapes)
+
+
+def _powers(own: Sequence[int]) -> list[Sizes]:
+    """Powers of two up to 32 rows, and a quarter, half and all of each other size."""
+    rows = [1 << n for n in range(_MAX_BATCH.bit_length())]
+    others = [sorted({max(1, n // 4), max(1, n // 2), n}) for n in own[1:]]
+    return list(itertools.product(rows, *others))
+
+
+def _callable_on(
+    device: torch.device, config: ModelConfig, points: Sequence[Sizes]
+) -> Callable[..., Any]:
+    """What answers: the model as it is, or on a GPU its graphs."""
+    model = config.model
+    if device.type != "cuda" or not isinstance(model, nn.Module):
+        return model
+    if isinstance(model, TunedModule | GraphedModule) or type(model).__module__.startswith(
+        "graphwright."
+    ):
+        return model
+    buckets = config.buckets
+    if buckets is None:
+        names = _names_in(config.dynamic_shapes)
+        order = [(BATCH, *(n for n in names if n != BATCH)).index(name) for name in names]
+        buckets = Buckets.from_points(names, [tuple(point[i] for i in order) for point in points])
+    return graph(
+        model,
+        buckets=buckets,
+        dynamic_shapes=config.dynamic_shapes,
+        pad=config.pad,
+        max_graphs=max(_MAX_BATCH, len(points)),
+    )
+
+
+def _has_sizes_of_its_own(call: Callable[..., Any]) -> bool:
+    """Whether something is fast at some sizes only."""
+    if isinstance(call, TunedModule):
+        origin = call._choice.origin
+        return call.report.chosen != EAGER and (origin is None or not origin.ranges)
+    return _graphs_of(call) is not None
+
+
+def _reference_of(model: Callable[..., Any]) -> Callable[..., Any] | None:
+    """What computes any size eagerly; None where a file was loaded without its model."""
+    if isinstance(model, TunedModule):
+        inner = model._choice.module
+        return None if isinstance(inner, Absent) else _as_called(inner)
+    graphs = _graphs_of(model)
+    return model if graphs is None else graphs.fn
+
+
+def _as_called(module: nn.Module) -> Callable[..., Any]:
+    return module.function_of() if isinstance(module, Called) else module
+
+
+def _graphs_of(model: Callable[..., Any]) -> GraphedCallable | None:
+    if isinstance(model, GraphedModule):
+        return model._graphs
+    return model if isinstance(model, GraphedCallable) else None
+
+
+def _samples_of(model: Callable[..., Any]) -> list[Any]:
+    """The calls that a model was tuned for; none where eager was chosen, which takes any."""
+    if not isinstance(model, TunedModule):
+        return []
+    origin = model._choice.origin
+    return [] if origin is None else [sample.call for sample in origin.samples]
+
+
+def _pads_of(model: Callable[..., Any], count: int) -> Sequence[float | int | bool]:
+    padded = model._choice.padded if isinstance(model, TunedModule) else None
+    return [0] * count if padded is None else padded.fills() or [0] * count
+
+
+def _names_of_leaves(model: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[str]:
+    """Names of a call's leaves, positional ones by the parameters where these are known."""
+    reference = _reference_of(model)
+    if reference is None:
+        return argument_names(args, kwargs)
+    return Dimensions(reference, (BATCH,)).arguments(args, kwargs)
+
+
+def _own_sizes(leaves: Sequence[Any], layout: Layout) -> Sizes:
+    named: dict[str, int] = {}
+    for leaf, axes in zip(leaves, layout.axes, strict=True):
+        for axis, size in axes.items():
+            named.setdefault(size.name, size.solve(leaf.shape[axis]) or 0)
+    return tuple(named[name] for name in layout.names)
+
+
+def _different_sizes(
+    own: Sizes, points: Sequence[Sizes], *, anywhere: bool, layout: Layout
+) -> list[Sizes]:
+    """Sizes that differ from the first in one dimension each: they show the results' shapes."""
+    start = own if anywhere or own in points else max(points, key=math.prod)
+    found = [start]
+    for index, name in enumerate(layout.names):
+        if anywhere:
+            n = start[index]
+            other = n - 1 if n > layout.bounds[name].low and n > 1 else n + 1
+            found.append((*start[:index], other, *start[index + 1 :]))
+        else:
+            alike = (
+                p
+                for p in points
+                if p[:index] + p[index + 1 :] == start[:index] + start[index + 1 :]
+            )
+            found += [p for p in alike if p != start][:1]
+    return found
+
+
+def _elements(args: Args, kwargs: Kwargs) -> int:
+    return sum(v.numel() for v in flatten(args, kwargs)[0] if isinstance(v, torch.Tensor))
