@@ -1,0 +1,210 @@
+"""Repository: the models of a server, by name; loads, reloads and unloads them."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .._version import __version__
+from ..errors import GraphwrightError, first_line
+from .metrics import Metrics
+from .model import ModelConfig, PreparedModel
+from .protocol import (
+    IndexEntry,
+    InferRequest,
+    InferResponse,
+    Kind,
+    ModelMetadata,
+    ModelStatistics,
+    Parameters,
+    RequestError,
+    ServerMetadata,
+)
+from .runner import ModelRunner, device_memory
+
+_LOGGER = logging.getLogger("graphwright.serving")
+_VERSION = "1"
+_EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
+
+# What a model is made of: made anew each time that the model is loaded.
+Source = Callable[[], ModelConfig]
+
+
+@dataclass
+class _Entry:
+    """A model of the repository.
+
+    Attributes:
+        source: makes it.
+        lock: held while it is loaded or unloaded.
+        runner: answers for it; None if it is not loaded.
+        state: as the index says it.
+        reason: why it is not ready.
+    """
+
+    source: Source
+    lock: asyncio.Lock
+    runner: ModelRunner | None = None
+    state: str = "UNAVAILABLE"
+    reason: str = "not loaded yet"
+
+
+class Repository:
+    """The models of a server; the `Service` behind HTTP and gRPC.
+
+    Args:
+        sources: what each model is made of, by its name.
+        max_queue: how many requests may wait for each model.
+        drain_s: how long to wait for answers before a model is dropped.
+    """
+
+    def __init__(
+        self, sources: Mapping[str, Source], *, max_queue: int, drain_s: float | None
+    ) -> None:
+        self._entries = {name: _Entry(source, asyncio.Lock()) for name, source in sources.items()}
+        self._max_queue, self._drain_s = max_queue, drain_s
+        self._metrics = Metrics(device_memory)
+        self._ending = False
+
+    async def load_all(self) -> None:
+        """Load every model, one after the other: each is timed by itself.
+
+        Raises:
+            GraphwrightError: one cannot be served.
+        """
+        for name, entry in self._entries.items():
+            async with entry.lock:
+                await self._load(name, entry)
+
+    async def drain(self) -> None:
+        """Take no new requests, and answer those that are there."""
+        self._ending = True
+        await asyncio.gather(*(runner.drain(self._drain_s) for runner in self._runners()))
+
+    async def close(self) -> None:
+        """Drop all models."""
+        self._ending = True
+        for entry in self._entries.values():
+            runner, entry.runner = entry.runner, None
+            if runner is not None:
+                await runner.close()
+
+    def _runners(self) -> list[ModelRunner]:
+        return [entry.runner for entry in self._entries.values() if entry.runner is not None]
+
+    def prepared(self) -> dict[str, PreparedModel]:
+        """The models that are loaded, by name."""
+        return {runner.name: runner.model for runner in self._runners()}
+
+    # The Service.
+
+    def is_live(self) -> bool:
+        """Whether the server runs at all."""
+        return True
+
+    def is_ready(self) -> bool:
+        """Whether all models answer, and the server is not about to end."""
+        return not self._ending and all(e.runner is not None for e in self._entries.values())
+
+    def metadata(self) -> ServerMetadata:
+        """Name, version and extensions of the server."""
+        return ServerMetadata("graphwright", __version__, _EXTENSIONS)
+
+    def is_model_ready(self, name: str, version: str) -> bool:
+        """Whether a model answers; NOT_FOUND if there is none."""
+        return self._entry(name, version).runner is not None and not self._ending
+
+    def model_metadata(self, name: str, version: str) -> ModelMetadata:
+        """What a model takes and gives."""
+        return self._runner(name, version).metadata
+
+    def statistics(self, name: str, version: str) -> Sequence[ModelStatistics]:
+        """What a model has done; of all models if the name is ""."""
+        runners = [self._runner(name, version)] if name else self._runners()
+        return [runner.statistics() for runner in runners]
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        """Answer a request."""
+        if self._ending:
+            raise RequestError(Kind.UNAVAILABLE, "The server is about to end.")
+        return await self._runner(request.model, request.version).infer(request)
+
+    def index(self, only_ready: bool) -> Sequence[IndexEntry]:
+        """The models of the repository."""
+        return [
+            IndexEntry(name, _VERSION, entry.state, entry.reason)
+            for name, entry in self._entries.items()
+            if entry.state == "READY" or not only_ready
+        ]
+
+    async def load(self, name: str, parameters: Parameters) -> None:
+        """Load a model, or load it again: the old one answers until the new one does."""
+        if parameters:
+            raise RequestError(
+                Kind.UNSUPPORTED,
+                f"Models are loaded as the server was told to; {', '.join(parameters)} cannot be "
+                "given.",
+            )
+        entry = self._entry(name, "")
+        async with entry.lock:
+            before = entry.runner
+            try:
+                await self._load(name, entry)
+            except Exception as error:
+                _LOGGER.exception("%s could not be loaded", name)
+                what = error.what if isinstance(error, GraphwrightError) else first_line(error)
+                raise RequestError(Kind.FAILED, f"{name} could not be loaded: {what}") from error
+            if before is not None:
+                await before.drain(self._drain_s)
+                await before.close()
+
+    async def unload(self, name: str) -> None:
+        """Let a model answer what it was asked, then unload it."""
+        entry = self._entry(name, "")
+        async with entry.lock:
+            runner, entry.runner = entry.runner, None
+            entry.state, entry.reason = "UNLOADING", "being unloaded"
+            if runner is not None:
+                await runner.drain(self._drain_s)
+                await runner.close()
+            entry.state, entry.reason = "UNAVAILABLE", "unloaded"
+
+    def metrics(self) -> tuple[bytes, str]:
+        """Prometheus' text and its content type."""
+        return self._metrics.text()
+
+    async def _load(self, name: str, entry: _Entry) -> None:
+        """Make a model, and let it answer in the place of the one before it."""
+        if entry.runner is None:
+            entry.state, entry.reason = "LOADING", "being loaded"
+        try:
+            model = await asyncio.to_thread(lambda: PreparedModel(entry.source()))
+        except BaseException as error:
+            if entry.runner is None:
+                entry.state, entry.reason = "UNAVAILABLE", first_line(error)
+            raise
+        entry.runner = ModelRunner(
+            name, _VERSION, model, max_queue=self._max_queue, metrics=self._metrics
+        )
+        entry.state, entry.reason = "READY", ""
+
+    def _entry(self, name: str, version: str) -> _Entry:
+        entry = self._entries.get(name)
+        if entry is None:
+            known = ", ".join(self._entries) or "no model"
+            raise RequestError(
+                Kind.NOT_FOUND, f"There is no model {name!r}; the server has {known}."
+            )
+        if version not in ("", _VERSION):
+            raise RequestError(
+                Kind.NOT_FOUND, f"{name} has no version {version!r}, only {_VERSION!r}."
+            )
+        return entry
+
+    def _runner(self, name: str, version: str) -> ModelRunner:
+        entry = self._entry(name, version)
+        if entry.runner is None:
+            raise RequestError(Kind.UNAVAILABLE, f"{name} is not ready: {entry.reason}.")
+        return entry.runner

@@ -1,0 +1,392 @@
+"""serve(): models behind HTTP and gRPC, until they are told to end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import signal
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import grpc
+import uvicorn
+from torch import nn
+
+from ..calls.options import count_problem, refuse, shown
+from ..dispatch.graphed_callable import GraphedCallable
+from ..errors import OptionError
+from . import grpc as grpc_transport
+from . import http as http_transport
+from .model import ModelConfig, PreparedModel
+from .repository import Repository, Source
+
+_LOGGER = logging.getLogger("graphwright.serving")
+_MAX_REQUEST_BYTES = 64 << 20
+
+Models = Mapping[str, ModelConfig | Source]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server listens, and what it allows.
+
+    Attributes:
+        host: the address to listen on.
+        http_port: of HTTP; 0 for any that is free, None for no HTTP.
+        grpc_port: of gRPC; likewise.
+        max_queue: how many requests may wait for each model; more are refused.
+        max_request_bytes: the largest body or message.
+        timeout_s: after which a request is dropped whose client gives no deadline; None for never.
+        drain_s: how long to go on answering when the server is told to end.
+        token: what clients have to send as "Authorization: Bearer …"; None if anybody may ask.
+        tls: the files of a certificate chain and its private key, in PEM.
+    """
+
+    host: str = "127.0.0.1"
+    http_port: int | None = 8000
+    grpc_port: int | None = 8001
+    max_queue: int = 1024
+    max_request_bytes: int = _MAX_REQUEST_BYTES
+    timeout_s: float | None = None
+    drain_s: float | None = 30.0
+    token: str | None = None
+    tls: tuple[str, str] | None = None
+
+
+class Server:
+    """A server on the running event loop.
+
+    Attributes:
+        repository: its models.
+        http_port: where it listens, once it was started.
+        grpc_port: likewise.
+    """
+
+    def __init__(self, models: Models, options: ServerOptions) -> None:
+        self.options = options
+        self.repository = Repository(
+            {name: _source(model) for name, model in models.items()},
+            max_queue=options.max_queue,
+            drain_s=options.drain_s,
+        )
+        self.http_port: int | None = None
+        self.grpc_port: int | None = None
+        self._http: _Uvicorn | None = None
+        self._http_task: asyncio.Task[None] | None = None
+        self._grpc: grpc.aio.Server | None = None
+
+    async def start(self) -> None:
+        """Load the models and listen; ready when this returns.
+
+        Raises:
+            GraphwrightError: a model cannot be served, or an address cannot be listened on.
+        """
+        try:
+            # Listens first: a port that is taken is known at once, and health can be asked for.
+            await self._listen()
+            await self.repository.load_all()
+        except BaseException:
+            await self.stop()
+            raise
+
+    async def _listen(self) -> None:
+        options = self.options
+        if options.http_port is not None:
+            bound = _bound(options.host, options.http_port)
+            self.http_port = bound.getsockname()[1]
+            files = options.tls
+            config = uvicorn.Config(
+                http_transport.application(self.repository, options),
+                http="httptools",
+                ws="none",
+                lifespan="off",
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                ssl_certfile=files[0] if files else None,
+                ssl_keyfile=files[1] if files else None,
+            )
+            self._http = _Uvicorn(config)
+            self._http_task = asyncio.create_task(self._http.serve([bound]), name="http")
+            while not self._http.started and not self._http_task.done():
+                await asyncio.sleep(0.005)
+        if options.grpc_port is not None:
+            self._grpc = grpc_transport.server(self.repository, options)
+            address = f"{options.host}:{options.grpc_port}"
+            try:
+                if options.tls is None:
+                    self.grpc_port = self._grpc.add_insecure_port(address)
+                else:
+                    chain, key = (Path(file).read_bytes() for file in options.tls)
+                    self.grpc_port = self._grpc.add_secure_port(
+                        address, grpc.ssl_server_credentials([(key, chain)])
+                    )
+            except RuntimeError as error:
+                raise _taken(options.host, options.grpc_port, error) from error
+            await self._grpc.start()
+
+    async def stop(self) -> None:
+        """Answer what was asked, and end."""
+        await self.repository.drain()
+        if self._grpc is not None:
+            await self._grpc.stop(1.0)
+        if self._http is not None and self._http_task is not None:
+            self._http.should_exit = True
+            await asyncio.gather(self._http_task, return_exceptions=True)
+        await self.repository.close()
+
+    def addresses(self) -> list[str]:
+        """Where clients find it."""
+        scheme = "http" if self.options.tls is None else "https"
+        found = []
+        if self.http_port is not None:
+            found.append(f"{scheme}://{self.options.host}:{self.http_port}")
+        if self.grpc_port is not None:
+            found.append(f"grpc://{self.options.host}:{self.grpc_port}")
+        return found
+
+    def describe(self) -> str:
+        """What is served, at which sizes, and where."""
+        lines = [_description(name, model) for name, model in self.repository.prepared().items()]
+        return "\n".join([*lines, "Listening on " + " and ".join(self.addresses())])
+
+
+class RunningServer:
+    """A server in a thread of its own; `close()` ends it, or leaving a `with` block.
+
+    Attributes:
+        http_port: where it listens for HTTP; None if it does not.
+        grpc_port: likewise for gRPC.
+    """
+
+    def __init__(self, models: Models, options: ServerOptions) -> None:
+        self._ended = threading.Event()
+        started: threading.Event = threading.Event()
+        problem: list[BaseException] = []
+
+        async def main() -> None:
+            self._loop, self._stop = asyncio.get_running_loop(), asyncio.Event()
+            server = Server(models, options)
+            try:
+                await server.start()
+            except BaseException as error:
+                problem.append(error)
+                return
+            finally:
+                self.http_port, self.grpc_port = server.http_port, server.grpc_port
+                started.set()
+            await self._stop.wait()
+            await server.stop()
+
+        self._thread = threading.Thread(
+            target=lambda: asyncio.run(main()), name="graphwright-serve", daemon=True
+        )
+        self._thread.start()
+        started.wait()
+        if problem:
+            self._thread.join()
+            raise problem[0]
+
+    def close(self) -> None:
+        """Answer what was asked, and end; may be called again."""
+        if self._thread.is_alive():
+            with contextlib.suppress(RuntimeError):  # It has just ended by itself.
+                self._loop.call_soon_threadsafe(self._stop.set)
+            self._thread.join()
+
+    def __enter__(self) -> RunningServer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+def serve(
+    models: Models | ModelConfig | Callable[..., Any], *, block: bool = True, **options: Any
+) -> RunningServer | None:
+    """Serve models by the Open Inference Protocol, over HTTP and gRPC.
+
+    Requests that wait for the same model are joined into one call, whose results are cut apart.
+    That this changes no answer is checked first, with requests like the sample; where it would,
+    requests are not joined. Sizes are those that the model was tuned or captured for, or else any.
+    On a GPU, modules are captured (`graph`) for sizes of powers of two.
+
+    Args:
+        models: a model, which is called "model"; or models by their names. A model is a
+            ModelConfig, a function that makes one (called again when a client loads the model
+            again), or what `tune()` returned, which knows its samples.
+        block: whether to serve until SIGTERM or Ctrl-C; False returns at once, with the server in a
+            thread.
+        options: of `ServerOptions`: host, http_port, grpc_port, max_queue, max_request_bytes,
+            timeout_s, drain_s, token, tls.
+
+    Raises:
+        OptionError: an option makes no sense, a model has no sample, or a port is taken.
+    """
+    named = _named(models)
+    chosen = _options(options)
+    if not block:
+        return RunningServer(named, chosen)
+    asyncio.run(serve_until_told(named, chosen))
+    return None
+
+
+async def serve_until_told(
+    models: Models, options: ServerOptions, tell: Callable[[str], None] = print
+) -> None:
+    """Serve until SIGTERM or SIGINT; then answer what was asked, and end.
+
+    Args:
+        models: by their names.
+        options: of the server.
+        tell: is told what is served and where.
+    """
+    server, stop = Server(models, options), asyncio.Event()
+    loop = asyncio.get_running_loop()
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, stop.set)
+    starting = asyncio.create_task(server.start())
+    told = asyncio.create_task(stop.wait())
+    await asyncio.wait({starting, told}, return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        starting.cancel()
+        await asyncio.gather(starting, return_exceptions=True)
+        return
+    try:
+        await starting
+        tell(server.describe())
+        await told
+    finally:
+        told.cancel()
+        await server.stop()
+
+
+class _Uvicorn(uvicorn.Server):
+    """Leaves signals to whoever runs it."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def _source(model: ModelConfig | Source) -> Source:
+    """What makes a model: each time anew where a function was given."""
+
+    def made() -> ModelConfig:
+        config = model if isinstance(model, ModelConfig) else model()
+        if not isinstance(config, ModelConfig):
+            raise OptionError(
+                f"{shown(model)} returned {shown(config)}, not a ModelConfig.",
+                remedy="Return ModelConfig(model, args).",
+            )
+        return config
+
+    return made
+
+
+def _named(models: Any) -> Models:
+    named = models if isinstance(models, Mapping) else {"model": models}
+    if not named or not all(isinstance(name, str) and name for name in named):
+        raise OptionError(
+            f"serve() takes models by name, not {shown(models)}.",
+            remedy='Write {"name": ModelConfig(model, args)}.',
+        )
+    return {name: _config(model) for name, model in named.items()}
+
+
+def _config(model: Any) -> ModelConfig | Source:
+    if isinstance(model, nn.Module | GraphedCallable):
+        return ModelConfig(model)
+    if isinstance(model, ModelConfig):
+        return model
+    if not callable(model):
+        raise OptionError(
+            f"{shown(model)} cannot be served.",
+            remedy="Give a ModelConfig, a function that makes one, or a tuned model.",
+        )
+    found: Source = model
+    return found
+
+
+def _options(given: Mapping[str, Any]) -> ServerOptions:
+    known = ServerOptions.__dataclass_fields__
+    unknown = [name for name in given if name not in known]
+    options = ServerOptions(**{name: value for name, value in given.items() if name in known})
+    refuse(
+        "serve",
+        f"there is no option {unknown[0]}; there are {', '.join(known)}" if unknown else None,
+        count_problem("max_queue", options.max_queue),
+        count_problem("max_request_bytes", options.max_request_bytes),
+        *(
+            f"{name} is {shown(port)}, no port"
+            for name, port in (("http_port", options.http_port), ("grpc_port", options.grpc_port))
+            if port is not None and not (isinstance(port, int) and 0 <= port < 1 << 16)
+        ),
+        *(
+            f"{name} is {shown(value)}, no number of seconds"
+            for name, value in (("timeout_s", options.timeout_s), ("drain_s", options.drain_s))
+            if value is not None and not (isinstance(value, int | float) and value > 0)
+        ),
+    )
+    if options.tls is not None:
+        _check_tls(options.tls)
+    return options
+
+
+def _check_tls(files: tuple[str, str]) -> None:
+    try:
+        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*files)
+    except (OSError, ssl.SSLError, TypeError) as error:
+        raise OptionError(
+            f"tls={shown(files)} cannot be read as a certificate and its key: {error}.",
+            remedy="Give two PEM files: (certificate chain, private key).",
+        ) from error
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        bound = socket.socket(family, socket.SOCK_STREAM)
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind((host, port))
+    except OSError as error:
+        raise _taken(host, port, error) from error
+    return bound
+
+
+def _taken(host: str, port: int, error: Exception) -> OptionError:
+    return OptionError(
+        f"{host}:{port} cannot be listened on: {error}.",
+        remedy="Choose another port, or 0 for any.",
+    )
+
+
+def _description(name: str, model: PreparedModel) -> str:
+    def of(tensors: Any) -> str:
+        return ", ".join(f"{each.name} {each.datatype} {list(each.shape)}" for each in tensors)
+
+    names = " × ".join(model.joiner.layout.names)
+    sizes = sorted(model.timings.seconds)
+    found = ", ".join("×".join(map(str, point)) for point in sizes[:8])
+    more = "" if len(sizes) <= 8 else f" … {'×'.join(map(str, sizes[-1]))}"
+    computed = "computed at" if model.timings.exact else "any up to the largest, timed at"
+    lines = [
+        f"{name}: {of(model.inputs)} -> {of(model.outputs)}",
+        f"  {len(sizes)} sizes ({names}), {computed} {found}{more}",
+        *(f"  {note}" for note in model.notes),
+    ]
+    return "\n".join(lines)

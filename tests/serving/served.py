@@ -1,0 +1,67 @@
+"""Models for the tests of serving, and requests for them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from graphwright.serving.model import ModelConfig
+
+VOCABULARY = 100
+BY_LENGTH = {
+    "ids": {0: "batch", 1: "length"},
+    "mask": {0: "batch", 1: "length"},
+}
+
+
+class Encoder(nn.Module):
+    """A transformer with a mask: padding and other rows change nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, 32)
+        self.layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+        self.head = nn.Linear(32, 5)
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.layer(self.embedding(ids), src_key_padding_mask=mask == 0)
+        mean = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdim=True)
+        return {"logits": self.head(mean), "tokens": self.head(self.embedding(ids))}
+
+
+class WithoutMask(Encoder):
+    """Padding changes its answers."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.embedding(ids)).cumsum(1).mean(1)}
+
+
+class AmongRows(Encoder):
+    """Other rows change its answers."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.head(self.embedding(ids)) - self.embedding(ids).mean()}
+
+
+class Picky(Encoder):
+    """Fails where a row begins with 0."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        if bool((ids[:, 0] == 0).any()):
+            raise ValueError("a row begins with 0")
+        return super().forward(ids, mask)
+
+
+def made(kind: type[Encoder] = Encoder) -> Encoder:
+    torch.manual_seed(0)
+    return kind().eval()
+
+
+def sample(rows: int = 2, length: int = 16, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(1, VOCABULARY, (rows, length), generator=generator)
+    return ids, torch.ones(rows, length, dtype=torch.int64)
+
+
+def config(kind: type[Encoder] = Encoder) -> ModelConfig:
+    return ModelConfig(made(kind), sample(), dynamic_shapes=BY_LENGTH)
