@@ -1,0 +1,356 @@
+"""ModelRunner and Repository: each request gets its own answer, whatever happens beside it."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from served import AmongRows, Picky, config, made, sample
+
+from graphwright.serving.model import ModelConfig, PreparedModel
+from graphwright.serving.protocol import InferRequest, Kind, RequestError, Strings, TensorMetadata
+from graphwright.serving.repository import Repository, Source
+
+
+def request(rows: int = 1, length: int = 8, seed: int = 0, **options: Any) -> InferRequest:
+    ids, mask = sample(rows, length, seed)
+    return InferRequest("net", "", str(seed), {"ids": ids, "mask": mask}, **options)
+
+
+@asynccontextmanager
+async def serving(source: Source | ModelConfig, **options: Any) -> AsyncIterator[Repository]:
+    made_by: Source = (lambda: source) if isinstance(source, ModelConfig) else source
+    chosen = {"max_queue": 1000, "drain_s": 10.0, **options}
+    repository = Repository({"net": made_by}, **chosen)
+    await repository.load_all()
+    try:
+        yield repository
+    finally:
+        await repository.close()
+
+
+def run(test: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    before = threading.active_count()
+    asyncio.run(asyncio.wait_for(test(), 60))
+    deadline = time.monotonic() + 5
+    while threading.active_count() > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert threading.active_count() <= before
+
+
+def assert_answers(model: torch.nn.Module, asked: InferRequest, outputs: Any) -> None:
+    with torch.no_grad():
+        expected = model(asked.inputs["ids"], asked.inputs["mask"])
+    assert outputs.keys() == expected.keys()
+    for name, value in outputs.items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", [None, AmongRows])
+def test_hundreds_of_requests_at_once_get_their_own_answers(kind: Any) -> None:
+    async def test() -> None:
+        given = config() if kind is None else config(kind)
+        asked = [request(1 + n % 3, 1 + n % 16, n) for n in range(300)]
+        async with serving(given) as repository:
+            answers = await asyncio.gather(*map(repository.infer, asked))
+            counted = repository.statistics("net", "")[0]
+        for each, answer in zip(asked, answers, strict=True):
+            assert answer.id == each.id
+            assert_answers(given.model, each, answer.outputs)
+        assert counted.success.count == 300
+        assert counted.inference_count == sum(1 + n % 3 for n in range(300))
+        batches = counted.execution_count
+        assert batches == 300 if kind is AmongRows else batches < 60
+
+    run(test)
+
+
+def test_a_request_that_fails_does_not_fail_its_batch() -> None:
+    async def test() -> None:
+        given = config(Picky)
+        asked = [request(seed=n) for n in range(20)]
+        for bad in (3, 11):
+            asked[bad].inputs["ids"][0, 0] = 0
+        async with serving(given) as repository:
+            answers = await asyncio.gather(*map(repository.infer, asked), return_exceptions=True)
+            statistics = repository.statistics("", "")[0]
+        for number, (each, answer) in enumerate(zip(asked, answers, strict=True)):
+            if number in (3, 11):
+                assert isinstance(answer, RequestError)
+                assert answer.kind is Kind.FAILED
+                assert "a row begins with 0" in str(answer)
+            else:
+                assert_answers(given.model, each, answer.outputs)
+        assert (statistics.success.count, statistics.fail.count) == (18, 2)
+
+    run(test)
+
+
+class _Slow(torch.nn.Module):
+    """Waits until it is let go, once its sizes were measured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go = threading.Event()
+        self.go.set()
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        assert self.go.wait(30)
+        return ids * mask
+
+
+def slow() -> tuple[_Slow, ModelConfig]:
+    model = _Slow().eval()
+    return model, ModelConfig(model, sample(), dynamic_shapes=config().dynamic_shapes)
+
+
+async def computing(repository: Repository) -> asyncio.Task[Any]:
+    """A request that is being computed."""
+    first = asyncio.create_task(repository.infer(request()))
+    await asyncio.sleep(0.05)
+    return first
+
+
+def test_more_than_may_wait_are_refused_with_when_to_ask_again() -> None:
+    async def test() -> None:
+        model, given = slow()
+        async with serving(given, max_queue=3) as repository:
+            model.go.clear()
+            first = await computing(repository)
+            waiting = [asyncio.create_task(repository.infer(request(seed=n))) for n in range(3)]
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError) as caught:
+                await repository.infer(request())
+            assert caught.value.kind is Kind.OVERLOADED
+            assert caught.value.retry_after_s is not None
+            model.go.set()
+            await asyncio.gather(first, *waiting)
+
+    run(test)
+
+
+def test_a_request_that_waits_beyond_its_deadline_is_dropped_and_never_computed() -> None:
+    async def test() -> None:
+        model, given = slow()
+        async with serving(given) as repository:
+            model.go.clear()
+            first = await computing(repository)
+            begin = time.monotonic()
+            with pytest.raises(RequestError) as caught:
+                await repository.infer(request(deadline=begin + 0.1))
+            assert caught.value.kind is Kind.TOO_LATE
+            assert time.monotonic() - begin > 0.09
+            with pytest.raises(RequestError, match="before the deadline"):
+                await repository.infer(request(deadline=begin))
+            model.go.set()
+            await first
+            assert repository.statistics("net", "")[0].inference_count == 1
+
+    run(test)
+
+
+def test_a_client_that_goes_away_is_not_computed_for() -> None:
+    async def test() -> None:
+        model, given = slow()
+        async with serving(given) as repository:
+            model.go.clear()
+            first = await computing(repository)
+            gone = asyncio.create_task(repository.infer(request(seed=1)))
+            stays = asyncio.create_task(repository.infer(request(seed=2)))
+            await asyncio.sleep(0.01)
+            gone.cancel()
+            await asyncio.gather(gone, return_exceptions=True)
+            model.go.set()
+            await asyncio.gather(first, stays)
+            assert repository.statistics("net", "")[0].inference_count == 2
+
+    run(test)
+
+
+def test_draining_answers_what_was_asked_and_takes_no_more() -> None:
+    async def test() -> None:
+        model, given = slow()
+        async with serving(given) as repository:
+            model.go.clear()
+            asked = [asyncio.create_task(repository.infer(request(seed=n))) for n in range(5)]
+            await asyncio.sleep(0.05)
+            draining = asyncio.create_task(repository.drain())
+            await asyncio.sleep(0)
+            assert not repository.is_ready()
+            with pytest.raises(RequestError) as caught:
+                await repository.infer(request())
+            assert caught.value.kind is Kind.UNAVAILABLE
+            assert not draining.done()
+            model.go.set()
+            await draining
+            assert all(task.done() and not task.exception() for task in asked)
+
+    run(test)
+
+
+def test_a_model_is_loaded_again_without_losing_a_request() -> None:
+    async def test() -> None:
+        models = [made()]
+
+        def source() -> ModelConfig:
+            return replace(config(), model=models[-1])
+
+        async with serving(source) as repository:
+            new = made()
+            with torch.no_grad():
+                new.head.weight.add_(1)
+            answers: list[tuple[InferRequest, Any]] = []
+            going = True
+
+            async def client(number: int) -> None:
+                while going:
+                    asked = request(1, 1 + len(answers) % 16, len(answers))
+                    answers.append((asked, await repository.infer(asked)))
+
+            clients = [asyncio.create_task(client(n)) for n in range(8)]
+            await asyncio.sleep(0.1)
+            models.append(new)
+            await repository.load("net", {})
+            from_here = len(answers)
+            await asyncio.sleep(0.1)
+            going = False
+            await asyncio.gather(*clients)
+        by_new = []
+        for asked, answer in answers:
+            try:
+                assert_answers(models[0], asked, answer.outputs)
+                by_new.append(False)
+            except AssertionError:
+                assert_answers(new, asked, answer.outputs)
+                by_new.append(True)
+        assert not by_new[0]
+        assert all(by_new[from_here + 8 :])
+        assert len(by_new) > from_here + 8
+
+    run(test)
+
+
+def test_a_model_is_unloaded_and_loaded() -> None:
+    async def test() -> None:
+        fails = False
+
+        def source() -> ModelConfig:
+            if fails:
+                raise ValueError("no such file")
+            return config()
+
+        async with serving(source) as repository:
+            assert [each.state for each in repository.index(False)] == ["READY"]
+            await repository.unload("net")
+            assert [each.state for each in repository.index(False)] == ["UNAVAILABLE"]
+            assert repository.index(True) == []
+            assert not repository.is_ready()
+            with pytest.raises(RequestError) as caught:
+                await repository.infer(request())
+            assert caught.value.kind is Kind.UNAVAILABLE
+            fails = True
+            with pytest.raises(RequestError, match="no such file"):
+                await repository.load("net", {})
+            fails = False
+            await repository.load("net", {})
+            assert (await repository.infer(request())).outputs
+            fails = True  # What answers goes on answering.
+            with pytest.raises(RequestError, match="no such file"):
+                await repository.load("net", {})
+            assert (await repository.infer(request())).outputs
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("name", "version", "words"),
+    [("other", "", "no model 'other'; the server has net"), ("net", "2", "no version '2'")],
+)
+def test_what_is_not_there_is_named(name: str, version: str, words: str) -> None:
+    async def test() -> None:
+        async with serving(config()) as repository:
+            with pytest.raises(RequestError, match=words) as caught:
+                await repository.infer(replace(request(), model=name, version=version))
+            assert caught.value.kind is Kind.NOT_FOUND
+
+    run(test)
+
+
+def test_texts_are_preprocessed_beside_the_loop_and_answers_postprocessed() -> None:
+    loop_thread = threading.get_ident()
+
+    def ids_of(inputs: Any) -> dict[str, torch.Tensor]:
+        assert threading.get_ident() != loop_thread
+        texts = inputs["text"].values
+        if any(len(text) > 16 for text in texts):
+            raise ValueError("a text has more than 16 letters")
+        longest = max(map(len, texts))
+        rows = [list(text) + [0] * (longest - len(text)) for text in texts]
+        ids = torch.tensor(rows) % 100
+        return {"ids": ids, "mask": (ids > 0).long()}
+
+    def labels_of(outputs: Any) -> dict[str, Strings]:
+        best = outputs["logits"].argmax(1).tolist()
+        return {"label": Strings((len(best),), tuple(b"%d" % each for each in best))}
+
+    async def test() -> None:
+        given = replace(
+            config(),
+            preprocess=ids_of,
+            postprocess=labels_of,
+            inputs=[TensorMetadata("text", "BYTES", (-1,))],
+            outputs=[TensorMetadata("label", "BYTES", (-1,))],
+        )
+        async with serving(given) as repository:
+            asked = [
+                InferRequest("net", "", "", {"text": Strings((1,), (b"a" * n,))})
+                for n in range(1, 17)
+            ]
+            answers = await asyncio.gather(*map(repository.infer, asked))
+            for each, answer in zip(asked, answers, strict=True):
+                inputs = ids_of_here(each.inputs["text"])
+                with torch.no_grad():
+                    best = given.model(**inputs)["logits"].argmax(1).item()
+                assert answer.outputs["label"] == Strings((1,), (b"%d" % best,))
+            with pytest.raises(RequestError, match="more than 16 letters") as caught:
+                await repository.infer(
+                    InferRequest("net", "", "", {"text": Strings((1,), (b"a" * 17,))})
+                )
+            assert caught.value.kind is Kind.INVALID
+
+    def ids_of_here(text: Any) -> dict[str, torch.Tensor]:
+        ids = torch.tensor([list(value) for value in text.values]) % 100
+        return {"ids": ids, "mask": torch.ones_like(ids)}
+
+    run(test)
+
+
+def test_metrics_say_what_happened() -> None:
+    async def test() -> None:
+        async with serving(config()) as repository:
+            await asyncio.gather(*(repository.infer(request(1, 5, n)) for n in range(9)))
+            with pytest.raises(RequestError):
+                await repository.infer(replace(request(), outputs=("none",)))
+            text = repository.metrics()[0].decode()
+        of = 'model="net",'
+        assert f'graphwright_requests_total{{{of}outcome="answered",version="1"}} 9.0' in text
+        assert f'graphwright_requests_total{{{of}outcome="invalid",version="1"}} 1.0' in text
+        assert f'graphwright_elements_total{{kind="requested",{of}version="1"}} 45.0' in text
+        assert f'graphwright_stage_seconds_count{{{of}stage="queue",version="1"}} 9.0' in text
+        assert "graphwright_batch_rows_bucket" in text
+
+    run(test)
+
+
+def test_a_model_is_prepared_once_for_all_its_requests() -> None:
+    prepared = PreparedModel(config())
+    assert set(prepared.timings.seconds) >= {(1, 16), (32, 16)}
+    assert all(seconds > 0 for seconds in prepared.timings.seconds.values())
