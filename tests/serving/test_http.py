@@ -128,7 +128,10 @@ def serving(service: Echo, limits: Limits) -> Iterator[str]:
     """A server in a thread; its host and port."""
     app = application(service, limits)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="httptools"))
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    # asyncio turns Nagle's waiting off only for sockets that name their protocol.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
         thread.start()
         try:
@@ -465,6 +468,12 @@ class TestErrors:
         answer = web.post("/v2/models/echo/infer", content=body, headers=headers)
         assert answer.status_code == 400
         assert says in answer.json()["error"]
+
+    def test_a_large_body_for_the_repository(self, web: httpx.Client, service: Echo) -> None:
+        parameters = {"config": "x" * 100_000}
+        path = "/v2/repository/models/new/load"
+        assert web.post(path, json={"parameters": parameters}).status_code == 200
+        assert service.loaded["new"] == parameters
 
     @pytest.mark.parametrize("path", ["index", "models/a/load", "models/a/unload"])
     def test_malformed_for_the_repository(self, web: httpx.Client, path: str) -> None:

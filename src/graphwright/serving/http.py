@@ -114,17 +114,17 @@ class _Endpoints:
         return _json(codec.statistics(self._service.statistics(*_model(request.scope))))
 
     async def index(self, request: Request) -> Response:
-        only_ready = codec.decode_index(await self._body(request))
+        only_ready = await self._sent(request, codec.decode_index)
         return _json(list(self._service.index(only_ready)))
 
     async def load(self, request: Request) -> Response:
-        parameters = codec.decode_parameters(await self._body(request))
+        parameters = await self._sent(request, codec.decode_parameters)
         await self._service.load(_model(request.scope)[0], parameters)
         return _json({})
 
     async def unload(self, request: Request) -> Response:
         # Its parameters only say what becomes of a model's parts, and models have none here.
-        codec.decode_parameters(await self._body(request))
+        await self._sent(request, codec.decode_parameters)
         await self._service.unload(_model(request.scope)[0])
         return _json({})
 
@@ -132,14 +132,17 @@ class _Endpoints:
         text, content_type = self._service.metrics()
         return Response(text, headers={"content-type": content_type})
 
-    async def _body(self, request: Request) -> memoryview:
+    async def _sent(self, request: Request, decode: Callable[[memoryview], Result]) -> Result:
+        """What a body says."""
         headers = dict(request.scope["headers"])
-        body = await _read(headers, request.receive, self._limits.max_request_bytes, 0)
-        encoding = _encoding(headers)
-        if encoding is None:
-            return body
         limit = self._limits.max_request_bytes
-        return await asyncio.to_thread(codec.decompress, body, encoding, limit, 0)
+        body = await _read(headers, request.receive, limit, 0)
+        encoding = _encoding(headers)
+
+        def decoded() -> Result:
+            return decode(body if encoding is None else codec.decompress(body, encoding, limit, 0))
+
+        return await _called(encoding is None and len(body) <= _SMALL, decoded)
 
 
 class _Infer:
@@ -150,20 +153,17 @@ class _Infer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = dict(scope["headers"])
+        limit = self._limits.max_request_bytes
         length = codec.json_length(headers.get(b"inference-header-content-length"))
         free = codec.lead(length)
-        body = await _read(headers, receive, self._limits.max_request_bytes, free)
+        body = await _read(headers, receive, limit, free)
         received = time.monotonic()
         encoding = _encoding(headers)
         name, version = _model(scope)
 
         def decoded() -> tuple[InferRequest, codec.BinaryOutputs]:
-            plain = body
-            if encoding is not None:
-                limit = self._limits.max_request_bytes
-                plain = codec.decompress(body, encoding, limit, free)
             return codec.decode_infer(
-                plain,
+                body if encoding is None else codec.decompress(body, encoding, limit, free),
                 length,
                 model=name,
                 version=version,
@@ -264,7 +264,7 @@ async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int, free:
 def _encoding(headers: dict[bytes, bytes]) -> bytes | None:
     """How a body is compressed, if it is."""
     encoding = headers.get(b"content-encoding")
-    return None if encoding == b"identity" else encoding
+    return None if encoding is None or encoding.lower() == b"identity" else encoding
 
 
 def _model(scope: Scope) -> tuple[str, str]:
