@@ -377,7 +377,7 @@ class TestPlainJson:
         self, web: httpx.Client, monkeypatch: pytest.MonkeyPatch, count: int, beside: bool
     ) -> None:
         threads: list[int] = []
-        for name in ("decode_infer", "encode_infer", "bytes_as_json"):
+        for name in ("decode_infer", "encode_infer", "writes_quickly"):
             function = getattr(codec, name)
 
             def noted(*args: Any, function: Any = function, **kwargs: Any) -> Any:
@@ -389,7 +389,7 @@ class TestPlainJson:
         of_x = {"name": "x", "datatype": "INT32", "shape": [count], "data": data}
         answer = web.post("/v2/models/echo/infer", json={"inputs": [of_x]})
         assert answer.json()["outputs"][0]["data"] == data
-        reading, loop, writing = threads
+        reading, loop, writing = threads  # in the order of a request
         assert (reading != loop, writing != loop) == (beside, beside)
 
 

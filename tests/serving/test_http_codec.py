@@ -520,10 +520,37 @@ class TestAnswers:
             b"content-length": b"%d" % (len(head) + 6),
         }
 
-    def test_what_is_written_as_json_is_counted(self) -> None:
-        outputs = {"y": torch.zeros(3), "z": Strings((2,), (b"ab", b"c")), "b": torch.zeros(100)}
-        response = InferResponse("m", "", "", outputs)
-        assert codec.bytes_as_json(response, BinaryOutputs(False, {"b": True})) == 15
+    @pytest.mark.parametrize(
+        ("value", "binary", "quick"),
+        [
+            (torch.zeros(99_999, dtype=torch.int8), True, True),
+            (torch.zeros(99_999, dtype=torch.int8), False, False),
+            (torch.zeros(9, dtype=torch.int8), False, True),
+            (Strings((1,), (b"x" * 99_999,)), True, False),
+            (Strings((20_000,), (b"",) * 20_000), True, False),
+            (Strings((1,), (b"x",)), False, True),
+        ],
+    )
+    def test_what_is_written_quickly(self, value: Value, binary: bool, quick: bool) -> None:
+        response = InferResponse("m", "", "", {"y": value})
+        assert codec.writes_quickly(response, BinaryOutputs(binary, {})) is quick
+
+    @pytest.mark.parametrize(
+        ("head", "tail", "quick"),
+        [
+            (b'"BYTES"', 9, True),
+            (b'"FP32"', 99_999, True),
+            (b'"BYTES"', 99_999, False),
+            (b'"\\u0042YTES"', 99_999, False),
+            (b'"FP32"' + b" " * 99_999, 9, False),
+        ],
+    )
+    def test_what_is_read_quickly(self, head: bytes, tail: int, quick: bool) -> None:
+        body = memoryview(head + b"BYTES" + b"\\" * tail)
+        assert codec.reads_quickly(body, len(head)) is quick
+
+    def test_much_json_is_not_read_quickly(self) -> None:
+        assert not codec.reads_quickly(memoryview(b" " * 99_999), None)
 
     def test_dataclasses(self) -> None:
         metadata = ModelMetadata("m", ("1",), "p", (TensorMetadata("x", "FP32", (-1, 2)),), ())

@@ -41,9 +41,6 @@ _STATUS = {
     Kind.FAILED: 500,
 }
 _OPEN_TO_ALL = "/v2/health/"
-# Up to this size in bytes JSON is read and written on the loop itself, and smaller answers are sent
-# in one piece.
-_SMALL = 64 * 1024
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -142,7 +139,7 @@ class _Endpoints:
         def decoded() -> Result:
             return decode(body if encoding is None else codec.decompress(body, encoding, limit, 0))
 
-        return await _called(encoding is None and len(body) <= _SMALL, decoded)
+        return await _called(encoding is None and len(body) <= codec.SMALL, decoded)
 
 
 class _Infer:
@@ -171,13 +168,13 @@ class _Infer:
                 timeout_s=self._limits.timeout_s,
             )
 
-        small = encoding is None and (len(body) if length is None else length) <= _SMALL
-        request, binary = await _called(small, decoded)
+        quick = encoding is None and codec.reads_quickly(body, length)
+        request, binary = await _called(quick, decoded)
         response = await self._answer(request, receive)
-        small = codec.bytes_as_json(response, binary) <= _SMALL
-        answer, parts = await _called(small, codec.encode_infer, response, binary)
+        quick = codec.writes_quickly(response, binary)
+        answer, parts = await _called(quick, codec.encode_infer, response, binary)
 
-        if sum(map(len, parts)) <= _SMALL:
+        if sum(map(len, parts)) <= codec.SMALL:
             parts = [b"".join(parts)]
         await send({"type": "http.response.start", "status": 200, "headers": answer})
         for part in parts[:-1]:
