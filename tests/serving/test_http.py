@@ -1,0 +1,640 @@
+"""The protocol over HTTP, as clients meet it: a server of its own, and clients as they are."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gzip
+import json
+import socket
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+import ml_dtypes
+import numpy as np
+import pytest
+import tritonclient.http as triton
+import tritonclient.http.aio as triton_aio
+import uvicorn
+from tritonclient.utils import InferenceServerException
+
+from graphwright.serving import http_codec as codec
+from graphwright.serving.http import application
+from graphwright.serving.protocol import (
+    Duration,
+    IndexEntry,
+    InferRequest,
+    InferResponse,
+    Kind,
+    ModelMetadata,
+    ModelStatistics,
+    Parameters,
+    RequestError,
+    ServerMetadata,
+    TensorMetadata,
+)
+
+JSON_FP32 = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1.5, -2]}
+
+
+@dataclass
+class Limits:
+    max_request_bytes: int = 1 << 20
+    token: str | None = None
+    timeout_s: float | None = 60.0
+
+
+@dataclass
+class Echo:
+    """A service whose model `echo` gives what it takes; `waits` never answers, `fails` raises."""
+
+    live: bool = True
+    all_ready: bool = True
+    loaded: dict[str, Parameters] = field(default_factory=lambda: {"echo": {}, "waits": {}})
+    error: Exception = field(default_factory=lambda: KeyError("secret"))
+    requests: list[InferRequest] = field(default_factory=list)
+    waiting: threading.Event = field(default_factory=threading.Event)
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+    def is_live(self) -> bool:
+        return self.live
+
+    def is_ready(self) -> bool:
+        return self.all_ready
+
+    def metadata(self) -> ServerMetadata:
+        return ServerMetadata("echoes", "1.2", ("binary_tensor_data",))
+
+    def is_model_ready(self, name: str, version: str) -> bool:
+        self._find(name)
+        return version in ("", "1")
+
+    def model_metadata(self, name: str, version: str) -> ModelMetadata:
+        self._find(name)
+        of_x = TensorMetadata("x", "FP32", (-1, 2))
+        return ModelMetadata(name, (version or "1",), "python", (of_x,), (of_x,))
+
+    def statistics(self, name: str, version: str) -> Sequence[ModelStatistics]:
+        names = [name] if name else list(self.loaded)
+        none = [Duration()] * 6
+        return [
+            ModelStatistics(n, version or "1", 0, 3, 2, *none, {2: Duration(1, 9)}) for n in names
+        ]
+
+    async def infer(self, request: InferRequest) -> InferResponse:
+        self.requests.append(request)
+        if request.model == "fails":
+            raise self.error
+        self._find(request.model)
+        if request.model == "waits":
+            self.waiting.set()
+            try:
+                await asyncio.Event().wait()
+            except asyncio.CancelledError:
+                self.cancelled.set()
+                raise
+        wanted = request.outputs or tuple(request.inputs)
+        outputs = {name: request.inputs[name] for name in wanted}
+        return InferResponse(request.model, request.version or "1", request.id, outputs)
+
+    def index(self, only_ready: bool) -> Sequence[IndexEntry]:
+        entries = [IndexEntry(name, "1", "READY") for name in self.loaded]
+        return (
+            entries if only_ready else [*entries, IndexEntry("b", "1", "UNAVAILABLE", "unloaded")]
+        )
+
+    async def load(self, name: str, parameters: Parameters) -> None:
+        self.loaded[name] = parameters
+
+    async def unload(self, name: str) -> None:
+        self._find(name)
+        del self.loaded[name]
+
+    def metrics(self) -> tuple[bytes, str]:
+        return b"up 1\n", "text/plain; version=0.0.4"
+
+    def _find(self, name: str) -> None:
+        if name not in self.loaded:
+            raise RequestError(Kind.NOT_FOUND, f"There is no model {name}.", remedy="Load it.")
+
+
+@contextlib.contextmanager
+def serving(service: Echo, limits: Limits) -> Iterator[str]:
+    """A server in a thread; its host and port."""
+    app = application(service, limits)
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="httptools"))
+    # asyncio turns Nagle's waiting off only for sockets that name their protocol.
+    with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]})
+        thread.start()
+        try:
+            yield f"127.0.0.1:{listening.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()
+
+
+@pytest.fixture(scope="module")
+def everywhere() -> Iterator[tuple[str, Echo, Limits]]:
+    service, limits = Echo(), Limits()
+    with serving(service, limits) as address:
+        yield address, service, limits
+
+
+@pytest.fixture
+def address(everywhere: tuple[str, Echo, Limits]) -> str:
+    return everywhere[0]
+
+
+@pytest.fixture
+def service(everywhere: tuple[str, Echo, Limits]) -> Echo:
+    """As new for each test."""
+    service = everywhere[1]
+    service.__init__()  # type: ignore[misc]  # the server keeps the object
+    return service
+
+
+@pytest.fixture
+def limits(everywhere: tuple[str, Echo, Limits]) -> Iterator[Limits]:
+    limits = everywhere[2]
+    yield limits
+    limits.__init__()  # type: ignore[misc]  # the server keeps the object
+
+
+@pytest.fixture
+def client(address: str, service: Echo) -> Iterator[triton.InferenceServerClient]:
+    with triton.InferenceServerClient(address, concurrency=4) as client:
+        yield client
+
+
+@pytest.fixture
+def web(address: str, service: Echo) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=f"http://{address}", trust_env=False) as web:
+        yield web
+
+
+def infer_input(array: np.ndarray, datatype: str, name: str = "x", binary: bool = True) -> Any:
+    return triton.InferInput(name, list(array.shape), datatype).set_data_from_numpy(array, binary)
+
+
+ARRAYS = {
+    "BOOL": np.array([[True, False]]),
+    "UINT8": np.array([0, 255], np.uint8),
+    "UINT16": np.array([0, 65535], np.uint16),
+    "UINT32": np.array([0, 2**32 - 1], np.uint32),
+    "UINT64": np.array([0, 2**64 - 1], np.uint64),
+    "INT8": np.array([-128, 127], np.int8),
+    "INT16": np.array([[-3], [4]], np.int16),
+    "INT32": np.array(-7, np.int32),
+    "INT64": np.array([-(2**63), 2**63 - 1], np.int64),
+    "FP16": np.array([1.5, np.inf], np.float16),
+    "BF16": np.array([1.5, -3e38], ml_dtypes.bfloat16),
+    "FP32": np.array([0.1, np.nan, -np.inf], np.float32),
+    "FP64": np.zeros((0, 3)),
+    "BYTES": np.array([[b"\x00\xff", "ü".encode(), b""]], np.object_),
+}
+
+
+class TestTritonClient:
+    @pytest.mark.parametrize("datatype", ARRAYS)
+    def test_binary(self, client: triton.InferenceServerClient, datatype: str) -> None:
+        array = ARRAYS[datatype]
+        result = client.infer("echo", [infer_input(array, datatype)])
+        found = result.as_numpy("x")
+        assert found.dtype == array.dtype
+        np.testing.assert_array_equal(found, array)
+        assert result.get_output("x")["parameters"]["binary_data_size"] >= array.size
+
+    @pytest.mark.parametrize("datatype", sorted(set(ARRAYS) - {"FP16", "BF16", "BYTES"}))
+    def test_json(self, client: triton.InferenceServerClient, datatype: str) -> None:
+        array = ARRAYS[datatype]
+        wanted = [triton.InferRequestedOutput("x", binary_data=False)]
+        result = client.infer("echo", [infer_input(array, datatype, binary=False)], outputs=wanted)
+        assert "data" in result.get_output("x")
+        np.testing.assert_array_equal(result.as_numpy("x"), array)
+
+    def test_bytes_in_json(self, client: triton.InferenceServerClient) -> None:
+        array = np.array(["ü".encode(), b"b"], np.object_)
+        wanted = [triton.InferRequestedOutput("x", binary_data=False)]
+        result = client.infer("echo", [infer_input(array, "BYTES", binary=False)], outputs=wanted)
+        assert result.get_output("x")["data"] == ["ü", "b"]
+
+    def test_mixed_inputs_and_outputs(self, client: triton.InferenceServerClient) -> None:
+        arrays = {name: np.arange(n + 1, dtype=np.int16) for n, name in enumerate("abc")}
+        inputs = [infer_input(arrays[name], "INT16", name, name != "b") for name in "abc"]
+        wanted = [triton.InferRequestedOutput(name, binary_data=name != "c") for name in "cba"]
+        result = client.infer("echo", inputs, "7", wanted, request_id="42")
+        answer = result.get_response()
+        assert [output["name"] for output in answer["outputs"]] == ["c", "b", "a"]
+        assert (answer["model_name"], answer["model_version"], answer["id"]) == ("echo", "7", "42")
+        for name, array in arrays.items():
+            np.testing.assert_array_equal(result.as_numpy(name), array)
+
+    @pytest.mark.parametrize("algorithm", ["gzip", "deflate"])
+    def test_compressed(self, client: triton.InferenceServerClient, algorithm: str) -> None:
+        array = np.arange(1000, dtype=np.float32)
+        result = client.infer(
+            "echo",
+            [infer_input(array, "FP32")],
+            request_compression_algorithm=algorithm,
+            response_compression_algorithm=algorithm,
+        )
+        np.testing.assert_array_equal(result.as_numpy("x"), array)
+
+    def test_large(self, client: triton.InferenceServerClient, limits: Limits) -> None:
+        limits.max_request_bytes = 1 << 24
+        arrays = [np.arange(n, dtype=np.float32) for n in (300_001, 5, 700_000)]
+        inputs = [infer_input(array, "FP32", f"x{n}") for n, array in enumerate(arrays)]
+        result = client.infer("echo", inputs)
+        for n, array in enumerate(arrays):
+            np.testing.assert_array_equal(result.as_numpy(f"x{n}"), array)
+
+    def test_parameters(self, client: triton.InferenceServerClient, service: Echo) -> None:
+        x = infer_input(ARRAYS["INT8"], "INT8")
+        client.infer("echo", [x], timeout=5_000_000, priority=2, parameters={"beams": 3})
+        client.infer("echo", [x])
+        first, second = service.requests
+        assert first.parameters == {"priority": 2, "beams": 3}
+        assert first.deadline == pytest.approx(first.received + 5)
+        assert second.deadline == pytest.approx(second.received + 60)
+        assert abs(time.monotonic() - second.received) < 30
+
+    def test_concurrent(self, client: triton.InferenceServerClient) -> None:
+        arrays = [np.full(3, n, np.int32) for n in range(20)]
+        asked = [client.async_infer("echo", [infer_input(a, "INT32")]) for a in arrays]
+        for handle, array in zip(asked, arrays, strict=True):
+            np.testing.assert_array_equal(handle.get_result().as_numpy("x"), array)
+
+    def test_aio(self, address: str, service: Echo) -> None:
+        async def ask() -> None:
+            async with triton_aio.InferenceServerClient(address) as client:
+                assert await client.is_server_ready()
+                arrays = [np.full(3, n, np.float64) for n in range(20)]
+                asked = [client.infer("echo", [infer_input(a, "FP64")]) for a in arrays]
+                for result, array in zip(await asyncio.gather(*asked), arrays, strict=True):
+                    np.testing.assert_array_equal(result.as_numpy("x"), array)
+                with pytest.raises(InferenceServerException, match="no model nobody"):
+                    await client.infer("nobody", [infer_input(arrays[0], "FP64")])
+
+        asyncio.run(ask())
+
+    def test_health(self, client: triton.InferenceServerClient, service: Echo) -> None:
+        assert client.is_server_live()
+        assert client.is_server_ready()
+        assert client.is_model_ready("echo")
+        assert client.is_model_ready("echo", "1")
+        assert not client.is_model_ready("echo", "2")
+        assert not client.is_model_ready("nobody")
+        service.live = service.all_ready = False
+        assert not client.is_server_live()
+        assert not client.is_server_ready()
+
+    def test_metadata(self, client: triton.InferenceServerClient) -> None:
+        of_server = {"name": "echoes", "version": "1.2", "extensions": ["binary_tensor_data"]}
+        assert client.get_server_metadata() == of_server
+        of_x = {"name": "x", "datatype": "FP32", "shape": [-1, 2]}
+        of_model = {"name": "echo", "platform": "python", "inputs": [of_x], "outputs": [of_x]}
+        assert client.get_model_metadata("echo") == {**of_model, "versions": ["1"]}
+        assert client.get_model_metadata("echo", "4") == {**of_model, "versions": ["4"]}
+
+    def test_statistics(self, client: triton.InferenceServerClient) -> None:
+        names = [m["name"] for m in client.get_inference_statistics()["model_stats"]]
+        assert names == ["echo", "waits"]
+        (model,) = client.get_inference_statistics("echo", "5")["model_stats"]
+        assert (model["name"], model["version"], model["inference_count"]) == ("echo", "5", 3)
+        assert model["batch_stats"][0]["compute_infer"] == {"count": 1, "ns": 9}
+
+    def test_repository(self, client: triton.InferenceServerClient, service: Echo) -> None:
+        client.load_model("new", config='{"a": 1}')
+        assert service.loaded["new"] == {"config": '{"a": 1}'}
+        client.unload_model("echo")
+        index = client.get_model_repository_index()
+        assert [(entry["name"], entry["state"]) for entry in index] == [
+            ("waits", "READY"),
+            ("new", "READY"),
+            ("b", "UNAVAILABLE"),
+        ]
+        with pytest.raises(InferenceServerException, match="no model echo") as info:
+            client.unload_model("echo")
+        assert info.value.status() == "404"
+
+    def test_half_outputs_as_json(self, client: triton.InferenceServerClient) -> None:
+        wanted = [triton.InferRequestedOutput("x", binary_data=False)]
+        with pytest.raises(InferenceServerException, match=r'Output "x" is of FP16.*binary'):
+            client.infer("echo", [infer_input(ARRAYS["FP16"], "FP16")], outputs=wanted)
+
+
+class TestPlainJson:
+    def test_infer(self, web: httpx.Client) -> None:
+        answer = web.post("/v2/models/echo/infer", json={"id": "i", "inputs": [JSON_FP32]})
+        assert answer.status_code == 200
+        assert answer.headers["content-type"] == "application/json"
+        assert "inference-header-content-length" not in answer.headers
+        assert answer.json() == {
+            "model_name": "echo",
+            "model_version": "1",
+            "id": "i",
+            "outputs": [{"name": "x", "datatype": "FP32", "shape": [2], "data": [1.5, -2.0]}],
+        }
+
+    def test_health_and_readiness(self, web: httpx.Client) -> None:
+        assert web.get("/v2/health/live").json() == {"live": True}
+        assert web.get("/v2/health/ready").json() == {"ready": True}
+        assert web.get("/v2/models/echo/ready").json() == {"name": "echo", "ready": True}
+        unready = web.get("/v2/models/echo/versions/2/ready")
+        assert (unready.status_code, unready.json()["ready"]) == (503, False)
+
+    def test_index_of_what_is_ready(self, web: httpx.Client) -> None:
+        found = web.post("/v2/repository/index", json={"ready": True}).json()
+        assert [entry["name"] for entry in found] == ["echo", "waits"]
+        packed = gzip.compress(b'{"ready":true}')
+        headers = {"content-encoding": "gzip"}
+        assert web.post("/v2/repository/index", content=packed, headers=headers).json() == found
+
+    def test_metrics(self, web: httpx.Client) -> None:
+        answer = web.get("/metrics")
+        assert answer.content == b"up 1\n"
+        assert answer.headers["content-type"] == "text/plain; version=0.0.4"
+
+    def test_many_at_once(self, web: httpx.Client) -> None:
+        def ask(n: int) -> Any:
+            of_n = {"name": "x", "datatype": "INT32", "shape": [1], "data": [n]}
+            answer = web.post("/v2/models/echo/infer", json={"inputs": [of_n]})
+            return answer.json()["outputs"][0]["data"]
+
+        with ThreadPoolExecutor(8) as pool:
+            assert list(pool.map(ask, range(40))) == [[n] for n in range(40)]
+
+    @pytest.mark.parametrize(("count", "beside"), [(10, False), (40_000, True)])
+    def test_large_json_is_read_and_written_beside_the_loop(
+        self, web: httpx.Client, monkeypatch: pytest.MonkeyPatch, count: int, beside: bool
+    ) -> None:
+        threads: list[int] = []
+        for name in ("decode_infer", "encode_infer", "writes_quickly"):
+            function = getattr(codec, name)
+
+            def noted(*args: Any, function: Any = function, **kwargs: Any) -> Any:
+                threads.append(threading.get_ident())
+                return function(*args, **kwargs)
+
+            monkeypatch.setattr(codec, name, noted)
+        data = list(range(count))
+        of_x = {"name": "x", "datatype": "INT32", "shape": [count], "data": data}
+        answer = web.post("/v2/models/echo/infer", json={"inputs": [of_x]})
+        assert answer.json()["outputs"][0]["data"] == data
+        reading, loop, writing = threads  # in the order of a request
+        assert (reading != loop, writing != loop) == (beside, beside)
+
+
+class TestErrors:
+    @pytest.mark.parametrize(
+        ("kind", "status"),
+        [
+            (Kind.INVALID, 400),
+            (Kind.UNAUTHENTICATED, 401),
+            (Kind.NOT_FOUND, 404),
+            (Kind.TOO_LARGE, 413),
+            (Kind.OVERLOADED, 429),
+            (Kind.CANCELLED, 499),
+            (Kind.FAILED, 500),
+            (Kind.UNSUPPORTED, 501),
+            (Kind.UNAVAILABLE, 503),
+            (Kind.TOO_LATE, 504),
+        ],
+    )
+    def test_each_kind(self, web: httpx.Client, service: Echo, kind: Kind, status: int) -> None:
+        service.error = RequestError(kind, "It is so.", remedy="Do this.", retry_after_s=1.2)
+        answer = web.post("/v2/models/fails/infer", json={"inputs": []})
+        assert answer.status_code == status
+        assert answer.json() == {"error": "It is so. Do this."}
+        assert answer.headers["retry-after"] == "2"
+        assert ("www-authenticate" in answer.headers) == (status == 401)
+
+    def test_overload_says_when_to_ask_again(self, web: httpx.Client, service: Echo) -> None:
+        service.error = RequestError(Kind.OVERLOADED, "Much to do.")
+        answer = web.post("/v2/models/fails/infer", json={"inputs": []})
+        assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
+
+    def test_a_failure_is_logged_and_not_shown(
+        self, web: httpx.Client, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        answer = web.post("/v2/models/fails/infer", json={"inputs": []})
+        assert answer.status_code == 500
+        assert answer.json() == {"error": "The server failed with KeyError; its log says more."}
+        (record,) = [r for r in caplog.records if r.name == "graphwright.serving"]
+        assert "/v2/models/fails/infer" in record.getMessage()
+        assert record.exc_info is not None
+        assert "secret" in str(record.exc_info[1])
+        assert not [r for r in caplog.records if r.name == "uvicorn.error" and r.exc_info]
+
+    @pytest.mark.parametrize(
+        ("method", "path", "status"),
+        [
+            ("GET", "/", 404),
+            ("GET", "/v2/models/a/b", 404),
+            ("POST", "/v2/models/echo/versions/1/generate", 404),
+            ("GET", "/v2/models/echo/infer", 405),
+            ("POST", "/v2", 405),
+            ("GET", "/v2/models/nobody", 404),
+        ],
+    )
+    def test_paths(self, web: httpx.Client, method: str, path: str, status: int) -> None:
+        answer = web.request(method, path)
+        assert answer.status_code == status
+        assert list(answer.json()) == ["error"]
+
+    @pytest.mark.parametrize(
+        ("headers", "body", "says"),
+        [
+            ({}, b"", "valid JSON"),
+            ({}, b'{"inputs":[' + b"[" * 5000, "nested"),
+            ({"inference-header-content-length": "nan"}, b"{}", "Inference-Header-Content-Length"),
+            ({"inference-header-content-length": "-2"}, b"{}", "Inference-Header-Content-Length"),
+            ({"inference-header-content-length": "9"}, b"{}", "Inference-Header-Content-Length"),
+            ({"content-encoding": "br"}, b"{}", "Content-Encoding"),
+            ({"content-encoding": "gzip"}, b"{}", "gzip"),
+        ],
+    )
+    def test_malformed(
+        self, web: httpx.Client, headers: dict[str, str], body: bytes, says: str
+    ) -> None:
+        answer = web.post("/v2/models/echo/infer", content=body, headers=headers)
+        assert answer.status_code == 400
+        assert says in answer.json()["error"]
+
+    def test_a_large_body_for_the_repository(self, web: httpx.Client, service: Echo) -> None:
+        parameters = {"config": "x" * 100_000}
+        path = "/v2/repository/models/new/load"
+        assert web.post(path, json={"parameters": parameters}).status_code == 200
+        assert service.loaded["new"] == parameters
+
+    @pytest.mark.parametrize("path", ["index", "models/a/load", "models/a/unload"])
+    def test_malformed_for_the_repository(self, web: httpx.Client, path: str) -> None:
+        answer = web.post(f"/v2/repository/{path}", content=b"[")
+        assert (answer.status_code, list(answer.json())) == (400, ["error"])
+
+    def test_the_connection_stays(self, web: httpx.Client) -> None:
+        for _ in range(3):
+            assert web.post("/v2/models/echo/infer", content=b"x" * 70_000).status_code == 400
+        assert web.post("/v2/models/echo/infer", json={"inputs": [JSON_FP32]}).status_code == 200
+
+
+class TestLimits:
+    def body(self, size: int) -> bytes:
+        return json.dumps({"inputs": [JSON_FP32]}).encode().ljust(size)
+
+    @pytest.mark.parametrize("chunked", [False, True])
+    @pytest.mark.parametrize(("size", "status"), [(5000, 200), (5001, 413)])
+    def test_size(
+        self, web: httpx.Client, limits: Limits, chunked: bool, size: int, status: int
+    ) -> None:
+        limits.max_request_bytes = 5000
+        body = self.body(size)
+        content = iter([body[:3000], body[3000:]]) if chunked else body
+        answer = web.post("/v2/models/echo/infer", content=content)
+        assert answer.status_code == status
+
+    @pytest.mark.parametrize(("size", "status"), [(5000, 200), (5001, 413), (100_000_000, 413)])
+    def test_size_once_decompressed(
+        self, web: httpx.Client, limits: Limits, size: int, status: int
+    ) -> None:
+        limits.max_request_bytes = 5000 if size < 10_000 else 1 << 20
+        body = gzip.compress(self.body(size), 1)
+        headers = {"content-encoding": "gzip"}
+        answer = web.post("/v2/models/echo/infer", content=body, headers=headers)
+        assert answer.status_code == status
+
+    @pytest.mark.parametrize("declared", [True, False])
+    def test_no_more_is_read_than_the_limit(self, declared: bool) -> None:
+        headers = [(b"content-length", b"9000")] if declared else []
+        asked = Asked([b"x" * 400] * 100, headers)
+        asyncio.run(asked.of(application(Echo(), Limits(1000))))
+        assert asked.status == 413
+        assert asked.read == (0 if declared else 3)
+
+    def test_token(self) -> None:
+        with serving(Echo(), Limits(token="sesame")) as address:
+            url = f"http://{address}"
+            with httpx.Client(base_url=url, trust_env=False) as web:
+                for path in ("/v2/health/live", "/v2/health/ready"):
+                    assert web.get(path).status_code == 200
+                for path in ("/v2", "/v2/models/echo", "/metrics", "/nothing", "/v2/health"):
+                    assert web.get(path).status_code == 401
+                refused = [{}, {"authorization": "Bearer sesam"}, {"authorization": "sesame"}]
+                refused += [{"authorization": "Basic sesame"}, {"authorization": "Bearer ü"}]
+                for headers in refused:
+                    encoded = {name: value.encode() for name, value in headers.items()}
+                    answer = web.post("/v2/models/echo/infer", json={"inputs": []}, headers=encoded)
+                    assert answer.status_code == 401
+                    assert answer.headers["www-authenticate"] == "Bearer"
+                    assert "token" in answer.json()["error"]
+                for scheme in ("Bearer", "bearer"):
+                    headers = {"authorization": f"{scheme} sesame"}
+                    assert web.get("/v2", headers=headers).status_code == 200
+                    answer = web.post("/v2/models/echo/infer", json={"inputs": []}, headers=headers)
+                    assert answer.status_code == 200
+
+
+class TestGoing:
+    def test_a_client_that_goes_cancels_its_request(self, address: str, service: Echo) -> None:
+        body = json.dumps({"inputs": [JSON_FP32]}).encode()
+        head = b"POST /v2/models/waits/infer HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port))) as connection:
+            connection.sendall(head % len(body) + body)
+            assert service.waiting.wait(10)
+            assert not service.cancelled.is_set()
+        assert service.cancelled.wait(10)
+
+    def test_a_client_that_goes_while_it_sends(
+        self, address: str, service: Echo, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        asked = Asked([b"{"], [], gone_after=1)
+        asyncio.run(asked.of(application(service, Limits())))
+        assert (asked.status, service.requests) == (None, [])
+        assert not caplog.records
+
+    def test_nobody_is_answered_once_gone(self, service: Echo) -> None:
+        body = json.dumps({"inputs": [JSON_FP32]}).encode()
+        asked = Asked([body], [], path="/v2/models/waits/infer", last=True, gone_after=1)
+        asyncio.run(asked.of(application(service, Limits())))
+        assert asked.status is None
+        assert service.cancelled.is_set()
+
+    def test_the_server_s_own_end_goes_through(self, service: Echo) -> None:
+        body = json.dumps({"inputs": [JSON_FP32]}).encode()
+        asked = Asked([body], [], path="/v2/models/waits/infer", last=True)
+
+        async def end() -> None:
+            task = asyncio.ensure_future(asked.of(application(service, Limits())))
+            while not service.waiting.is_set():
+                await asyncio.sleep(0)
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+
+        asyncio.run(end())
+        assert service.cancelled.is_set()
+        assert asked.status is None
+
+    def test_nothing_stays_behind_an_answer(self, service: Echo) -> None:
+        body = json.dumps({"inputs": [JSON_FP32]}).encode()
+        asked = Asked([body], [], path="/v2/models/echo/infer", last=True)
+
+        async def ask() -> int:
+            await asked.of(application(service, Limits()))
+            await asyncio.sleep(0)
+            return len(asyncio.all_tasks())
+
+        assert asyncio.run(ask()) == 1
+        assert asked.status == 200
+
+
+class Asked:
+    """A request without a server: what it sends, and what became of it."""
+
+    def __init__(
+        self,
+        parts: list[bytes],
+        headers: list[tuple[bytes, bytes]],
+        *,
+        path: str = "/v2/models/echo/infer",
+        last: bool = False,
+        gone_after: int | None = None,
+    ) -> None:
+        self._parts, self._headers, self._path = parts, headers, path
+        self._last, self._gone_after = last, gone_after
+        self.read = 0
+        self.status: int | None = None
+
+    async def of(self, app: Any) -> None:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": self._path,
+            "root_path": "",
+            "query_string": b"",
+            "headers": self._headers,
+        }
+        await app(scope, self._receive, self._send)
+
+    async def _receive(self) -> dict[str, Any]:
+        if self.read == self._gone_after:
+            return {"type": "http.disconnect"}
+        if self.read == len(self._parts):
+            await asyncio.Event().wait()
+        part = self._parts[self.read]
+        self.read += 1
+        more = not self._last or self.read < len(self._parts)
+        return {"type": "http.request", "body": part, "more_body": more}
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
