@@ -152,7 +152,9 @@ def test_parameters_of_an_answer() -> None:
     given = {"yes": True, "count": -3, "large": 2**64 - 1, "share": 0.5, "word": "w"}
     sent = grpc_codec.infer_response(InferResponse("m", "1", "mine", {}, given))
     assert (sent.model_name, sent.model_version, sent.id) == ("m", "1", "mine")
-    assert {key: value.WhichOneof("parameter_choice") for key, value in sent.parameters.items()} == {
+    assert {
+        key: value.WhichOneof("parameter_choice") for key, value in sent.parameters.items()
+    } == {
         "yes": "bool_param",
         "count": "int64_param",
         "large": "uint64_param",
@@ -240,7 +242,10 @@ CONFUSED: dict[str, tuple[messages.ModelInferRequest, str]] = {
     "too many strings": (message(raw(BYTES, [0]), raw_input_contents=[F4]), "1 elements"),
     "too few typed strings": (message(typed(BYTES, [2], bytes_contents=[b""])), "1 elements"),
     "twice": (message(raw("FP32", [0]), raw("FP32", [0])), "two inputs of the name 'x'"),
-    "output twice": (message(outputs=[{"name": "x"}, {"name": "x"}]), "two outputs of the name 'x'"),
+    "output twice": (
+        message(outputs=[{"name": "x"}, {"name": "x"}]),
+        "two outputs of the name 'x'",
+    ),
     "empty parameter": (message(parameters={"x": {}}), "'x' has no value"),
 }
 

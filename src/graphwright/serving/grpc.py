@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import math
 import time
@@ -148,6 +149,12 @@ def _handler(
             return answered
         except RequestError as error:
             problem = error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not by the client, who would wait for ever.
+            problem = RequestError(Kind.CANCELLED, "The server has dropped the request.")
         except Exception as error:
             what = f"The server could not answer {name}: {type(error).__name__}."
             problem = RequestError(Kind.FAILED, what, remedy="Its log says more.")
