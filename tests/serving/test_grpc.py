@@ -292,8 +292,10 @@ def test_long_names_do_not_hide_the_error() -> None:
 def test_what_is_too_large_is_refused_and_what_fits_is_not() -> None:
     async def talk(channel: Any, service: Fake) -> None:
         stub = GRPCInferenceServiceStub(channel)
-        error = await refusal(stub.ModelInfer(floats("echo", *[1.0] * 300)))
-        assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+        large = floats("echo", *[1.0] * 300)
+        for how in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
+            error = await refusal(stub.ModelInfer(large, compression=how))
+            assert error.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
         assert not service.asked
         await stub.ModelInfer(floats("echo", *[1.0] * 200))
 
