@@ -1,0 +1,195 @@
+"""What a transport checks of a request: the client's token, names, shapes, data and deadlines.
+
+All of it raises RequestError with text that names the tensor or parameter.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hmac
+import math
+import struct
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from ..calls.options import nearest, shown
+from .protocol import BYTES, DTYPES, Kind, Parameters, RequestError, Strings, Value
+
+# More dimensions than these many of PyTorch's operators refuse, and numpy too.
+MOST_DIMENSIONS = 64
+# Strides and sizes in bytes are to fit into 64 bits, of empty tensors as well.
+_MOST_ELEMENTS = 2**59
+
+
+def invalid(what: str, remedy: str | None = None) -> RequestError:
+    """The error for a request that makes no sense."""
+    return RequestError(Kind.INVALID, what, remedy=remedy)
+
+
+def check_token(authorization: str | None, token: str | None) -> None:
+    """Compare what a client sent as "Authorization" to the token, if there is one.
+
+    Raises:
+        RequestError: UNAUTHENTICATED, it is not "Bearer" and the token.
+    """
+    if token is None:
+        return
+    scheme, _, sent = (authorization or "").partition(" ")
+    same = hmac.compare_digest(sent.strip().encode(), token.encode())
+    if scheme.lower() != "bearer" or not same:
+        remedy = "Send the server's token as 'Authorization: Bearer …'."
+        raise RequestError(Kind.UNAUTHENTICATED, "The request has no valid token.", remedy=remedy)
+
+
+def check_names(names: Iterable[str], what: str) -> None:
+    """Refuse tensors without a name and two of one name; `what` is "input" or "output"."""
+    known: set[str] = set()
+    for name in names:
+        if not name:
+            raise invalid(f"An {what} has no name.")
+        if name in known:
+            raise invalid(f"There are two {what}s of the name {shown(name)}.")
+        known.add(name)
+
+
+def check_datatype(datatype: str, name: str) -> None:
+    """Refuse a datatype that the protocol does not know."""
+    if datatype != BYTES and datatype not in DTYPES:
+        raise invalid(
+            f"The tensor {shown(name)} is of an unknown datatype, {shown(datatype)}.",
+            nearest(datatype, [*DTYPES, BYTES]) or f"Known are {', '.join([*DTYPES, BYTES])}.",
+        )
+
+
+def element_count(shape: Sequence[int], name: str) -> int:
+    """How many elements a tensor of a shape has; refuses what is no shape, or of no use."""
+    if len(shape) > MOST_DIMENSIONS:
+        raise invalid(
+            f"The tensor {shown(name)} has {len(shape)} dimensions, "
+            f"and at most {MOST_DIMENSIONS} are possible."
+        )
+    if any(size < 0 for size in shape):
+        raise invalid(f"The tensor {shown(name)} has a negative size in its shape {list(shape)}.")
+    if math.prod(max(size, 1) for size in shape) > _MOST_ELEMENTS:
+        raise invalid(f"The tensor {shown(name)} is too large: its shape is {list(shape)}.")
+    return math.prod(shape)
+
+
+def numbers_from_bytes(
+    data: bytes | memoryview, datatype: str, shape: Sequence[int], name: str
+) -> torch.Tensor:
+    """A tensor of numbers from its elements in row-major order, little-endian.
+
+    Args:
+        data: the elements; they are copied once.
+        datatype: one of DTYPES.
+        shape: of the tensor.
+        name: of the tensor, for errors.
+
+    Raises:
+        RequestError: the shape is none, the data is not as long as the shape and the datatype
+            say, or a BOOL is neither 0 nor 1.
+    """
+    dtype = DTYPES[datatype]
+    size = element_count(shape, name) * dtype.itemsize
+    if len(data) != size:
+        raise invalid(
+            f"The tensor {shown(name)} has {len(data)} bytes of data, "
+            f"and {datatype} of shape {list(shape)} has {size}."
+        )
+    return numbers(bytearray(data), datatype, shape, name)
+
+
+def numbers(
+    buffer: bytearray | array[Any], datatype: str, shape: Sequence[int], name: str
+) -> torch.Tensor:
+    """A tensor over a writable buffer of the right size, which is not copied."""
+    dtype = DTYPES[datatype]
+    if not len(buffer):
+        return torch.empty(tuple(shape), dtype=dtype)
+    tensor = torch.frombuffer(buffer, dtype=dtype)
+    if dtype is torch.bool and int(tensor.view(torch.uint8).max()) > 1:
+        raise invalid(f"The tensor {shown(name)} of BOOL has bytes that are neither 0 nor 1.")
+    return tensor.reshape(tuple(shape))
+
+
+def strings_from_bytes(data: bytes | memoryview, shape: Sequence[int], name: str) -> Strings:
+    """A tensor of BYTES from its elements, each after its length as 4 bytes, little-endian.
+
+    Raises:
+        RequestError: the shape is none, the data ends within an element, or it holds more or fewer
+            elements than the shape says.
+    """
+    count = element_count(shape, name)
+    values: list[bytes] = []
+    start, end = 0, len(data)
+    while start < end:
+        if start + 4 > end:
+            raise invalid(
+                f"The tensor {shown(name)} of BYTES ends within the length of an element."
+            )
+        (length,) = struct.unpack_from("<I", data, start)
+        start += 4
+        if start + length > end:
+            raise invalid(
+                f"The tensor {shown(name)} of BYTES ends within an element: "
+                f"of {length} bytes there are {end - start}."
+            )
+        values.append(bytes(data[start : start + length]))
+        start += length
+    return strings(values, count, shape, name)
+
+
+def strings(values: Sequence[bytes], count: int, shape: Sequence[int], name: str) -> Strings:
+    """A tensor of BYTES from its elements in row-major order, of which there are to be `count`."""
+    check_count(len(values), count, shape, name)
+    return Strings(tuple(shape), tuple(values))
+
+
+def check_count(found: int, count: int, shape: Sequence[int], name: str) -> None:
+    """Refuse more or fewer elements than a shape has."""
+    if found != count:
+        raise invalid(
+            f"The tensor {shown(name)} has {found} elements, "
+            f"and its shape {list(shape)} has {count}."
+        )
+
+
+def bytes_of(value: Value) -> bytes:
+    """The elements of a tensor as `numbers_from_bytes` and `strings_from_bytes` read them.
+
+    Numbers are copied once.
+    """
+    if isinstance(value, Strings):
+        return b"".join(struct.pack("<I", len(each)) + each for each in value.values)
+    held = value.contiguous()
+    return (ctypes.c_char * held.nbytes).from_address(held.data_ptr()).raw
+
+
+def deadline(
+    received: float, parameters: Parameters, client_s: float | None, default_s: float | None
+) -> float | None:
+    """Until when an answer is of use, on the clock of `received`; None for ever.
+
+    Args:
+        received: when the request was read.
+        parameters: of the request; Triton's "timeout" is in microseconds, 0 for none.
+        client_s: the seconds that the transport's own deadline leaves; None if there is none.
+        default_s: the seconds for a client that says neither.
+
+    Raises:
+        RequestError: "timeout" is no whole number, or negative.
+    """
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or timeout < 0:
+        raise invalid(
+            f"The parameter 'timeout' is {shown(timeout)}, no whole number of microseconds."
+        )
+    given = [] if client_s is None else [client_s]
+    if timeout:
+        given.append(timeout / 1e6)
+    seconds = min(given, default=default_s)
+    return None if seconds is None else received + seconds

@@ -1,0 +1,182 @@
+"""server(): the Open Inference Protocol over gRPC, with Triton's repository and statistics."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, TypeAlias
+
+import grpc
+from google.protobuf.message import DecodeError
+from open_inference.grpc import protocol as messages
+
+from . import checks, grpc_codec
+from . import grpc_extensions as extensions
+from .protocol import Kind, RequestError
+from .service import Limits, Service
+
+_LOGGER = logging.getLogger("graphwright.serving")
+_NAME = "inference.GRPCInferenceService"
+_CODES = {
+    Kind.INVALID: grpc.StatusCode.INVALID_ARGUMENT,
+    Kind.UNAUTHENTICATED: grpc.StatusCode.UNAUTHENTICATED,
+    Kind.NOT_FOUND: grpc.StatusCode.NOT_FOUND,
+    Kind.TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.OVERLOADED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    Kind.TOO_LATE: grpc.StatusCode.DEADLINE_EXCEEDED,
+    Kind.CANCELLED: grpc.StatusCode.CANCELLED,
+    Kind.UNAVAILABLE: grpc.StatusCode.UNAVAILABLE,
+    Kind.UNSUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    Kind.FAILED: grpc.StatusCode.INTERNAL,
+}
+# Clients refuse errors with longer text, since it is sent as a header.
+_LONGEST_TEXT = 500
+# What may be asked without a token.
+_OPEN = frozenset({"ServerLive", "ServerReady"})
+
+# Answers a request; the context is that of gRPC.
+_Answer: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
+
+
+def server(service: Service, limits: Limits) -> grpc.aio.Server:
+    """A server of gRPC for a service; the caller adds ports, starts and stops it.
+
+    A client that cancels its call, goes away, or whose deadline is over has its `infer` cancelled.
+
+    Args:
+        service: what answers; asked on the event loop that this is called on.
+        limits: what clients are held to. gRPC itself refuses requests that are too large.
+    """
+    made = grpc.aio.server(
+        options=[
+            ("grpc.max_receive_message_length", min(limits.max_request_bytes, 2**31 - 1)),
+            ("grpc.max_send_message_length", -1),
+            ("grpc.so_reuseport", 0),  # A port of another server is not to be shared.
+        ]
+    )
+    methods = _Methods(service, limits)
+    # Messages are read in the handlers, after the token, so that bad ones are the client's error.
+    handlers = {
+        name: grpc.unary_unary_rpc_method_handler(_handler(name, kind, answer, limits))
+        for name, (kind, answer) in methods.table().items()
+    }
+    made.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_NAME, handlers),))
+    return made
+
+
+class _Methods:
+    """The methods of the protocol: each takes a message and gRPC's context, and gives a message."""
+
+    def __init__(self, service: Service, limits: Limits) -> None:
+        self._service, self._limits = service, limits
+
+    def table(self) -> dict[str, tuple[Any, _Answer]]:
+        """For each method the class of its request, and what answers."""
+        return {
+            "ServerLive": (messages.ServerLiveRequest, self.server_live),
+            "ServerReady": (messages.ServerReadyRequest, self.server_ready),
+            "ServerMetadata": (messages.ServerMetadataRequest, self.server_metadata),
+            "ModelReady": (messages.ModelReadyRequest, self.model_ready),
+            "ModelMetadata": (messages.ModelMetadataRequest, self.model_metadata),
+            "ModelInfer": (messages.ModelInferRequest, self.infer),
+            "ModelStatistics": (extensions.ModelStatisticsRequest, self.statistics),
+            "RepositoryIndex": (extensions.RepositoryIndexRequest, self.index),
+            "RepositoryModelLoad": (extensions.RepositoryModelLoadRequest, self.load),
+            "RepositoryModelUnload": (extensions.RepositoryModelUnloadRequest, self.unload),
+        }
+
+    async def server_live(self, request: Any, context: Any) -> messages.ServerLiveResponse:
+        return messages.ServerLiveResponse(live=self._service.is_live())
+
+    async def server_ready(self, request: Any, context: Any) -> messages.ServerReadyResponse:
+        return messages.ServerReadyResponse(ready=self._service.is_ready())
+
+    async def server_metadata(self, request: Any, context: Any) -> messages.ServerMetadataResponse:
+        return grpc_codec.server_metadata(self._service.metadata())
+
+    async def model_ready(self, request: Any, context: Any) -> messages.ModelReadyResponse:
+        ready = self._service.is_model_ready(request.name, request.version)
+        return messages.ModelReadyResponse(ready=ready)
+
+    async def model_metadata(self, request: Any, context: Any) -> messages.ModelMetadataResponse:
+        found = self._service.model_metadata(request.name, request.version)
+        return grpc_codec.model_metadata(found)
+
+    async def infer(self, request: Any, context: Any) -> messages.ModelInferResponse:
+        wanted = grpc_codec.infer_request(
+            request, time.monotonic(), context.time_remaining(), self._limits.timeout_s
+        )
+        return grpc_codec.infer_response(await self._service.infer(wanted))
+
+    async def statistics(self, request: Any, context: Any) -> Any:
+        return grpc_codec.statistics(self._service.statistics(request.name, request.version))
+
+    async def index(self, request: Any, context: Any) -> Any:
+        _check_repository(request)
+        return grpc_codec.index(self._service.index(request.ready))
+
+    async def load(self, request: Any, context: Any) -> Any:
+        _check_repository(request)
+        await self._service.load(request.model_name, grpc_codec.load_parameters(request))
+        return extensions.RepositoryModelLoadResponse()
+
+    async def unload(self, request: Any, context: Any) -> Any:
+        _check_repository(request)
+        await self._service.unload(request.model_name)
+        return extensions.RepositoryModelUnloadResponse()
+
+
+def _check_repository(request: Any) -> None:
+    if request.repository_name:
+        what = "This server has one repository, which has no name."
+        raise RequestError(Kind.UNSUPPORTED, what, remedy="Leave repository_name out.")
+
+
+def _handler(
+    name: str, kind: Any, answer: _Answer, limits: Limits
+) -> Callable[[bytes, Any], Awaitable[bytes]]:
+    """From the bytes of a request to those of its answer, or to gRPC's way to say an error."""
+
+    async def handle(data: bytes, context: Any) -> bytes:
+        try:
+            if name not in _OPEN:
+                metadata = dict(context.invocation_metadata())
+                checks.check_token(metadata.get("authorization"), limits.token)
+            answered: bytes = (await answer(_read(kind, data), context)).SerializeToString()
+            return answered
+        except RequestError as error:
+            problem = error
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if task is None or task.cancelling():
+                raise
+            # Not by the client, who would wait for ever.
+            problem = RequestError(Kind.CANCELLED, "The server has dropped the request.")
+        except Exception as error:
+            what = f"The server could not answer {name}: {type(error).__name__}."
+            problem = RequestError(Kind.FAILED, what, remedy="Its log says more.")
+            problem.__cause__ = error
+        if problem.kind is Kind.FAILED:
+            _LOGGER.error("%s failed", name, exc_info=problem)
+        await context.abort(*_said(problem))
+        raise problem  # Which is not reached: abort() raises.
+
+    return handle
+
+
+def _read(kind: Any, data: bytes) -> Any:
+    try:
+        return kind.FromString(data)
+    except DecodeError:
+        raise checks.invalid(f"The request is no {kind.DESCRIPTOR.name}.") from None
+
+
+def _said(error: RequestError) -> tuple[Any, str, tuple[tuple[str, str], ...]]:
+    """An error as gRPC says it: code, text and trailing metadata."""
+    text = str(error)[:_LONGEST_TEXT]
+    if error.retry_after_s is None:
+        return _CODES[error.kind], text, ()
+    return _CODES[error.kind], text, (("retry-after", str(math.ceil(error.retry_after_s))),)
