@@ -60,7 +60,7 @@ def check_datatype(datatype: str, name: str) -> None:
     if datatype != BYTES and datatype not in DTYPES:
         raise invalid(
             f"The tensor {shown(name)} is of an unknown datatype, {shown(datatype)}.",
-            nearest(datatype, [*DTYPES, BYTES]) or f"Known are {', '.join([*DTYPES, BYTES])}.",
+            nearest(datatype[:20], [*DTYPES, BYTES]) or f"Known are {', '.join([*DTYPES, BYTES])}.",
         )
 
 
