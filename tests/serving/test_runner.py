@@ -14,9 +14,10 @@ import pytest
 import torch
 from served import AmongRows, Picky, config, made, sample
 
+from graphwright.serving.launch import Source
 from graphwright.serving.model import ModelConfig, PreparedModel
 from graphwright.serving.protocol import InferRequest, Kind, RequestError, Strings, TensorMetadata
-from graphwright.serving.repository import Repository, Source
+from graphwright.serving.repository import Repository
 
 
 def request(rows: int = 1, length: int = 8, seed: int = 0, **options: Any) -> InferRequest:

@@ -1,4 +1,4 @@
-"""The commands: graphwright tune | run | check | strategies | report.
+"""The commands: graphwright tune | run | serve | check | strategies | report.
 
 Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture; 2, with one
 sentence, if the command, the target or the model is wrong, or results cannot be written; 130 if
@@ -54,9 +54,13 @@ class _Seconds(click.ParamType[float]):
         if isinstance(value, float):
             return value
         text = str(value)
-        factor = {"s": 1.0, "m": 60.0, "h": 3600.0}.get(text[-1:], 0.0)
+        number, factor = text, 1.0
+        for unit, seconds in (("ms", 1e-3), ("s", 1.0), ("m", 60.0), ("h", 3600.0)):
+            if text.endswith(unit):
+                number, factor = text.removesuffix(unit), seconds
+                break
         try:
-            seconds = float(text[:-1]) * factor if factor else float(text)
+            seconds = float(number) * factor
         except ValueError:
             seconds = math.nan
         if not 0 < seconds < math.inf:
@@ -268,6 +272,97 @@ def run(artifact: str, target: str | None, trust: bool, device: str | None, call
     trial = run_artifact(Path(artifact), model, trust=trust, device=place, calls=calls)
     with printing():
         show(trial)
+
+
+@main.command()
+@click.argument("models", nargs=-1, required=True, metavar="[NAME=]TARGET|FILE.gw...")
+@_INPUTS
+@_DEVICE
+@click.option(
+    "--model",
+    "target",
+    metavar="TARGET",
+    help="The model of a FILE.gw, as for run; with one FILE alone.",
+)
+@click.option("--trust", is_flag=True, help="Execute code that the files hold, as for run.")
+@click.option("--host", default="127.0.0.1", show_default=True, help="The address to listen on.")
+@click.option("--http-port", type=click.IntRange(0, 65535), default=8000, show_default=True)
+@click.option("--grpc-port", type=click.IntRange(0, 65535), default=8001, show_default=True)
+@click.option("--no-http", is_flag=True, help="Do not listen for HTTP.")
+@click.option("--no-grpc", is_flag=True, help="Do not listen for gRPC.")
+@click.option(
+    "--max-queue",
+    type=click.IntRange(1),
+    default=1024,
+    show_default=True,
+    help="How many requests may wait for each model; more are refused.",
+)
+@click.option(
+    "--timeout", type=_Seconds(), help="Drop a request that is older and has no deadline: 500ms."
+)
+@click.option(
+    "--drain",
+    type=_Seconds(),
+    default="30s",
+    show_default=True,
+    help="How long to go on answering after SIGTERM.",
+)
+@click.option(
+    "--token-file",
+    type=click.Path(exists=True, dir_okay=False),
+    help="Ask clients for the token in this file: Authorization: Bearer TOKEN.",
+)
+@click.option(
+    "--tls",
+    nargs=2,
+    type=click.Path(exists=True, dir_okay=False),
+    metavar="CERTIFICATE KEY",
+    help="PEM files of the certificate chain and its key.",
+)
+def serve(
+    models: Sequence[str],
+    inputs: Sequence[str],
+    device: str | None,
+    target: str | None,
+    trust: bool,
+    host: str,
+    http_port: int,
+    grpc_port: int,
+    no_http: bool,
+    no_grpc: bool,
+    max_queue: int,
+    timeout: float | None,
+    drain: float,
+    token_file: str | None,
+    tls: tuple[str, str] | None,
+) -> None:
+    """Serve models by the Open Inference Protocol (KServe, Triton), over HTTP and gRPC.
+
+    A TARGET is as for tune, or a function that returns a graphwright.ModelConfig; a FILE.gw is what
+    `tune --save` wrote. A model is called as its function or file, unless NAME= says otherwise.
+    Requests for a model are joined into batches. SIGTERM and Ctrl-C end the server once it has
+    answered what was asked.
+    """
+    from ..serving.launch import check_installed, options_of
+    from .serve import run_server, sources_of
+
+    check_installed()
+    place = None if device is None else _device(device)
+    sources = sources_of(models, inputs, place, target, trust=trust)
+    token = None if token_file is None else Path(token_file).read_text(encoding="utf-8").strip()
+    options = options_of(
+        {
+            "host": host,
+            "http_port": None if no_http else http_port,
+            "grpc_port": None if no_grpc else grpc_port,
+            "max_queue": max_queue,
+            "timeout_s": timeout,
+            "drain_s": drain,
+            "token": token,
+            "tls": tls or None,
+        }
+    )
+    run_server(sources, options)
 
 
 @main.command()

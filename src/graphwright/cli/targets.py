@@ -9,7 +9,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 from ..calls.modules import should_be_in_eval_mode
 from ..calls.options import nearest
 from ..errors import TargetError, first_line, user_frame
+from ..serving.model import ModelConfig
 
 _RETURNS = "Return (model, args) or (model, args, kwargs), or give the inputs with --input."
 _GUARD = 'Put what ends it under `if __name__ == "__main__":`.'
@@ -38,6 +39,28 @@ class Target:
     notes: tuple[str, ...] = ()
 
 
+def load_served(text: str, inputs: Sequence[str], device: torch.device) -> ModelConfig:
+    """What to serve of TARGET: it may be a ModelConfig, or a function that returns one.
+
+    Raises:
+        TargetError: as `load_target`.
+    """
+    given = _found(text)[0]
+    if isinstance(given, ModelConfig):
+        return _moved(text, given, device)
+    if callable(given) and not isinstance(given, nn.Module):
+        result = _result_of(text, given)
+        if isinstance(result, ModelConfig):
+            return _moved(text, result, device)
+    target = load_target(text, inputs, device)
+    return ModelConfig(target.model, target.args, target.kwargs)
+
+
+def _moved(text: str, config: ModelConfig, device: torch.device) -> ModelConfig:
+    model, args, kwargs = _put_on(device, text, config.model, config.args, config.kwargs)
+    return replace(config, model=model, args=args, kwargs=kwargs)
+
+
 def load_target(
     text: str, inputs: Sequence[str], device: torch.device, *, inputs_needed: bool = True
 ) -> Target:
@@ -49,21 +72,7 @@ def load_target(
     Raises:
         TargetError: anything about it is wrong, in one sentence.
     """
-    place, _, name = text.rpartition(":")
-    if not place or not name:
-        raise TargetError(f"TARGET {text!r} names no function.", remedy=_functions_in(text))
-    module = _import(place)
-    file = getattr(module, "__file__", None)
-    if file is None and hasattr(module, "__path__"):  # Any folder is a namespace package.
-        raise _folder(place)
-    try:
-        found = getattr(module, name)
-    except AttributeError:
-        own = _callables(module)
-        hints = [nearest(name, own), f"It has: {', '.join(own) or 'nothing to call'}."]
-        raise TargetError(
-            f"{place} has no {name!r}.", remedy=" ".join(filter(None, hints))
-        ) from None
+    found, name, file = _found(text)
     given = tuple(parse_input(spec) for spec in inputs)
     model, args, kwargs = _called(text, found, given, inputs_needed)
     if given:
@@ -72,15 +81,48 @@ def load_target(
     if isinstance(model, nn.Module) and should_be_in_eval_mode(model):
         model.eval()
         notes.append("The model came in training mode; it was tuned in eval mode.")
+    model, args, kwargs = _put_on(device, text, model, args, kwargs)
+    return Target(name, file, model, args, kwargs, tuple(notes))
+
+
+def _put_on(
+    device: torch.device,
+    text: str,
+    model: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: Mapping[str, Any],
+) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
+    """A model, which is changed, and its inputs on a device."""
     try:
         if isinstance(model, nn.Module):
             model.to(device)
-        args, kwargs = pytree.tree_map_only(torch.Tensor, lambda t: t.to(device), (args, kwargs))
+        args, kwargs = pytree.tree_map_only(
+            torch.Tensor, lambda t: t.to(device), (args, dict(kwargs))
+        )
     except Exception as error:
         raise TargetError(
             f"{text} cannot be put on {device}: {first_line(error)}.", remedy=_movable(error)
         ) from error
-    return Target(name, file and Path(file), model, args, kwargs, tuple(notes))
+    return model, args, dict(kwargs)
+
+
+def _found(text: str) -> tuple[Any, str, Path | None]:
+    """What TARGET names, its name, and the file that it comes from."""
+    place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise TargetError(f"TARGET {text!r} names no function.", remedy=_functions_in(text))
+    module = _import(place)
+    file = getattr(module, "__file__", None)
+    if file is None and hasattr(module, "__path__"):  # Any folder is a namespace package.
+        raise _folder(place)
+    try:
+        return getattr(module, name), name, file and Path(file)
+    except AttributeError:
+        own = _callables(module)
+        hints = [nearest(name, own), f"It has: {', '.join(own) or 'nothing to call'}."]
+        raise TargetError(
+            f"{place} has no {name!r}.", remedy=" ".join(filter(None, hints))
+        ) from None
 
 
 def _callables(module: ModuleType) -> list[str]:
@@ -165,20 +207,7 @@ def _ended(what: str, error: SystemExit) -> TargetError:
 def _called(
     text: str, found: Any, given: tuple[torch.Tensor, ...], needed: bool
 ) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:
-    result = found
-    if not isinstance(found, nn.Module):
-        if not callable(found):
-            raise TargetError(f"{text} is {_a(found)}.", remedy=_RETURNS)
-        try:
-            result = found()
-        except SystemExit as error:
-            raise _ended(f"{text}()", error) from error
-        except Exception as error:
-            raise TargetError(
-                f"{text}() fails: {first_line(error)}.",
-                where=user_frame(error),
-                remedy=_remedy_of(error, found),
-            ) from error
+    result = found if isinstance(found, nn.Module) else _result_of(text, found)
     model, args, kwargs = _parts(text, result)
     if needed and not given and not args and not kwargs:
         raise TargetError(
@@ -186,6 +215,21 @@ def _called(
             remedy="Give one --input SHAPE:DTYPE an argument, for example --input 8x128:float32.",
         )
     return model, args, kwargs
+
+
+def _result_of(text: str, found: Any) -> Any:
+    if not callable(found):
+        raise TargetError(f"{text} is {_a(found)}.", remedy=_RETURNS)
+    try:
+        return found()
+    except SystemExit as error:
+        raise _ended(f"{text}()", error) from error
+    except Exception as error:
+        raise TargetError(
+            f"{text}() fails: {first_line(error)}.",
+            where=user_frame(error),
+            remedy=_remedy_of(error, found),
+        ) from error
 
 
 def _remedy_of(error: Exception, function: Callable[..., Any]) -> str:

@@ -32,8 +32,9 @@ from .protocol import TensorMetadata, Value
 
 _LOGGER = logging.getLogger("graphwright.serving")
 _MAX_BATCH = 32
-# How long the sizes of a model may be timed, in seconds.
-_TIMING_S = 10.0
+# How many calls of a size are timed, and after how many seconds no more begin.
+_TIMED = 5
+_TIMING_S = 0.2
 # How many requests are joined to see whether that changes an answer.
 _CHECKED = 4
 
@@ -91,7 +92,7 @@ class PreparedModel:
         self.config = config
         self.notes: list[str] = []
         args, kwargs, layout, points = _described(config)
-        sample, _ = flatten(args, kwargs)
+        sample, self._spec = flatten(args, kwargs)
         device = next((v.device for v in sample if isinstance(v, torch.Tensor)), None)
         if device is None:
             raise OptionError(
@@ -103,7 +104,7 @@ class PreparedModel:
         at = _different_sizes(own, points, anywhere=self._reference is not None, layout=layout)
         self.joiner = Joiner(self._reference or self.call, args, kwargs, layout, at)
         exact = config.buckets is not None or _has_sizes_of_its_own(self.call)
-        self.timings = Timings(self._measured(points), exact)
+        self.timings = Timings(self._measured(points, exact), exact)
         self.joins = True
         self._check()
         self.inputs = tuple(config.inputs) or self.joiner.inputs
@@ -119,22 +120,22 @@ class PreparedModel:
         with torch.no_grad():
             return self.joiner.results(self.call(*args, **kwargs))
 
-    def _measured(self, points: Sequence[Sizes]) -> dict[Sizes, float]:
+    def _measured(self, points: Sequence[Sizes], exact: bool) -> dict[Sizes, float]:
         """The median time of a call of each size, in seconds, with its copies."""
+        calls = {point: unflatten(self.joiner.sampler.at(point), self._spec) for point in points}
+        # Graphs are captured, and others built, largest first: that takes the least memory.
+        largest_first = sorted(points, key=math.prod, reverse=True)
+        for point in largest_first if exact else largest_first[-1:]:
+            self.run(*calls[point])
         found: dict[Sizes, float] = {}
-        end = time.monotonic() + _TIMING_S
-        for point in sorted(points, key=math.prod, reverse=True):
-            leaves = self.joiner.sampler.at(point)
-            args, kwargs = unflatten(leaves, self.joiner.sampler.spec)
-            times = []
-            for _ in range(5):
+        for point in sorted(points):
+            times: list[float] = []
+            while len(times) < _TIMED and sum(times) < _TIMING_S:
                 begin = time.perf_counter()
-                self.run(args, kwargs)
+                self.run(*calls[point])
                 times.append(time.perf_counter() - begin)
-                if time.monotonic() > end and len(times) > 1:
-                    break
-            found[point] = statistics.median(times[1:])
-        return dict(sorted(found.items()))
+            found[point] = statistics.median(times)
+        return found
 
     def _check(self) -> None:
         """Compare joined answers with those of each request alone; join less if they differ."""

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from .._version import __version__
 from ..errors import GraphwrightError, first_line
+from .launch import Source
 from .metrics import Metrics
-from .model import ModelConfig, PreparedModel
+from .model import PreparedModel
 from .protocol import (
     IndexEntry,
     InferRequest,
@@ -27,9 +28,6 @@ from .runner import ModelRunner, device_memory
 _LOGGER = logging.getLogger("graphwright.serving")
 _VERSION = "1"
 _EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
-
-# What a model is made of: made anew each time that the model is loaded.
-Source = Callable[[], ModelConfig]
 
 
 @dataclass

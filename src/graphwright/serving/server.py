@@ -1,4 +1,4 @@
-"""serve(): models behind HTTP and gRPC, until they are told to end."""
+"""Server: models behind HTTP and gRPC, until they are told to end."""
 
 from __future__ import annotations
 
@@ -7,57 +7,24 @@ import contextlib
 import logging
 import signal
 import socket
-import ssl
 import threading
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import grpc
 import uvicorn
-from torch import nn
 
-from ..calls.options import count_problem, refuse, shown
-from ..dispatch.graphed_callable import GraphedCallable
+from ..calls.options import shown
 from ..errors import OptionError
 from . import grpc as grpc_transport
 from . import http as http_transport
+from .launch import Models, ServerOptions, Source
 from .model import ModelConfig, PreparedModel
-from .repository import Repository, Source
+from .repository import Repository
 
 _LOGGER = logging.getLogger("graphwright.serving")
-_MAX_REQUEST_BYTES = 64 << 20
-
-Models = Mapping[str, ModelConfig | Source]
-
-
-@dataclass(frozen=True)
-class ServerOptions:
-    """How a server listens, and what it allows.
-
-    Attributes:
-        host: the address to listen on.
-        http_port: of HTTP; 0 for any that is free, None for no HTTP.
-        grpc_port: of gRPC; likewise.
-        max_queue: how many requests may wait for each model; more are refused.
-        max_request_bytes: the largest body or message.
-        timeout_s: after which a request is dropped whose client gives no deadline; None for never.
-        drain_s: how long to go on answering when the server is told to end.
-        token: what clients have to send as "Authorization: Bearer …"; None if anybody may ask.
-        tls: the files of a certificate chain and its private key, in PEM.
-    """
-
-    host: str = "127.0.0.1"
-    http_port: int | None = 8000
-    grpc_port: int | None = 8001
-    max_queue: int = 1024
-    max_request_bytes: int = _MAX_REQUEST_BYTES
-    timeout_s: float | None = None
-    drain_s: float | None = 30.0
-    token: str | None = None
-    tls: tuple[str, str] | None = None
 
 
 class Server:
@@ -214,36 +181,6 @@ class RunningServer:
         self.close()
 
 
-def serve(
-    models: Models | ModelConfig | Callable[..., Any], *, block: bool = True, **options: Any
-) -> RunningServer | None:
-    """Serve models by the Open Inference Protocol, over HTTP and gRPC.
-
-    Requests that wait for the same model are joined into one call, whose results are cut apart.
-    That this changes no answer is checked first, with requests like the sample; where it would,
-    requests are not joined. Sizes are those that the model was tuned or captured for, or else any.
-    On a GPU, modules are captured (`graph`) for sizes of powers of two.
-
-    Args:
-        models: a model, which is called "model"; or models by their names. A model is a
-            ModelConfig, a function that makes one (called again when a client loads the model
-            again), or what `tune()` returned, which knows its samples.
-        block: whether to serve until SIGTERM or Ctrl-C; False returns at once, with the server in a
-            thread.
-        options: of `ServerOptions`: host, http_port, grpc_port, max_queue, max_request_bytes,
-            timeout_s, drain_s, token, tls.
-
-    Raises:
-        OptionError: an option makes no sense, a model has no sample, or a port is taken.
-    """
-    named = _named(models)
-    chosen = _options(options)
-    if not block:
-        return RunningServer(named, chosen)
-    asyncio.run(serve_until_told(named, chosen))
-    return None
-
-
 async def serve_until_told(
     models: Models, options: ServerOptions, tell: Callable[[str], None] = print
 ) -> None:
@@ -296,65 +233,6 @@ def _source(model: ModelConfig | Source) -> Source:
         return config
 
     return made
-
-
-def _named(models: Any) -> Models:
-    named = models if isinstance(models, Mapping) else {"model": models}
-    if not named or not all(isinstance(name, str) and name for name in named):
-        raise OptionError(
-            f"serve() takes models by name, not {shown(models)}.",
-            remedy='Write {"name": ModelConfig(model, args)}.',
-        )
-    return {name: _config(model) for name, model in named.items()}
-
-
-def _config(model: Any) -> ModelConfig | Source:
-    if isinstance(model, nn.Module | GraphedCallable):
-        return ModelConfig(model)
-    if isinstance(model, ModelConfig):
-        return model
-    if not callable(model):
-        raise OptionError(
-            f"{shown(model)} cannot be served.",
-            remedy="Give a ModelConfig, a function that makes one, or a tuned model.",
-        )
-    found: Source = model
-    return found
-
-
-def _options(given: Mapping[str, Any]) -> ServerOptions:
-    known = ServerOptions.__dataclass_fields__
-    unknown = [name for name in given if name not in known]
-    options = ServerOptions(**{name: value for name, value in given.items() if name in known})
-    refuse(
-        "serve",
-        f"there is no option {unknown[0]}; there are {', '.join(known)}" if unknown else None,
-        count_problem("max_queue", options.max_queue),
-        count_problem("max_request_bytes", options.max_request_bytes),
-        *(
-            f"{name} is {shown(port)}, no port"
-            for name, port in (("http_port", options.http_port), ("grpc_port", options.grpc_port))
-            if port is not None and not (isinstance(port, int) and 0 <= port < 1 << 16)
-        ),
-        *(
-            f"{name} is {shown(value)}, no number of seconds"
-            for name, value in (("timeout_s", options.timeout_s), ("drain_s", options.drain_s))
-            if value is not None and not (isinstance(value, int | float) and value > 0)
-        ),
-    )
-    if options.tls is not None:
-        _check_tls(options.tls)
-    return options
-
-
-def _check_tls(files: tuple[str, str]) -> None:
-    try:
-        ssl.create_default_context(ssl.Purpose.CLIENT_AUTH).load_cert_chain(*files)
-    except (OSError, ssl.SSLError, TypeError) as error:
-        raise OptionError(
-            f"tls={shown(files)} cannot be read as a certificate and its key: {error}.",
-            remedy="Give two PEM files: (certificate chain, private key).",
-        ) from error
 
 
 def _bound(host: str, port: int) -> socket.socket:
