@@ -236,14 +236,16 @@ def _source(model: ModelConfig | Source) -> Source:
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    try:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, port))
-    except OSError as error:
-        raise _taken(host, port, error) from error
-    return bound
+    with contextlib.ExitStack() as undo:
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            bound = undo.enter_context(socket.socket(family, socket.SOCK_STREAM))
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            bound.bind((host, port))
+        except OSError as error:
+            raise _taken(host, port, error) from error
+        undo.pop_all()
+        return bound
 
 
 def _taken(host: str, port: int, error: Exception) -> OptionError:
