@@ -105,6 +105,7 @@ class Server:
         await self.repository.drain()
         if self._grpc is not None:
             await self._grpc.stop(1.0)
+            self._grpc = None  # Its thread ends with it.
         if self._http is not None and self._http_task is not None:
             self._http.should_exit = True
             await asyncio.gather(self._http_task, return_exceptions=True)
