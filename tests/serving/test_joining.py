@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from chosen import choosing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import BY_LENGTH, AmongRows, Encoder, WithoutMask, config, made, sample
@@ -119,17 +120,18 @@ def test_tensors_without_rows_are_shared_only_by_requests_that_agree() -> None:
 @pytest.mark.parametrize("saved", [False, True])
 def test_what_was_tuned_is_served_at_its_own_sizes(saved: bool, tmp_path: Path) -> None:
     model = made()
-    tuned = gw.tune(
-        model,
-        sample(4),
-        buckets=gw.Buckets(batch=[1, 4], length=[8, 16]),
-        dynamic_shapes=BY_LENGTH,
-        pad={"mask": 0},
-        strategies=["torchscript"],
-        remember=False,
-        progress=False,
-        isolate=False,
-    )
+    with choosing("torchscript"):
+        tuned = gw.tune(
+            model,
+            sample(4),
+            buckets=gw.Buckets(batch=[1, 4], length=[8, 16]),
+            dynamic_shapes=BY_LENGTH,
+            pad={"mask": 0},
+            strategies=["torchscript"],
+            remember=False,
+            progress=False,
+            isolate=False,
+        )
     if saved:
         gw.save(tuned, tmp_path / "served.gw")
         tuned = gw.load(tmp_path / "served.gw", trust=True)

@@ -25,6 +25,7 @@ import httpx
 import numpy as np
 import pytest
 import torch
+from chosen import choosing
 from served import Picky, config, made, sample
 
 import graphwright as gw
@@ -337,14 +338,15 @@ def test_ten_thousand_requests_of_minilm_get_their_own_answers() -> None:
 
 def test_a_model_is_served_from_its_file(tmp_path: Path) -> None:
     model = made()
-    tuned = gw.tune(
-        model,
-        sample(4),
-        strategies=["torchscript"],
-        remember=False,
-        progress=False,
-        isolate=False,
-    )
+    with choosing("torchscript"):
+        tuned = gw.tune(
+            model,
+            sample(4),
+            strategies=["torchscript"],
+            remember=False,
+            progress=False,
+            isolate=False,
+        )
     gw.save(tuned, tmp_path / "net.gw")
     with process(str(tmp_path / "net.gw"), "--trust") as (_, address):
         metadata = httpx.get(f"{address}/v2/models/net").json()
@@ -352,6 +354,7 @@ def test_a_model_is_served_from_its_file(tmp_path: Path) -> None:
         asked = dict(zip((each["name"] for each in metadata["inputs"]), sample(2), strict=True))
         path, body, headers = binary("net", asked)
         answer = httpx.post(address + path, content=body, headers=headers)
+        assert answer.is_success, answer.text
         with torch.no_grad():
             expected = model(*sample(2))
         for name, value in outputs_of(answer.content, answer.headers).items():

@@ -252,6 +252,10 @@ class Joiner:
     ) -> list[Axes]:
         """The dimensions of the outputs, by how their shapes differ from the first call's."""
         found: list[dict[int, Size]] = [{} for _ in results[0]]
+        if all(sizes[0] == at[0][0] for sizes in at):  # No other number of rows can be called.
+            for axes, value in zip(found, results[0].values(), strict=True):
+                if value.shape[:1] == (at[0][0],):
+                    axes[0] = Size(BATCH)
         for sizes, other in zip(at[1:], results[1:], strict=True):
             changed = [i for i, (a, b) in enumerate(zip(at[0], sizes, strict=True)) if a != b]
             if len(changed) != 1:
