@@ -14,8 +14,8 @@ import pytest
 import torch
 from served import AmongRows, Picky, config, made, sample
 
-from graphwright.serving.launch import Source
 from graphwright.serving.model import ModelConfig, PreparedModel
+from graphwright.serving.options import Source
 from graphwright.serving.protocol import InferRequest, Kind, RequestError, Strings, TensorMetadata
 from graphwright.serving.repository import Repository
 

@@ -343,7 +343,8 @@ def serve(
     Requests for a model are joined into batches. SIGTERM and Ctrl-C end the server once it has
     answered what was asked.
     """
-    from ..serving.launch import check_installed, options_of
+    from ..serving.launch import check_installed
+    from ..serving.options import options_of
     from .serve import run_server, sources_of
 
     check_installed()

@@ -12,8 +12,8 @@ import torch
 
 from ..artifacts.loading import load
 from ..errors import OptionError, TargetError
-from ..serving.launch import ServerOptions, Source
 from ..serving.model import ModelConfig
+from ..serving.options import ServerOptions, Source
 from .targets import load_served, load_target
 
 _SUFFIX = ".gw"

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 from .._version import __version__
 from ..errors import GraphwrightError, first_line
-from .launch import Source
 from .metrics import Metrics
 from .model import PreparedModel
+from .options import Source
 from .protocol import (
     IndexEntry,
     InferRequest,

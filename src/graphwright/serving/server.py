@@ -20,8 +20,8 @@ from ..calls.options import shown
 from ..errors import OptionError
 from . import grpc as grpc_transport
 from . import http as http_transport
-from .launch import Models, ServerOptions, Source
 from .model import ModelConfig, PreparedModel
+from .options import Models, ServerOptions, Source
 from .repository import Repository
 
 _LOGGER = logging.getLogger("graphwright.serving")
