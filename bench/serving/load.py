@@ -94,8 +94,9 @@ class Connection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         try:
-            self.parser.feed_data(data)
-        except (httptools.HttpParserError, AttributeError):  # or nothing was asked
+            if self.request is not None:
+                self.parser.feed_data(data)
+        except httptools.HttpParserError:
             self.transport.abort()
 
     def on_header(self, name: bytes, value: bytes) -> None:
@@ -111,6 +112,7 @@ class Connection(asyncio.Protocol):
         request.ended = time.perf_counter()
         request.status = str(self.parser.get_status_code())
         request.body = b"".join(self.parts)
+        self.load.answered()
         if self.parser.should_keep_alive():
             self.load.free(self)
         else:
@@ -133,6 +135,7 @@ class Load:
         self.waiting: collections.deque[Sent] = collections.deque()
         self.idle: list[Connection] = []
         self.open = 0
+        self.behind = 0.0  # the most seconds by which this process was late
         self.most = 0  # connections that were open at once
         self.again = False  # whether who is answered asks again
         self.opening: set[asyncio.Task[None]] = set()
@@ -159,6 +162,7 @@ class Load:
             wait = due - time.perf_counter()
             if wait > 0:
                 await asyncio.sleep(wait)
+            self.behind = max(self.behind, time.perf_counter() - due)
             self._due(due)
 
     async def _closed(self, seconds: float) -> None:
@@ -205,10 +209,13 @@ class Load:
             return
         self.free(made)
 
-    def free(self, connection: Connection) -> None:
-        """A connection is free: it takes what waits longest."""
+    def answered(self) -> None:
+        """A client of a closed loop asks again."""
         if self.again:
             self.waiting.append(self._next(time.perf_counter()))
+
+    def free(self, connection: Connection) -> None:
+        """A connection is free: it takes what waits longest."""
         if self.waiting:
             connection.send(self.waiting.popleft())
         else:
@@ -234,9 +241,10 @@ def summary(load: Load, seconds: float) -> dict[str, Any]:
     found: dict[str, Any] = {
         "due": len(sent),
         "statuses": dict(collections.Counter(one.status for one in sent)),
-        "rate": sum(one.status == "200" for one in sent) / seconds,
+        "answered_per_s": sum(one.status == "200" for one in sent) / seconds,
         "seconds": seconds,
         "connections": load.most,
+        "behind_s": load.behind,
     }
     if sent:
         values = np.percentile(latencies, PERCENTILES).tolist()

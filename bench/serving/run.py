@@ -11,6 +11,7 @@ highest rate of an open loop (see load.py) at which 99 of 100 answers come in ti
 from __future__ import annotations
 
 import json
+import sys
 import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict
@@ -39,6 +40,10 @@ BATCH, WAIT_S = 16, 0.002
 LOW, FIRST = 5.0, 20.0
 CLIENTS = 16
 RUNS = 12
+# An open loop takes long enough for so many requests, but not longer than so many times as usual.
+ENOUGH, LONGER = 200, 3
+# For which the answers to a load that was too high are waited for, before the next.
+SETTLE_S = 30.0
 # What a process needs besides its load.
 BESIDE_S = 60.0
 
@@ -70,36 +75,47 @@ class Trial:
             self.port,
             self.wire,
             str(self.folder / "requests.npz"),
-            self.seconds,
             seed=self.seed,
             answers=str(self.folder / "answers.npy"),
-            **what,
+            **({"seconds": self.seconds} | what),
         )
         where = self.folder / "plan.json"
         write(where, asdict(plan))
         limit = plan.seconds + plan.drain_s + BESIDE_S
         return what | figures_of("bench.serving.load", str(where), [], limit)
 
+    def at(self, rate: float) -> Figures:
+        """An open loop that is long enough for its percentiles."""
+        seconds = min(max(self.seconds, ENOUGH / rate), LONGER * self.seconds)
+        return self.load(rate=rate, seconds=seconds)
+
     def measure(self, bound_s: float) -> Figures:
         """A low load, a closed loop, and the search for the highest rate."""
         self.load(clients=CLIENTS)  # warms up
         found: Figures = {
             "status": "ok",
-            "low": self.load(rate=LOW),
+            "low": self.at(LOW),
             "closed": self.load(clients=CLIENTS),
             "runs": [],
         }
 
         def keeps_up(rate: float) -> bool:
-            found["runs"].append(self.load(rate=rate))
-            return passes(found["runs"][-1], bound_s)
+            found["runs"].append(self.at(rate))
+            passed = passes(found["runs"][-1], bound_s)
+            if not passed:
+                # One more request, which is answered after all those that were given up.
+                self.load(clients=1, seconds=0.0, drain_s=SETTLE_S)
+            return passed
 
-        seconds = RUNS * (self.seconds + 5)
+        seconds = RUNS * LONGER * self.seconds
         found["highest_rate"], found["failed_rate"] = highest(
             keeps_up, FIRST, runs=RUNS, seconds=seconds
         )
         every = [found["low"], found["closed"], *found["runs"]]
         found["wrong"] = sum(one.get("wrong", 0) for one in every)
+        failures = [one["failed"] for one in every if "failed" in one]
+        if failures:
+            found |= {"status": "failed", "reason": failures[0]}
         return found
 
 
@@ -119,6 +135,9 @@ def benchmark(
     out: Path, only: list[str], tuned: str | None, *, seconds: float, threads: int
 ) -> int:
     """Every server in every mode, the file written after each; the number that failed."""
+    unknown = set(only) - set(SERVERS)
+    if unknown:
+        sys.exit(f"{', '.join(sorted(unknown))}: none of {', '.join(SERVERS)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     targets = {"eager": EAGER} | ({"tuned": tuned} if tuned else {})
     where = out / "serving.json"
@@ -144,6 +163,8 @@ def benchmark(
                 words += ["--answers", str(folder / "answers.npy")]
             bare = figures_of("bench.serving.bare", str(folder / "requests.npz"), words, BESIDE_S)
             result["bare"][mode] = bare
+            if "failed" in bare:
+                sys.exit(f"{mode}, called without a server: {bare['failed']}")
             for server in only or SERVERS:
                 given = Options(target, free_port(), BATCH, WAIT_S, threads, device)
                 row = served(SERVERS[server], given, folder, seconds)
@@ -171,7 +192,7 @@ def to_text(result: Mapping[str, Any]) -> str:
             if row["status"] == "ok":
                 cells = [
                     f"{row['highest_rate']:.0f}",
-                    f"{row['closed'].get('rate', 0):.0f}",
+                    f"{row['closed']['answered_per_s']:.0f}",
                     _ms(row["low"]),
                     _ms(result["bare"][mode]),
                     str(row["wrong"]),
