@@ -95,8 +95,8 @@ def free_port() -> int:
 
 
 @contextlib.contextmanager
-def running(server: Server, given: Options, first: np.ndarray) -> Iterator[None]:
-    """The server, once it has answered a first request.
+def running(server: Server, given: Options, first: np.ndarray) -> Iterator[subprocess.Popen[bytes]]:
+    """The server's process, once it has answered a first request.
 
     Raises:
         ServerFailed: it ended, or did not answer in START_S.
@@ -119,7 +119,7 @@ def running(server: Server, given: Options, first: np.ndarray) -> Iterator[None]
                     what = f"no answer in {START_S:g} s" if late else "it ended"
                     raise ServerFailed(f"{what}: {last[0]}")
                 time.sleep(POLL_S)
-            yield
+            yield process
         finally:
             _end(process)
 
