@@ -80,7 +80,10 @@ def test_an_open_loop_counts_the_waiting_that_a_closed_one_leaves_out(tmp_path: 
     assert opened["behind_s"] < opened["max_s"] / 2
 
 
-def test_what_is_refused_and_what_is_never_answered_is_counted(tmp_path: Path) -> None:
+def test_what_is_refused_and_what_is_never_answered_is_counted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(peers, "END_S", 0.5)  # it would wait for what it never answers
     with trial(tmp_path, "full") as full:
         found = full.load(clients=1, seconds=0.3)
     assert set(found["statuses"]) == {"200", "503"}
