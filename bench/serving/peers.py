@@ -47,16 +47,9 @@ class Server:
 
 def _ours(given: Options) -> list[str]:
     """`graphwright serve`: the one place that knows its options."""
-    options = {
-        "--name": MODEL,
-        "--host": "127.0.0.1",
-        "--http-port": given.port,
-        "--device": given.device,
-        "--max-batch": given.batch,
-        "--max-wait": given.wait_s,
-    }
-    words = [str(word) for pair in options.items() for word in pair]
-    return [sys.executable, "-m", "graphwright", "serve", given.target, *words]
+    served = f"{MODEL}={given.target}"
+    words = ["--device", given.device, "--http-port", str(given.port), "--no-grpc"]
+    return [sys.executable, "-m", "graphwright", "serve", served, *words]
 
 
 def _app(name: str) -> Callable[[Options], list[str]]:

@@ -109,7 +109,7 @@ class Trial:
 
         seconds = RUNS * LONGER * self.seconds
         found["highest_rate"], found["failed_rate"] = highest(
-            keeps_up, FIRST, runs=RUNS, seconds=seconds
+            keeps_up, FIRST, runs=RUNS, seconds=seconds, lowest=LOW
         )
         every = [found["low"], found["closed"], *found["runs"]]
         found["wrong"] = sum(one.get("wrong", 0) for one in every)

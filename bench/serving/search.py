@@ -12,6 +12,7 @@ def highest(
     *,
     runs: int,
     seconds: float,
+    lowest: float = 0.0,
     precision: float = 1.1,
 ) -> tuple[float, float | None]:
     """The highest rate that passed and the lowest that did not, 0 and None where there is none.
@@ -22,13 +23,14 @@ def highest(
             middle is tried.
         runs: rates to try at most.
         seconds: after which no further one is tried.
+        lowest: rate to try: there are too few requests to judge below it.
         precision: factor between the two rates that is close enough.
     """
     began = time.monotonic()
     passed, failed = 0.0, None
     rate = first
     for _ in range(runs):
-        if time.monotonic() - began >= seconds:
+        if rate < lowest or time.monotonic() - began >= seconds:
             break
         if keeps_up(rate):
             passed = rate

@@ -145,6 +145,7 @@ def test_the_search_ends_by_itself() -> None:
     tried: list[float] = []
     assert highest(lambda rate: bool(tried.append(rate)), 8, runs=4, seconds=60) == (0.0, 1.0)
     assert tried == [8, 4, 2, 1]
+    assert highest(lambda rate: False, 8, runs=9, seconds=60, lowest=3) == (0.0, 4.0)
     assert highest(lambda rate: True, 8, runs=3, seconds=60) == (32, None)
     assert highest(lambda rate: True, 8, runs=3, seconds=0) == (0.0, None)
 
