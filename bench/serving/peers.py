@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..common.processes import command, variables
+from ..common.record import ROOT
 from .apps.common import Options
 from .traffic import MODEL, WIRES
 
@@ -47,7 +48,8 @@ class Server:
 
 def _ours(given: Options) -> list[str]:
     """`graphwright serve`: the one place that knows its options."""
-    served = f"{MODEL}={given.target}"
+    file, _, _ = given.target.rpartition(":")
+    served = f"{MODEL}={file}:served"
     words = ["--device", given.device, "--http-port", str(given.port), "--no-grpc"]
     return [sys.executable, "-m", "graphwright", "serve", served, *words]
 
@@ -97,7 +99,7 @@ def running(server: Server, given: Options, first: np.ndarray) -> Iterator[subpr
     with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as written:
         process = subprocess.Popen(
             server.command(given),
-            env=variables() | {"OMP_NUM_THREADS": str(given.threads)},
+            env=variables(ROOT / "examples") | {"OMP_NUM_THREADS": str(given.threads)},
             stdout=written,
             stderr=subprocess.STDOUT,
             start_new_session=True,
