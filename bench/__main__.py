@@ -18,6 +18,7 @@ scripts/bench calls [SRC] [--strategies NAME ...]     what a call costs beside w
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
 scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch's own ways to copy
 scripts/bench search [--out DIR] [--seconds S]        default searches beside exhaustive ones
+scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/reference/
 """
@@ -470,6 +471,12 @@ def main() -> None:
     searching.add_argument(
         "--seconds", type=float, default=560.0, help="begin nothing that ends later"
     )
+    serving = commands.add_parser("serving", help="MiniLM behind servers, under load")
+    serving.add_argument("--out", type=Path, default=RESULTS)
+    serving.add_argument("--only", nargs="+", default=[], metavar="SERVER")
+    serving.add_argument("--tuned", metavar="FILE.py:NAME", help="serve this as well as eager")
+    serving.add_argument("--seconds", type=float, default=10.0, help="of each load")
+    serving.add_argument("--threads", type=int, default=1, help="of PyTorch in each server")
     comparing = commands.add_parser("compare", help="two results of tune, capture or training")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
@@ -501,6 +508,11 @@ def main() -> None:
         from .feeding.run import benchmark as feed
 
         sys.exit(bool(feed(given.out, quick=given.quick)))
+    elif given.command == "serving":
+        from .serving.run import benchmark as serve
+
+        flags = {"seconds": given.seconds, "threads": given.threads}
+        sys.exit(bool(serve(given.out, given.only, given.tuned, **flags)))
     elif given.command == "compare":
         from .compare import main as compare
 

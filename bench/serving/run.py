@@ -1,0 +1,205 @@
+"""MiniLM behind graphwright's server and behind its peers: rates, latencies, wrong answers.
+
+    scripts/bench serving [--out DIR] [--only SERVER ...] [--tuned FILE.py:NAME] [--seconds S]
+
+Each server is started alone, with the same target, batch limit and threads of PyTorch: "eager", and
+"tuned" where a target is given. Every run is checked: each request has a known answer. Its figures
+are the latency of few requests beside that of a bare call, the rate of a closed loop, and the
+highest rate of an open loop (see load.py) at which 99 of 100 answers come in time.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from graphwright.report.environment import environment
+
+from ..common.processes import figures_of
+from ..common.record import SCHEMA, commit, write
+from ..common.rendering import Table, aligned
+from .apps.common import Options
+from .load import Plan
+from .peers import SERVERS, Server, ServerFailed, free_port, running
+from .search import highest
+from .traffic import drawn, load, save
+
+EAGER = f"{Path(__file__).with_name('eager.py')}:model"
+REQUESTS, SEED = 256, 71
+# p99 has to stay under so many seconds.
+BOUND_S = {"cpu": 0.05, "cuda": 0.01}
+BATCH, WAIT_S = 16, 0.002
+# Requests a second of a low load, and at which a search begins.
+LOW, FIRST = 5.0, 20.0
+CLIENTS = 16
+RUNS = 12
+# An open loop takes long enough for so many requests, but not longer than so many times as usual.
+ENOUGH, LONGER = 200, 3
+# For which the answers to a load that was too high are waited for, before the next.
+SETTLE_S = 30.0
+# What a process needs besides its load.
+BESIDE_S = 60.0
+
+Figures = dict[str, Any]
+
+
+def passes(found: Mapping[str, Any], bound_s: float) -> bool:
+    """Whether every request was answered, rightly, and 99 of 100 in time."""
+    return (
+        "failed" not in found
+        and found["due"] > 0
+        and found["statuses"] == {"200": found["due"]}
+        and not found["wrong"]
+        and found["p99_s"] <= bound_s
+    )
+
+
+class Trial:
+    """Loads on one server that runs."""
+
+    def __init__(self, port: int, wire: str, folder: Path, seconds: float) -> None:
+        self.port, self.wire, self.folder, self.seconds = port, wire, folder, seconds
+        self.seed = SEED
+
+    def load(self, **what: Any) -> Figures:
+        """One run, of another seed each time."""
+        self.seed += 1
+        plan = Plan(
+            self.port,
+            self.wire,
+            str(self.folder / "requests.npz"),
+            seed=self.seed,
+            answers=str(self.folder / "answers.npy"),
+            **({"seconds": self.seconds} | what),
+        )
+        where = self.folder / "plan.json"
+        write(where, asdict(plan))
+        limit = plan.seconds + plan.drain_s + BESIDE_S
+        return what | figures_of("bench.serving.load", str(where), [], limit)
+
+    def at(self, rate: float) -> Figures:
+        """An open loop that is long enough for its percentiles."""
+        seconds = min(max(self.seconds, ENOUGH / rate), LONGER * self.seconds)
+        return self.load(rate=rate, seconds=seconds)
+
+    def measure(self, bound_s: float) -> Figures:
+        """A low load, a closed loop, and the search for the highest rate."""
+        self.load(clients=CLIENTS)  # warms up
+        found: Figures = {
+            "status": "ok",
+            "low": self.at(LOW),
+            "closed": self.load(clients=CLIENTS),
+            "runs": [],
+        }
+
+        def keeps_up(rate: float) -> bool:
+            found["runs"].append(self.at(rate))
+            passed = passes(found["runs"][-1], bound_s)
+            if not passed:
+                # One more request, which is answered after all those that were given up.
+                self.load(clients=1, seconds=0.0, drain_s=SETTLE_S)
+            return passed
+
+        seconds = RUNS * LONGER * self.seconds
+        found["highest_rate"], found["failed_rate"] = highest(
+            keeps_up, FIRST, runs=RUNS, seconds=seconds, lowest=LOW
+        )
+        every = [found["low"], found["closed"], *found["runs"]]
+        found["wrong"] = sum(one.get("wrong", 0) for one in every)
+        failures = [one["failed"] for one in every if "failed" in one]
+        if failures:
+            found |= {"status": "failed", "reason": failures[0]}
+        return found
+
+
+def served(server: Server, given: Options, folder: Path, seconds: float) -> Figures:
+    """The row of one server."""
+    if not server.installed():
+        return {"status": "not installed"}
+    try:
+        with running(server, given, load(folder / "requests.npz")[0]):
+            trial = Trial(given.port, server.wire, folder, seconds)
+            return trial.measure(BOUND_S[given.device])
+    except ServerFailed as error:
+        return {"status": "failed", "reason": str(error)}
+
+
+def benchmark(
+    out: Path, only: list[str], tuned: str | None, *, seconds: float, threads: int
+) -> int:
+    """Every server in every mode, the file written after each; the number that failed."""
+    unknown = set(only) - set(SERVERS)
+    if unknown:
+        sys.exit(f"{', '.join(sorted(unknown))}: none of {', '.join(SERVERS)}")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    targets = {"eager": EAGER} | ({"tuned": tuned} if tuned else {})
+    where = out / "serving.json"
+    result: Figures = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "serving",
+        "commit": commit(),
+        "environment": environment(torch.device(device)),
+        "seed": SEED,
+        "seconds": seconds,
+        "threads": threads,
+        "bound_s": BOUND_S[device],
+        "bare": {},
+        "servers": {},
+    }
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        save(folder / "requests.npz", drawn(REQUESTS, SEED))
+        for mode, target in targets.items():
+            words = ["--target", target, "--device", device, "--threads", str(threads)]
+            if mode == "eager":
+                words += ["--answers", str(folder / "answers.npy")]
+            bare = figures_of("bench.serving.bare", str(folder / "requests.npz"), words, BESIDE_S)
+            result["bare"][mode] = bare
+            if "failed" in bare:
+                sys.exit(f"{mode}, called without a server: {bare['failed']}")
+            for server in only or SERVERS:
+                given = Options(target, free_port(), BATCH, WAIT_S, threads, device)
+                row = served(SERVERS[server], given, folder, seconds)
+                result["servers"].setdefault(server, {})[mode] = row
+                write(where, result)
+                print(json.dumps({server: {mode: row["status"]}}), flush=True)
+    print(f"\n{to_text(result)}\nwrote {where}")
+    return sum(bad(row) for modes in result["servers"].values() for row in modes.values())
+
+
+def bad(row: Mapping[str, Any]) -> bool:
+    """Whether a server failed or answered wrongly."""
+    return row["status"] == "failed" or row.get("wrong", 0) > 0
+
+
+def to_text(result: Mapping[str, Any]) -> str:
+    """A line for each server and mode."""
+    bound = f"{1e3 * result['bound_s']:g} ms"
+    table: Table = [
+        ["", "mode", f"requests/s, p99 ≤ {bound}", "closed loop", "p50, low load", "bare", "wrong"]
+    ]
+    for server, modes in result["servers"].items():
+        for mode, row in modes.items():
+            cells = [row["status"], "", "", "", ""]
+            if row["status"] == "ok":
+                cells = [
+                    f"{row['highest_rate']:.0f}",
+                    f"{row['closed']['answered_per_s']:.0f}",
+                    _ms(row["low"]),
+                    _ms(result["bare"][mode]),
+                    str(row["wrong"]),
+                ]
+            table.append([server, mode, *cells])
+    return aligned(table)
+
+
+def _ms(figures: Mapping[str, Any]) -> str:
+    return f"{1e3 * figures['p50_s']:.1f} ms" if "p50_s" in figures else "–"
