@@ -49,8 +49,7 @@ FACES = {
     "MemoryPool": "close closed device evict evictions graphs high_water in_use limit release "
     "reserved",
     "FallbackWarning": "",
-    "ModelConfig": "buckets dynamic_shapes inputs kwargs model outputs pad postprocess "
-    "preprocess",
+    "ModelConfig": "buckets dynamic_shapes inputs kwargs model outputs pad postprocess preprocess",
     "Prefetcher": "depth device loader",
     "Report": "break_even check chosen chosen_row cost created curve eager_error environment "
     "figure from_json host_s input_bytes inputs interrupted model notes objective ratios reason "
