@@ -374,3 +374,19 @@ def test_a_request_within_its_deadline_is_answered_and_one_beyond_it_is_not() ->
         late = httpx.post(address, content=body, headers=headers)
         assert late.status_code in (408, 504), late.text
         assert "before the deadline" in late.json()["error"]
+
+
+def test_an_answer_does_not_wait_for_an_acknowledgement() -> None:
+    """Nagle's algorithm would hold it back for 40 ms."""
+    with serve({"net": config()}, block=False, http_port=0, grpc_port=None) as server:
+        path, body, headers = binary("net", request_of(3))
+        times: list[float] = []
+
+        async def ask(session: aiohttp.ClientSession, number: int) -> None:
+            begin = time.monotonic()
+            async with session.post(path, data=body, headers=headers) as answer:
+                await answer.read()
+            times.append(time.monotonic() - begin)
+
+        asyncio.run(swarm(f"http://127.0.0.1:{server.http_port}", 40, 1, ask))
+    assert sorted(times)[20] < 0.03
