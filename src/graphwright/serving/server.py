@@ -239,7 +239,7 @@ def _source(model: ModelConfig | Source) -> Source:
 def _bound(host: str, port: int) -> socket.socket:
     with contextlib.ExitStack() as undo:
         try:
-            # With the protocol, asyncio sets TCP_NODELAY; without, an answer waits 40 ms for an ACK.
+            # With the protocol asyncio sets TCP_NODELAY; else an answer waits 40 ms for an ACK.
             family, kind, tcp, _, _ = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
             bound = undo.enter_context(socket.socket(family, kind, tcp))
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
