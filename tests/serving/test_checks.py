@@ -40,11 +40,15 @@ def test_data_may_be_a_part_of_something_larger() -> None:
     assert checks.strings_from_bytes(body[6:], [], "x") == Strings((), (b"a",))
 
 
-def test_what_was_read_is_no_part_of_the_data() -> None:
-    body = bytearray(b"\1\2")
-    found = checks.numbers_from_bytes(memoryview(body), "UINT8", [2], "x")
-    body[:] = b"\0\0"
-    assert found.tolist() == [1, 2]
+def test_numbers_lie_in_the_data_where_it_is_writable_and_aligned() -> None:
+    body = bytearray(b"\1\0\2\0\3\0")
+    shared = checks.numbers_from_bytes(memoryview(body)[2:6], "UINT16", [2], "x")
+    apart = checks.numbers_from_bytes(memoryview(body)[1:5], "UINT16", [2], "x")
+    kept = checks.numbers_from_bytes(bytes(body)[2:6], "UINT16", [2], "x")
+    body[2:] = b"\7\0\7\0"
+    assert shared.tolist() == [7, 7]
+    assert apart.tolist() == [2 << 8, 3 << 8]
+    assert kept.tolist() == [2, 3]
 
 
 @settings(max_examples=300, deadline=None)

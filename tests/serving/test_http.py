@@ -261,7 +261,7 @@ class TestTritonClient:
         client.infer("echo", [x], timeout=5_000_000, priority=2, parameters={"beams": 3})
         client.infer("echo", [x])
         first, second = service.requests
-        assert first.parameters == {"priority": 2, "beams": 3}
+        assert first.parameters == {"timeout": 5_000_000, "priority": 2, "beams": 3}
         assert first.deadline == pytest.approx(first.received + 5)
         assert second.deadline == pytest.approx(second.received + 60)
         assert abs(time.monotonic() - second.received) < 30

@@ -246,7 +246,10 @@ class TestRequests:
         )
         assert (request.model, request.version, request.id) == ("m", "", "seven")
         assert request.outputs == ("b", "a")
-        assert request.parameters == {"beams": 4, "t": 0.5, "on": False, "s": "ü"}
+        assert request.parameters == {
+            **{"timeout": 2_500_000, "beams": 4},
+            **{"t": 0.5, "on": False, "s": "ü"},
+        }
         assert (request.received, request.deadline) == (100.0, 102.5)
         assert "b" in binary
         assert "a" not in binary
@@ -332,19 +335,23 @@ UNREADABLE = {
     "a name twice": Unreadable(r"inputs\[1\].name .*another", {"inputs": [FP32, FP32]}),
     "an id of a wrong type": Unreadable("id is 7", {"inputs": [], "id": 7}),
     "no datatype": Unreadable("datatype is missing", {"inputs": [{"name": "x"}]}),
-    "an unknown datatype": Unreadable("datatype is .*FP8.*may be", asked("FP8", [1], [1])),
+    "an unknown datatype": Unreadable("unknown datatype, 'FP8'", asked("FP8", [1], [1])),
     "a datatype of a wrong type": Unreadable("datatype is 1", asked(1, [1], [1])),  # type: ignore[arg-type]  # on purpose
     "no shape": Unreadable("shape is missing", {"inputs": [{"name": "x", "datatype": "FP32"}]}),
     "a shape of a wrong type": Unreadable("shape is 1", asked("FP32", 1, [1])),  # type: ignore[arg-type]  # on purpose
-    "a negative size": Unreadable(r"shape is \[-1\]", asked("FP32", [-1], [1])),
+    "a negative size": Unreadable(r"negative size in its shape \[-1\]", asked("FP32", [-1], [1])),
     "a true size": Unreadable(r"shape is \[true\]", asked("FP32", [True], [1])),
     "half a size": Unreadable(r"shape is \[1.5\]", asked("FP32", [1.5], [1])),  # type: ignore[list-item]  # on purpose
-    "a huge shape": Unreadable("more than a tensor", asked("FP32", [2**62, 4], [1])),
-    "a huge empty shape": Unreadable("more than a tensor", asked("FP32", [0, 2**62, 4], [])),
-    "a shape of 65 sizes": Unreadable("more than a tensor", asked("FP32", [1] * 65, [1])),
+    "a huge shape": Unreadable("too large", asked("FP32", [2**62, 4], [1])),
+    "a huge empty shape": Unreadable("too large", asked("FP32", [0, 2**62, 4], [])),
+    "a shape of 65 sizes": Unreadable("has 65 dimensions", asked("FP32", [1] * 65, [1])),
     "a large shape": Unreadable("1 elements", asked("FP32", [2**40], [1])),
-    "a large binary shape": Unreadable("takes", asked_binary("FP32", [2**40], 4), b"abcd"),
-    "a large shape of BYTES": Unreadable("fill", asked_binary("BYTES", [2**40], 4), b"\0\0\0\0"),
+    "a large binary shape": Unreadable(
+        "has 4398046511104", asked_binary("FP32", [2**40], 4), b"abcd"
+    ),
+    "a large shape of BYTES": Unreadable(
+        "has 1 elements", asked_binary("BYTES", [2**40], 4), b"\0\0\0\0"
+    ),
     "no data": Unreadable("data is missing", {"inputs": [an_input("FP32", [1])]}),
     "data of a wrong type": Unreadable("data is 1.0", asked("FP32", [1], 1.0)),
     "data as an object": Unreadable("data is an object", asked("FP32", [1], {"a": 1})),
@@ -382,15 +389,17 @@ UNREADABLE = {
     "no binary data": Unreadable("the body has 0", asked_binary("FP32", [1], 4)),
     "little binary data": Unreadable("the body has 3", asked_binary("FP32", [1], 4), b"abc"),
     "much binary data": Unreadable("1 bytes that", asked_binary("FP32", [1], 4), b"abcde"),
-    "a size for another shape": Unreadable("takes 8", asked_binary("FP32", [2], 4), b"abcd"),
+    "a size for another shape": Unreadable("has 8", asked_binary("FP32", [2], 4), b"abcd"),
     "a negative size of data": Unreadable("is -4", asked_binary("FP32", [1], -4), b"abcd"),
     "a size of data as text": Unreadable('is "4"', asked_binary("FP32", [1], "4"), b"abcd"),
     "half a size of data": Unreadable("is 4.0", asked_binary("FP32", [1], 4.0), b"abcd"),
     "a true size of data": Unreadable("is true", asked_binary("INT8", [1], True), b"a"),
     "a BOOL of 2": Unreadable("neither 0 nor 1", asked_binary("BOOL", [2], 2), b"\1\2"),
-    "BYTES cut in their length": Unreadable("fill", asked_binary("BYTES", [1], 3), b"abc"),
-    "BYTES cut": Unreadable("fill", asked_binary("BYTES", [1], 6), b"\3\0\0\0ab"),
-    "BYTES too many": Unreadable("fill", asked_binary("BYTES", [1], 8), b"\0" * 8),
+    "BYTES cut in their length": Unreadable(
+        "ends within the length", asked_binary("BYTES", [1], 3), b"abc"
+    ),
+    "BYTES cut": Unreadable("ends within an element", asked_binary("BYTES", [1], 6), b"\3\0\0\0ab"),
+    "BYTES too many": Unreadable("has 2 elements", asked_binary("BYTES", [1], 8), b"\0" * 8),
     "JSON longer than the body": Unreadable("is 99, and", b"{}", length=99),
     "JSON of no bytes": Unreadable("valid JSON", b'{"inputs":[]}', length=0),
     "parameters of a wrong type": Unreadable("parameters is 1", {"inputs": [], "parameters": 1}),
@@ -400,10 +409,10 @@ UNREADABLE = {
     "a huge parameter": Unreadable("64 bits", {"inputs": [], "parameters": {"a": 2**64}}),
     "NaN as a parameter": Unreadable("a is NaN", {"inputs": [], "parameters": {"a": math.nan}}),
     "a negative timeout": Unreadable(
-        "timeout is -1", {"inputs": [], "parameters": {"timeout": -1}}
+        "'timeout' is -1", {"inputs": [], "parameters": {"timeout": -1}}
     ),
     "a timeout as text": Unreadable(
-        'timeout is "1"', {"inputs": [], "parameters": {"timeout": "1"}}
+        "'timeout' is '1'", {"inputs": [], "parameters": {"timeout": "1"}}
     ),
     "binary_data_output as text": Unreadable(
         "binary_data_output is", {"inputs": [], "parameters": {"binary_data_output": "yes"}}

@@ -84,7 +84,7 @@ def numbers_from_bytes(
     """A tensor of numbers from its elements in row-major order, little-endian.
 
     Args:
-        data: the elements; they are copied once.
+        data: the elements; copied unless they lie in writable memory that is aligned.
         datatype: one of DTYPES.
         shape: of the tensor.
         name: of the tensor, for errors.
@@ -100,11 +100,14 @@ def numbers_from_bytes(
             f"The tensor {shown(name)} has {len(data)} bytes of data, "
             f"and {datatype} of shape {list(shape)} has {size}."
         )
+    in_place = size and isinstance(data, memoryview) and not data.readonly
+    if in_place and torch.frombuffer(data, dtype=torch.uint8).data_ptr() % dtype.itemsize == 0:
+        return numbers(data, datatype, shape, name)
     return numbers(bytearray(data), datatype, shape, name)
 
 
 def numbers(
-    buffer: bytearray | array[Any], datatype: str, shape: Sequence[int], name: str
+    buffer: bytearray | memoryview | array[Any], datatype: str, shape: Sequence[int], name: str
 ) -> torch.Tensor:
     """A tensor over a writable buffer of the right size, which is not copied."""
     dtype = DTYPES[datatype]

@@ -7,7 +7,6 @@ What the bytes mean is http_codec's; what the answers are is the service's.
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import math
 import time
@@ -23,6 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import http_codec as codec
+from .checks import check_token
 from .protocol import InferRequest, InferResponse, Kind, RequestError
 from .service import Limits, Service
 
@@ -210,15 +210,16 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, token: str | None) -> None:
         self._app = app
-        self._expected = None if token is None else token.encode()
+        self._token = token
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            if self._expected is not None and not scope["path"].startswith(_OPEN_TO_ALL):
-                self._check(dict(scope["headers"]).get(b"authorization", b""), self._expected)
+            if self._token is not None and not scope["path"].startswith(_OPEN_TO_ALL):
+                sent = dict(scope["headers"]).get(b"authorization", b"")
+                check_token(sent.decode(errors="replace"), self._token)
             await self._app(scope, receive, send)
         except ClientDisconnect:
             pass  # There is nobody to answer.
@@ -230,13 +231,6 @@ class _Guard:
             _LOGGER.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
             what = f"The server failed with {type(error).__name__}; its log says more."
             await _error(RequestError(Kind.FAILED, what))(scope, receive, send)
-
-    def _check(self, header: bytes, expected: bytes) -> None:
-        scheme, _, token = header.partition(b" ")
-        if scheme.lower() != b"bearer" or not hmac.compare_digest(token.strip(), expected):
-            what = "The request lacks the server's token."
-            remedy = "Send it in a header: Authorization: Bearer …"
-            raise RequestError(Kind.UNAUTHENTICATED, what, remedy=remedy)
 
 
 async def _read(headers: dict[bytes, bytes], receive: Receive, limit: int, free: int) -> memoryview:

@@ -16,7 +16,6 @@ import dataclasses
 import itertools
 import json
 import math
-import struct
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,14 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .checks import (
+    bytes_of,
+    check_datatype,
+    deadline,
+    element_count,
+    numbers_from_bytes,
+    strings_from_bytes,
+)
 from .protocol import (
     BYTES,
     DATATYPES,
@@ -47,8 +54,6 @@ Object: TypeAlias = dict[str, Any]
 # Bytes that are read or written one element at a time within a millisecond or two.
 SMALL = 64 * 1024
 _ALIGNMENT = 16  # is enough for every datatype
-_MAX_ELEMENTS = 2**59  # Their size in bytes overflows nowhere.
-_MAX_RANK = 64
 _SHOWN = 60  # characters of a client's value in a sentence
 # An array's code for each datatype that has a JSON form.
 _TYPECODES = {
@@ -192,13 +197,7 @@ def decode_infer(
     asked = _object(body[:end])
     parameters = _parameters(asked, "parameters")
     default = _flag(parameters.pop("binary_data_output", False), "parameters.binary_data_output")
-    timeout = parameters.pop("timeout", 0)
-    if type(timeout) is not int or timeout < 0:
-        raise _invalid(
-            f"parameters.timeout is {_shown(timeout)}; it has to be a whole number of microseconds."
-        )
-    if timeout:  # 0 is the server's own, as in Triton.
-        timeout_s = timeout / 1e6
+    until = deadline(received, parameters, None, timeout_s)
 
     if asked.get("inputs") is None:
         raise _invalid("inputs is missing.")
@@ -232,7 +231,7 @@ def decode_infer(
         inputs=inputs,
         outputs=tuple(outputs),
         parameters=parameters,
-        deadline=None if timeout_s is None else received + timeout_s,
+        deadline=until,
         received=received,
     )
     return request, BinaryOutputs(default, chosen)
@@ -423,11 +422,11 @@ def _refuse_extensions(parameters: Mapping[str, Parameter], field: str) -> None:
 
 def _input(entry: Object, field: str, body: memoryview, at: int) -> tuple[Value, int]:
     """An input, whose binary data would begin at a byte of the body, and where that ends."""
+    name = entry["name"]
     datatype = _text(entry.get("datatype"), f"{field}.datatype")
-    if datatype not in DTYPES and datatype != BYTES:
-        known = ", ".join((*DTYPES, BYTES))
-        raise _invalid(f"{field}.datatype is {_shown(datatype)}; it may be {known}.")
+    check_datatype(datatype, name)
     shape = _shape(entry.get("shape"), f"{field}.shape")
+    element_count(shape, name)
     parameters = _parameters(entry, f"{field}.parameters")
     _refuse_extensions(parameters, f"{field}.parameters")
     data = entry.get("data")
@@ -444,51 +443,21 @@ def _input(entry: Object, field: str, body: memoryview, at: int) -> tuple[Value,
     end = at + size
     if end > len(body):
         raise _invalid(f"{field} is {size}, and the body has {len(body) - at} bytes of it.")
-    return _from_bytes(body[at:end], datatype, shape, field), end
+    return _from_bytes(body[at:end], datatype, shape, name), end
 
 
 def _shape(found: object, field: str) -> tuple[int, ...]:
     if found is None:
         raise _invalid(f"{field} is missing.")
-    if not isinstance(found, list) or any(type(size) is not int or size < 0 for size in found):
+    if not isinstance(found, list) or any(type(size) is not int for size in found):
         raise _invalid(f"{field} is {_shown(found)}; it has to be a list of sizes from 0.")
-    # An empty tensor has strides too, which must not overflow.
-    if len(found) > _MAX_RANK or math.prod(size or 1 for size in found) > _MAX_ELEMENTS:
-        raise _invalid(f"{field} is {_shown(found)}, more than a tensor can have.")
     return tuple(found)
 
 
-def _from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], field: str) -> Value:
-    count = math.prod(shape)
+def _from_bytes(data: memoryview, datatype: str, shape: tuple[int, ...], name: str) -> Value:
     if datatype == BYTES:
-        return Strings(shape, _strings(data, count, field))
-    dtype = DTYPES[datatype]
-    if len(data) != count * dtype.itemsize:
-        raise _invalid(
-            f"{field} is {len(data)}; the shape {list(shape)} of {datatype} takes "
-            f"{count * dtype.itemsize}."
-        )
-    if not count:
-        return torch.empty(shape, dtype=dtype)
-    tensor = torch.frombuffer(data, dtype=dtype)
-    if tensor.data_ptr() % dtype.itemsize:
-        tensor = torch.frombuffer(bytearray(data), dtype=dtype)
-    if dtype is torch.bool and int(tensor.view(torch.uint8).max()) > 1:
-        raise _invalid(f"{field} covers a byte that is neither 0 nor 1, and so no BOOL.")
-    return tensor.reshape(shape)
-
-
-def _strings(data: memoryview, count: int, field: str) -> tuple[bytes, ...]:
-    """Elements of BYTES, each behind its length in 4 bytes."""
-    values: list[bytes] = []
-    at = 0
-    while len(values) < count and at + 4 <= len(data):
-        begin = at + 4
-        at = begin + struct.unpack_from("<I", data, at)[0]
-        values.append(bytes(data[begin:at]))
-    if len(values) != count or at != len(data):
-        raise _invalid(f"{field} is {len(data)}, which {count} elements of BYTES do not fill.")
-    return tuple(values)
+        return strings_from_bytes(data, shape, name)
+    return numbers_from_bytes(data, datatype, shape, name)
 
 
 def _from_json(data: object, datatype: str, shape: tuple[int, ...], field: str) -> Value:
@@ -550,9 +519,7 @@ def _check_types(values: list[Any], allowed: set[type], datatype: str, field: st
 
 def _binary(value: Value) -> bytes | memoryview:
     if isinstance(value, Strings):
-        return b"".join(
-            itertools.chain.from_iterable((struct.pack("<I", len(v)), v) for v in value.values)
-        )
+        return bytes_of(value)
     return value.reshape(-1).view(torch.uint8).numpy().data
 
 
