@@ -246,10 +246,8 @@ class TestRequests:
         )
         assert (request.model, request.version, request.id) == ("m", "", "seven")
         assert request.outputs == ("b", "a")
-        assert request.parameters == {
-            **{"timeout": 2_500_000, "beams": 4},
-            **{"t": 0.5, "on": False, "s": "ü"},
-        }
+        said = {"timeout": 2_500_000, "beams": 4, "t": 0.5, "on": False, "s": "ü"}
+        assert request.parameters == said
         assert (request.received, request.deadline) == (100.0, 102.5)
         assert "b" in binary
         assert "a" not in binary

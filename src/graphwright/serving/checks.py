@@ -100,10 +100,16 @@ def numbers_from_bytes(
             f"The tensor {shown(name)} has {len(data)} bytes of data, "
             f"and {datatype} of shape {list(shape)} has {size}."
         )
-    in_place = size and isinstance(data, memoryview) and not data.readonly
-    if in_place and torch.frombuffer(data, dtype=torch.uint8).data_ptr() % dtype.itemsize == 0:
+    if isinstance(data, memoryview) and _is_ready(data, dtype):
         return numbers(data, datatype, shape, name)
     return numbers(bytearray(data), datatype, shape, name)
+
+
+def _is_ready(data: memoryview, dtype: torch.dtype) -> bool:
+    """Whether a tensor may lie in the data: it is writable and aligned."""
+    if data.readonly or not len(data):
+        return False
+    return torch.frombuffer(data, dtype=torch.uint8).data_ptr() % dtype.itemsize == 0
 
 
 def numbers(
