@@ -11,10 +11,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -23,6 +24,7 @@ from torch.utils import _pytree as pytree
 from graphwright.calls.signature import switches
 from graphwright.strategies.base import Availability, Built
 from graphwright.tuning.workers.fork_server import CANDIDATE
+from graphwright.tuning.workers.pool import Limits, WorkerPool
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], tree: Any) -> Any:
@@ -47,6 +49,23 @@ class Planted:
 
     def build(self, model: nn.Module, args: Any, kwargs: Any) -> Built:
         return Built(self.make(model))
+
+
+@contextlib.contextmanager
+def short_for(*names: str, timeout_s: float = 4.0) -> Iterator[None]:
+    """Workers have a short time-out for some candidates, which hang.
+
+    That of the others can be long, for a slow host, and costs no time.
+    """
+    start = WorkerPool._start
+
+    def started(pool: WorkerPool, job: Any, limits: Limits) -> Any:
+        if job.candidates[0].name in names:
+            limits = replace(limits, timeout_s=timeout_s)
+        return start(pool, job, limits)
+
+    with mock.patch.object(WorkerPool, "_start", started):
+        yield
 
 
 def leaves_files(model: nn.Module) -> Callable[..., Any]:
@@ -334,9 +353,13 @@ class Spawns:
 
 @dataclass(frozen=True)
 class Logs:
-    """Takes three seconds to set up, and writes down the time of that and of every call."""
+    """Writes down the time at which it sets up, and that of every call.
+
+    Its set-up waits until some files are there, but half a minute at most.
+    """
 
     file: str
+    beside: tuple[str, ...]
 
     def __call__(self, model: nn.Module) -> Callable[..., Any]:
         def note() -> None:
@@ -346,7 +369,9 @@ class Logs:
 
         elsewhere = in_a_candidate()
         note()
-        time.sleep(3 if elsewhere else 0)
+        end = time.monotonic() + (30 if elsewhere else 0)
+        while not all(map(os.path.exists, self.beside)) and time.monotonic() < end:
+            time.sleep(0.02)
         note()
 
         def call(x: torch.Tensor) -> Any:
@@ -435,16 +460,18 @@ def prints_without_end(model: nn.Module) -> Callable[..., Any]:
 
 @dataclass(frozen=True)
 class Beats:
-    """Never gets done, and writes down the time all the while."""
+    """Does not get done within a minute, and writes down the time all the while."""
 
     file: str
 
     def __call__(self, model: nn.Module) -> Callable[..., Any]:
-        while True:
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
             with open(self.file + ".new", "w", encoding="ascii") as handle:
                 handle.write(str(time.monotonic()))
             os.replace(handle.name, self.file)
             time.sleep(0.02)
+        raise RuntimeError("nobody has stopped it")
 
 
 @dataclass(frozen=True)

@@ -13,17 +13,19 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import planted
 import pytest
 import torch
-from planted import Branching, Planted, Roundabout, Small, directly
+from planted import Branching, Planted, Roundabout, Small, directly, short_for
 from torch import nn
 
 import graphwright as gw
 from graphwright.report.report import Report
 from graphwright.report.result import Status
 from graphwright.strategies.base import Availability, Built
+from graphwright.tuning.workers.pool import WorkerPool
 from graphwright.tuning.workers.settings import Settings
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="candidates are forked on Linux")
@@ -62,7 +64,8 @@ def test_each_planted_harm_gets_its_status_and_the_run_goes_on(
         "interrupt": (planted.interrupts, Status.CRASHED),
     }
     strategies = [Planted(name, make) for name, (make, _) in harms.items()]
-    report = tune([*strategies, QUICK], device, timeout_s=4)
+    with short_for("hang", "hang later"):
+        report = tune([*strategies, QUICK], device, timeout_s=60)
     found = {row.strategy: row.status for row in report.rows}
     wanted = {name: status for name, (_, status) in harms.items()}
     assert found == {"eager": Status.OK, "quick": Status.OK} | wanted
@@ -184,7 +187,8 @@ def test_what_is_aimed_at_the_watch_is_a_row_too(before: set[int]) -> None:
         "print": (planted.prints_without_end, Status.FAILED),
     }
     strategies = [Planted(name, make) for name, (make, _) in harms.items()]
-    report = tune([*strategies, QUICK], timeout_s=8)
+    with short_for("babble"):
+        report = tune([*strategies, QUICK], timeout_s=60)
     found = {row.strategy: row.status for row in report.rows}
     wanted = {name: status for name, (_, status) in harms.items()}
     assert found == {"eager": Status.OK, "quick": Status.OK} | wanted
@@ -304,13 +308,22 @@ def test_tuning_where_a_module_is_imported_does_not_start_processes_without_end(
 def test_what_comes_too_late_does_not_run_beside_the_timings(tmp_path: Path) -> None:
     beats, calls = tmp_path / "beats", tmp_path / "calls"
     strategies = [
+        Planted("s", planted.Logs(str(calls), beside=(str(beats),))),
         Planted("late", planted.Beats(str(beats))),
-        Planted("s", planted.Logs(str(calls))),
     ]
+    evaluate = WorkerPool.evaluate
+
+    def soon_over(pool: WorkerPool, *args: Any, deadline: float, **kwargs: Any) -> Any:
+        """The time that is left is no more than one timing needs, on a slow host too."""
+        now = deadline - pool._timing_s / 2
+        patch.setattr("graphwright.tuning.workers.pool.time", Mock(monotonic=lambda: now))
+        return evaluate(pool, *args, deadline=deadline, **kwargs)
+
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
+        patch.setattr(WorkerPool, "evaluate", soon_over)
         report = gw.tune(
-            Small().eval(), (torch.randn(4, 16),), strategies=strategies, budget_s=16
+            Small().eval(), (torch.randn(4, 16),), strategies=strategies, budget_s=120
         ).report
     assert {row.strategy: row.status for row in report.rows}["late"] is Status.NOT_TRIED
     # The calls that are timed come last.
@@ -320,14 +333,15 @@ def test_what_comes_too_late_does_not_run_beside_the_timings(tmp_path: Path) -> 
 
 def test_set_ups_overlap_and_timings_do_not(tmp_path: Path) -> None:
     model, x = Small().eval(), torch.randn(4, 16)
-    strategies = [Planted(f"s{n}", planted.Logs(str(tmp_path / f"{n}"))) for n in range(3)]
+    files = tuple(str(tmp_path / f"{n}") for n in range(3))
+    strategies = [Planted(f"s{n}", planted.Logs(files[n], beside=files)) for n in range(3)]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 6)
         gw.tune(model, (x,), strategies=strategies)
     spans = {}
     for n in range(3):
         times = [float(line) for line in (tmp_path / f"{n}").read_text().split()]
-        # Set-up sleeps between the first two; the calls that are timed come last.
+        # Set-up waits between the first two; the calls that are timed come last.
         spans[n] = (times[0], times[1], times[-20], times[-1])
     assert max(s[0] for s in spans.values()) < min(s[1] for s in spans.values())
     timings = sorted((s[2], s[3]) for s in spans.values())

@@ -16,7 +16,7 @@ from typing import Any
 import planted
 import pytest
 import torch
-from planted import Noted, Planted, Small, directly
+from planted import Noted, Planted, Small, directly, short_for
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -66,15 +66,13 @@ def make_evaluator(
     return CandidateEvaluator(model, [sample], device, objective=objective, screening_s=0.05)
 
 
-def rows_of(
-    strategies: Sequence[Any], *, timeout_s: float = 60.0, objective: str = "latency"
-) -> dict[str, Row]:
+def rows_of(strategies: Sequence[Any], *, objective: str = "latency") -> dict[str, Row]:
     """The rows that a pool of workers gives for strategies, by name."""
     candidates = [s if isinstance(s, Candidate) else Candidate(s) for s in strategies]
     model, x = Small().eval(), torch.randn(4, 16)
     with WorkerPool(model, candidates) as pool:
         evaluator = make_evaluator(model, x, objective=objective)
-        pool.load(evaluator, Limits(timeout_s, 4 << 30))
+        pool.load(evaluator, Limits(60.0, 4 << 30))
         found = {}
         for candidate, row in pool.evaluate(in_order(candidates)):
             assert isinstance(row, Row), row
@@ -144,8 +142,8 @@ HARMS = {
 @pytest.mark.parametrize("name", HARMS)
 def test_after_a_harm_the_next_candidate_has_a_new_worker(name: str, tmp_path: Path) -> None:
     make, status = HARMS[name]
-    timeout_s = 5.0 if "hang" in name else 60.0
-    row, after, same_before, same_after = served(tmp_path, make, timeout_s=timeout_s)
+    with short_for("between") if "hang" in name else contextlib.nullcontext():
+        row, after, same_before, same_after = served(tmp_path, make)
     assert row.status is status
     assert (same_before, same_after) == (True, False)
     assert after.status in (Status.OK, Status.SLOWER), after.reason
@@ -433,7 +431,9 @@ def test_where_the_first_is_not_right_the_second_has_a_build_of_its_own(
     make: Callable[[nn.Module], Any], status: Status, tmp_path: Path
 ) -> None:
     compiler = Builds("builds", str(tmp_path / "builds"), make)
-    found = rows_of([Candidate(compiler), Candidate(compiler, runner=PASSES_ON)], timeout_s=5.0)
+    hang = ("builds", "builds+passed") if status is Status.TIMED_OUT else ()
+    with short_for(*hang):
+        found = rows_of([Candidate(compiler), Candidate(compiler, runner=PASSES_ON)])
     assert len(set(lines(tmp_path / "builds"))) == 2
     assert [row.status for row in found.values()] == [status, status]
     assert not any("shares" in note for row in found.values() for note in row.notes)

@@ -320,12 +320,13 @@ class WorkerPool:
 
         Slow ones are stopped when the time that is left is needed to time those that are ready.
         """
-        while waiting := [each for each in workers if not (each.settled or _waits(each))]:
+        while waiting := [each for each in workers if _sets_up(each)]:
             self._poll(waiting)
             if deadline is not None:
                 ready = sum(map(_waits, workers))
                 if time.monotonic() > deadline - ready * self._timing_s:
-                    for worker in waiting:
+                    # Those that have become ready just now can still be timed.
+                    for worker in filter(_sets_up, waiting):
                         worker.stop(worker.row or _not_tried(_candidate_of(worker)))
 
     def _time(self, worker: Worker, deadline: float | None) -> None:
@@ -425,6 +426,11 @@ def _candidate_of(worker: Worker) -> Candidate:
 def _waits(worker: Worker) -> bool:
     """Whether a worker is set up and waits to be timed."""
     return worker.ready and not worker.done
+
+
+def _sets_up(worker: Worker) -> bool:
+    """Whether a worker is neither ready nor settled."""
+    return not (worker.settled or _waits(worker))
 
 
 def _ended_server(job: Job) -> tuple[Candidate, Row]:
