@@ -79,8 +79,7 @@ def tuned_by(name: str, model: nn.Module, device: torch.device | str = "cpu") ->
     """It as a strategy answers calls without a cache, and with one of two lengths."""
     x = torch.ones(1, SIZE, device=device)
     quick = mock.patch.multiple("graphwright.tuning.tuner", SCREENING_S=0.02, FINAL_S_EACH=0.02)
-    alike = mock.patch("graphwright.evaluation.measurement.Timer.once", return_value=1.0)
-    with choosing(name), quick, alike, torch.no_grad():
+    with choosing(name), quick, torch.no_grad():
         tuned = gw.tune(
             model,
             samples=[(x,), (x, cache_of(2, device)), (x, cache_of(3, device))],
