@@ -30,6 +30,7 @@ from graphwright.tuning.tuner import Tuning
 
 CPU = torch.device("cpu")
 SOURCE = """
+import time
 import torch
 from torch import nn
 
@@ -97,6 +98,19 @@ class Deciding(Net):
 
 def deciding():
     return Deciding().eval(), (torch.randn(2, 8),)
+
+class Endless(Net):
+    calls = 0
+
+    def forward(self, x):
+        if torch.is_inference_mode_enabled():
+            Endless.calls += 1
+            if Endless.calls > 50:  # It is set up by now, and timed.
+                time.sleep(1000)
+        return self.linear(x)
+
+def endless():
+    return Endless().eval(), (torch.randn(2, 8),)
 
 class Other(nn.Module):
     def __init__(self):
@@ -714,10 +728,13 @@ def test_nothing_is_saved_after_an_interruption(
 
 @pytest.mark.usefixtures("heeding_ctrl_c")
 def test_ctrl_c_prints_what_is_known_and_exits_130(source: Path) -> None:
-    """A real process and a real SIGINT, sent as soon as the second row is on the screen."""
-    command = [sys.executable, "-u", "-m", "graphwright", "tune", f"{source}:pair"]
+    """A real process and a real SIGINT, sent as soon as the second row is on the screen.
+
+    The third has no end, so that the run has none before that, however slow the host is.
+    """
+    command = [sys.executable, "-u", "-m", "graphwright", "tune", f"{source}:endless"]
     process = subprocess.Popen(
-        [*command, "--device", "cpu"],
+        [*command, "--device", "cpu", "--strategies", "eager:no_grad,eager:inference_mode"],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
