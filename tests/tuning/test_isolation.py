@@ -280,7 +280,7 @@ def test_dynamo_finds_the_globals_of_a_script(how: str, tmp_path: Path) -> None:
     script.write_text(text)
     environment = {**os.environ, "PYTHONPATH": str(Path(gw.__file__).parent.parent)}
     command = [sys.executable, str(script)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     assert done.stdout.strip() == "[] 2", done.stdout + done.stderr
 
 
@@ -299,7 +299,7 @@ def test_tuning_where_a_module_is_imported_does_not_start_processes_without_end(
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join((root, str(tmp_path)))}
     command = [sys.executable, "-c", "import served"]
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=90
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300
     )
     assert done.returncode == 0, done.stderr
     assert len((tmp_path / "imports").read_text()) <= 4
@@ -466,12 +466,12 @@ def test_when_the_caller_ends_nothing_is_left(tmp_path: Path, signum: int) -> No
         [sys.executable, "-c", source], stderr=subprocess.DEVNULL, env=environment
     )
     try:
-        _until(lambda: file.exists() and len(file.read_text().split()) >= 2, 60)
+        _until(lambda: file.exists() and len(file.read_text().split()) >= 2, 180)
         children = [pid for pid in _descendants(process.pid) if pid != process.pid]
         assert len(children) >= 3  # The fork server, the worker, and what that has started.
         os.kill(process.pid, signum)
-        process.wait(20)
-        _until(lambda: not any(map(_alive, children)), 10)
+        process.wait(60)
+        _until(lambda: not any(map(_alive, children)), 60)
     finally:
         process.kill()
     assert not list((tmp_path / "tmp").iterdir())
