@@ -16,12 +16,12 @@ model = Embedder(load()[0]).eval()
 
 
 def served() -> gw.ModelConfig:
-    """The model with its sizes."""
-    names = ("input_ids", "attention_mask")
+    """The model, at any size up to 128 tokens."""
+    ids = torch.arange(1000, 1128)[None]
+    varying = {0: "batch", 1: "length"}
     return gw.ModelConfig(
         model,
-        kwargs={name: torch.ones(1, 8, dtype=torch.long) for name in names},
-        buckets=gw.Buckets.powers_of_two(batch=(1, 16), length=(8, 128)),
-        dynamic_shapes={name: {0: "batch", 1: "length"} for name in names},
+        kwargs={"input_ids": ids, "attention_mask": torch.ones_like(ids)},
+        dynamic_shapes={"input_ids": varying, "attention_mask": varying},
         pad={"attention_mask": 0},
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
 import signal
 import socket
 import threading
@@ -24,7 +23,8 @@ from .model import ModelConfig, PreparedModel
 from .options import Models, ServerOptions, Source
 from .repository import Repository
 
-_LOGGER = logging.getLogger("graphwright.serving")
+# What was answered is still being sent when the server ends.
+_LAST_ANSWERS_S = 5
 
 
 class Server:
@@ -77,6 +77,7 @@ class Server:
                 log_config=None,
                 log_level="warning",
                 access_log=False,
+                timeout_graceful_shutdown=_LAST_ANSWERS_S,
                 server_header=False,
                 ssl_certfile=files[0] if files else None,
                 ssl_keyfile=files[1] if files else None,
