@@ -355,3 +355,23 @@ def test_a_model_is_prepared_once_for_all_its_requests() -> None:
     prepared = PreparedModel(config())
     assert set(prepared.timings.seconds) >= {(1, 16), (32, 16)}
     assert all(seconds > 0 for seconds in prepared.timings.seconds.values())
+
+
+def test_a_defect_in_batching_fails_its_requests_and_not_the_next(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def broken(*_: Any) -> Any:
+        raise KeyError("oh")
+
+    async def test() -> None:
+        async with serving(config()) as repository:
+            with monkeypatch.context() as patch:
+                patch.setattr("graphwright.serving.runner.choose", broken)
+                found = await asyncio.gather(
+                    *(repository.infer(request(seed=n)) for n in range(3)), return_exceptions=True
+                )
+            assert all(isinstance(e, RequestError) and e.kind is Kind.FAILED for e in found)
+            assert "a batch of net failed" in caplog.text
+            assert (await repository.infer(request())).outputs
+
+    run(test)

@@ -230,32 +230,40 @@ class ModelRunner:
 
     async def _run(self) -> None:
         """Compute batch after batch, for as long as the runner lives."""
-        loop = asyncio.get_running_loop()
         while True:
             await self._work.wait()
             self._drop_the_late()
             if not self._queue:
                 self._work.clear()
                 continue
-            choice = self._choice()
-            batch = [self._queue[index] for index in choice.members]
-            for index in reversed(choice.members):
-                del self._queue[index]
-            now = time.monotonic()
-            for pending in batch:
-                self._counts.add("queue", now - pending.since)
-                self._metrics.stage("queue", now - pending.since)
-            self._metrics.waiting(len(self._queue))
-            parts = [pending.part for pending in batch]
-            computed = await loop.run_in_executor(self._thread, self._compute, parts, choice.sizes)
-            self._count(computed, parts)
-            for pending, answer in zip(batch, computed.answers, strict=True):
-                if pending.answer.done():  # Its client has gone.
-                    continue
-                if isinstance(answer, Exception):
-                    pending.answer.set_exception(answer)
-                else:
-                    pending.answer.set_result(answer)
+            batch = list(self._queue)
+            try:
+                choice = self._choice()
+                batch = [batch[index] for index in choice.members]
+                await self._answer_batch(batch, choice.sizes)
+            except (
+                Exception
+            ) as error:  # A defect of ours: other requests are answered all the same.
+                _LOGGER.exception("a batch of %s failed", self.name)
+                failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
+                _settle(batch, [failed] * len(batch))
+            finally:
+                self._queue = [each for each in self._queue if not each.answer.done()]
+
+    async def _answer_batch(self, batch: Sequence[_Pending], sizes: Sizes) -> None:
+        """Take requests out of the queue, compute them together, and answer each."""
+        chosen = {id(pending) for pending in batch}
+        self._queue = [each for each in self._queue if id(each) not in chosen]
+        now = time.monotonic()
+        for pending in batch:
+            self._counts.add("queue", now - pending.since)
+            self._metrics.stage("queue", now - pending.since)
+        self._metrics.waiting(len(self._queue))
+        parts = [pending.part for pending in batch]
+        loop = asyncio.get_running_loop()
+        computed = await loop.run_in_executor(self._thread, self._compute, parts, sizes)
+        _settle(batch, computed.answers)
+        self._count(computed, parts)
 
     def _choice(self) -> Choice:
         if not self.model.joins:
@@ -358,6 +366,17 @@ class ModelRunner:
                 )
         self._queue.clear()
         await asyncio.to_thread(self._thread.shutdown)
+
+
+def _settle(batch: Sequence[_Pending], answers: Sequence[Tensors | Exception]) -> None:
+    """Hand the answers out, but to clients that have gone."""
+    for pending, answer in zip(batch, answers, strict=True):
+        if pending.answer.done():
+            continue
+        if isinstance(answer, Exception):
+            pending.answer.set_exception(answer)
+        else:
+            pending.answer.set_result(answer)
 
 
 def _too_late(name: str) -> RequestError:
