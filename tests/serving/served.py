@@ -43,6 +43,14 @@ class AmongRows(Encoder):
         return {"logits": self.head(self.embedding(ids)) - self.embedding(ids).mean()}
 
 
+class HardlyAmongRows(Encoder):
+    """Other rows change its answers by less than another kernel's rounding may."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+        answer = super().forward(ids, mask)["logits"]
+        return {"logits": answer + 1e-4 * ids.float().mean() / VOCABULARY}
+
+
 class Picky(Encoder):
     """Fails where a row begins with 0."""
 

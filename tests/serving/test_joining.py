@@ -10,7 +10,7 @@ import torch
 from chosen import choosing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from served import BY_LENGTH, AmongRows, Encoder, WithoutMask, config, made, sample
+from served import BY_LENGTH, AmongRows, Encoder, HardlyAmongRows, WithoutMask, config, made, sample
 from torch import nn
 
 import graphwright as gw
@@ -65,8 +65,9 @@ def test_what_padding_would_change_is_joined_by_length_only() -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_what_other_rows_would_change_is_not_joined() -> None:
-    found = PreparedModel(config(AmongRows))
+@pytest.mark.parametrize("kind", [AmongRows, HardlyAmongRows])
+def test_what_other_rows_would_change_is_not_joined(kind: type[Encoder]) -> None:
+    found = PreparedModel(config(kind))
     assert not found.joins
     assert "an answer depends on other rows" in found.notes[-1]
 
@@ -161,3 +162,19 @@ def test_a_model_without_a_sample_is_refused() -> None:
         PreparedModel(
             ModelConfig(made(), sample(), dynamic_shapes={"ids": {0: "n"}, "mask": {0: "n"}})
         )
+
+
+def test_an_answer_stays_when_the_model_uses_its_memory_again() -> None:
+    class Reusing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.memory = torch.empty(32, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.mul(x, 2, out=self.memory[: len(x)])
+
+    found = PreparedModel(ModelConfig(Reusing(), (torch.randn(4, 3),)))
+    first, second = (found.joiner.part({"x": torch.full((1, 3), value)}) for value in (1.0, 5.0))
+    answers = found.joiner.cut(found.compute([first], (1,)), [first])
+    found.compute([second], (1,))
+    torch.testing.assert_close(answers[0]["output"], torch.full((1, 3), 2.0))

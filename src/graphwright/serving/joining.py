@@ -134,7 +134,8 @@ class Joiner:
                 raise _invalid(f"The input {wanted.name!r} is {given}, not {wanted.datatype}.")
             self._note_sizes(wanted, axes, tuple(leaf.shape), found)
             if BATCH not in (size.name for size in axes.values()):
-                key.append(leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+                values = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+                key.append(repr(tuple(leaf.shape)).encode() + values)
             leaves.append(leaf)
         return Part(tuple(leaves), tuple(found[name][0] for name in self.layout.names), tuple(key))
 
@@ -210,7 +211,10 @@ class Joiner:
     def cut(
         self, results: Sequence[torch.Tensor], parts: Sequence[Part]
     ) -> list[dict[str, torch.Tensor]]:
-        """What each part gets of the results: its rows, cut to its own sizes."""
+        """What each part gets of the results: a copy of its rows, cut to its own sizes.
+
+        The results themselves may be overwritten by the next call.
+        """
         begins = [0, *itertools.accumulate(part.sizes[0] for part in parts)]
         return [self._own(results, part, begin) for part, begin in zip(parts, begins, strict=False)]
 
@@ -224,7 +228,8 @@ class Joiner:
             if rows is not None:
                 factor = axes[rows].factor
                 value = value.narrow(rows, begin * factor, part.sizes[0] * factor)
-            found[output.name] = cut_to(value, shape_at(value.shape, axes, named))
+            own = cut_to(value, shape_at(value.shape, axes, named))
+            found[output.name] = own.clone(memory_format=torch.contiguous_format)
         return found
 
     def _results(self, fn: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, torch.Tensor]:

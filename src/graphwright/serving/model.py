@@ -154,28 +154,46 @@ class PreparedModel:
         _LOGGER.warning(text)
 
     def _difference(self, *, mixed: bool) -> str | None:
-        """How the answers of joined requests differ from those of each alone; None if not."""
+        """How the answers of joined requests differ from those of each alone; None if not.
+
+        Beside others, kernels round in other ways; so the first one is also computed beside two
+        kinds of others, where nothing but these differs.
+        """
         largest = max(self.timings.seconds, key=math.prod)
-        count = min(largest[0], _CHECKED)
-        sampler, generator = self.joiner.sampler, torch.Generator().manual_seed(0)
-        changes = sampler.changes()
-        parts = []
-        for number in range(count):
-            others = largest[1:]
-            if mixed:  # From short to as long as can be.
-                others = tuple(max(1, n * (number + 1) // count) for n in others)
-            change = changes[number % len(changes)]
-            parts.append(self._part_of(sampler.changed((1, *others), change, generator)))
+        parts, others = (self._requests(largest, seed, mixed=mixed) for seed in (0, 1))
         joined = self.joiner.cut(self.compute(parts, largest), parts)
         for part, answer in zip(parts, joined, strict=True):
             alone = self._alone(part)
             for name, value in answer.items():
                 why = difference(value, alone[name], other_kernels=True)
                 if why is not None:
-                    pairs = zip(self.joiner.layout.names, part.sizes, strict=True)
-                    sizes = ", ".join(f"{of} {n}" for of, n in pairs)
-                    return f"the output {name!r} of a request of {sizes} is {why} beside others."
+                    return f"{self._words(name, part)} is {why} beside others."
+        beside = [parts[0], *others[1:]]
+        again = self.joiner.cut(self.compute(beside, largest), beside)[0]
+        for name, value in again.items():
+            why = difference(value, joined[0][name])
+            if why is not None:
+                return f"{self._words(name, parts[0])} is {why} beside others than before."
         return None
+
+    def _requests(self, largest: Sizes, seed: int, *, mixed: bool) -> list[Part]:
+        """A few requests of other values, of the largest sizes or from short to these."""
+        count = min(largest[0], _CHECKED)
+        sampler, generator = self.joiner.sampler, torch.Generator().manual_seed(seed)
+        changes = sampler.changes()
+        parts = []
+        for number in range(count):
+            others = largest[1:]
+            if mixed:
+                others = tuple(max(1, n * (number + 1) // count) for n in others)
+            change = changes[(number + seed) % len(changes)]
+            parts.append(self._part_of(sampler.changed((1, *others), change, generator)))
+        return parts
+
+    def _words(self, output: str, part: Part) -> str:
+        pairs = zip(self.joiner.layout.names, part.sizes, strict=True)
+        sizes = ", ".join(f"{name} {n}" for name, n in pairs)
+        return f"the output {output!r} of a request of {sizes}"
 
     def _part_of(self, leaves: Sequence[Any]) -> Part:
         """A request with the leaves of a call."""
