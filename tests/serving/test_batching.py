@@ -94,6 +94,13 @@ def test_what_no_size_holds_is_computed_alone() -> None:
     assert choose([Request((9, 8)), Request((1, 8))], BY_LENGTH, NOW) == Choice((0,), (9, 8))
 
 
+def test_what_is_computed_alone_has_a_size_that_there_is() -> None:
+    """What was saved without its model answers no other."""
+    assert BY_LENGTH.sizes_alone((2, 5)) == (4, 8)
+    assert BY_LENGTH.sizes_alone((9, 5)) == (9, 5)
+    assert Timings(dict(BY_LENGTH.seconds), exact=False).sizes_alone((2, 5)) == (2, 5)
+
+
 sizes_of_requests = st.tuples(st.integers(1, 10), st.integers(1, 80))
 requests = st.builds(
     Request,

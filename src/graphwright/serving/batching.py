@@ -67,6 +67,11 @@ class Timings:
                 self._shares.clear()
         return known
 
+    def sizes_alone(self, sizes: Sizes) -> Sizes:
+        """The sizes at which a request is computed by itself."""
+        points = self.points_for(sizes) if self.exact else []
+        return min(points, key=self.seconds.__getitem__, default=sizes)
+
     def alone(self, sizes: Sizes) -> float:
         """The seconds that a request takes by itself."""
         found = (self.seconds[point] for point in self.points_for(sizes))

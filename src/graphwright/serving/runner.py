@@ -241,9 +241,8 @@ class ModelRunner:
                 choice = self._choice()
                 batch = [batch[index] for index in choice.members]
                 await self._answer_batch(batch, choice.sizes)
-            except (
-                Exception
-            ) as error:  # A defect of ours: other requests are answered all the same.
+            except Exception as error:
+                # A defect of ours: other requests are answered all the same.
                 _LOGGER.exception("a batch of %s failed", self.name)
                 failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
                 _settle(batch, [failed] * len(batch))
@@ -287,7 +286,8 @@ class ModelRunner:
                 _LOGGER.exception("a request of %s failed", self.name)
                 failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
                 return _Computed([failed], {}, sizes)
-        each = [self._compute([part], part.sizes) for part in parts]
+        alone = self.model.timings.sizes_alone
+        each = [self._compute([part], alone(part.sizes)) for part in parts]
         answers = [answer for one in each for answer in one.answers]
         seconds = {stage: sum(one.seconds.get(stage, 0.0) for one in each) for stage in _STAGES}
         return _Computed(answers, seconds, sizes)

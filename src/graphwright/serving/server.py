@@ -137,7 +137,6 @@ class RunningServer:
     """
 
     def __init__(self, models: Models, options: ServerOptions) -> None:
-        self._ended = threading.Event()
         started: threading.Event = threading.Event()
         problem: list[BaseException] = []
 
