@@ -39,6 +39,8 @@ STRATEGIES = {
 # What is asked, in microseconds: where eager is chosen; elsewhere at all, and for each module.
 EAGER_SHARE, EAGER_US = 1.02, 0.5
 LEAST_US, REAL_US, HOT_US, GPU_US = 3.0, 0.2, 0.01, 5.0
+# A look at the module alone, for which no device is waited for.
+LOOK = "look"
 
 
 def models(device: torch.device) -> dict[str, tuple[nn.Module, tuple[torch.Tensor, ...]]]:
@@ -96,7 +98,7 @@ def ways(
     }
     watch = ModuleWatch(model, values=False)
     count = len(list(model.modules()))
-    return found | {"look": watch.unchanged}, {"chosen": tuned.report.chosen, "modules": count}
+    return found | {LOOK: watch.unchanged}, {"chosen": tuned.report.chosen, "modules": count}
 
 
 def block(work: Callable[[], object], count: int, wait: Callable[[], object]) -> float:
@@ -123,10 +125,11 @@ def rounds(strategies: list[str]) -> None:
             print(f"setting up {name}", file=sys.stderr, flush=True)
             calls, facts[name] = ways(model, args, strategies)
             # Checks in C++ are made once there were some looks.
-            for call in calls.values():
-                block(call, 20, wait)
+            waits = {way: int if way == LOOK else wait for way in calls}
+            for way, call in calls.items():
+                block(call, 20, waits[way])
             counts = {
-                way: max(1, min(MOST, int(BLOCK_S / block(call, 3, wait))))
+                way: max(1, min(MOST, int(BLOCK_S / block(call, 3, waits[way]))))
                 for way, call in calls.items()
             }
             made[name] = calls, counts
@@ -135,7 +138,9 @@ def rounds(strategies: list[str]) -> None:
             found: Row = {}
             for name, (calls, counts) in made.items():
                 order = list(calls)[number % len(calls) :] + list(calls)[: number % len(calls)]
-                found[name] = {way: block(calls[way], counts[way], wait) * 1e6 for way in order}
+                found[name] = {
+                    way: block(calls[way], counts[way], waits[way]) * 1e6 for way in order
+                }
             print(json.dumps(found), flush=True)
 
 
@@ -144,20 +149,19 @@ def measured(
 ) -> tuple[Row, Row]:
     """Rounds of "now", and of "before" where there is another checkout; what is known of both."""
     sides = {"now": source} | ({} if other is None else {"before": other})
-    processes = {
-        side: subprocess.Popen(
-            command("bench.calls.run", *strategies),
-            env=variables(where),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        for side, where in sides.items()
-    }
+    processes: dict[str, subprocess.Popen[str]] = {}
     facts: Row = {}
     found: dict[str, list[Row]] = {side: [] for side in sides}
     try:
-        for side, process in processes.items():
+        for side, where in sides.items():
+            processes[side] = process = subprocess.Popen(
+                command("bench.calls.run", *strategies),
+                env=variables(where),
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+            )
+            # One after the other: `tune` times what it chooses from.
             assert process.stdout is not None
             facts[side] = json.loads(process.stdout.readline())
         for turn in range(count):
@@ -216,7 +220,7 @@ def targets(found: Row, facts: Row, *, gpu: bool) -> list[Row]:
             above = gap(turns, name, "tune", "winner")
             rows.append((f"{name}: tune() above {chosen}", above, limit))
         rows.append((f"{name}: graph() above a replay", gap(turns, name, "graph", "replay"), limit))
-        rows.append((f"{name}: a look, hot", us["look"], LEAST_US + HOT_US * count))
+        rows.append((f"{name}: a look, hot", us[LOOK], LEAST_US + HOT_US * count))
     return [
         {"target": what, "figure": figure, "most": most, "met": figure <= most}
         for what, figure, most in rows

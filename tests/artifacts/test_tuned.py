@@ -14,12 +14,13 @@ import torch
 from planted import Small
 from torch import nn
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 
 import graphwright as gw
 from graphwright.artifacts.tuned_module import TunedModule
 from graphwright.calls.signature import CallSignature
 from graphwright.calls.watch import ModuleWatch
-from graphwright.dispatch.fast_path import shortcut
+from graphwright.dispatch.fast_path import MISS, shortcut
 from graphwright.report.report import Report
 from graphwright.report.result import Status
 from graphwright.strategies.base import AVAILABLE
@@ -222,6 +223,62 @@ def test_what_fails_since_the_module_changed_is_eager() -> None:
         tuned(x)
     model.first = nn.Linear(16, 16)
     assert torch.equal(tuned(x), model(x).detach())
+
+
+@pytest.mark.parametrize("short_way", [True, False], ids=["the short way", "the long way"])
+@pytest.mark.parametrize("change", ["a layer", "a switch"])
+def test_what_has_changed_is_not_launched_again(
+    change: str, short_way: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = Small().eval(), torch.randn(4, 16)
+    signature, watch = CallSignature.of((x,), {}), ModuleWatch(model, values=False)
+    launches = []
+
+    def launch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        launches.append(1)
+        return model(*tensors).detach() + MARK
+
+    short = shortcut(signature, launch, watch.unchanged, training=False)
+    assert short is not None
+    table = [(signature, lambda x: launch([x]))]
+    shortcuts = [short] if short_way else []
+    tuned = TunedModule(model, REPORT, table, watch, pure=True, shortcuts=shortcuts)
+    assert won(tuned(x))
+    kept = model.first
+    if change == "a layer":
+        model.first = nn.Linear(16, 16)
+    else:
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    launches.clear()
+    for _ in range(5):
+        assert torch.equal(tuned(x), model(x).detach())
+    # What is found once costs a launch; where both ways look, one each.
+    assert len(launches) <= 1 + (short_way and change == "a layer")
+    model.first = kept
+    monkeypatch.undo()
+    assert won(tuned(x))
+
+
+def test_a_function_mode_sees_no_launch() -> None:
+    model, x = Small().eval(), torch.randn(4, 16)
+    signature, watch = CallSignature.of((x,), {}), ModuleWatch(model, values=False)
+    seen = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    def launch(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return torch.empty_like(tensors[0])
+
+    short = shortcut(signature, launch, watch.unchanged, training=False)
+    assert short is not None
+    with Mode():
+        assert short((x,), {}) is MISS
+    assert torch.empty_like not in seen
 
 
 def test_in_place_updates_reach_a_winner_that_reads_the_weights(

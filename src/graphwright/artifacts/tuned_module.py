@@ -159,7 +159,10 @@ class _Choice:
         self.table = list(table)
         self.watch = watch
         self.copies = watch is not None and watch.values
+        # Whether somebody else's graph would keep the copies without their owner's knowledge.
+        self.may_not_launch = captured_by_others if self.copies else _never
         self.pure = pure
+        self._changed_last_time = False
         self.same_under_no_grad = same_under_no_grad
         self.padded = padded
         self.shortcuts = tuple(shortcuts)
@@ -208,14 +211,14 @@ class _Choice:
         """Call the winner: True and its result, or False if the module has changed.
 
         If calls change nothing, the module is checked after the call, while the GPU works, and the
-        result is dropped if it has changed.
+        result is dropped if it has changed; as it mostly stays so, the next checks come first.
         """
         watch = self.watch
         if watch is None:
             return True, tuned(*args, **kwargs)
+        if (self._changed_last_time or not self.pure) and self.outdated(watch):
+            return False, None
         if not self.pure:
-            if self.outdated(watch):
-                return False, None
             return True, tuned(*args, **kwargs)
         try:
             result = tuned(*args, **kwargs)
@@ -271,7 +274,12 @@ class _Choice:
         change = watch.changed()
         if change is not None:
             self.last_difference = change
-        return change is not None
+        self._changed_last_time = change is not None
+        return self._changed_last_time
+
+
+def _never() -> bool:
+    return False
 
 
 class TunedModule(ModuleProxy):
@@ -345,6 +353,13 @@ class TunedModule(ModuleProxy):
         if choice.plain is not None and not torch.is_grad_enabled():
             choice.calls["tuned"] += 1
             return choice.plain(*args, **kwargs)
+        # A launch refuses where this thread captures: such a call is answered below.
+        if choice.shortcuts and not (in_training(choice.module) or choice.may_not_launch()):
+            for short in choice.shortcuts:
+                result = short(args, kwargs)
+                if result is not MISS:
+                    choice.calls["tuned"] += 1
+                    return result
         parts = parts_of_capture()
         if parts is not None and choice.report.chosen != EAGER:
             return self._in_capture(parts, args, kwargs)
@@ -363,12 +378,6 @@ class TunedModule(ModuleProxy):
                 )
             choice.last_difference = CAPTURED
             return choice.eager(CAPTURED, choice.module, args, kwargs)
-        if not in_training(choice.module):
-            for short in choice.shortcuts:
-                result = short(args, kwargs)
-                if result is not MISS:
-                    choice.calls["tuned"] += 1
-                    return result
         found = choice.entry_for(args, kwargs)
         if found is None and inside_transform():
             warn_if_traced(self, "tune")

@@ -1,7 +1,7 @@
 """The fast path to a graph: one function that does as little as possible for each call.
 
 It answers the common case: a graph that changes nothing, called with tensors and maybe plain
-values. It checks the arguments, launches, and checks the module while the device works.
+values. It checks the arguments, launches, and checks the rest while the device works.
 """
 
 from __future__ import annotations
@@ -114,8 +114,14 @@ def _fast(
     # Local names are found faster than globals and attributes.
     grad_is_on = torch.is_grad_enabled
     modes = torch._C._len_torch_dispatch_stack  # The guard does not see make_fx's mode.
+    functions = torch._C._len_torch_function_stack
+    changed_last_time = False
+
+    def as_before() -> bool:
+        return lasting_switches() == expected and unchanged()
 
     def fast(args: Args, kwargs: Kwargs) -> Any:
+        nonlocal changed_last_time
         if len(args) != count or len(kwargs) != len(names):
             return MISS
         if kwargs:
@@ -123,18 +129,23 @@ def _fast(
                 args = (*args, *[kwargs[name] for name in names])
             except KeyError:
                 return MISS
-        if modes() or not fitting(guard, args) or lasting_switches() != expected:
+        if modes() or not fitting(guard, args):
             return MISS
         if not quiet and grad_is_on():
+            return MISS
+        # The same kernels run whatever has changed since: so launch now, and look while the device
+        # works. A function mode would see the launch; and what has changed mostly stays changed.
+        if (changed_last_time or functions()) and not as_before():
             return MISS
         try:
             result = launch(args)
         except GraphClosed:
             return MISS
         except Exception:
-            if not unchanged():
+            if not as_before():
                 return MISS
             raise
-        return result if unchanged() else MISS
+        changed_last_time = not as_before()
+        return MISS if changed_last_time else result
 
     return fast
