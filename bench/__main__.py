@@ -474,7 +474,7 @@ def main() -> None:
     serving = commands.add_parser("serving", help="MiniLM behind servers, under load")
     serving.add_argument("--out", type=Path, default=RESULTS)
     serving.add_argument("--only", nargs="+", default=[], metavar="SERVER")
-    serving.add_argument("--tuned", metavar="FILE.py:NAME", help="serve this as well as eager")
+    serving.add_argument("--tuned", action="store_true", help="serve what tune() makes of it, too")
     serving.add_argument("--seconds", type=float, default=10.0, help="of each load")
     serving.add_argument("--threads", type=int, default=1, help="of PyTorch in each server")
     comparing = commands.add_parser("compare", help="two results of tune, capture or training")
@@ -511,8 +511,8 @@ def main() -> None:
     elif given.command == "serving":
         from .serving.run import benchmark as serve
 
-        flags = {"seconds": given.seconds, "threads": given.threads}
-        sys.exit(bool(serve(given.out, given.only, given.tuned, **flags)))
+        flags = {"seconds": given.seconds, "threads": given.threads, "tuned": given.tuned}
+        sys.exit(bool(serve(given.out, given.only, **flags)))
     elif given.command == "compare":
         from .compare import main as compare
 

@@ -1,16 +1,18 @@
 """MiniLM behind graphwright's server and behind its peers: rates, latencies, wrong answers.
 
-    scripts/bench serving [--out DIR] [--only SERVER ...] [--tuned FILE.py:NAME] [--seconds S]
+    scripts/bench serving [--out DIR] [--only SERVER ...] [--tuned] [--seconds S] [--threads N]
 
-Each server is started alone, with the same target, batch limit and threads of PyTorch: "eager", and
-"tuned" where a target is given. Every run is checked: each request has a known answer. Its figures
-are the latency of few requests beside that of a bare call, the rate of a closed loop, and the
-highest rate of an open loop (see load.py) at which 99 of 100 answers come in time.
+Each server is started alone, with the same model, batch limit and threads of PyTorch: as it is
+("eager", of which graphwright makes graphs on a GPU), and with `--tuned` as tune() made it. Every
+run is checked: each request has a known answer. Its figures are the latency of few requests beside
+that of a bare call, the rate of a closed loop, and the highest rate of an open loop (see load.py) at
+which 99 of 100 answers come in time.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -30,14 +32,17 @@ from .load import Plan
 from .peers import SERVERS, Server, ServerFailed, free_port, running
 from .search import highest
 from .traffic import drawn, load, save
+from .tuned import FILE
 
-EAGER = f"{Path(__file__).with_name('eager.py')}:model"
+TARGETS = {mode: f"{Path(__file__).with_name(f'{mode}.py')}:model" for mode in ("eager", "tuned")}
+# Seconds that tuning may take.
+TUNING_S = 600.0
 REQUESTS, SEED = 256, 71
 # p99 has to stay under so many seconds.
 BOUND_S = {"cpu": 0.05, "cuda": 0.01}
 BATCH, WAIT_S = 32, 0.002
 # Requests a second of a low load, and at which a search begins.
-LOW, FIRST = 5.0, 20.0
+LOW, FIRST = 5.0, {"cpu": 20.0, "cuda": 160.0}
 CLIENTS = 16
 RUNS = 12
 # An open loop takes long enough for so many requests, but not longer than so many times as usual.
@@ -89,8 +94,8 @@ class Trial:
         seconds = min(max(self.seconds, ENOUGH / rate), LONGER * self.seconds)
         return self.load(rate=rate, seconds=seconds)
 
-    def measure(self, bound_s: float) -> Figures:
-        """A low load, a closed loop, and the search for the highest rate."""
+    def measure(self, bound_s: float, first: float) -> Figures:
+        """A low load, a closed loop, and the search for the highest rate, beginning at `first`."""
         self.load(clients=CLIENTS)  # warms up
         found: Figures = {
             "status": "ok",
@@ -109,7 +114,7 @@ class Trial:
 
         seconds = RUNS * LONGER * self.seconds
         found["highest_rate"], found["failed_rate"] = highest(
-            keeps_up, FIRST, runs=RUNS, seconds=seconds, lowest=LOW
+            keeps_up, first, runs=RUNS, seconds=seconds, lowest=LOW
         )
         every = [found["low"], found["closed"], *found["runs"]]
         found["wrong"] = sum(one.get("wrong", 0) for one in every)
@@ -126,20 +131,17 @@ def served(server: Server, given: Options, folder: Path, seconds: float) -> Figu
     try:
         with running(server, given, load(folder / "requests.npz")[0]):
             trial = Trial(given.port, server.wire, folder, seconds)
-            return trial.measure(BOUND_S[given.device])
+            return trial.measure(BOUND_S[given.device], FIRST[given.device])
     except ServerFailed as error:
         return {"status": "failed", "reason": str(error)}
 
 
-def benchmark(
-    out: Path, only: list[str], tuned: str | None, *, seconds: float, threads: int
-) -> int:
+def benchmark(out: Path, only: list[str], *, tuned: bool, seconds: float, threads: int) -> int:
     """Every server in every mode, the file written after each; the number that failed."""
     unknown = set(only) - set(SERVERS)
     if unknown:
         sys.exit(f"{', '.join(sorted(unknown))}: none of {', '.join(SERVERS)}")
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    targets = {"eager": EAGER} | ({"tuned": tuned} if tuned else {})
     where = out / "serving.json"
     result: Figures = {
         "schema": SCHEMA,
@@ -157,8 +159,15 @@ def benchmark(
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(folder / "requests.npz", drawn(REQUESTS, SEED))
-        for mode, target in targets.items():
-            words = ["--target", target, "--device", device, "--threads", str(threads)]
+        common = ["--device", device, "--threads", str(threads)]
+        for mode, target in list(TARGETS.items())[: 1 + tuned]:
+            if mode == "tuned":
+                file = str(folder / "minilm.gw")
+                result["tuning"] = figures_of("bench.serving.tuned", file, common, TUNING_S)
+                if "failed" in result["tuning"]:
+                    sys.exit(f"tune: {result['tuning']['failed']}")
+                os.environ[FILE] = file
+            words = ["--target", target, *common]
             if mode == "eager":
                 words += ["--answers", str(folder / "answers.npy")]
             bare = figures_of("bench.serving.bare", str(folder / "requests.npz"), words, BESIDE_S)

@@ -26,7 +26,7 @@ import numpy as np
 import pytest
 import torch
 from chosen import choosing
-from served import Picky, config, made, sample
+from served import BY_LENGTH, Picky, config, made, sample
 
 import graphwright as gw
 from graphwright.serving.launch import serve
@@ -288,6 +288,37 @@ def test_answers_stay_right_beside_bad_requests_leaving_clients_and_reloads() ->
         text = httpx.get(f"{address}/metrics").text
     assert seen == {"right": 510, "refused": 30, "left": 30, "failed": 30}
     assert 'graphwright_requests_total{model="net",outcome="failed",version="1"} 30.0' in text
+
+
+def test_answers_are_right_on_each_device(device: torch.device) -> None:
+    """On a GPU by its graphs, without a call that falls back."""
+    model = made().to(device)
+    args = tuple(each.to(device) for each in sample())
+    right: list[int] = []
+
+    async def ask(session: aiohttp.ClientSession, number: int) -> None:
+        asked = request_of(number)
+        path, body, headers = binary("net", asked)
+        async with session.post(path, data=body, headers=headers) as answer:
+            assert answer.status == 200, await answer.text()
+            found = outputs_of(await answer.read(), answer.headers)
+        with torch.no_grad():
+            expected = model(*(each.to(device) for each in asked.values()))
+        for name, value in found.items():
+            torch.testing.assert_close(value, expected[name].cpu(), rtol=1e-3, atol=1e-5)
+        right.append(number)
+
+    given = gw.ModelConfig(model, args, dynamic_shapes=BY_LENGTH)
+    with serve({"net": given}, block=False, **ANY) as server:
+        address = f"http://127.0.0.1:{server.http_port}"
+        asyncio.run(asyncio.wait_for(swarm(address, 300, 16, ask), 120))
+        text = httpx.get(f"{address}/metrics").text
+    assert sorted(right) == list(range(300))
+    calls = [line for line in text.splitlines() if line.startswith("graphwright_calls")]
+    if device.type == "cuda":
+        print("\n".join(calls))
+        assert calls
+        assert not any("eager" in line and not line.endswith(" 0.0") for line in calls)
 
 
 @pytest.mark.slow

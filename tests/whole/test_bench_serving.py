@@ -167,17 +167,17 @@ def test_a_whole_benchmark_of_one_server(
     )
     monkeypatch.setattr(run, "RUNS", 2)
     # Far below what it does, and far above.
-    monkeypatch.setattr(run, "FIRST", 5.0)
+    monkeypatch.setattr(run, "FIRST", {"cpu": 5.0, "cuda": 5.0})
     monkeypatch.setitem(run.BOUND_S, "cpu", 1.0)
     monkeypatch.setitem(run.BOUND_S, "cuda", 1.0)
     monkeypatch.setattr(run, "SERVERS", {"one": fake("right")})
-    assert run.benchmark(tmp_path, [], None, seconds=0.3, threads=1) == 0
+    assert run.benchmark(tmp_path, [], tuned=False, seconds=0.3, threads=1) == 0
     row = json.loads((tmp_path / "serving.json").read_text())["servers"]["one"]["eager"]
     assert (row["highest_rate"], row["failed_rate"], row["wrong"]) == (10.0, None, 0)
     assert [one["rate"] for one in row["runs"]] == [5.0, 10.0]
     assert "1.0 ms" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="two: none of one"):
-        run.benchmark(tmp_path, ["two"], None, seconds=0.3, threads=1)
+        run.benchmark(tmp_path, ["two"], tuned=False, seconds=0.3, threads=1)
 
 
 def test_requests_are_short_mostly_and_kept_as_they_are(tmp_path: Path) -> None:
