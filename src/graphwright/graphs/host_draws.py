@@ -156,6 +156,19 @@ class DrawingRecording:
         """As the recording's."""
         return self._recording.external
 
+    @property
+    def drawn_beside(self) -> Recording:
+        """The recording itself, without the draws."""
+        return self._recording
+
+    def inspect(self) -> tuple[list[Node], list[int]]:
+        """As the recording's."""
+        return self._recording.inspect()
+
+    def timed(self, nodes: Sequence[Node]) -> list[Node] | None:
+        """As the recording's."""
+        return self._recording.timed(nodes)
+
     def replay(self) -> None:
         """Replay and draw."""
         self._recording.replay()

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..errors import CaptureError
+from .inspection.nodes import Node
 
 
 class Interrupted(CaptureError):
@@ -45,6 +46,22 @@ class Recording(Protocol):
 
         Bytes are copied as they are: each source must have its feed's strides, each target its
         drain's.
+        """
+
+    def inspect(self) -> tuple[list[Node], list[int]]:
+        """Its nodes as they were recorded, with edges and without branches, and their keys.
+
+        An observer (`inspection.origins`) of the recording was told of the same keys.
+        """
+
+    def timed(self, nodes: Sequence[Node]) -> list[Node] | None:
+        """Replay it, without the copies of arguments and results, and note when each node ran.
+
+        Args:
+            nodes: as `inspect` gave them.
+
+        Returns:
+            the nodes with their times; None where these cannot be told for certain.
         """
 
     def close(self) -> None:
