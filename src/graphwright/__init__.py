@@ -35,7 +35,7 @@ from .graphs.capture import capture as capture
 from .graphs.capture import capturing as capturing
 from .graphs.capture import predict_memory as predict_memory
 from .graphs.graph import Graph as Graph
-from .graphs.inspection.nodes import Node as Node
+from .graphs.inspection.node import Node as Node
 from .graphs.inspection.nodes import Nodes as Nodes
 from .graphs.memory import MemoryPool as MemoryPool
 from .ops.custom.extension import Extension as Extension

@@ -53,8 +53,8 @@ FACES = {
     "reserved",
     "FallbackWarning": "",
     "ModelConfig": "buckets dynamic_shapes inputs kwargs model outputs pad postprocess preprocess",
-    "Node": "block branch bytes duration_us grid index kind line module name operation predecessors "
-    "registers segment shape shared_bytes start_us",
+    "Node": "block branch bytes duration_us grid index kind line module name operation "
+    "predecessors registers segment shape shared_bytes start_us",
     "Nodes": "branches idle_us kinds name notes to_dot to_json to_svg",
     "Prefetcher": "depth device loader",
     "Report": "break_even check chosen chosen_row cost created curve eager_error environment "

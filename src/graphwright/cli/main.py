@@ -430,7 +430,8 @@ def inspect(
     check_files(files)
     loaded = load_target(target, inputs, _device(device))
     check_sources(files, loaded.file)
-    with CapturedCall(loaded.model, loaded.args, loaded.kwargs, breaks="auto") as graph:
+    graph = CapturedCall(loaded.model, loaded.args, loaded.kwargs, breaks="auto")
+    with graph:
         graph.warm()
         graph.record()
         nodes = graph.nodes(timed=timed)

@@ -247,9 +247,7 @@ class _Diagnosing:
             return self._unknown(error, compared)
         return self._of_parting(parting, compared, kernel)
 
-    def _of_parting(
-        self, parting: Parting, compared: int, kernel: str | None = None
-    ) -> Diagnosis:
+    def _of_parting(self, parting: Parting, compared: int, kernel: str | None = None) -> Diagnosis:
         by = parting.operation
         return self._say(
             parting.cause,
@@ -319,4 +317,3 @@ def _same_bytes(a: torch.UntypedStorage, b: torch.UntypedStorage) -> bool:
         torch.empty(0, dtype=torch.uint8, device=each.device).set_(each) for each in (a, b)
     )
     return torch.equal(first, second)
-

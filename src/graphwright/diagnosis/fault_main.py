@@ -154,7 +154,7 @@ def _replay(graph: CapturedCall, origins: Origins, teller: _Teller) -> None:
             recording.replay()
             torch.cuda.synchronize(device)
         except Exception as error:
-            found, more = marking.culprit(), {}
+            found, more = marking.culprit(), dict[str, Any]()
             if found is not None:
                 index, operation, its = found
                 kernels = [names[key].name for key in its if names[key].kind == "kernel"]

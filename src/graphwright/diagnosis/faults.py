@@ -2,7 +2,8 @@
 
 The child runs the call eagerly, one operation at a time and each to its end. If none faults, it
 captures the call and replays it; each operation of that capture leaves its number on the host, in
-memory that a fault of the device does not take away, so that the last number tells where it stopped.
+memory that a fault of the device does not take away, so that the last number tells where it
+stopped.
 """
 
 from __future__ import annotations
@@ -171,4 +172,3 @@ def judged(
 
 def _of_device(error: str | None) -> bool:
     return error is not None and ("CUDA error" in error or "cuda" in error.lower())
-

@@ -151,8 +151,8 @@ class Lockstep(OperationMode):
         if not is_read and not needs_step(func, args, kwargs, made=made):
             return result
         if step is None or step.func is not func:
-            theirs = "nothing more" if step is None else str(step.func)
-            self._part(Cause.OPERATIONS, f"is where the operations part: the graph has {theirs}")
+            there = "nothing more" if step is None else str(step.func)
+            self._part(Cause.OPERATIONS, f"is where the operations part: the graph has {there}")
             return result
         with _disable_current_modes():
             values = [*_flat(result), *written(func, args, kwargs)]

@@ -1,10 +1,10 @@
 """Finding where a CUDA graph and eager part, by capturing the call again.
 
-What a graph computes on the way is gone after a replay, since its memory is used again. So the call
-is captured once more, observed. First the nodes of both captures are compared, with what is written
-into them: a value or an address that two new captures agree on, and the graph has another one, is
-a constant that has gone stale. If all nodes agree, a capture that also keeps each operation's result
-is replayed and compared with eager, operation by operation.
+What a graph computes on the way is gone after a replay, since its memory is used again. So the
+call is captured once more, observed. First the nodes of both captures are compared, with what is
+written into them: a value or an address that two new captures agree on, and the graph has another
+one, is a constant that has gone stale. If all nodes agree, a capture that also keeps each
+operation's result is replayed and compared with eager, operation by operation.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..calls.modes import OperationMode
 from ..calls.operations import tensors, written
 from ..graphs.captured_call import CapturedCall
 from ..graphs.cuda.recording import CudaRecording
-from ..graphs.inspection.nodes import Node
+from ..graphs.inspection.node import Node
 from ..graphs.inspection.origins import Observer, Operation, Origins
 from .lockstep import Parting, first_difference
 from .result import Cause

@@ -39,7 +39,7 @@ from .conditions import THREAD, autocast_cache_apart
 from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
 from .graph import Graph, GraphClosed, GraphState, with_operations
 from .host_draws import Draw, DrawingRecording, generator_kept
-from .inspection.nodes import Node
+from .inspection.node import Node
 from .inspection.origins import Observer, Origins, observing
 from .journal import Copies, Journal
 from .memory import MemoryPool, MemoryPrediction, pool_problem

@@ -12,11 +12,11 @@ import torch
 from ..calls.modes import opaque
 from ..errors import CaptureError
 from .conditions import capturing_now
-from .inspection.nodes import Node, Nodes, arranged
+from .inspection.node import Node, arranged
+from .inspection.nodes import Nodes
 from .inspection.origins import Operation
 from .memory import GraphMemory, MemoryPool
 from .recorder import Recording
-
 
 _UNKNOWN_BLOCK = (
     "Modules and lines are not known: capture the block with capturing(annotate=True) for them."
@@ -109,7 +109,7 @@ class Graph:
             found = self._listed(notes)
             if timed:
                 found = self._timed(found, notes)
-            placed = []
+            placed: list[Node] = []
             for segment, nodes in enumerate(found):
                 start = len(placed)
                 placed += [_shifted(node, start, segment) for node in arranged(nodes)]

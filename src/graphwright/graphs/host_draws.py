@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from ..calls.first_use import announce
 from ..calls.operations import leaves, tensors
 from ..errors import CaptureError
+from .inspection.node import Node
 from .recorder import Recording
 
 # Neither eager's nor a user's, most likely.

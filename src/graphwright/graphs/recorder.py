@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 
 from ..errors import CaptureError
-from .inspection.nodes import Node
+from .inspection.node import Node
 
 
 class Interrupted(CaptureError):

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import torch
 
 from ...calls.operations import tensors, written
-from ..inspection.nodes import Node
+from ..inspection.node import Node
 from ..inspection.origins import bytes_of
 from ..static_tensors import span
 

@@ -33,7 +33,7 @@ from ...calls.signature import without_memory
 from ...errors import CaptureError, user_frame
 from ..composition import packed
 from ..conditions import garbage_collection_off, pretend_capturing
-from ..inspection.nodes import Node
+from ..inspection.node import Node
 from ..inspection.origins import observer
 from ..journal import Journal
 from ..recorder import Allocate, Prepared, Work
@@ -101,9 +101,7 @@ def _refuse_without_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str
             )
 
 
-def needs_step(
-    func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, made: bool
-) -> bool:
+def needs_step(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, made: bool) -> bool:
     """Whether a tape has to repeat an operation: it writes, or computes something new.
 
     Args:
@@ -365,8 +363,7 @@ class CpuRecording:
             start = time.perf_counter()
             step.run()
             took = time.perf_counter() - start
-            times = {"start_us": 1e6 * (start - began), "duration_us": 1e6 * took}
-            found.append(replace(node, **times))
+            found.append(replace(node, start_us=1e6 * (start - began), duration_us=1e6 * took))
         return found
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:

@@ -1,8 +1,8 @@
 """The nodes of a CUDA graph as the driver tells them.
 
 The functions of the driver that this needs are looked up by name and version, since older drivers
-lack some: what cannot be asked is None. Edges are asked by cuGraphGetEdges_v2 where there is one: the
-first version fails on edges with data, such as those of programmatic dependent launch.
+lack some: what cannot be asked is None. Edges are asked by cuGraphGetEdges_v2 where there is one:
+the first version fails on edges with data, such as those of programmatic dependent launch.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..inspection.nodes import Node
+from ..inspection.node import Node
 from ..inspection.origins import Observer
 from . import driver
 from .driver import check
@@ -228,7 +228,10 @@ def demangled(name: str) -> str:
         return name
     try:
         library = ctypes.CDLL("libstdc++.so.6")
-        demangle, free = getattr(library, "__cxa_demangle"), ctypes.CDLL(None).free  # noqa: B009  # Python would change the name in a class
+        demangle, free = (
+            getattr(library, "__cxa_demangle"),
+            ctypes.CDLL(None).free,
+        )  # Python would change the name in a class
     except (OSError, AttributeError):
         return name
     demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]

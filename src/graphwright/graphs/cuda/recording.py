@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ...errors import CaptureError
-from ..inspection.nodes import Node
+from ..inspection.node import Node
 from ..static_tensors import byte_view
 from . import driver, reading, timing
 from .driver import CopyNode

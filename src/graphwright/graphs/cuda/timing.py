@@ -1,8 +1,9 @@
 """When each node of a CUDA graph ran in one replay, by PyTorch's profiler (CUPTI).
 
-CUPTI reports the kernels, copies and memsets of a launched graph one by one, without the nodes that
-they belong to. They are matched by name, in the order in which they began, each to the first node of
-that name whose predecessors have begun. Where that fails, no node has a time: a wrong one is worse.
+CUPTI reports the kernels, copies and memsets of a launched graph one by one, without the nodes
+that they belong to. They are matched by name, in the order in which they began, each to the first
+node of that name whose predecessors have begun. Where that fails, no node has a time: a wrong one
+is worse.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..inspection.nodes import Node
+from ..inspection.node import Node
 
 _TIMED = ("kernel", "copy", "memset")
 
@@ -39,7 +40,7 @@ def spans_of(launch: Callable[[], None], device: torch.device | None) -> list[Sp
     results: Any = profiler.profiler
     found = []
     for event in results.kineto_results.events():
-        if event.device_type() != torch.autograd.DeviceType.CUDA:
+        if not str(event.device_type()).endswith("CUDA"):
             continue
         kind = _kind(event)
         if kind is not None:

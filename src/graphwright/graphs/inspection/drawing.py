@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import shutil
 import subprocess
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from ...errors import GraphwrightError
-from .nodes import gaps
+from .node import Node, gaps
 from .table import cut, short_name, size
-
-if TYPE_CHECKING:
-    from .nodes import Node, Nodes
 
 _HEAD = """digraph nodes {
   rankdir=TB; nodesep=0.2; ranksep=0.28; bgcolor=white; compound=true;
@@ -32,9 +29,9 @@ _OTHER = "#f6eafa"
 _TIMEOUT_S = 120.0
 
 
-def to_dot(nodes: Nodes) -> str:
+def to_dot(name: str, nodes: Sequence[Node]) -> str:
     """The graph in the language of graphviz; a frame for each stretch of nodes of one module."""
-    lines = [_HEAD, f'  label="{_escaped(nodes.name)}"; labelloc=t;']
+    lines = [_HEAD, f'  label="{_escaped(name)}"; labelloc=t;']
     idle = gaps(nodes)
     for number, (module, members) in enumerate(_stretches(nodes)):
         inside = [f"  {_node(node)}" for node in members]
@@ -55,7 +52,7 @@ def to_dot(nodes: Nodes) -> str:
     return "\n".join(lines)
 
 
-def to_svg(nodes: Nodes) -> str:
+def to_svg(name: str, nodes: Sequence[Node]) -> str:
     """The graph as a picture."""
     program = shutil.which("dot")
     if program is None:
@@ -67,7 +64,7 @@ def to_svg(nodes: Nodes) -> str:
     try:
         done = subprocess.run(
             [program, "-Tsvg"],
-            input=to_dot(nodes),
+            input=to_dot(name, nodes),
             capture_output=True,
             text=True,
             encoding="utf-8",
@@ -88,8 +85,8 @@ def to_svg(nodes: Nodes) -> str:
     return done.stdout
 
 
-def _stretches(nodes: Nodes) -> list[tuple[str | None, list[Node]]]:
-    """Nodes by module; those of one module that stand apart from one another in several stretches."""
+def _stretches(nodes: Sequence[Node]) -> list[tuple[str | None, list[Node]]]:
+    """Nodes by module, in stretches of a branch that one module ran."""
     found: list[tuple[str | None, list[Node]]] = []
     latest: dict[tuple[int, int], int] = {}
     for node in nodes:

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
+import textwrap
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from .nodes import gaps
-
-if TYPE_CHECKING:
-    from .nodes import Node, Nodes
+from .node import Node, gaps, idle_us
 
 WIDTH = 80
 _NAME = 26
 
 
-def to_table(nodes: Nodes) -> str:
+def to_table(name: str, nodes: Sequence[Node], notes: Sequence[str]) -> str:
     """A line for the graph, one for each node, and the notes."""
-    counts = ", ".join(
-        f"{n} {plural(kind, n)}" for kind, n in sorted(nodes.kinds.items(), key=lambda item: -item[1])
-    )
-    lines = [cut(f"{nodes.name}: {counts or 'no nodes'}{_aside(nodes)}", WIDTH)]
-    idle = gaps(nodes)
-    timed = nodes.idle_us is not None
+    kinds = Counter(node.kind for node in nodes)
+    counts = ", ".join(f"{n} {plural(kind, n)}" for kind, n in kinds.most_common())
+    lines = [cut(f"{name}: {counts or 'no nodes'}{_aside(nodes)}", WIDTH)]
+    waits = gaps(nodes)
+    timed = idle_us(nodes) is not None
     head = ["#", "branch", "node"]
     rows = [[str(node.index), _lane(node, nodes), _named(node)] for node in nodes]
     if any(node.grid for node in nodes):
@@ -34,7 +31,7 @@ def to_table(nodes: Nodes) -> str:
         row.append("" if node.bytes is None else size(node.bytes))
     if timed:
         head += ["µs", "idle"]
-        for row, node, gap in zip(rows, nodes, idle, strict=True):
+        for row, node, gap in zip(rows, nodes, waits, strict=True):
             took = node.duration_us
             row += ["" if took is None else f"{took:.1f}", f"{gap:.1f}" if gap else ""]
     widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]
@@ -45,7 +42,7 @@ def to_table(nodes: Nodes) -> str:
     for row in [head, *rows] if len(nodes) else []:
         cells = [cell.ljust(width) for cell, width in zip(row, [*widths, 0], strict=True)]
         lines.append(cut("  ".join(cells).rstrip(), WIDTH))
-    for note in nodes.notes:
+    for note in notes:
         lines += wrapped(note)
     return "\n".join(lines)
 
@@ -87,18 +84,17 @@ def short_name(name: str) -> str:
 
 def wrapped(text: str) -> list[str]:
     """A text in lines of the table's width."""
-    import textwrap
-
     return textwrap.wrap(text, WIDTH)
 
 
-def _aside(nodes: Nodes) -> str:
-    parts = [f"{nodes.branches} branches"] if nodes.branches > 1 else []
+def _aside(nodes: Sequence[Node]) -> str:
+    branches, idle = max((node.branch + 1 for node in nodes), default=0), idle_us(nodes)
+    parts = [f"{branches} branches"] if branches > 1 else []
     segments = len({node.segment for node in nodes})
     parts += [f"{segments} segments"] if segments > 1 else []
-    if nodes.idle_us is not None:
+    if idle is not None:
         busy = sum(node.duration_us or 0.0 for node in nodes)
-        parts += [f"{busy:.1f} µs at work, {nodes.idle_us:.1f} µs idle"]
+        parts += [f"{busy:.1f} µs at work, {idle:.1f} µs idle"]
     return f" ({'; '.join(parts)})" if parts else ""
 
 
