@@ -43,9 +43,9 @@ def diagnose(
     """Compare a graph's replay with eager, and name the first operation whose result differs.
 
     The call runs eagerly and by its graph. Where the results differ by more than the rounding of
-    equal kernels, both are gone through operation by operation: on the CPU side by side, on a GPU by
-    capturing the call again with each result kept. What the runs change is put back. A fault of the
-    device (an illegal access, an assertion) would end the use of the GPU by this process, so a
+    equal kernels, both are gone through operation by operation: on the CPU side by side, on a GPU
+    by capturing the call again with each result kept. What the runs change is put back. A fault of
+    the device (an illegal access, an assertion) would end the use of the GPU by this process, so a
     child process makes the call first.
 
     Args:

@@ -228,10 +228,7 @@ def demangled(name: str) -> str:
         return name
     try:
         library = ctypes.CDLL("libstdc++.so.6")
-        demangle, free = (
-            getattr(library, "__cxa_demangle"),
-            ctypes.CDLL(None).free,
-        )  # Python would change the name in a class
+        demangle, free = library["__cxa_demangle"], ctypes.CDLL(None).free
     except (OSError, AttributeError):
         return name
     demangle.argtypes = [ctypes.c_char_p, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_void_p]
