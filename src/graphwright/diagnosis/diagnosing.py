@@ -28,7 +28,7 @@ from ..graphs.graph import Graph
 from ..graphs.inspection.origins import Operation, Origins
 from . import recapture
 from .faults import Fault, look_for_fault
-from .lockstep import Lockstep, Parting, replay_of
+from .lockstep import Lockstep, Parting, more_telling, replay_of
 from .result import Cause, Diagnosis
 
 
@@ -212,13 +212,17 @@ class _Diagnosing:
         outside = set() if warmed is None else {s._cdata for s in warmed.external}
         if graph.tree is not None:
             outside |= set(graph.tree.external)
+        found: Parting | None = None
         with graph.pool._lock:
-            replay = replay_of(graph, self._arguments)
-            steps = Lockstep(replay, Origins(graph._module), outside)
-            graph.run_eagerly(self._arguments, steps, pretend=True)
-        if steps.parting is None:
+            for pretend in (False, True):
+                if found is None or found.cause is Cause.OPERATIONS:
+                    replay = replay_of(graph, self._arguments)
+                    steps = Lockstep(replay, Origins(graph._module), outside)
+                    graph.run_eagerly(self._arguments, steps, pretend=pretend)
+                    found = more_telling(found, steps.parting or steps.unsteady.first)
+        if found is None:
             return self._unknown(error, steps.compared)
-        return self._of_parting(steps.parting, steps.compared)
+        return self._of_parting(found, steps.compared)
 
     def _recapture(self, error: str) -> Diagnosis:
         graph = self._graph

@@ -46,6 +46,51 @@ class Parting:
     error: str | None = None
 
 
+@dataclass(frozen=True)
+class Gap:
+    """A difference between a graph's and eager's results of an operation.
+
+    Attributes:
+        error: it, in words.
+        number: of the result, among what the operation has made and written to.
+        steady: whether eager gives the same when the operation runs again.
+    """
+
+    error: str
+    number: int
+    steady: bool
+
+
+class Unsteady:
+    """Operations that give another result each time that they run on the same arguments.
+
+    That matters only where the result is used: some results are left open on purpose.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[torch.Tensor, Parting]] = []
+
+    def note(self, result: Any, operation: Operation, index: int, error: str) -> None:
+        """An operation is one of these."""
+        what = "gives another result each time that it runs on the same arguments"
+        if isinstance(result, torch.Tensor):
+            parting = Parting(Cause.RESULT, what, operation, index, error)
+            self._found.append((result.detach(), parting))
+
+    def behind(self, args: Any, kwargs: Any) -> Parting | None:
+        """The operation whose unsteady result is among the arguments of another one."""
+        used = {t.untyped_storage()._cdata for t in tensors((args, kwargs)) if _plain(t)}
+        for result, parting in self._found:
+            if result.untyped_storage()._cdata in used:
+                return parting
+        return None
+
+    @property
+    def first(self) -> Parting | None:
+        """The first of them."""
+        return self._found[0][1] if self._found else None
+
+
 class BreakReplayed:
     """A read of a value between two segments, about to be made again."""
 
@@ -110,6 +155,7 @@ class Lockstep(OperationMode):
         count: how many operations eager has run.
         compared: how many results were compared.
         parting: where they part, once they have.
+        unsteady: operations that differ from themselves, too, when they run again.
     """
 
     def __init__(
@@ -123,6 +169,7 @@ class Lockstep(OperationMode):
         self.count = 0
         self.compared = 0
         self.parting: Parting | None = None
+        self.unsteady = Unsteady()
         self._replay = replay
         self._next = next(replay, None)
         self._origins = origins
@@ -162,11 +209,15 @@ class Lockstep(OperationMode):
             with _from_state(state):
                 theirs = [*step.run(), *written(func, step.args, step.kwargs)]
             self.compared += 1
-            error = first_difference(theirs, mine, func, args, kwargs)
-            cause, what = (None, "") if error is None else _why(step, func, args, kwargs)
+            gap = first_difference(theirs, mine, func, args, kwargs)
+            cause, what = (Cause.NONE, "") if gap is None else _why(step, func, args, kwargs)
             _set(shared, after)
-        if cause is not None:
-            self._part(cause, what, error)
+        if gap is not None and not gap.steady:
+            self.unsteady.note(values[gap.number], self.latest, self.count - 1, gap.error)
+        elif gap is not None:
+            self.parting = self.unsteady.behind(args, kwargs)
+            if self.parting is None:
+                self._part(cause, what, gap.error)
         self._next = next(self._replay, None)
         return result
 
@@ -221,11 +272,11 @@ def first_difference(
     func: Any,
     args: tuple[Any, ...],
     kwargs: Mapping[str, Any],
-) -> str | None:
+) -> Gap | None:
     """How a graph's results of an operation differ from eager's, if they do.
 
     Some operations return tensors that they do not always fill. So where there is a difference, the
-    operation runs again: what differs from one run to the next is no result.
+    operation runs again: what differs from one run to the next may be no result.
 
     Args:
         theirs: the graph's, with what the operation has written to.
@@ -235,6 +286,7 @@ def first_difference(
         kwargs: likewise.
     """
     again: list[Any] | None = None
+    unsteady: Gap | None = None
     repeatable = not written(func, args, kwargs) and (
         torch.Tag.nondeterministic_seeded not in func.tags
     )
@@ -245,9 +297,10 @@ def first_difference(
         if repeatable:
             again = _flat(func(*args, **kwargs)) if again is None else again
             if number < len(again) and difference(again[number], own) is not None:
+                unsteady = unsteady or Gap(error, number, steady=False)
                 continue
-        return error
-    return None
+        return Gap(error, number, steady=True)
+    return unsteady
 
 
 def _why(
@@ -278,3 +331,14 @@ def _why(
                 f"(argument {place})"
             )
     return Cause.RESULT, same
+
+
+def more_telling(first: Parting | None, second: Parting | None) -> Parting | None:
+    """Of what two runs of eager show, one plain, one as in a capture, what tells more.
+
+    Libraries take other ways in a capture: a run that does so too may go on to the first result
+    that differs, where the plain one parts before.
+    """
+    if second is None or (first is not None and second.cause is Cause.OPERATIONS):
+        return first
+    return second

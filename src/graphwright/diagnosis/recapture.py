@@ -24,7 +24,7 @@ from ..graphs.captured_call import CapturedCall
 from ..graphs.cuda.recording import CudaRecording
 from ..graphs.inspection.node import Node
 from ..graphs.inspection.origins import Observer, Operation, Origins
-from .lockstep import Parting, first_difference
+from .lockstep import Parting, Unsteady, first_difference, more_telling
 from .result import Cause
 
 # Bytes of results that are kept at once.
@@ -217,6 +217,7 @@ class _Comparing(OperationMode):
         self.count = 0
         self.compared = 0
         self.parting: Parting | None = None
+        self.unsteady = Unsteady()
         self._keeper = keeper
         self._origins = origins
 
@@ -240,10 +241,13 @@ class _Comparing(OperationMode):
                 pairs = zip(kept, results_of(func, args, kwargs, result), strict=False)
                 there = [(its, own) for its, own in pairs if its is not None]
                 mine, its = [own for _, own in there], [its for its, _ in there]
-                error = first_difference(its, mine, func, args, kwargs)
-            if error is not None:
+                gap = first_difference(its, mine, func, args, kwargs)
+            if gap is not None and not gap.steady:
+                self.unsteady.note(mine[gap.number], operation, place, gap.error)
+            elif gap is not None:
                 what = "is given the same in both, and gives another result in the replay"
-                self.parting = Parting(Cause.RESULT, what, operation, place, error)
+                here = Parting(Cause.RESULT, what, operation, place, gap.error)
+                self.parting = self.unsteady.behind(args, kwargs) or here
         return result
 
 
@@ -265,10 +269,13 @@ def first_wrong(
         with graph.recorded_again(keeper, arguments) as twin:
             nodes, keys = _cuda(twin).inspect()
             twin.replay_sample()
-            comparing = _Comparing(keeper, origins)
-            graph.run_eagerly(arguments, comparing, pretend=True)
+            found = None
+            for pretend in (False, True):
+                if found is None or found.cause is Cause.OPERATIONS:
+                    comparing = _Comparing(keeper, origins)
+                    graph.run_eagerly(arguments, comparing, pretend=pretend)
+                    found = more_telling(found, comparing.parting or comparing.unsteady.first)
             compared += comparing.compared
-            found = comparing.parting
             if found is not None:
                 of_it = [
                     node.name
