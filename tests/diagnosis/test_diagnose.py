@@ -15,7 +15,7 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.diagnosis.faults import judged
-from graphwright.diagnosis.recapture import stale_constant
+from graphwright.diagnosis.recapture import stale_words
 from graphwright.diagnosis.result import Cause
 from graphwright.graphs.captured_call import CapturedCall
 from graphwright.graphs.cpu import recorder
@@ -448,10 +448,11 @@ def words(*values: float | int) -> bytes:
 def test_words_that_two_captures_agree_on_are_constants() -> None:
     pool, other, third = 0x7F0000001000, 0x7F0000002000, 0x7F0000003000
     was, now, too = ((words(2.0, pool),), (words(3.0, other),), (words(3.0, third),))
-    assert stale_constant(was, now, too) == "2 in the graph, and 3 in a new capture"
-    assert stale_constant(now, now, too) is None
-    assert stale_constant(None, now, too) is None
+    (stale,) = stale_words(was, now, too)
+    assert str(stale) == "2 in the graph, and 3 in a new capture"
+    assert (stale.argument, stale.start) == (0, 0)
+    assert not [*stale_words(now, now, too)]
+    assert not [*stale_words(None, now, too)]
     weight, moved = 0x7F1200001000, 0x7F3400005000
-    said = stale_constant((words(weight),), (words(moved),), (words(moved),))
-    assert said is not None
-    assert hex(weight) in said or str(weight & 0xFFFFFFFF) in said
+    (stale,) = stale_words((words(weight),), (words(moved),), (words(moved),))
+    assert hex(weight) in str(stale)

@@ -185,7 +185,7 @@ class _Diagnosing:
             return self._say(Cause.NONE, "the replay and eager agree.")
         if self._graph.device.type == "cpu":
             return self._lockstep(error_)
-        return self._recapture(error_)
+        return self._recapture(error_, outside)
 
     def _difference(self, replayed: RunResult, eager: RunResult) -> str | None:
         """How the results of the call differ, if they do."""
@@ -224,7 +224,7 @@ class _Diagnosing:
             return self._unknown(error, steps.compared)
         return self._of_parting(found, steps.compared)
 
-    def _recapture(self, error: str) -> Diagnosis:
+    def _recapture(self, error: str, outside: Sequence[torch.UntypedStorage]) -> Diagnosis:
         graph = self._graph
         if graph.tree is not None:
             self._notes.append(
@@ -232,7 +232,7 @@ class _Diagnosing:
                 "of it, or diagnose it on the CPU."
             )
             return self._unknown(error, 0)
-        stale = recapture.stale_node(graph, self._arguments)
+        stale = recapture.stale_node(graph, self._arguments, outside)
         if stale is not None:
             by = stale.operation
             return self._say(

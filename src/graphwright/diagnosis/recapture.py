@@ -10,7 +10,7 @@ operation's result is replayed and compared with eager, operation by operation.
 from __future__ import annotations
 
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,12 +75,18 @@ class _Numbered(Observer):
         self.operations.append(operation)
 
 
-def stale_node(graph: CapturedCall, arguments: Sequence[Any]) -> StaleNode | None:
+def stale_node(
+    graph: CapturedCall, arguments: Sequence[Any], outside: Sequence[torch.UntypedStorage]
+) -> StaleNode | None:
     """The first node of a graph that differs from those of two new captures of the call.
+
+    What is written into kernels has gaps that nobody sets, and that differ by chance. So a kernel's
+    constants count only if a replay with the new ones gives another result.
 
     Args:
         graph: on a CUDA device, not in segments.
         arguments: leaves of the arguments.
+        outside: memory from outside that the call writes to.
     """
     by = _Numbered(Origins(graph._module))
     with graph.recorded_again(by, arguments) as one, graph.recorded_again(None, arguments) as two:
@@ -97,11 +103,37 @@ def stale_node(graph: CapturedCall, arguments: Sequence[Any]) -> StaleNode | Non
         if [node.shape for node in new] != [node.shape for node in second.inspect()[0]]:
             return None  # No two captures are alike: nothing follows from a difference.
         rows = zip(mine, keys, *(each.constants() for each in (old, first, second)), strict=True)
+        matters = _Patches(graph, arguments, outside)
         for node, key, was, is_, too in rows:
-            said = stale_constant(was, is_, too)
-            if said is not None and key in by.recorded:
-                return _stale(Cause.CONSTANT, said, node, key, by)
+            if key not in by.recorded:
+                continue  # A copy of an argument or a result: its ends are set for each call.
+            for stale in stale_words(was, is_, too):
+                if node.kind != "kernel" or matters.has_effect(node.index, was or (), stale):
+                    return _stale(Cause.CONSTANT, str(stale), node, key, by)
     return None
+
+
+class _Patches:
+    """Replays a graph with one word of a kernel's arguments changed."""
+
+    def __init__(
+        self,
+        graph: CapturedCall,
+        arguments: Sequence[Any],
+        outside: Sequence[torch.UntypedStorage],
+    ) -> None:
+        self._graph, self._call = graph, (arguments, outside)
+        self._before = graph.run_replayed(*self._call)
+
+    def has_effect(self, place: int, was: Sequence[bytes], stale: StaleWord) -> bool:
+        """Whether the results differ with the word that new captures have."""
+        held = was[stale.argument]
+        end = stale.start + len(stale.now)
+        other = held[: stale.start] + stale.now + held[end:]
+        arguments = [*was[: stale.argument], other, *was[stale.argument + 1 :]]
+        with _cuda(self._graph).patched(place, arguments):
+            after = self._graph.run_replayed(*self._call)
+        return not self._before.same_as(after)
 
 
 def _stale(cause: Cause, what: str, node: Node, key: int, by: _Numbered) -> StaleNode:
@@ -115,9 +147,30 @@ def _cuda(graph: CapturedCall) -> CudaRecording:
     return recording
 
 
-def stale_constant(
+@dataclass(frozen=True)
+class StaleWord:
+    """A word of a node that new captures have otherwise.
+
+    Attributes:
+        argument: number of the kernel's argument.
+        start: of the word in it, in bytes.
+        was: the word in the graph.
+        now: in new captures.
+    """
+
+    argument: int
+    start: int
+    was: bytes
+    now: bytes
+
+    def __str__(self) -> str:
+        was, now = _word(self.was, self.now), _word(self.now, self.was)
+        return f"{was} in the graph, and {now} in a new capture"
+
+
+def stale_words(
     was: tuple[bytes, ...] | None, now: tuple[bytes, ...] | None, too: tuple[bytes, ...] | None
-) -> str | None:
+) -> Iterator[StaleWord]:
     """What a graph's node has that two new captures, which agree, do not have.
 
     Words of 8 bytes are compared: the two captures lie in other memory, so that they agree on
@@ -129,15 +182,14 @@ def stale_constant(
         too: what another one has.
     """
     if was is None or now is None or too is None or not len(was) == len(now) == len(too):
-        return None
-    for mine, first, second in zip(was, now, too, strict=True):
+        return
+    for argument, (mine, first, second) in enumerate(zip(was, now, too, strict=True)):
         if not len(mine) == len(first) == len(second):
             continue
         for start in range(0, len(mine), _WORD):
             a, b, c = (each[start : start + _WORD] for each in (mine, first, second))
             if b == c and a != b:
-                return f"{_word(a, b)} in the graph, and {_word(b, a)} in a new capture"
-    return None
+                yield StaleWord(argument, start, a, b)
 
 
 def _word(word: bytes, other: bytes) -> str:

@@ -31,7 +31,7 @@ from ..calls.signature import (
     tensors_of,
     unflatten,
 )
-from ..calls.snapshots import clone_leaves
+from ..calls.snapshots import clone_leaves, same_bits
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, GraphwrightError, SignatureError
 from .composition import Parts, SetUpFirst
@@ -347,6 +347,8 @@ class CapturedCall(Graph):
             with put_back(outside), _generators_kept(self._device):
                 self._inputs.fill(leaves)
                 recording.replay()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # Its errors are raised here.
                 return RunResult(
                     [_kept(leaf) for leaf in self._results.again_leaves()],
                     {slot: _kept(self._inputs.tensor(slot)) for slot in self.written},
@@ -880,6 +882,19 @@ class RunResult:
     results: list[Any]
     arguments: dict[int, torch.Tensor]
     outside: list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
+
+    def same_as(self, other: RunResult) -> bool:
+        """Whether another run gave the same bits."""
+        mine, its = (
+            [r for r in (*run.results, *run.arguments.values()) if isinstance(r, torch.Tensor)]
+            for run in (self, other)
+        )
+        left, found = ([_bytes(after) for _, after in run.outside] for run in (self, other))
+        return all(map(same_bits, mine, its)) and all(map(torch.equal, left, found))
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 def _kept(leaf: Any) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...errors import CaptureError
 from ..inspection.node import Node
 from ..inspection.origins import Observer
 from . import driver
@@ -259,16 +260,47 @@ def constants_of(handles: Sequence[int]) -> list[tuple[bytes, ...] | None]:
             found.append(None if params is None else _arguments(params))
         elif kind.value == _MEMSET:
             filled = _memset_params(handle)
-            found.append(None if filled is None else (bytes(filled),))
+            parts = None if filled is None else (filled.value, filled.dst)
+            found.append(None if parts is None else tuple(map(_as_word, parts)))
         elif kind.value == _COPY:
             copied = driver._Memcpy3D()
             code = driver.libcuda().cuGraphMemcpyNodeGetParams(handle, ctypes.byref(copied))
             check(code, "cuGraphMemcpyNodeGetParams")
             ends = copied.srcHost, copied.srcDevice, copied.dstHost, copied.dstDevice
-            found.append(tuple((end or 0).to_bytes(8, "little") for end in ends))
+            found.append(tuple(_as_word(end or 0) for end in ends))
         else:
             found.append(())
     return found
+
+
+def _as_word(value: int) -> bytes:
+    return value.to_bytes(8, "little")
+
+
+def set_arguments(executable: int, handle: int, arguments: Sequence[bytes]) -> None:
+    """Give a kernel of an executable graph other arguments, from its next launch on.
+
+    Args:
+        executable: the graph.
+        handle: of the node, in the graph that it was made of.
+        arguments: as `constants_of` gives them.
+    """
+    params = _kernel_params(handle)
+    asked = _pointer("cuGraphExecKernelNodeSetParams_v2", count=3)
+    if params is None or asked is None:
+        raise CaptureError("This CUDA driver does not change a kernel's arguments.")
+    held = [ctypes.create_string_buffer(each, max(1, len(each))) for each in arguments]
+    places = [ctypes.addressof(each) for each in held]
+    size = ctypes.c_size_t(len(arguments[0]) if arguments else 0)
+    if params.kernelParams or not params.extra:
+        table = (ctypes.c_void_p * max(1, len(places)))(*places)
+        params.kernelParams, params.extra = ctypes.addressof(table), None
+    else:
+        words = _BUFFER, places[0], _BUFFER_SIZE, ctypes.addressof(size), _END
+        table = (ctypes.c_void_p * len(words))(*words)
+        params.extra = ctypes.addressof(table)
+    code = asked(executable, handle, ctypes.byref(params))
+    check(code, "cuGraphExecKernelNodeSetParams")
 
 
 def _arguments(params: _KernelParams) -> tuple[bytes, ...] | None:

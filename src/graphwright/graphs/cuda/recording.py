@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -71,6 +72,25 @@ class CudaRecording:
         """What is written into each node, in the order of `inspect`; None where nobody tells."""
         assert self._graph is not None
         return reading.constants_of(reading.handles_of(self._graph.raw_cuda_graph()))
+
+    @contextlib.contextmanager
+    def patched(self, place: int, arguments: Sequence[bytes]) -> Iterator[None]:
+        """Launch the graph with other arguments of one kernel, inside the block.
+
+        Args:
+            place: of the node, in the order of `inspect`.
+            arguments: as in `constants`.
+        """
+        assert self._graph is not None
+        handle = reading.handles_of(self._graph.raw_cuda_graph())[place]
+        (before,) = reading.constants_of([handle])
+        assert before is not None
+        executable = self._graph.raw_cuda_graph_exec()
+        reading.set_arguments(executable, handle, arguments)
+        try:
+            yield
+        finally:
+            reading.set_arguments(executable, handle, before)
 
     def timed(self, nodes: Sequence[Node]) -> list[Node] | None:
         """The nodes with the times that CUPTI tells of one replay."""

@@ -34,7 +34,7 @@ def spans_of(launch: Callable[[], None], device: torch.device | None) -> list[Sp
     launch()
     torch.cuda.synchronize(device)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
         launch()
         torch.cuda.synchronize(device)
     results: Any = profiler.profiler
