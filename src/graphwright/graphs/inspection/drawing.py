@@ -8,14 +8,14 @@ from collections.abc import Sequence
 
 from ...errors import GraphwrightError
 from .node import Node, gaps
-from .table import cut, short_name, size
+from .table import cut, label_of, plain, size
 
 _HEAD = """digraph nodes {
   rankdir=TB; nodesep=0.2; ranksep=0.28; bgcolor=white; compound=true;
   node [shape=box, style="rounded,filled", fontname=Helvetica, fontsize=10, margin="0.12,0.06",
         color="#5b7fa6"];
   edge [color="#7a8794", arrowsize=0.6];
-  graph [fontname=Helvetica, fontsize=10, color="#c9d3dd", style=rounded, labeljust=l];
+  graph [fontname=Helvetica, fontsize=10, color="#c9d3dd", style=rounded, labeljust=r];
 """
 _FILL = {
     "kernel": "#eef4fb",
@@ -101,10 +101,9 @@ def _stretches(nodes: Sequence[Node]) -> list[tuple[str | None, list[Node]]]:
 
 
 def _node(node: Node) -> str:
-    name = short_name(node.name) if node.kind == "kernel" else node.name.removeprefix("aten.")
-    lines = [cut(name, 44)]
+    lines = [cut(label_of(node), 44)]
     if node.kind != "operation" and node.operation is not None:
-        lines.append(cut(node.operation, 44))
+        lines.append(cut(plain(node.operation), 44))
     facts = []
     if node.grid is not None and node.block is not None:
         facts.append(f"{'×'.join(map(str, node.grid))} blocks of {'×'.join(map(str, node.block))}")

@@ -82,6 +82,18 @@ def short_name(name: str) -> str:
     return kept.rpartition("::")[2].strip() or name
 
 
+def label_of(node: Node) -> str:
+    """A node's name, without what most names have in common."""
+    if node.kind == "kernel":
+        return short_name(node.name)
+    return plain(node.name) if node.kind == "operation" else node.name
+
+
+def plain(operation: str) -> str:
+    """An operation's name without the namespace and the overload that most have."""
+    return operation.removeprefix("aten.").removesuffix(".default")
+
+
 def wrapped(text: str) -> list[str]:
     """A text in lines of the table's width."""
     return textwrap.wrap(text, WIDTH)
@@ -105,9 +117,7 @@ def _lane(node: Node, nodes: Sequence[Node]) -> str:
 
 
 def _named(node: Node) -> str:
-    name = node.name if node.kind not in ("kernel",) else short_name(node.name)
-    name = name.removeprefix("aten.")
-    return cut(name, _NAME)
+    return cut(label_of(node), _NAME)
 
 
 def _launch(node: Node) -> str:
@@ -125,7 +135,7 @@ def _trimmed(of: tuple[int, int, int]) -> Sequence[int]:
 def _origin(node: Node, width: int) -> str:
     """Operation, module and line, as much of them as there is room for."""
     operation = None if node.kind == "operation" or node.operation is None else node.operation
-    short = None if operation is None else operation.removeprefix("aten.").partition(".")[0]
+    short = None if operation is None else plain(operation)
     line = None if node.line is None else Path(node.line).name
     module = node.module or None
     for parts in ((short, module, line), (module, line), (short, line), (line,), (module,)):
