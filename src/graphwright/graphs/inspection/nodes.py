@@ -25,6 +25,9 @@ class Nodes(Sequence[Node]):
         notes: what is not known, and why, as sentences.
     """
 
+    name: str
+    notes: tuple[str, ...]
+
     def __init__(self, name: str, nodes: Sequence[Node], notes: Sequence[str] = ()) -> None:
         self.name = name
         self.notes = tuple(notes)
