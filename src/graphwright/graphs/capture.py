@@ -32,6 +32,7 @@ def capture(
     pool: MemoryPool | None = None,
     warmup: int = 3,
     outputs: Outputs = "fresh",
+    streams: int = 1,
     **kwargs: Any,
 ) -> Graph:
     """Capture one call as a graph: a CUDA graph on a GPU, a tape of operations on the CPU.
@@ -45,6 +46,9 @@ def capture(
         warmup: ordinary runs before the capture, in addition to those that observe and rehearse it.
         outputs: "fresh" returns new tensors; "static" returns the graph's own, which the next
             replay overwrites.
+        streams: on a GPU, how many streams independent operations are captured on, by the data
+            flow. More than one is faster only where branches leave the GPU room; measure it. It
+            takes more memory: what another stream uses is not reused in the graph.
         kwargs: sample keyword arguments.
 
     Returns:
@@ -55,7 +59,9 @@ def capture(
         MemoryBudgetExceeded: the graph does not fit under the pool's limit; nothing was captured.
         OptionError: an option is invalid.
     """
-    graph = CapturedCall(fn, args, kwargs, pool=pool, warmup=warmup, outputs=outputs)
+    graph = CapturedCall(
+        fn, args, kwargs, pool=pool, warmup=warmup, outputs=outputs, streams=streams
+    )
     try:
         graph.warm()
         graph.record()

@@ -83,6 +83,7 @@ class CapturedCall(Graph):
         breaks: Breaks = "never",
         objects: bool = True,
         places: Sequence[Place] = (),
+        streams: int = 1,
     ) -> None:
         """Check the arguments; nothing runs yet.
 
@@ -97,6 +98,7 @@ class CapturedCall(Graph):
             breaks: as for `graph`.
             objects: whether objects among the arguments and results are taken apart.
             places: attributes and items to which other calls of the function write.
+            streams: as for `capture`.
 
         Raises:
             OptionError: an option is invalid.
@@ -108,6 +110,7 @@ class CapturedCall(Graph):
             pool_problem(pool),
             count_problem("warmup", warmup),
             choice_problem("outputs", outputs, ("fresh", "static")),
+            count_problem("streams", streams),
         )
         self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
         self._takes_objects = objects
@@ -127,6 +130,7 @@ class CapturedCall(Graph):
         # Fused and tuned modules inside of it, which run what they were made into.
         self.parts = Parts()
         self._breaks = breaks
+        self._streams = streams
         # Without keyword arguments and containers, the leaves are the arguments themselves.
         # Attributes and items outside of it that each run writes to, once they are known; those
         # that it may write to; and what the module holds.
@@ -736,6 +740,7 @@ class CapturedCall(Graph):
                     [byte_view(inputs.tensor(slot)) for slot in self._sources],
                     functools.partial(self._drains, inputs),
                     warmed.generators,
+                    self._streams,
                 )
             else:
                 recording = self._record_segments(self._tree, inputs, recorder)

@@ -88,6 +88,12 @@ class Graph:
         """How many operations a replay repeats, a CUDA graph's nodes; 0 once it is closed."""
         return 0 if self._recording is None else self._recording.nodes
 
+    @property
+    def branches(self) -> int:
+        """How many chains of nodes can run side by side; 0 if it has none."""
+        found = [arranged(recording.inspect()[0]) for recording in self._recordings()]
+        return max((node.branch + 1 for nodes in found for node in nodes), default=0)
+
     def nodes(self, *, timed: bool = False) -> Nodes:
         """What the graph consists of: kernels, copies and memsets, or operations on the CPU.
 

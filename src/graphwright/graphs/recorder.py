@@ -151,6 +151,7 @@ class Recorder(Protocol):
         feeds: Sequence[torch.Tensor],
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator] = (),
+        streams: int = 1,
     ) -> Recording:
         """Record work.
 
@@ -159,6 +160,7 @@ class Recorder(Protocol):
             feeds: memory that `Recording.run` copies into before the work.
             drains: gives the memory that it copies out after the work, from what the work returned.
             generators: random generators that the work draws from.
+            streams: how many streams to capture independent operations on, where there are any.
         """
 
     def open(self) -> AbstractContextManager[Callable[[], Recording]]:

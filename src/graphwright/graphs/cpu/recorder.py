@@ -503,6 +503,7 @@ class CpuRecorder:
         feeds: Sequence[torch.Tensor],
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator] = (),
+        streams: int = 1,
     ) -> CpuRecording:
         """Record work; what it wrote outside of the arena is put back."""
         known, self._rehearsed = self._rehearsed, None

@@ -7,7 +7,7 @@ import functools
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ from .capture import capturing
 from .driver import CopyNode
 from .reading import CaptureObserver
 from .recording import CudaRecording, find_copies
+from .side_streams import SideStreams
 from .streams import CaptureStream, PreparedThreads
 
 Made = TypeVar("Made")
@@ -103,6 +104,7 @@ class CudaRecorder:
         free = _SPARE_STREAMS.setdefault(index, [])
         self._capture_stream = free.pop() if free else CaptureStream(self.device)
         self._stream = self._capture_stream.stream
+        self._side: list[CaptureStream] = []
         self._pool: Any = None
         self._anchor: Any = None
         self._apart: list[tuple[Any, Any]] = []  # other pools, with their anchors
@@ -200,8 +202,13 @@ class CudaRecorder:
         feeds: Sequence[torch.Tensor],
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator] = (),
+        streams: int = 1,
     ) -> CudaRecording:
         """Capture work between copies into its feeds and copies out of its drains."""
+        if streams > 1:
+            arguments = frozenset(feed.untyped_storage()._cdata for feed in feeds)
+            side = self._side_streams(streams - 1)
+            work = functools.partial(_beside, self._stream, side, arguments, work)
         if driver.libcuda() is None:
             return self._record_alone(work, feeds, drains, generators)
         outside = torch.cuda.current_stream(self.device)
@@ -410,6 +417,18 @@ class CudaRecorder:
                     by.recorded.clear()
         raise AssertionError("unreachable")
 
+    def _side_streams(self, count: int) -> list[torch.cuda.Stream]:
+        """Streams for captures beside the capture stream, with workspaces for this thread."""
+        free = _SPARE_STREAMS.setdefault(self.device.index, [])
+        while len(self._side) < count:
+            added = free.pop() if free else CaptureStream(self.device)
+            self._side.append(added)
+            weakref.finalize(self, free.append, added).atexit = False
+        for each in self._side[:count]:
+            each.prepare()
+            torch.cuda.current_stream(self.device).wait_stream(each.stream)
+        return [each.stream for each in self._side[:count]]
+
     def _observed(self, work: Work) -> Work:
         """Work that tells of its operations, if somebody wants to know of them."""
         return work if observer() is None else functools.partial(_in_sight, self._seen, work)
@@ -442,6 +461,19 @@ def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 # What is captured. These are no closures: an error's traceback would keep their variables alive.
+
+
+def _beside(
+    main: torch.cuda.Stream,
+    side: Sequence[torch.cuda.Stream],
+    arguments: Collection[int],
+    work: Work,
+) -> Any:
+    streams = SideStreams(main, side, arguments)
+    with streams:
+        result = work()
+    streams.join()
+    return result
 
 
 def _in_sight(seen: Callable[[], contextlib.AbstractContextManager[Any]], work: Work) -> Any:
