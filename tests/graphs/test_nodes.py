@@ -293,6 +293,11 @@ def test_numbers_of_branches_that_ended_are_used_again() -> None:
     assert [node.branch for node in twice] == [0, 0, 1, 0, 0, 1, 0]
 
 
+def test_what_depends_on_nothing_begins_a_branch() -> None:
+    towers = arranged(made((), (0,), (), (2,), ()))
+    assert [node.branch for node in towers] == [0, 0, 1, 1, 2]
+
+
 def test_a_table_is_80_columns_wide() -> None:
     nodes = captured("attention", torch.device("cpu")).nodes(timed=True)
     lines = str(nodes).splitlines()

@@ -45,8 +45,8 @@ class _Uses:
 class StreamPlan:
     """Places operations on streams by their data flow.
 
-    An operation goes on where the latest of those that it waits for ran, unless another one already
-    has; then it takes a stream that nothing was placed on yet, else the one that has rested longest.
+    An operation goes on where one of those that it waits for ran, unless another one already has;
+    then it takes a stream that nothing was placed on yet, else the one that has rested longest.
 
     Args:
         count: how many streams there are, the main one among them.

@@ -105,9 +105,8 @@ def in_order(nodes: Sequence[Node]) -> list[int]:
 def arranged(nodes: Sequence[Node]) -> list[Node]:
     """Nodes in an order that keeps each after its predecessors, with the branches that they form.
 
-    A node continues the branch of the latest of its predecessors that no other node continues;
-    one that finds none begins a branch, under a number that is free: a branch ends where several
-    meet.
+    A node continues the branch of a predecessor that no other node continues, else one whose last
+    node has ended before it begins; one that finds neither begins a branch.
     """
     order = in_order(nodes)
     place = {old: new for new, old in enumerate(order)}
@@ -119,21 +118,18 @@ def arranged(nodes: Sequence[Node]) -> list[Node]:
         )
         for new, old in enumerate(order)
     ]
-    last_user = [-1] * len(moved)
+    earlier: list[int] = []  # of each node, a bit for each one that ends before it begins
+    branch: list[int] = []
+    tips: list[int] = []  # the last node of each branch
     for node in moved:
+        known = 0
         for before in node.predecessors:
-            last_user[before] = node.index
-    branch = [0] * len(moved)
-    tip: dict[int, int] = {}  # branch -> its last node
-    for node in moved:
-        mine = [b for b in node.predecessors if tip.get(branch[b]) == b]
-        if mine:
-            # Where several branches meet, the oldest one goes on.
-            chosen = min(branch[b] for b in mine)
-        else:
-            # A branch that nothing follows any more is over.
-            over = [number for number, end in tip.items() if last_user[end] < node.index]
-            chosen = min([*over, len(tip)]) if node.predecessors or tip else 0
-        branch[node.index] = chosen
-        tip[chosen] = node.index
+            known |= earlier[before] | 1 << before
+        earlier.append(known)
+        after = [number for number, tip in enumerate(tips) if known >> tip & 1]
+        # Where several branches meet, the oldest one goes on.
+        direct = [number for number in after if tips[number] in node.predecessors]
+        chosen = min(direct or after or [len(tips)])
+        branch.append(chosen)
+        tips[chosen : chosen + 1] = [node.index]
     return [replace(node, branch=branch[node.index]) for node in moved]
