@@ -226,6 +226,16 @@ def test_a_closed_graph_has_no_nodes(device: torch.device) -> None:
         graph.nodes()
 
 
+def test_the_driver_s_own_dump_is_written_on_a_gpu(device: torch.device, tmp_path: Path) -> None:
+    with captured("mlp", device) as graph:
+        if device.type == "cpu":
+            with pytest.raises(gw.CaptureError, match="no driver"):
+                graph.dump(tmp_path / "graph.dot")
+        else:
+            graph.dump(tmp_path / "graph.dot")
+            assert "digraph" in (tmp_path / "graph.dot").read_text()
+
+
 def test_a_timed_replay_says_when_each_node_ran(device: torch.device) -> None:
     with captured("mlp", device) as graph:
         nodes = graph.nodes(timed=True)

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+import graphwright as gw
 from graphwright.graphs.cuda import driver, reading
 from graphwright.graphs.inspection.node import arranged
 from graphwright.graphs.inspection.origins import Observer, Origins
@@ -76,6 +77,13 @@ def test_arguments_are_set_one_by_one_or_packed(stand_in: ctypes.CDLL) -> None:
     assert bytes((ctypes.c_char * 24).in_dll(stand_in, "given_buffer")) == (
         b"24 other bytes are given"
     )
+
+
+def test_the_driver_s_own_dump_is_a_file(tmp_path: Path) -> None:
+    reading.dump(GRAPH, tmp_path / "graph.dot")
+    assert (tmp_path / "graph.dot").read_text().startswith("digraph")
+    with pytest.raises(gw.CaptureError, match="cuGraphDebugDotPrint"):
+        reading.dump(GRAPH, tmp_path / "no folder" / "graph.dot")
 
 
 def test_nodes_that_an_operation_adds_are_told(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ FACES = {
     "Extension": "libraries name",
     "Finding": "count kind mend operation place replacement severity to_dict what",
     "FusedModule": "calls explain module regions untraced",
-    "Graph": "branches close inputs memory mutates name nbytes node_count nodes outputs pool "
+    "Graph": "branches close dump inputs memory mutates name nbytes node_count nodes outputs pool "
     "random replay state",
     "GraphedCallable": f"{_CALLABLE} fn graph_for on_miss",
     "GraphedModule": f"{_CALLABLE} module",

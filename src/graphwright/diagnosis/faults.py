@@ -24,6 +24,7 @@ import torch
 from ..calls.signature import unflatten
 from ..errors import first_line
 from ..graphs.captured_call import CapturedCall
+from ..graphs.memory import format_bytes
 
 # How a failed assertion in device code names its kernel: file:line: kernel: block: [0,0,0], …
 _ASSERTION = re.compile(
@@ -31,6 +32,8 @@ _ASSERTION = re.compile(
     re.MULTILINE,
 )
 _MAIN = "graphwright.diagnosis.fault_main"
+# A larger model is not written to a file for the child.
+_MOST_BYTES = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,13 @@ def look_for_fault(
     """
     import cloudpickle
 
+    held = [*graph._module.parameters(), *graph._module.buffers()]
+    size = sum(tensor.nbytes for tensor in held)
+    if size > _MOST_BYTES:
+        return None, (
+            f"No child process looked for faults of the device: the model's {format_bytes(size)} "
+            "are too much to pickle."
+        )
     args, kwargs = unflatten(list(arguments), graph._spec)
     with tempfile.TemporaryDirectory(prefix="graphwright-") as folder:
         task, told = Path(folder, "task"), Path(folder, "told")

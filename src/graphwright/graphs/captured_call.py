@@ -236,7 +236,8 @@ class CapturedCall(Graph):
         if unmatched and self.tree is None:
             notes.append(
                 "Modules and lines are not known: recorded again under observation, the call has "
-                "other nodes. Code that torch.compile compiled runs as plain Python there."
+                "other nodes. Code that torch.compile compiled runs as plain Python there; or the "
+                "model has changed since the capture."
             )
         return found
 

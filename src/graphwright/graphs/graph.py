@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -120,6 +121,21 @@ class Graph:
                 start = len(placed)
                 placed += [_shifted(node, start, segment) for node in arranged(nodes)]
             return Nodes(self.name, placed, notes)
+
+    def dump(self, path: str | Path) -> None:
+        """Write what the driver itself tells of a CUDA graph, in graphviz' language and verbosely.
+
+        This is what torch.cuda.CUDAGraph.debug_dump writes (cuGraphDebugDotPrint), addresses of
+        kernels' arguments included. Of a call in segments it is the first one.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            CaptureError: the graph is closed, or no CUDA graph.
+        """
+        with self.pool._lock:
+            self._ready().dump(Path(path))
 
     def _recordings(self) -> list[Recording]:
         """Its recordings: several where a call is divided into segments."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -165,6 +166,10 @@ class DrawingRecording:
     def inspect(self) -> tuple[list[Node], list[int]]:
         """As the recording's."""
         return self._recording.inspect()
+
+    def dump(self, path: Path) -> None:
+        """As the recording's."""
+        self._recording.dump(path)
 
     def timed(self, nodes: Sequence[Node]) -> list[Node] | None:
         """As the recording's."""

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -52,6 +53,13 @@ class Recording(Protocol):
         """Its nodes as they were recorded, with edges and without branches, and their keys.
 
         An observer (`inspection.origins`) of the recording was told of the same keys.
+        """
+
+    def dump(self, path: Path) -> None:
+        """Write what the driver tells of it to a file.
+
+        Raises:
+            CaptureError: there is no driver behind it.
         """
 
     def timed(self, nodes: Sequence[Node]) -> list[Node] | None:

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -355,6 +356,13 @@ class CpuRecording:
             for step in self._steps
         ]
         return reading.nodes_of(steps), [id(s) for s in self._steps if not isinstance(s, Block)]
+
+    def dump(self, path: Path) -> None:
+        """There is no driver to ask."""
+        raise CaptureError(
+            "A graph on the CPU is a tape of operations, of which no driver knows.",
+            remedy="Use nodes().",
+        )
 
     def timed(self, nodes: Sequence[Node]) -> list[Node] | None:
         """The nodes with their times in one replay."""

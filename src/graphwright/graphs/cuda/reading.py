@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ _ENDS = {1: "host", 2: "device", 3: "array"}
 _STATIC_SHARED, _REGISTERS = 1, 4
 # Keys of a kernel's packed arguments (CU_LAUNCH_PARAM_*).
 _END, _BUFFER, _BUFFER_SIZE = 0, 1, 2
+# Of CUgraphDebugDot_flags.
+_VERBOSE = 1
 
 
 class _KernelParams(ctypes.Structure):
@@ -243,6 +247,15 @@ def demangled(name: str) -> str:
         return ctypes.string_at(made).decode(errors="replace")
     finally:
         free(made)
+
+
+def dump(graph: int, path: Path) -> None:
+    """Have the driver write a graph to a file, in graphviz' language."""
+    arguments = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_uint
+    asked = _function("cuGraphDebugDotPrint", *arguments)
+    if asked is None:
+        raise CaptureError("This CUDA driver writes no graphs.")
+    check(asked(graph, os.fsencode(path), _VERBOSE), "cuGraphDebugDotPrint")
 
 
 def constants_of(handles: Sequence[int]) -> list[tuple[bytes, ...] | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -67,6 +68,11 @@ class CudaRecording:
             for node, handle in zip(nodes, handles, strict=True)
         ]
         return named, handles
+
+    def dump(self, path: Path) -> None:
+        """Have the driver write the graph to a file."""
+        assert self._graph is not None
+        reading.dump(self._graph.raw_cuda_graph(), path)
 
     def constants(self) -> list[tuple[bytes, ...] | None]:
         """What is written into each node, in the order of `inspect`; None where nobody tells."""

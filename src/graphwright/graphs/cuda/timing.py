@@ -17,6 +17,8 @@ import torch
 from ..inspection.node import Node
 
 _TIMED = ("kernel", "copy", "memset")
+# Parts of the names of other activities that are reported for a device.
+_NO_NODES = ("annotation", "sync", "overhead", "event")
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def _kind(event: Any) -> str | None:
     """The kind of node that an event belongs to; None for what is no node."""
     known = getattr(event, "activity_type", None)
     activity = "" if known is None else str(known())
-    if activity and activity not in ("kernel", "gpu_memcpy", "gpu_memset"):
+    if any(word in activity for word in _NO_NODES):
         return None
     name = event.name()
     if name.startswith("Memcpy"):
