@@ -291,14 +291,14 @@ class Asks(nn.Module):
         return x - 1
 
 
-def test_a_stale_constant_in_a_later_segment_is_named() -> None:
-    model, x = Asks().eval(), torch.randn(4, 16)
+def test_a_stale_constant_in_a_later_segment_is_named(device: torch.device) -> None:
+    model, x = Asks().eval().to(device), sample(device)
     graph = CapturedCall(model, (x,), {}, breaks="auto")
     graph.warm()
     graph.record()
     graph(x)
     model.second.scale = 3.0
-    found = gw.diagnose(graph, (x,))
+    found = gw.diagnose(graph, (x,), isolate=False)
     assert found.cause is Cause.CONSTANT, str(found)
     assert found.module == "second"
     assert found.line == line_with("the scale")

@@ -226,12 +226,6 @@ class _Diagnosing:
 
     def _recapture(self, error: str, outside: Sequence[torch.UntypedStorage]) -> Diagnosis:
         graph = self._graph
-        if graph.tree is not None:
-            self._notes.append(
-                "The call is in segments, which are not captured again one by one: capture a part "
-                "of it, or diagnose it on the CPU."
-            )
-            return self._unknown(error, 0)
         stale = recapture.stale_node(graph, self._arguments, outside)
         if stale is not None:
             by = stale.operation
@@ -246,6 +240,12 @@ class _Diagnosing:
                 kernel=stale.node.name if stale.node.kind == "kernel" else None,
                 error=f"{stale.what}; {error}",
             )
+        if graph.tree is not None:
+            self._notes.append(
+                "The call is in segments, whose operations are not compared one by one on a GPU: "
+                "capture a part of it, or diagnose it on the CPU."
+            )
+            return self._unknown(error, 0)
         parting, compared, kernel = recapture.first_wrong(graph, self._arguments)
         if parting is None:
             return self._unknown(error, compared)

@@ -9,6 +9,7 @@ operation's result is replayed and compared with eager, operation by operation.
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -84,33 +85,65 @@ def stale_node(
     constants count only if a replay with the new ones gives another result.
 
     Args:
-        graph: on a CUDA device, not in segments.
+        graph: on a CUDA device.
         arguments: leaves of the arguments.
         outside: memory from outside that the call writes to.
     """
     by = _Numbered(Origins(graph._module))
-    with graph.recorded_again(by, arguments) as one, graph.recorded_again(None, arguments) as two:
-        old, first, second = (_cuda(each) for each in (graph, one, two))
-        (mine, _), (new, keys) = old.inspect(), first.inspect()
-        for place, (node, now) in enumerate(zip(mine, new, strict=False)):
-            if node.shape != now.shape:
-                what = f"the graph has {node.name} there, and a new capture {now.name}"
-                return _stale(Cause.OPERATIONS, what, node, keys[place], by)
-        if len(mine) != len(new):
-            last = mine[-1] if mine else new[-1]
-            what = f"the graph has {len(mine)} nodes, and a new capture {len(new)}"
-            return StaleNode(Cause.OPERATIONS, what, last, None, None)
-        if [node.shape for node in new] != [node.shape for node in second.inspect()[0]]:
-            return None  # No two captures are alike: nothing follows from a difference.
-        rows = zip(mine, keys, *(each.constants() for each in (old, first, second)), strict=True)
-        matters = _Patches(graph, arguments, outside)
-        for node, key, was, is_, too in rows:
-            if key not in by.recorded:
-                continue  # A copy of an argument or a result: its ends are set for each call.
-            for stale in stale_words(was, is_, too):
-                if node.kind != "kernel" or matters.has_effect(node.index, was or (), stale):
-                    return _stale(Cause.CONSTANT, str(stale), node, key, by)
+    matters = _Patches(graph, arguments, outside)
+    with contextlib.ExitStack() as stack:
+        # One is observed, to know the operations; compiled code is another under observation.
+        captures = [
+            stack.enter_context(graph.recorded_again(observer, arguments))
+            for observer in (by, None)
+        ]
+        if _shapes(captures[0]) != _shapes(captures[1]):
+            by = _Numbered(by.origins)
+            captures = [captures[1], stack.enter_context(graph.recorded_again(None, arguments))]
+            if _shapes(captures[0]) != _shapes(captures[1]):
+                return None  # No two captures are alike: nothing follows from a difference.
+        every = [[_cuda(each) for each in of._recordings()] for of in (graph, *captures)]
+        if len({len(recordings) for recordings in every}) > 1:
+            return None  # Another number of segments: other paths were taken before.
+        for old, first, second in zip(*every, strict=True):
+            found = _stale_in(old, first, second, by, matters)
+            if found is not None:
+                return found
     return None
+
+
+def _stale_in(
+    old: CudaRecording,
+    first: CudaRecording,
+    second: CudaRecording,
+    by: _Numbered,
+    matters: _Patches,
+) -> StaleNode | None:
+    """The first node of a recording that is not what two new ones have."""
+    (mine, _), (new, keys) = old.inspect(), first.inspect()
+    for place, (node, now) in enumerate(zip(mine, new, strict=False)):
+        if node.shape != now.shape:
+            what = f"the graph has {node.name} there, and a new capture {now.name}"
+            return _stale(Cause.OPERATIONS, what, node, keys[place], by)
+    if len(mine) != len(new):
+        last = (mine or new)[-1]
+        what = f"the graph has {len(mine)} nodes, and a new capture {len(new)}"
+        return StaleNode(Cause.OPERATIONS, what, last, None, None)
+    rows = zip(mine, keys, *(each.constants() for each in (old, first, second)), strict=True)
+    for node, key, was, now, too in rows:
+        if by.recorded and key not in by.recorded:
+            continue  # A copy of an argument or a result: its ends are set for each call.
+        if node.kind != "kernel" and not by.recorded:
+            continue
+        for stale in stale_words(was, now, too):
+            if node.kind != "kernel" or matters.has_effect(old, node.index, was or (), stale):
+                return _stale(Cause.CONSTANT, str(stale), node, key, by)
+    return None
+
+
+def _shapes(graph: CapturedCall) -> list[list[Any]]:
+    """What the nodes of a graph are, addresses left out."""
+    return [[node.shape for node in each.inspect()[0]] for each in graph._recordings()]
 
 
 class _Patches:
@@ -125,13 +158,15 @@ class _Patches:
         self._graph, self._call = graph, (arguments, outside)
         self._before = graph.run_replayed(*self._call)
 
-    def has_effect(self, place: int, was: Sequence[bytes], stale: StaleWord) -> bool:
+    def has_effect(
+        self, recording: CudaRecording, place: int, was: Sequence[bytes], stale: StaleWord
+    ) -> bool:
         """Whether the results differ with the word that new captures have."""
         held = was[stale.argument]
         end = stale.start + len(stale.now)
         other = held[: stale.start] + stale.now + held[end:]
         arguments = [*was[: stale.argument], other, *was[stale.argument + 1 :]]
-        with _cuda(self._graph).patched(place, arguments):
+        with recording.patched(place, arguments):
             after = self._graph.run_replayed(*self._call)
         return not self._before.same_as(after)
 
@@ -140,11 +175,10 @@ def _stale(cause: Cause, what: str, node: Node, key: int, by: _Numbered) -> Stal
     return StaleNode(cause, what, node, by.recorded.get(key), by.number.get(key))
 
 
-def _cuda(graph: CapturedCall) -> CudaRecording:
-    recording: Any = graph._ready()
-    recording = getattr(recording, "drawn_beside", recording)
-    assert isinstance(recording, CudaRecording)
-    return recording
+def _cuda(recording: Any) -> CudaRecording:
+    inner = getattr(recording, "drawn_beside", recording)
+    assert isinstance(inner, CudaRecording)
+    return inner
 
 
 @dataclass(frozen=True)
@@ -319,7 +353,7 @@ def first_wrong(
     while True:
         keeper = _Keeper(origins, start)
         with graph.recorded_again(keeper, arguments) as twin:
-            nodes, keys = _cuda(twin).inspect()
+            nodes, keys = _cuda(twin._ready()).inspect()
             twin.replay_sample()
             found = None
             for pretend in (False, True):
