@@ -218,7 +218,8 @@ class Lockstep(OperationMode):
             self.parting = self.unsteady.behind(args, kwargs)
             if self.parting is None:
                 self._part(cause, what, gap.error)
-        self._next = next(self._replay, None)
+        with _disable_current_modes():  # Between segments, results are copied.
+            self._next = next(self._replay, None)
         return result
 
     def _part(self, cause: Cause, what: str, error: str | None = None) -> None:
