@@ -103,7 +103,7 @@ def test_a_capture_on_several_streams_is_eager_s(device: torch.device) -> None:
     with torch.no_grad(), gw.capture(model, x, streams=4) as graph:
         for _ in range(20):
             y = torch.randn_like(x)
-            assert torch.allclose(graph(y), model(y), atol=1e-5)
+            assert torch.allclose(graph(y), model(y), atol=2e-3)
         assert graph.branches == 4
         modules = {n.module for n in graph.nodes() if n.branch and n.operation}
         assert any((module or "").startswith("towers.") for module in modules)
@@ -118,7 +118,7 @@ def test_graphs_on_several_streams_share_a_pool() -> None:
         graphs = [gw.capture(model, x, streams=4, pool=pool) for x in inputs]
         for _ in range(10):
             for graph, x in zip(graphs, inputs, strict=True):
-                assert torch.allclose(graph(x), model(x), atol=1e-5)
+                assert torch.allclose(graph(x), model(x), atol=2e-3)
     pool.close()
 
 

@@ -258,7 +258,7 @@ class CudaRecorder:
         by_nodes = driver.libcuda() is not None
         with self._capturing(generators) as graph:
             by = observer()
-            run = _run if by is None else CaptureObserver(by, self._stream).run
+            run = CaptureObserver(by, self._stream).run if by is not None and by_nodes else _run
             segment = _CudaSegment(outside if by_nodes else None, run)
             if by_nodes:
                 _copy_in(feeds)
