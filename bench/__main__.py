@@ -17,6 +17,7 @@ scripts/bench unseen [--out DIR] [--only LIBRARY ...] fused+graph on models chos
 scripts/bench calls [SRC] [--strategies NAME ...]     what a call costs beside what answers it
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
 scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch's own ways to copy
+scripts/bench streams [--out DIR] [--quick]           graphs on several streams beside one
 scripts/bench search [--out DIR] [--seconds S]        default searches beside exhaustive ones
 scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
 scripts/bench compare A.json B.json                   two results of tune, capture or training
@@ -465,6 +466,9 @@ def main() -> None:
     feeding = commands.add_parser("feeding", help="prefetch() beside PyTorch's own ways to copy")
     feeding.add_argument("--out", type=Path, default=RESULTS)
     feeding.add_argument("--quick", action="store_true", help="try the script: no result")
+    streams = commands.add_parser("streams", help="graphs on several streams beside one")
+    streams.add_argument("--out", type=Path, default=RESULTS)
+    streams.add_argument("--quick", action="store_true", help="try the script: no result")
     searching = commands.add_parser("search", help="default searches beside exhaustive ones")
     searching.add_argument("--out", type=Path, default=RESULTS)
     searching.add_argument("--only", nargs="+", default=[], metavar="MODEL or LIBRARY")
@@ -508,6 +512,10 @@ def main() -> None:
         from .feeding.run import benchmark as feed
 
         sys.exit(bool(feed(given.out, quick=given.quick)))
+    elif given.command == "streams":
+        from .streams.run import benchmark as side_by_side
+
+        sys.exit(bool(side_by_side(given.out, quick=given.quick)))
     elif given.command == "serving":
         from .serving.run import benchmark as serve
 

@@ -11,6 +11,8 @@ from .checker.checker import check as check
 from .checker.finding import Finding as Finding
 from .data.prefetch import Prefetcher as Prefetcher
 from .data.prefetch import prefetch as prefetch
+from .diagnosis.diagnosing import diagnose as diagnose
+from .diagnosis.result import Diagnosis as Diagnosis
 from .dispatch.graphed_callable import GraphedCallable as GraphedCallable
 from .dispatch.graphed_module import GraphedModule as GraphedModule
 from .dispatch.graphed_module import graph as graph
@@ -33,6 +35,8 @@ from .graphs.capture import capture as capture
 from .graphs.capture import capturing as capturing
 from .graphs.capture import predict_memory as predict_memory
 from .graphs.graph import Graph as Graph
+from .graphs.inspection.node import Node as Node
+from .graphs.inspection.nodes import Nodes as Nodes
 from .graphs.memory import MemoryPool as MemoryPool
 from .ops.custom.extension import Extension as Extension
 from .ops.custom.extension import extension as extension
@@ -52,6 +56,7 @@ __all__ = [
     "BackgroundModule",
     "Buckets",
     "CaptureError",
+    "Diagnosis",
     "Extension",
     "ExtensionError",
     "FallbackWarning",
@@ -66,6 +71,8 @@ __all__ = [
     "MemoryPool",
     "ModelConfig",
     "ModelFailed",
+    "Node",
+    "Nodes",
     "OptionError",
     "PaddingError",
     "Prefetcher",
@@ -79,6 +86,7 @@ __all__ = [
     "capture",
     "capturing",
     "check",
+    "diagnose",
     "extension",
     "fuse",
     "graph",

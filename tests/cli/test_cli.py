@@ -249,6 +249,18 @@ def test_check_exits_with_0_where_nothing_breaks_and_2_where_the_model_fails(sou
     assert "raises by itself" in result.stderr
 
 
+def test_inspect_prints_a_table_and_saves_the_nodes(source: Path, tmp_path: Path) -> None:
+    saved, drawn = tmp_path / "nodes.json", tmp_path / "nodes.dot"
+    files = ("--json", saved, "--dot", drawn)
+    result = invoke("inspect", f"{source}:pair", "--device", "cpu", "--timed", *files)
+    assert result.exit_code == 0, result.output
+    assert "operation" in result.stdout.splitlines()[0]
+    assert json.loads(saved.read_text())["schema"] == "graphwright.nodes"
+    assert drawn.read_text().startswith("digraph nodes {")
+    result = invoke("inspect", f"{source}:wrong_shape", "--device", "cpu")
+    assert result.exit_code == 2
+
+
 @pytest.mark.parametrize(
     ("target", "sentence"),
     [

@@ -15,6 +15,7 @@ from bench import compare
 from bench.busy import run as busy
 from bench.common import processes
 from bench.feeding import run as feeding
+from bench.streams import run as streams
 from bench.training import table as training_table
 from bench.tune import table as tune_table
 
@@ -530,6 +531,13 @@ def test_an_answer_that_does_not_come_is_no_time(tmp_path: Path) -> None:
 
     with pytest.raises(RuntimeError, match="mlp, saved: no right answer came"):
         _answered("mlp", tmp_path, "saved", str(tmp_path / "caches"))
+
+
+def test_streams_runs_and_is_right(tmp_path: Path) -> None:
+    assert streams.benchmark(tmp_path, quick=True) == 0
+    found = json.loads((tmp_path / "streams.json").read_text())
+    assert found["targets"][0]["met"]
+    assert found["models"]["head"]["1"]["ways"]["several"]["branches"] == 4
 
 
 def test_feeding_runs_and_is_right(tmp_path: Path) -> None:

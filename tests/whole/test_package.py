@@ -35,21 +35,27 @@ def test_dir_shows_what_is_public() -> None:
 
 # What each class shows beside what it has of nn.Module and Exception, attributes included.
 _ERROR = "remedy what where"
-_CALLABLE = "close explain prepare release statistics pool"
+_CALLABLE = "close explain graphs prepare release statistics pool"
 FACES = {
     "BackgroundModule": "calls cancel close done explain module report wait",
     "Buckets": "from_points from_sizes holding largest names points powers_of_two smallest waste",
+    "Diagnosis": "cause compared error graph index kernel line module notes ok operation seconds "
+    "what",
     "Extension": "libraries name",
     "Finding": "count kind mend operation place replacement severity to_dict what",
     "FusedModule": "calls explain module regions untraced",
-    "Graph": "close inputs memory mutates name nbytes nodes outputs pool random replay state",
-    "GraphedCallable": f"{_CALLABLE} fn on_miss",
+    "Graph": "branches close dump inputs memory mutates name nbytes node_count nodes outputs pool "
+    "random replay state",
+    "GraphedCallable": f"{_CALLABLE} fn graph_for on_miss",
     "GraphedModule": f"{_CALLABLE} module",
     "GraphedStep": "close explain pool release statistics",
     "MemoryPool": "close closed device evict evictions graphs high_water in_use limit release "
     "reserved",
     "FallbackWarning": "",
     "ModelConfig": "buckets dynamic_shapes inputs kwargs model outputs pad postprocess preprocess",
+    "Node": "block branch bytes duration_us grid index kind line module name operation "
+    "predecessors registers segment shape shared_bytes start_us",
+    "Nodes": "branches idle_us kinds name notes to_dot to_json to_svg",
     "Prefetcher": "depth device loader",
     "Report": "break_even check chosen chosen_row cost created curve eager_error environment "
     "figure from_json host_s input_bytes inputs interrupted model notes objective ratios reason "

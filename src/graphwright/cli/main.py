@@ -1,4 +1,4 @@
-"""The commands: graphwright tune | run | serve | check | strategies | report.
+"""The commands: graphwright tune | run | serve | check | inspect | strategies | report.
 
 Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture; 2, with one
 sentence, if the command, the target or the model is wrong, or results cannot be written; 130 if
@@ -400,6 +400,47 @@ def check(
     deliver(files, writers, lambda: show(loaded.name, found))
     if any(finding.severity in (Severity.BLOCKS, Severity.BREAKS) for finding in found):
         raise SystemExit(EXIT_FOUND)
+
+
+@main.command()
+@click.argument("target")
+@_INPUTS
+@_DEVICE
+@click.option("--timed", is_flag=True, help="Replay it once and say when each node ran.")
+@click.option("--json", "json_file", type=_FILE, help="Save the nodes.")
+@click.option("--dot", "dot_file", type=_FILE, help="Save the graph in graphviz' language.")
+@click.option("--svg", "svg_file", type=_FILE, help="Save it as a picture; needs graphviz.")
+def inspect(
+    target: str,
+    inputs: Sequence[str],
+    device: str | None,
+    timed: bool,
+    json_file: str | None,
+    dot_file: str | None,
+    svg_file: str | None,
+) -> None:
+    """Capture TARGET as a graph, and list its nodes: kernels, copies, their edges and origins.
+
+    TARGET is as for tune. On the CPU the nodes are operations.
+    """
+    from ..graphs.captured_call import CapturedCall
+    from .targets import load_target
+
+    files = {"json": json_file, "dot": dot_file, "svg": svg_file}
+    check_files(files)
+    loaded = load_target(target, inputs, _device(device))
+    check_sources(files, loaded.file)
+    graph = CapturedCall(loaded.model, loaded.args, loaded.kwargs, breaks="auto")
+    with graph:
+        graph.warm()
+        graph.record()
+        nodes = graph.nodes(timed=timed)
+    writers = {
+        "json": lambda name: write_text(name, nodes.to_json()),
+        "dot": lambda name: write_text(name, nodes.to_dot()),
+        "svg": lambda name: write_text(name, nodes.to_svg()),
+    }
+    deliver(files, writers, lambda: click.echo(str(nodes)))
 
 
 @main.command()

@@ -59,7 +59,7 @@ from ..evaluation.accuracy import difference
 from ..graphs.captured_call import Breaks, CapturedCall, Outputs
 from ..graphs.composition import warn_if_traced
 from ..graphs.conditions import capturing_now, hidden_from_hooks_for_saved_tensors
-from ..graphs.graph import GraphClosed
+from ..graphs.graph import Graph, GraphClosed
 from ..graphs.memory import MemoryPool, pool_problem
 from ..graphs.python_state import StateChanges
 from ..graphs.taken_apart import TakenApart
@@ -724,7 +724,7 @@ class GraphedCallable(StandIn):
         if self._parts is not None and self._parts.settle():
             return True
         graphs = [entry.graph for entry in self._entries.ready() if entry.hits]
-        return any(graph is not None and graph.nodes >= nodes for graph in graphs)
+        return any(graph is not None and graph.node_count >= nodes for graph in graphs)
 
     def _tell(self, category: str, reason: str = "", how: str = RUNS_EAGERLY) -> None:
         """Warn of calls that no graph answers, once for each kind."""
@@ -893,6 +893,19 @@ class GraphedCallable(StandIn):
         if latest._last_miss is not None:
             lines.append(f"last call without a graph: {latest._last_miss}")
         return "\n".join(lines)
+
+    def graph_for(self, args: Args, kwargs: Kwargs) -> CapturedCall | None:
+        """The graph that answers a call now, without padding; None if none does."""
+        signature = CallSignature.of(args, kwargs, objects=self._takes_objects)
+        entry = self._entries.state().entries.get((signature, self._entries.grad_mode()))
+        return entry.graph if entry is not None and entry.ready else None
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs that answer calls now, those of parts of the module too."""
+        found: list[Graph] = [entry.graph for entry in self._ready() if entry.graph is not None]
+        parts = [] if self._parts is None else list(self._parts.graphs.values())
+        return found + [graph for part in parts for graph in part.graphs]
 
     def _ready(self) -> list[CacheEntry]:
         """The entries whose graphs can be replayed, those of calls that are given state too."""

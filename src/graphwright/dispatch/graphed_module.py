@@ -15,6 +15,7 @@ from ..calls.signature import Call
 from ..calls.watch import Checks
 from ..errors import OptionError
 from ..graphs.captured_call import Breaks, Outputs
+from ..graphs.graph import Graph
 from ..graphs.memory import MemoryPool
 from ..shapes.buckets import Buckets
 from .graphed_callable import GraphedCallable, OnMiss
@@ -51,6 +52,11 @@ class GraphedModule(ModuleProxy):
     def statistics(self) -> CallStatistics:
         """How the calls went so far."""
         return self._graphs.statistics
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs that answer calls now, those of parts of the module too."""
+        return self._graphs.graphs
 
     def prepare(self, calls: Iterable[Call], *, progress: bool | None = None) -> GraphedModule:
         """Capture graphs for calls now, as `GraphedCallable.prepare`; returns itself."""

@@ -22,6 +22,7 @@ from torch import nn
 from ..calls.dependencies import Dependencies, StandIn
 from ..calls.modes import opaque
 from ..calls.signature import Args, Kwargs
+from ..graphs.graph import Graph
 from ..graphs.python_state import StateChanges
 from .payoff import Payoff
 from .statistics import CallStatistics
@@ -47,6 +48,10 @@ class PartGraphs(Protocol):
     @property
     def statistics(self) -> CallStatistics:
         """How the calls went so far."""
+
+    @property
+    def graphs(self) -> list[Graph]:
+        """The graphs that answer calls now."""
 
     def _call(self, args: Args, kwargs: Kwargs) -> Any: ...
 

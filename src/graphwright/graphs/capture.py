@@ -14,12 +14,13 @@ from typing import Any
 import torch
 
 from ..calls.modules import FunctionModule
-from ..calls.options import device_problem, refuse
+from ..calls.options import device_problem, flag_problem, refuse
 from ..calls.signature import Args, Kwargs
 from ..errors import CaptureError
 from .captured_call import CapturedCall, Outputs, device_of
 from .conditions import autocast_cache_apart, capturing_now
 from .graph import Graph, GraphState
+from .inspection.origins import Observer, Origins, observing
 from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .recorder import Recorder
 from .transaction import transaction
@@ -31,6 +32,7 @@ def capture(
     pool: MemoryPool | None = None,
     warmup: int = 3,
     outputs: Outputs = "fresh",
+    streams: int = 1,
     **kwargs: Any,
 ) -> Graph:
     """Capture one call as a graph: a CUDA graph on a GPU, a tape of operations on the CPU.
@@ -44,6 +46,9 @@ def capture(
         warmup: ordinary runs before the capture, in addition to those that observe and rehearse it.
         outputs: "fresh" returns new tensors; "static" returns the graph's own, which the next
             replay overwrites.
+        streams: on a GPU, how many streams independent operations are captured on, by the data
+            flow. More than one is faster only where branches leave the GPU room; measure it. It
+            takes more memory: what another stream uses is not reused in the graph.
         kwargs: sample keyword arguments.
 
     Returns:
@@ -54,7 +59,9 @@ def capture(
         MemoryBudgetExceeded: the graph does not fit under the pool's limit; nothing was captured.
         OptionError: an option is invalid.
     """
-    graph = CapturedCall(fn, args, kwargs, pool=pool, warmup=warmup, outputs=outputs)
+    graph = CapturedCall(
+        fn, args, kwargs, pool=pool, warmup=warmup, outputs=outputs, streams=streams
+    )
     try:
         graph.warm()
         graph.record()
@@ -117,7 +124,10 @@ def refusal_of(
 
 @contextlib.contextmanager
 def capturing(
-    *, pool: MemoryPool | None = None, device: torch.device | str | None = None
+    *,
+    pool: MemoryPool | None = None,
+    device: torch.device | str | None = None,
+    annotate: bool = False,
 ) -> Iterator[Graph]:
     """Capture what a `with` block does; `replay()` repeats it.
 
@@ -127,27 +137,36 @@ def capturing(
     Args:
         pool: memory to share with other graphs; by default a new pool.
         device: by default the pool's, else the current CUDA device, else the CPU.
+        annotate: note the operation, module and line behind each node, for `Graph.nodes`. It takes
+            some microseconds an operation, during the capture only.
 
     Raises:
         OptionError: an option is invalid.
         CaptureError: something cannot be captured; raised inside the block or when it ends.
     """
-    refuse("capturing", pool_problem(pool), device_problem("device", device))
+    refuse(
+        "capturing",
+        pool_problem(pool),
+        device_problem("device", device),
+        flag_problem("annotate", annotate),
+    )
     pool = MemoryPool(device=device) if pool is None else pool
     if capturing_now():
         raise CaptureError("A capture inside another one.", remedy="Capture them one by one.")
     nothing = FunctionModule(_nothing)
     where = device_of((), {}, nothing, pool) if device is None else torch.device(device)
     graph = Graph(pool, "a block")
+    by = Observer(Origins(None)) if annotate else None
     with pool._lock:
         recorder: Recorder = pool._recorder_for(where)
         before = recorder.reserved
         graph.state = GraphState.CAPTURING
         try:
             with transaction(pool, nothing, lambda: None):
-                with autocast_cache_apart(), recorder.open() as recorded:
+                with autocast_cache_apart(), observing(by), recorder.open() as recorded:
                     yield graph
                 graph._set_recording(recorded(), before, 0)
+                graph._origins = None if by is None else by.recorded
             if pool._over_limit(before):
                 raise pool._exceeded(graph, MemoryPrediction(graph.nbytes, (graph.nbytes,), ()))
         except BaseException:

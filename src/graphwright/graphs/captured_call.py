@@ -8,15 +8,17 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from ..calls.modes import opaque
+from ..calls.modes import OperationMode, compilers_off, opaque
 from ..calls.modules import FunctionModule, first_in_training
 from ..calls.objects import giving, has_objects
+from ..calls.operations import default_generators
 from ..calls.options import callable_problem, choice_problem, count_problem, refuse
 from ..calls.places import Place, carried_by, hidden
 from ..calls.signature import (
@@ -29,14 +31,17 @@ from ..calls.signature import (
     tensors_of,
     unflatten,
 )
+from ..calls.snapshots import clone_leaves, same_bits
 from ..calls.watch import ModuleWatch
-from ..errors import CaptureError, SignatureError
+from ..errors import CaptureError, GraphwrightError, SignatureError
 from .composition import Parts, SetUpFirst
 from .conditions import THREAD, autocast_cache_apart
 from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
-from .graph import Graph, GraphClosed, GraphState
+from .graph import Graph, GraphClosed, GraphState, with_operations
 from .host_draws import Draw, DrawingRecording, generator_kept
-from .journal import Copies
+from .inspection.node import Node
+from .inspection.origins import Observer, Origins, observing
+from .journal import Copies, Journal
 from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .python_state import PythonState
 from .recorder import Recorder, Recording
@@ -78,6 +83,7 @@ class CapturedCall(Graph):
         breaks: Breaks = "never",
         objects: bool = True,
         places: Sequence[Place] = (),
+        streams: int = 1,
     ) -> None:
         """Check the arguments; nothing runs yet.
 
@@ -92,6 +98,7 @@ class CapturedCall(Graph):
             breaks: as for `graph`.
             objects: whether objects among the arguments and results are taken apart.
             places: attributes and items to which other calls of the function write.
+            streams: as for `capture`.
 
         Raises:
             OptionError: an option is invalid.
@@ -103,6 +110,7 @@ class CapturedCall(Graph):
             pool_problem(pool),
             count_problem("warmup", warmup),
             choice_problem("outputs", outputs, ("fresh", "static")),
+            count_problem("streams", streams),
         )
         self._module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
         self._takes_objects = objects
@@ -122,6 +130,7 @@ class CapturedCall(Graph):
         # Fused and tuned modules inside of it, which run what they were made into.
         self.parts = Parts()
         self._breaks = breaks
+        self._streams = streams
         # Without keyword arguments and containers, the leaves are the arguments themselves.
         # Attributes and items outside of it that each run writes to, once they are known; those
         # that it may write to; and what the module holds.
@@ -191,6 +200,177 @@ class CapturedCall(Graph):
     def tree(self) -> SegmentTree | None:
         """The call's segments, if it is divided into several; else None."""
         return self._tree if self._results is None else None
+
+    def _recordings(self) -> list[Recording]:
+        """Its recording, or those of the segments on all paths."""
+        tree = self.tree
+        if tree is None or tree.root is None:
+            return [self._ready()]
+        found = [segment.recording for segment in tree.root.below()]
+        return [recording for recording in found if recording is not None]
+
+    def _listed(self, notes: list[str]) -> list[list[Node]]:
+        """The nodes of each recording, with what a second, observed recording tells of them."""
+        listed = [recording.inspect() for recording in self._recordings()]
+        try:
+            by, twins = self._observed_twins()
+        except GraphwrightError as error:
+            notes.append(f"Modules and lines are not known: {error.what}")
+            twins = []
+        else:
+            if self.tree is not None and len(twins) < len(listed):
+                notes.append(
+                    "Modules and lines are known for the path of the last call only, and for "
+                    "what it shares with others."
+                )
+        found, unmatched = [], False
+        for nodes, _ in listed:
+            shape = [node.shape for node in nodes]
+            twin = next((t for t in twins if [node.shape for node in t[0]] == shape), None)
+            if twin is None:
+                found.append(nodes)
+                unmatched = unmatched or bool(twins)
+                continue
+            twins.remove(twin)
+            found.append(with_operations(nodes, twin[1], by.recorded))
+        if unmatched and self.tree is None:
+            notes.append(
+                "Modules and lines are not known: recorded again under observation, the call has "
+                "other nodes. Code that torch.compile compiled runs as plain Python there; or the "
+                "model has changed since the capture."
+            )
+        return found
+
+    def _observed_twins(self) -> tuple[Observer, list[tuple[list[Node], list[int]]]]:
+        """Record the call again under observation: what was seen, and the nodes of that."""
+        by = Observer(Origins(self._module))
+        with self.recorded_again(by) as twin:
+            return by, [recording.inspect() for recording in twin._recordings()]
+
+    @contextlib.contextmanager
+    def recorded_again(
+        self, by: Observer | None = None, leaves: Sequence[Any] | None = None
+    ) -> Iterator[CapturedCall]:
+        """The same call, recorded once more into memory of its own, for the block.
+
+        A call that is one graph is not run: warm-up is over. One in segments is warmed up again.
+
+        Args:
+            by: is told of the operations that are recorded.
+            leaves: of arguments; by default what the static inputs hold.
+
+        Raises:
+            CaptureError: it cannot be recorded again.
+        """
+        with self._twin(leaves) as twin:
+            if self._tree is not None:
+                twin.warm()
+            with observing(by):
+                twin.record()
+            yield twin
+
+    @contextlib.contextmanager
+    def _twin(self, leaves: Sequence[Any] | None) -> Iterator[CapturedCall]:
+        """The same call, warmed up and yet to be recorded, with a memory pool of its own."""
+        self._ready()
+        assert self._inputs is not None
+        if self._trained is not None:
+            raise CaptureError("A training step is not recorded again.")
+        twin = CapturedCall.__new__(CapturedCall)
+        twin.__dict__.update(self.__dict__)
+        twin.pool = MemoryPool(device=self._device)
+        twin.state, twin._evictable = GraphState.WARMING, False
+        twin._recording = twin._inputs = twin._results = twin._watch = twin._tree = None
+        twin._held, twin._origins, twin._given = [], None, None
+        twin._known, twin._candidates = [*self._known], [*self._candidates]
+        twin.places = [*self.places]
+        # What runs works on copies of them.
+        twin._sample = [*(self._inputs.leaves if leaves is None else leaves)]
+        try:
+            yield twin
+        finally:
+            twin.close()
+            twin.pool.close()
+
+    # To compare a replay with eager.
+
+    def run_eagerly(
+        self, leaves: Sequence[Any], under: OperationMode | None = None, *, pretend: bool = False
+    ) -> RunResult:
+        """Run the call as eager code on copies of arguments; what it changes is put back.
+
+        Args:
+            leaves: of the arguments.
+            under: sees its operations.
+            pretend: whether torch.cuda.is_current_stream_capturing() returns True, as in captures.
+
+        Raises:
+            CaptureError: it raises; its error is the cause.
+        """
+        with self._twin(leaves) as twin:
+            recorder = twin.pool._recorder_for(self._device)
+            inputs = StaticInputs(twin._sample, functools.partial(_ordinary, self._device))
+            journal = Journal()
+            with twin._transaction(GraphState.WARMING):
+                try:
+                    with (
+                        recorder.warming(pretend=pretend),
+                        compilers_off(),
+                        journal,
+                        contextlib.nullcontext() if under is None else under,
+                    ):
+                        tree = twin._work(inputs)
+                    mine = {inputs.tensor(slot).untyped_storage()._cdata for slot in inputs.slots}
+                    written = [s for s in journal.written if s._cdata not in mine]
+                    return RunResult(
+                        [_kept(leaf) for leaf in pytree.tree_leaves(tree)],
+                        {slot: _kept(inputs.tensor(slot)) for slot in self.written},
+                        [(storage, storage.clone()) for storage in written],
+                    )
+                finally:
+                    journal.undo()
+
+    def run_replayed(
+        self, leaves: Sequence[Any], outside: Sequence[torch.UntypedStorage] = ()
+    ) -> RunResult:
+        """Replay for arguments, and put back what that writes to memory from outside.
+
+        Args:
+            leaves: of the arguments.
+            outside: memory from outside that the call is known to write to.
+        """
+        with self.pool._lock, torch.no_grad():
+            recording = self._ready()
+            assert self._inputs is not None
+            if self.tree is not None:
+                copies = clone_leaves(leaves)
+                made = self.run_leaves(copies)
+                results = [_kept(leaf) for leaf in pytree.tree_leaves(made)]
+                return RunResult(results, {s: _kept(copies[s]) for s in self.written}, [])
+            assert self._results is not None
+            recording.order()
+            with put_back(outside), _generators_kept(self._device):
+                self._inputs.fill(leaves)
+                recording.replay()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)  # Its errors are raised here.
+                return RunResult(
+                    [_kept(leaf) for leaf in self._results.again_leaves()],
+                    {slot: _kept(self._inputs.tensor(slot)) for slot in self.written},
+                    [(storage, storage.clone()) for storage in outside],
+                )
+
+    def replay_sample(self) -> None:
+        """Replay on what the static inputs hold; what that changes outside is put back."""
+        with self.pool._lock, torch.no_grad():
+            recording, warmed = self._ready(), self._warmed
+            assert warmed is not None
+            recording.order()
+            outside = [s for s in warmed.external if s._cdata in warmed.announced]
+            with put_back(outside), _generators_kept(self._device):
+                recording.replay()
+                if self._device.type == "cuda":
+                    torch.cuda.synchronize(self._device)
 
     def describe_segments(self) -> list[str]:
         """Lines on the call's segments, breaks and hoisted constants; none for a plain graph."""
@@ -561,6 +741,7 @@ class CapturedCall(Graph):
                     [byte_view(inputs.tensor(slot)) for slot in self._sources],
                     functools.partial(self._drains, inputs),
                     warmed.generators,
+                    self._streams,
                 )
             else:
                 recording = self._record_segments(self._tree, inputs, recorder)
@@ -692,6 +873,64 @@ class CapturedCall(Graph):
         self._tree = None
         self._sample = []
         self._outside = set()  # These addresses may now belong to other memory.
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """Copies of what a run gave.
+
+    Attributes:
+        results: leaves of what the call returned.
+        arguments: those that it wrote to, by position among the leaves of the arguments.
+        outside: memory from outside that it wrote to, with what it left there.
+    """
+
+    results: list[Any]
+    arguments: dict[int, torch.Tensor]
+    outside: list[tuple[torch.UntypedStorage, torch.UntypedStorage]]
+
+    def same_as(self, other: RunResult) -> bool:
+        """Whether another run gave the same bits."""
+        mine, its = (
+            [r for r in (*run.results, *run.arguments.values()) if isinstance(r, torch.Tensor)]
+            for run in (self, other)
+        )
+        left, found = ([_bytes(after) for _, after in run.outside] for run in (self, other))
+        return all(map(same_bits, mine, its)) and all(map(torch.equal, left, found))
+
+
+def _bytes(storage: torch.UntypedStorage) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _kept(leaf: Any) -> Any:
+    return leaf.detach().clone() if isinstance(leaf, torch.Tensor) else leaf
+
+
+def _ordinary(device: torch.device, nbytes: int) -> torch.Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device=device)
+
+
+@contextlib.contextmanager
+def put_back(storages: Sequence[torch.UntypedStorage]) -> Iterator[None]:
+    """Put back what the block writes to some memory."""
+    kept = [(storage, storage.clone()) for storage in storages]
+    try:
+        yield
+    finally:
+        for storage, before in kept:
+            storage.copy_(before)
+
+
+@contextlib.contextmanager
+def _generators_kept(device: torch.device) -> Iterator[None]:
+    """Put the default random generators back after the block."""
+    states = [(g, g.get_state()) for g in default_generators(device)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
 
 
 def resolved(tensor: torch.Tensor) -> torch.Tensor:

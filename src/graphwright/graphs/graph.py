@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -10,8 +13,15 @@ import torch
 from ..calls.modes import opaque
 from ..errors import CaptureError
 from .conditions import capturing_now
+from .inspection.node import Node, arranged
+from .inspection.nodes import Nodes
+from .inspection.origins import Operation
 from .memory import GraphMemory, MemoryPool
 from .recorder import Recording
+
+_UNKNOWN_BLOCK = (
+    "Modules and lines are not known: capture the block with capturing(annotate=True) for them."
+)
 
 
 class GraphState(enum.StrEnum):
@@ -54,6 +64,8 @@ class Graph:
         self.memory = GraphMemory(name, 0, 0)
         self._recording: Recording | None = None
         self._held: list[Any] = []
+        # The operation behind each node, by key, if it was captured under observation.
+        self._origins: Mapping[int, Operation] | None = None
 
     @property
     def inputs(self) -> tuple[torch.Tensor, ...]:
@@ -73,9 +85,81 @@ class Graph:
         return self.memory.nbytes
 
     @property
-    def nodes(self) -> int:
+    def node_count(self) -> int:
         """How many operations a replay repeats, a CUDA graph's nodes; 0 once it is closed."""
         return 0 if self._recording is None else self._recording.nodes
+
+    @property
+    def branches(self) -> int:
+        """How many chains of nodes can run side by side; 0 if it has none."""
+        found = [arranged(recording.inspect()[0]) for recording in self._recordings()]
+        return max((node.branch + 1 for nodes in found for node in nodes), default=0)
+
+    def nodes(self, *, timed: bool = False) -> Nodes:
+        """What the graph consists of: kernels, copies and memsets, or operations on the CPU.
+
+        The module and line of each node are found by recording the call once more, observed, into
+        memory that is thrown away; an ordinary capture notes nothing and costs nothing. They are
+        told only where both recordings have the same nodes. A block of `capturing` cannot be
+        recorded again: it has them if it was captured with `annotate=True`.
+
+        Args:
+            timed: replay the graph, on what its static inputs hold, and say when each node ran: by
+                PyTorch's profiler on a GPU. The replay writes to what the graph writes to.
+
+        Raises:
+            CaptureError: the graph is closed, or there is no driver to ask.
+        """
+        with self.pool._lock:
+            self._ready()
+            notes: list[str] = []
+            found = self._listed(notes)
+            if timed:
+                found = self._timed(found, notes)
+            placed: list[Node] = []
+            for segment, nodes in enumerate(found):
+                start = len(placed)
+                placed += [_shifted(node, start, segment) for node in arranged(nodes)]
+            return Nodes(self.name, placed, notes)
+
+    def dump(self, path: str | Path) -> None:
+        """Write what the driver itself tells of a CUDA graph, in graphviz' language and verbosely.
+
+        This is what torch.cuda.CUDAGraph.debug_dump writes (cuGraphDebugDotPrint), addresses of
+        kernels' arguments included. Of a call in segments it is the first one.
+
+        Args:
+            path: the file to write.
+
+        Raises:
+            CaptureError: the graph is closed, or no CUDA graph.
+        """
+        with self.pool._lock:
+            self._ready().dump(Path(path))
+
+    def _recordings(self) -> list[Recording]:
+        """Its recordings: several where a call is divided into segments."""
+        return [self._ready()]
+
+    def _listed(self, notes: list[str]) -> list[list[Node]]:
+        """The nodes of each recording, with their operations; what is not known is noted."""
+        listed = [recording.inspect() for recording in self._recordings()]
+        if self._origins is None:
+            notes.append(_UNKNOWN_BLOCK)
+        return [with_operations(nodes, keys, self._origins or {}) for nodes, keys in listed]
+
+    def _timed(self, found: list[list[Node]], notes: list[str]) -> list[list[Node]]:
+        """The nodes with the times of a replay."""
+        recording = self._ready()
+        if len(found) > 1:
+            notes.append("A call in segments is not timed here: profile it as a whole.")
+            return found
+        self.pool._order()
+        timed = recording.timed(found[0])
+        if timed is None:
+            notes.append("The profiler's trace does not match the nodes one to one: no times.")
+            return found
+        return [timed]
 
     def replay(self) -> None:
         """Repeat the work on what the static inputs hold now; the results are in `outputs`.
@@ -178,3 +262,28 @@ class Graph:
         recorder = self.pool._recorder_for(self.pool.device or torch.device("cpu"))
         self.pool._update_high_water()
         self.memory = GraphMemory(self.name, recorder.reserved - before, predicted)
+
+
+def with_operations(
+    nodes: Sequence[Node], keys: Sequence[int], operations: Mapping[int, Operation]
+) -> list[Node]:
+    """Nodes with the operation, module and line that each came from.
+
+    Args:
+        nodes: of a recording.
+        keys: of these nodes.
+        operations: by key.
+    """
+    made = []
+    for node, key in zip(nodes, keys, strict=True):
+        by = operations.get(key)
+        if by is not None:
+            node = replace(node, operation=by.name, module=by.module, line=by.line)
+        made.append(node)
+    return made
+
+
+def _shifted(node: Node, start: int, segment: int) -> Node:
+    """A node of a segment, in the list of all segments."""
+    before = tuple(each + start for each in node.predecessors)
+    return replace(node, index=node.index + start, predecessors=before, segment=segment)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from ..calls.first_use import announce
 from ..calls.operations import leaves, tensors
 from ..errors import CaptureError
+from .inspection.node import Node
 from .recorder import Recording
 
 # Neither eager's nor a user's, most likely.
@@ -155,6 +157,23 @@ class DrawingRecording:
     def external(self) -> list[torch.UntypedStorage]:
         """As the recording's."""
         return self._recording.external
+
+    @property
+    def drawn_beside(self) -> Recording:
+        """The recording itself, without the draws."""
+        return self._recording
+
+    def inspect(self) -> tuple[list[Node], list[int]]:
+        """As the recording's."""
+        return self._recording.inspect()
+
+    def dump(self, path: Path) -> None:
+        """As the recording's."""
+        self._recording.dump(path)
+
+    def timed(self, nodes: Sequence[Node]) -> list[Node] | None:
+        """As the recording's."""
+        return self._recording.timed(nodes)
 
     def replay(self) -> None:
         """Replay and draw."""

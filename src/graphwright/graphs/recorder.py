@@ -7,11 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 import torch
 
 from ..errors import CaptureError
+from .inspection.node import Node
 
 
 class Interrupted(CaptureError):
@@ -45,6 +47,29 @@ class Recording(Protocol):
 
         Bytes are copied as they are: each source must have its feed's strides, each target its
         drain's.
+        """
+
+    def inspect(self) -> tuple[list[Node], list[int]]:
+        """Its nodes as they were recorded, with edges and without branches, and their keys.
+
+        An observer (`inspection.origins`) of the recording was told of the same keys.
+        """
+
+    def dump(self, path: Path) -> None:
+        """Write what the driver tells of it to a file.
+
+        Raises:
+            CaptureError: there is no driver behind it.
+        """
+
+    def timed(self, nodes: Sequence[Node]) -> list[Node] | None:
+        """Replay it, without the copies of arguments and results, and note when each node ran.
+
+        Args:
+            nodes: as `inspect` gave them.
+
+        Returns:
+            the nodes with their times; None where these cannot be told for certain.
         """
 
     def close(self) -> None:
@@ -134,6 +159,7 @@ class Recorder(Protocol):
         feeds: Sequence[torch.Tensor],
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator] = (),
+        streams: int = 1,
     ) -> Recording:
         """Record work.
 
@@ -142,6 +168,7 @@ class Recorder(Protocol):
             feeds: memory that `Recording.run` copies into before the work.
             drains: gives the memory that it copies out after the work, from what the work returned.
             generators: random generators that the work draws from.
+            streams: how many streams to capture independent operations on, where there are any.
         """
 
     def open(self) -> AbstractContextManager[Callable[[], Recording]]:

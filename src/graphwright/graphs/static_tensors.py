@@ -223,6 +223,10 @@ class StaticOutputs:
         pairs = zip(self._leaves, other._leaves, strict=True)
         return all(describe(mine) == describe(its) for mine, its in pairs)
 
+    def again_leaves(self) -> Sequence[Any]:
+        """The leaves of what the work returned, in the graph's memory."""
+        return self._leaves
+
     def again(self, finish: Finish | None = None) -> Any:
         """What the work returned, in new containers that the caller may change."""
         results = self._leaves if finish is None else finish(self._leaves)

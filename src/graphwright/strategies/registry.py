@@ -53,7 +53,7 @@ REWRITES: tuple[Rewrite, ...] = (
     rewrites.BF16,
     rewrites.FP16,
 )
-RUNNERS: tuple[Runner, ...] = (runners.GRAPH,)
+RUNNERS: tuple[Runner, ...] = (runners.GRAPH, runners.GRAPH_STREAMS)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
 # Not tried by default. The first takes minutes. The next two are as fast as inductor, and worth

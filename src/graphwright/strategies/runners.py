@@ -1,8 +1,9 @@
-"""Ways to call a compiled model; `graph` captures it and replays the graph."""
+"""Ways to call a compiled model: captured as a graph, on one stream or on several."""
 
 from __future__ import annotations
 
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,6 +13,9 @@ from ..errors import StrategyFailed, in_words, levels_above
 from ..graphs.capture import capture
 from ..graphs.captured_call import CapturedCall
 from .base import AVAILABLE, Availability, Built, Runner, tiny_model
+
+# How many streams independent operations are captured on.
+STREAMS = 4
 
 
 def _probe(device: torch.device) -> Availability:
@@ -26,6 +30,24 @@ def _probe(device: torch.device) -> Availability:
 
 def _wrap(built: Built, args: Args, kwargs: Kwargs) -> Built:
     graph = CapturedCall(built.call, args, kwargs, breaks="auto" if built.plain else "never")
+    return _wrapped(built, graph)
+
+
+def _wrap_on_streams(built: Built, args: Args, kwargs: Kwargs) -> Built:
+    graph = CapturedCall(built.call, args, kwargs, streams=STREAMS)
+    made = _wrapped(built, graph)
+    branches = graph.branches
+    if branches < 2:
+        graph.close()
+        raise StrategyFailed(
+            "its operations are one chain: there is nothing to run side by side",
+            remedy="Use graph.",
+        )
+    return replace(made, notes=[*made.notes, f"captured on {branches} streams"])
+
+
+def _wrapped(built: Built, graph: CapturedCall) -> Built:
+    """Warm a call up, capture it, and call it by its graph."""
     graph.warm()
     if graph.places:
         names = ", ".join(place.name for place in graph.places)
@@ -67,3 +89,4 @@ def _segments(graph: CapturedCall) -> list[str]:
 
 
 GRAPH = Runner("graph", 5, _probe, _wrap)
+GRAPH_STREAMS = Runner("graph:streams", 6, _probe, _wrap_on_streams)

@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -32,8 +34,11 @@ from ...calls.signature import without_memory
 from ...errors import CaptureError, user_frame
 from ..composition import packed
 from ..conditions import garbage_collection_off, pretend_capturing
+from ..inspection.node import Node
+from ..inspection.origins import observer
 from ..journal import Journal
 from ..recorder import Allocate, Prepared, Work
+from . import reading
 from .arena import Arena, Block
 
 _UNINITIALISED = ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided")
@@ -97,6 +102,21 @@ def _refuse_without_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str
             )
 
 
+def needs_step(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, made: bool) -> bool:
+    """Whether a tape has to repeat an operation: it writes, or computes something new.
+
+    Args:
+        func: the operation.
+        args: what it is given.
+        kwargs: likewise.
+        made: whether it makes a tensor in memory of its own.
+    """
+    # Uninitialized memory needs no step, unless PyTorch fills it for reproducibility.
+    if func._opname in _UNINITIALISED and not _fills_new_memory():
+        return False
+    return made or bool(written(func, args, kwargs))
+
+
 def _fills_new_memory() -> bool:
     """Whether PyTorch fills new memory with NaN."""
     deterministic = torch.are_deterministic_algorithms_enabled()
@@ -139,6 +159,7 @@ class _Tape(Journal):
         self.broken = False
         self.refusal: CaptureError | None = None
         self._thread = threading.get_ident()
+        self._observer = observer()
 
     def owns(self, tensor: torch.Tensor) -> Block | None:
         """The block of a tensor that this recording made."""
@@ -194,6 +215,8 @@ class _Tape(Journal):
             raise
         grad = torch.is_grad_enabled()
         known = {t.untyped_storage().data_ptr() for t in tensors((args, kwargs)) if not packed(t)}
+        if self._observer is not None:
+            self._observer.before(func, args, kwargs)
         leaves, spec = pytree.tree_flatten(func(*args, **kwargs))
         self.drew(func, args, kwargs, leaves)
         moved: dict[int, torch.UntypedStorage] = {}
@@ -209,13 +232,16 @@ class _Tape(Journal):
             elif leaf is not None:
                 raise CaptureError(f"{func} gives Python a value, {leaf!r}.", remedy=_REMEDY)
             targets.append(target)
-        # Uninitialized memory needs no step, unless PyTorch fills it for reproducibility.
-        if (func._opname not in _UNINITIALISED or _fills_new_memory()) and (
-            any(t is not None for t in targets) or written(func, args, kwargs)
-        ):
+        step = None
+        if needs_step(func, args, kwargs, made=any(t is not None for t in targets)):
             where = pytree.tree_map_only(torch.Tensor, self._by_address, (args, kwargs))
-            self.steps.append(_Step(func, where[0], where[1], tuple(targets), grad))
-        return pytree.tree_unflatten(leaves, spec)
+            step = _Step(func, where[0], where[1], tuple(targets), grad)
+            self.steps.append(step)
+        result = pytree.tree_unflatten(leaves, spec)
+        if self._observer is not None:
+            keys = [] if step is None else [id(step)]
+            self._observer.after(func, args, kwargs, result, keys)
+        return result
 
     def _move(self, tensor: torch.Tensor, moved: dict[int, torch.UntypedStorage]) -> torch.Tensor:
         """The same tensor in the arena."""
@@ -244,6 +270,43 @@ class _Tape(Journal):
             return tensor
         block = self.owns(tensor)
         return tensor.detach() if block is None else self._arena.alias(tensor, block)
+
+
+class Replayed:
+    """One operation of a tape, about to be repeated.
+
+    Attributes:
+        func: the operation.
+        args: its arguments, by address.
+        kwargs: likewise.
+    """
+
+    def __init__(self, step: _Step) -> None:
+        self.func, self.args, self.kwargs = step.func, step.args, step.kwargs
+        self.key = id(step)
+        self._step = step
+
+    def run(self) -> list[Any]:
+        """Repeat it, and return the leaves of its results."""
+        with torch.inference_mode(False), torch._C._DisableAutocast(), torch.no_grad():
+            results = _repeat(self._step)
+        targets = self._step.results
+        return [r if t is None else t for r, t in zip(results, targets, strict=True)]
+
+
+def _repeat(step: _Step) -> Sequence[Any]:
+    torch._C._set_grad_enabled(step.grad)
+    results = step.func(*step.args, **step.kwargs)
+    torch._C._set_grad_enabled(False)
+    if isinstance(results, torch.Tensor):
+        results = (results,)
+    elif not isinstance(results, tuple):
+        results = pytree.tree_leaves(results)
+    for result, target in zip(results, step.results, strict=True):
+        if target is not None:
+            target.copy_(result)
+    found: Sequence[Any] = results
+    return found
 
 
 class CpuRecording:
@@ -276,16 +339,41 @@ class CpuRecording:
                 if isinstance(step, Block):
                     step.poison()
                     continue
-                torch._C._set_grad_enabled(step.grad)
-                results = step.func(*step.args, **step.kwargs)
-                torch._C._set_grad_enabled(False)
-                if isinstance(results, torch.Tensor):
-                    results = (results,)
-                elif not isinstance(results, tuple):
-                    results = pytree.tree_leaves(results)
-                for result, target in zip(results, step.results, strict=True):
-                    if target is not None:
-                        target.copy_(result)
+                _repeat(step)
+
+    def step_by_step(self) -> Iterator[Replayed]:
+        """The operations one by one: the caller repeats each before it goes on."""
+        for step in self._steps:
+            if isinstance(step, Block):
+                step.poison()
+            else:
+                yield Replayed(step)
+
+    def inspect(self) -> tuple[list[Node], list[int]]:
+        """Its operations as nodes, and their keys."""
+        steps = [
+            (step.address, step.address + step.nbytes) if isinstance(step, Block) else step
+            for step in self._steps
+        ]
+        return reading.nodes_of(steps), [id(s) for s in self._steps if not isinstance(s, Block)]
+
+    def dump(self, path: Path) -> None:
+        """There is no driver to ask."""
+        raise CaptureError(
+            "A graph on the CPU is a tape of operations, of which no driver knows.",
+            remedy="Use nodes().",
+        )
+
+    def timed(self, nodes: Sequence[Node]) -> list[Node] | None:
+        """The nodes with their times in one replay."""
+        self.replay()  # The first one is slower.
+        began, found = time.perf_counter(), []
+        for node, step in zip(nodes, self.step_by_step(), strict=True):
+            start = time.perf_counter()
+            step.run()
+            took = time.perf_counter() - start
+            found.append(replace(node, start_us=1e6 * (start - began), duration_us=1e6 * took))
+        return found
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Copy in, replay, copy out."""
@@ -423,6 +511,7 @@ class CpuRecorder:
         feeds: Sequence[torch.Tensor],
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator] = (),
+        streams: int = 1,
     ) -> CpuRecording:
         """Record work; what it wrote outside of the arena is put back."""
         known, self._rehearsed = self._rehearsed, None

@@ -135,6 +135,7 @@ class CopyNode:
 
     Attributes:
         address: the address that was set last.
+        handle: of the node, in the graph that the executable one was made of.
     """
 
     def __init__(self, executable: int, node: int, params: _Memcpy3D, end: str) -> None:
@@ -144,6 +145,7 @@ class CopyNode:
         self._field = f"{end}Device"
         self._call = libcuda().cuGraphExecMemcpyNodeSetParams
         self._arguments = (executable, node, ctypes.addressof(params), context.value)
+        self.handle = node
         self.address = 0
 
     def point_at(self, address: int) -> None:

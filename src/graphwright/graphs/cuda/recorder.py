@@ -7,23 +7,28 @@ import functools
 import secrets
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from ...calls.modes import OperationMode
 from ...errors import CaptureError
 from ..conditions import pretend_capturing
+from ..inspection.origins import observer
 from ..journal import Journal, users_of
 from ..recorder import Allocate, Interrupted, Prepared, Work
 from . import driver
 from .capture import capturing
 from .driver import CopyNode
+from .reading import CaptureObserver
 from .recording import CudaRecording, find_copies
+from .side_streams import SideStreams
 from .streams import CaptureStream, PreparedThreads
 
 Made = TypeVar("Made")
 Drains = Callable[[Any], Sequence[torch.Tensor]]
+Run = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
 _ATTEMPTS = 5
 # Bytes up to which PyTorch's allocator packs tensors closely.
@@ -41,20 +46,22 @@ class _CudaSegment:
 
     recording: CudaRecording
 
-    def __init__(self, outside: torch.cuda.Stream | None) -> None:
+    def __init__(self, outside: torch.cuda.Stream | None, run: Run) -> None:
         """Begin a segment.
 
         Args:
             outside: the stream on which targets for copies out of the drains are allocated; None if
                 these copies are not nodes of the graph.
+            run: runs an operation.
         """
         self._outside = outside
+        self._run = run
         self.drains: Sequence[torch.Tensor] = ()
         self.targets: list[torch.Tensor] = []
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation, which captures it."""
-        return func(*args, **kwargs)
+        return self._run(func, args, kwargs)
 
     def watching(self) -> contextlib.AbstractContextManager[None]:
         """Nothing to do: everything that is issued is captured."""
@@ -97,6 +104,7 @@ class CudaRecorder:
         free = _SPARE_STREAMS.setdefault(index, [])
         self._capture_stream = free.pop() if free else CaptureStream(self.device)
         self._stream = self._capture_stream.stream
+        self._side: list[CaptureStream] = []
         self._pool: Any = None
         self._anchor: Any = None
         self._apart: list[tuple[Any, Any]] = []  # other pools, with their anchors
@@ -194,11 +202,17 @@ class CudaRecorder:
         feeds: Sequence[torch.Tensor],
         drains: Callable[[Any], Sequence[torch.Tensor]],
         generators: Sequence[torch.Generator] = (),
+        streams: int = 1,
     ) -> CudaRecording:
         """Capture work between copies into its feeds and copies out of its drains."""
+        if streams > 1:
+            arguments = frozenset(feed.untyped_storage()._cdata for feed in feeds)
+            side = self._side_streams(streams - 1)
+            work = functools.partial(_beside, self._stream, side, arguments, work)
         if driver.libcuda() is None:
             return self._record_alone(work, feeds, drains, generators)
         outside = torch.cuda.current_stream(self.device)
+        work = self._observed(work)
         body = functools.partial(_work_with_copies, work, feeds, drains, outside)
         graph, (drained, targets) = self._capture(generators, body)
         graph.instantiate()
@@ -228,6 +242,7 @@ class CudaRecorder:
             _other_seed(self.device) as (generator, start),
             self._capturing(()) as graph,
             journal,
+            self._seen(),
         ):
             yield lambda: self._recording(graph, (), (), None, list(journal.external.values()))
             journal.check_moved(generator, start)
@@ -242,7 +257,9 @@ class CudaRecorder:
         nodes: Sequence[CopyNode | None] | None = None
         by_nodes = driver.libcuda() is not None
         with self._capturing(generators) as graph:
-            segment = _CudaSegment(outside if by_nodes else None)
+            by = observer()
+            run = CaptureObserver(by, self._stream).run if by is not None and by_nodes else _run
+            segment = _CudaSegment(outside if by_nodes else None, run)
             if by_nodes:
                 _copy_in(feeds)
             yield segment
@@ -396,7 +413,32 @@ class CudaRecorder:
             except Interrupted:
                 if not left:
                     raise
+                if (by := observer()) is not None:
+                    by.recorded.clear()
         raise AssertionError("unreachable")
+
+    def _side_streams(self, count: int) -> list[torch.cuda.Stream]:
+        """Streams for captures beside the capture stream, with workspaces for this thread."""
+        free = _SPARE_STREAMS.setdefault(self.device.index, [])
+        while len(self._side) < count:
+            added = free.pop() if free else CaptureStream(self.device)
+            self._side.append(added)
+            weakref.finalize(self, free.append, added).atexit = False
+        for each in self._side[:count]:
+            each.prepare()
+            torch.cuda.current_stream(self.device).wait_stream(each.stream)
+        return [each.stream for each in self._side[:count]]
+
+    def _observed(self, work: Work) -> Work:
+        """Work that tells of its operations, if somebody wants to know of them."""
+        return work if observer() is None else functools.partial(_in_sight, self._seen, work)
+
+    def _seen(self) -> contextlib.AbstractContextManager[Any]:
+        """Tell of the operations inside the block, which are captured."""
+        by = observer()
+        if by is None or driver.libcuda() is None:
+            return contextlib.nullcontext()
+        return _Observed(CaptureObserver(by, self._stream))
 
     def _capturing(
         self, generators: Sequence[torch.Generator], pool: Any = None
@@ -406,7 +448,37 @@ class CudaRecorder:
         return capturing(self.device, pool, generators, self._on_stream(), self._set_aside)
 
 
+class _Observed(OperationMode):
+    """Tells of the operations of a block that is captured."""
+
+    def __init__(self, seen: CaptureObserver) -> None:
+        super().__init__()
+        self.run = seen.run  # type: ignore[method-assign]  # it is what this mode does
+
+
+def _run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
 # What is captured. These are no closures: an error's traceback would keep their variables alive.
+
+
+def _beside(
+    main: torch.cuda.Stream,
+    side: Sequence[torch.cuda.Stream],
+    arguments: Collection[int],
+    work: Work,
+) -> Any:
+    streams = SideStreams(main, side, arguments)
+    with streams:
+        result = work()
+    streams.join()
+    return result
+
+
+def _in_sight(seen: Callable[[], contextlib.AbstractContextManager[Any]], work: Work) -> Any:
+    with seen():
+        return work()
 
 
 def _work_alone(work: Work, drains: Drains) -> Sequence[torch.Tensor]:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ...errors import CaptureError
+from ..inspection.node import Node
 from ..static_tensors import byte_view
-from . import driver
+from . import driver, reading, timing
 from .driver import CopyNode
 
 
@@ -51,6 +56,65 @@ class CudaRecording:
         if self._graph is None or driver.libcuda() is None:
             return 0
         return driver.node_count(self._graph.raw_cuda_graph())
+
+    def inspect(self) -> tuple[list[Node], list[int]]:
+        """The nodes that the driver tells of, and their handles."""
+        if self._graph is None or driver.libcuda() is None:
+            raise CaptureError("There is no CUDA driver to ask what the graph consists of.")
+        nodes, handles = reading.nodes_of(self._graph.raw_cuda_graph())
+        copies = self._copies()
+        named = [
+            node if handle not in copies else replace(node, name=copies[handle])
+            for node, handle in zip(nodes, handles, strict=True)
+        ]
+        return named, handles
+
+    def dump(self, path: Path) -> None:
+        """Have the driver write the graph to a file."""
+        assert self._graph is not None
+        reading.dump(self._graph.raw_cuda_graph(), path)
+
+    def constants(self) -> list[tuple[bytes, ...] | None]:
+        """What is written into each node, in the order of `inspect`; None where nobody tells."""
+        assert self._graph is not None
+        return reading.constants_of(reading.handles_of(self._graph.raw_cuda_graph()))
+
+    @contextlib.contextmanager
+    def patched(self, place: int, arguments: Sequence[bytes]) -> Iterator[None]:
+        """Launch the graph with other arguments of one kernel, inside the block.
+
+        Args:
+            place: of the node, in the order of `inspect`.
+            arguments: as in `constants`.
+        """
+        assert self._graph is not None
+        handle = reading.handles_of(self._graph.raw_cuda_graph())[place]
+        (before,) = reading.constants_of([handle])
+        assert before is not None
+        executable = self._graph.raw_cuda_graph_exec()
+        reading.set_arguments(executable, handle, arguments)
+        try:
+            yield
+        finally:
+            reading.set_arguments(executable, handle, before)
+
+    def timed(self, nodes: Sequence[Node]) -> list[Node] | None:
+        """The nodes with the times that CUPTI tells of one replay."""
+        assert self._graph is not None
+        copies, handles = self._copies(), reading.handles_of(self._graph.raw_cuda_graph())
+        off = {index for index, handle in enumerate(handles) if handle in copies}
+        device = next((feed.device for feed in self._feeds), None)
+        return timing.with_times(nodes, timing.spans_of(self.replay, device), off)
+
+    def _copies(self) -> dict[int, str]:
+        """Handles of the nodes that copy arguments in and results out, and what they do."""
+        found = {}
+        for place, node in enumerate(self._nodes or ()):
+            if node is not None:
+                result = place - len(self._feeds)
+                what = f"argument {place} in" if result < 0 else f"result {result} out"
+                found[node.handle] = what
+        return found
 
     def replay(self) -> None:
         """Launch the graph without its copies."""

@@ -66,6 +66,11 @@ class Break:
         scalar = torch.ops.aten._local_scalar_dense.default
         self._scalar: torch.Tensor | None = args[0] if func is scalar else None
 
+    @property
+    def func(self) -> Any:
+        """The operation."""
+        return self._func
+
     def run(self) -> tuple[Hashable, Any]:
         """Run the operation; returns the key of the outcome, and the results."""
         if self._scalar is not None:

@@ -99,11 +99,6 @@ class CapturedStep(CapturedCall):
         self._outside_modules = _outside_modules(body)
         self._seen = self._unwatched()
 
-    @property
-    def nodes(self) -> int:
-        """How many nodes the graph has."""
-        return 0 if self._recording is None else self._recording.nodes
-
     # Whether it fits.
 
     def is_current(self) -> bool:

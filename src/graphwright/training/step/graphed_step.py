@@ -142,7 +142,7 @@ class GraphedStep:
             f"{format_bytes(now.nbytes)} of memory",
             f"{now.replays} steps replayed, {now.captures} captures",
         ]
-        lines += [f"  {graph.name}: {graph.nodes} nodes" for graph in self._ready()]
+        lines += [f"  {graph.name}: {graph.node_count} nodes" for graph in self._ready()]
         for rate in self._builder.rates:
             where = "a constant of the graph" if rate.tensor is None else "read from a tensor"
             lines.append(f"learning rate of {rate}: {where}")

@@ -1,0 +1,1 @@
+"""Independent branches of a model on several streams, beside one."""

@@ -1,0 +1,184 @@
+"""Faults of the device, and of the process, found in a child: it ends, and the caller goes on.
+
+The child runs the call eagerly, one operation at a time and each to its end. If none faults, it
+captures the call and replays it; each operation of that capture leaves its number on the host, in
+memory that a fault of the device does not take away, so that the last number tells where it
+stopped.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..calls.signature import unflatten
+from ..errors import first_line
+from ..graphs.captured_call import CapturedCall
+from ..graphs.memory import format_bytes
+
+# How a failed assertion in device code names its kernel: file:line: kernel: block: [0,0,0], …
+_ASSERTION = re.compile(
+    r"^(?P<file>\S+):(?P<line>\d+): (?P<kernel>.+?): block: \[.*?Assertion (?P<text>.*?) failed",
+    re.MULTILINE,
+)
+_MAIN = "graphwright.diagnosis.fault_main"
+# A larger model is not written to a file for the child.
+_MOST_BYTES = 8 << 30
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A fault that a child met.
+
+    Attributes:
+        error: what the device, the operation or the system said.
+        operation: that ran then; None if none did.
+        module: its module.
+        line: its line.
+        index: how many operations ran before it.
+        kernel: the kernel, if it is known.
+        phase: "eager" or "replay".
+        died: whether the process died, or the device can no longer be used; else it is an error of
+            Python's.
+    """
+
+    error: str
+    operation: str | None
+    module: str | None
+    line: str | None
+    index: int | None
+    kernel: str | None
+    phase: str
+    died: bool
+
+
+def look_for_fault(
+    graph: CapturedCall, arguments: Sequence[Any], timeout_s: float
+) -> tuple[Fault | None, str | None]:
+    """Run and capture a graph's call anew in a child process.
+
+    Args:
+        graph: whose function is run.
+        arguments: leaves of the arguments.
+        timeout_s: seconds that the child may take.
+
+    Returns:
+        the fault, if there was one; a note on why the child could tell nothing, if so.
+    """
+    import cloudpickle
+
+    held = [*graph._module.parameters(), *graph._module.buffers()]
+    size = sum(tensor.nbytes for tensor in held)
+    if size > _MOST_BYTES:
+        return None, (
+            f"No child process looked for faults of the device: the model's {format_bytes(size)} "
+            "are too much to pickle."
+        )
+    args, kwargs = unflatten(list(arguments), graph._spec)
+    with tempfile.TemporaryDirectory(prefix="graphwright-") as folder:
+        task, told = Path(folder, "task"), Path(folder, "told")
+        told.touch()
+        try:
+            torch.save((graph.function, args, kwargs), task, pickle_module=cloudpickle)
+        except Exception as error:
+            return None, (
+                f"No child process looked for faults of the device: the call cannot be pickled "
+                f"({first_line(error, 120)})."
+            )
+        environment = os.environ | {
+            "CUDA_LAUNCH_BLOCKING": "1",
+            "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path),
+        }
+        # Not this process's folder: a file in it could hide a module.
+        command = [sys.executable, "-m", _MAIN, str(task), str(told)]
+        try:
+            done = subprocess.run(
+                command,
+                env=environment,
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
+                stdin=subprocess.DEVNULL,
+            )
+            status, said = done.returncode, done.stderr.decode(errors="replace")
+        except subprocess.TimeoutExpired as error:
+            status, said = None, (error.stderr or b"").decode(errors="replace")
+        return judged(told.read_text(encoding="utf-8"), status, said, timeout_s)
+
+
+def judged(
+    told: str, status: int | None, said: str, timeout_s: float
+) -> tuple[Fault | None, str | None]:
+    """What a child's messages and its end mean.
+
+    Args:
+        told: its messages, a JSON object a line.
+        status: of its end; None if it was stopped for its time.
+        said: what it has printed to stderr.
+        timeout_s: that time.
+    """
+    phase, latest, error, kernel = "", None, None, None
+    over = loaded = False
+    for line in told.splitlines():
+        try:
+            message = json.loads(line)
+        except ValueError:  # It died while it wrote this.
+            break
+        loaded = loaded or message["say"] == "phase"
+        if message["say"] == "phase":
+            phase, latest = message["phase"], None
+        elif message["say"] == "operation":
+            latest = message
+        elif message["say"] == "error":
+            error, kernel = message["error"], message.get("kernel")
+            latest = message.get("operation") or latest
+        elif message["say"] == "over":
+            over = True
+    if over and error is None:
+        return None, None
+    asserted = _ASSERTION.search(said)
+    if asserted is not None:
+        kernel = asserted["kernel"]
+        error = f"assertion {asserted['text']} failed ({Path(asserted['file']).name}:" + (
+            f"{asserted['line']})"
+        )
+    died = status is None or status < 0 or asserted is not None or _of_device(error)
+    if error is None:
+        if not loaded:
+            why = (said.strip().splitlines() or ["it ended without a word"])[-1]
+            return None, f"No child process looked for faults of the device: {why[:160]}"
+        if status is None:
+            error = f"it did not end within {timeout_s:.0f} s"
+        elif status < 0:
+            error = f"the process was ended by signal {-status}"
+        else:
+            error = f"the process ended with status {status}"
+            died = True
+    place = latest or {}
+    return (
+        Fault(
+            error,
+            place.get("name"),
+            place.get("module"),
+            place.get("line"),
+            place.get("index"),
+            kernel,
+            phase or "eager",
+            died,
+        ),
+        None,
+    )
+
+
+def _of_device(error: str | None) -> bool:
+    return error is not None and ("CUDA error" in error or "cuda" in error.lower())

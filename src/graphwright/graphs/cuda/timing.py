@@ -1,0 +1,120 @@
+"""When each node of a CUDA graph ran in one replay, by PyTorch's profiler (CUPTI).
+
+CUPTI reports the kernels, copies and memsets of a launched graph one by one, without the nodes
+that they belong to. They are matched by name, in the order in which they began, each to the first
+node of that name whose predecessors have begun. Where that fails, no node has a time: a wrong one
+is worse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..inspection.node import Node
+
+_TIMED = ("kernel", "copy", "memset")
+# Parts of the names of other activities that are reported for a device.
+_NO_NODES = ("annotation", "sync", "overhead", "event")
+
+
+@dataclass(frozen=True)
+class Span:
+    """What CUPTI tells of one kernel, copy or memset: times in microseconds."""
+
+    kind: str
+    name: str
+    start_us: float
+    duration_us: float
+
+
+def spans_of(launch: Callable[[], None], device: torch.device | None) -> list[Span]:
+    """What ran on a device, the current one by default, in a launch: in the order of its begin."""
+    launch()
+    torch.cuda.synchronize(device)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
+        launch()
+        torch.cuda.synchronize(device)
+    results: Any = profiler.profiler
+    found = []
+    for event in results.kineto_results.events():
+        if not str(event.device_type()).endswith("CUDA"):
+            continue
+        kind = _kind(event)
+        if kind is not None:
+            start, took = event.start_ns() / 1e3, event.duration_ns() / 1e3
+            found.append(Span(kind, event.name(), start, took))
+    return sorted(found, key=lambda span: span.start_us)
+
+
+def _kind(event: Any) -> str | None:
+    """The kind of node that an event belongs to; None for what is no node."""
+    known = getattr(event, "activity_type", None)
+    activity = "" if known is None else str(known())
+    if any(word in activity for word in _NO_NODES):
+        return None
+    name = event.name()
+    if name.startswith("Memcpy"):
+        return "copy"
+    if name.startswith("Memset"):
+        return "memset"
+    if name.startswith(("ProfilerStep", "Context Sync", "Event Sync", "Stream Sync")):
+        return None
+    return "kernel"
+
+
+def with_times(
+    nodes: Sequence[Node], spans: Sequence[Span], off: Container[int] = ()
+) -> list[Node] | None:
+    """The nodes with the times of the spans; None where they do not match one to one.
+
+    Args:
+        nodes: of a graph.
+        spans: of one replay of it.
+        off: indices of nodes that were turned off in it.
+    """
+    begun = {node.index for node in nodes if node.kind not in _TIMED or node.index in off}
+    waiting = [node for node in nodes if node.index not in begun]
+    if len(waiting) != len(spans):
+        return None
+    found: dict[int, Span] = {}
+    for span in spans:
+        match = _first(waiting, span, begun) or _first(waiting, span, None)
+        if match is None:
+            return None
+        found[match.index] = span
+        begun.add(match.index)
+        waiting.remove(match)
+    start = min((span.start_us for span in spans), default=0.0)
+    return [
+        node
+        if node.index not in found
+        else replace(
+            node,
+            start_us=found[node.index].start_us - start,
+            duration_us=found[node.index].duration_us,
+        )
+        for node in nodes
+    ]
+
+
+def _first(waiting: Sequence[Node], span: Span, begun: set[int] | None) -> Node | None:
+    for node in waiting:
+        if node.kind != span.kind or (node.kind == "kernel" and not _same(node.name, span.name)):
+            continue
+        if begun is None or all(before in begun for before in node.predecessors):
+            return node
+    return None
+
+
+def _same(mine: str, its: str) -> bool:
+    """Whether two names are one kernel's: demanglers differ in spaces and casts."""
+    return mine == its or _bare(mine) == _bare(its)
+
+
+def _bare(name: str) -> str:
+    return "".join(name.split())
