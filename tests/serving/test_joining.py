@@ -15,7 +15,8 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.serving.joining import Part
-from graphwright.serving.model import ModelConfig, PreparedModel
+from graphwright.serving.model_config import ModelConfig
+from graphwright.serving.prepared_model import PreparedModel
 from graphwright.serving.protocol import Kind, RequestError
 
 

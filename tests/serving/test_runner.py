@@ -14,8 +14,9 @@ import pytest
 import torch
 from served import AmongRows, Picky, config, made, sample
 
-from graphwright.serving.model import ModelConfig, PreparedModel
+from graphwright.serving.model_config import ModelConfig
 from graphwright.serving.options import Source
+from graphwright.serving.prepared_model import PreparedModel
 from graphwright.serving.protocol import InferRequest, Kind, RequestError, Strings, TensorMetadata
 from graphwright.serving.repository import Repository
 

@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from open_inference.grpc import protocol as messages
 
-from . import checks, grpc_codec
+from . import grpc_codec, requests
 from . import grpc_extensions as extensions
 from .protocol import Kind, RequestError
 from .service import Limits, Service
@@ -144,7 +144,7 @@ def _handler(
         try:
             if name not in _OPEN:
                 metadata = dict(context.invocation_metadata())
-                checks.check_token(metadata.get("authorization"), limits.token)
+                requests.check_token(metadata.get("authorization"), limits.token)
             answered: bytes = (await answer(_read(kind, data), context)).SerializeToString()
             return answered
         except RequestError as error:
@@ -171,7 +171,7 @@ def _read(kind: Any, data: bytes) -> Any:
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise checks.invalid(f"The request is no {kind.DESCRIPTOR.name}.") from None
+        raise requests.invalid(f"The request is no {kind.DESCRIPTOR.name}.") from None
 
 
 def _said(error: RequestError) -> tuple[Any, str, tuple[tuple[str, str], ...]]:

@@ -22,8 +22,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import http_codec as codec
-from .checks import check_token
 from .protocol import InferRequest, InferResponse, Kind, RequestError
+from .requests import check_token
 from .service import Limits, Service
 
 _LOGGER = logging.getLogger("graphwright.serving")

@@ -24,14 +24,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .checks import (
-    bytes_of,
-    check_datatype,
-    deadline,
-    element_count,
-    numbers_from_bytes,
-    strings_from_bytes,
-)
 from .protocol import (
     BYTES,
     DATATYPES,
@@ -46,6 +38,14 @@ from .protocol import (
     Strings,
     Value,
     datatype_of,
+)
+from .requests import (
+    bytes_of,
+    check_datatype,
+    deadline,
+    element_count,
+    numbers_from_bytes,
+    strings_from_bytes,
 )
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from .._version import __version__
 from ..errors import GraphwrightError, first_line
 from .metrics import Metrics
-from .model import PreparedModel
 from .options import Source
+from .prepared_model import PreparedModel
 from .protocol import (
     IndexEntry,
     InferRequest,

@@ -23,7 +23,8 @@ from ..shapes.padding import Sizes
 from .batching import Choice, choose
 from .joining import Part
 from .metrics import Metrics, ModelMetrics
-from .model import PreparedModel, Tensors
+from .model_config import Tensors
+from .prepared_model import PreparedModel
 from .protocol import (
     Duration,
     InferRequest,

@@ -1,4 +1,4 @@
-"""ModelConfig: what is served; PreparedModel: its calls, joined, checked and measured."""
+"""PreparedModel: the calls of a model that is served, joined, checked and measured."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,7 +28,7 @@ from ..shapes.dynamic_signature import DynamicSignature
 from ..shapes.padding import Sizes
 from .batching import Timings
 from .joining import Joiner, Layout, Part, layout_of_samples
-from .protocol import TensorMetadata, Value
+from .model_config import ModelConfig, Tensors
 
 _LOGGER = logging.getLogger("graphwright.serving")
 _MAX_BATCH = 32
@@ -37,39 +37,6 @@ _TIMED = 5
 _TIMING_S = 0.2
 # How many requests are joined to see whether that changes an answer.
 _CHECKED = 4
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A model to serve, and how its requests are joined.
-
-    Attributes:
-        model: a module or function; also what `tune`, `load` and `graph` return.
-        args: of a sample call; may be left out where the model was tuned, which knows its samples.
-        kwargs: likewise.
-        buckets: the sizes that are computed; one of the dimensions is "batch". By default those
-            that the model was tuned or captured for, or else powers of two up to 32 rows.
-        dynamic_shapes: which dimensions vary, as `graph()` takes them; by default dimension 0 of
-            every tensor is the batch.
-        pad: what tensors are padded with, as `graph()` takes it.
-        preprocess: makes the model's inputs of a request's, by name; it runs beside the event loop.
-        postprocess: makes the outputs that are sent of the model's, by name; likewise.
-        inputs: what clients send, where there is a `preprocess`.
-        outputs: what clients get, where there is a `postprocess`.
-    """
-
-    model: Callable[..., Any]
-    args: Args = ()
-    kwargs: Kwargs = field(default_factory=dict)
-    buckets: Buckets | None = None
-    dynamic_shapes: Any = None
-    pad: Any = None
-    preprocess: Callable[[Mapping[str, Value]], Mapping[str, torch.Tensor]] | None = None
-    postprocess: Callable[[Tensors], Mapping[str, Value]] | None = None
-    inputs: Sequence[TensorMetadata] = ()
-    outputs: Sequence[TensorMetadata] = ()
 
 
 class PreparedModel:

@@ -1,4 +1,4 @@
-"""What a transport checks of a request: the client's token, names, shapes, data and deadlines.
+"""What both transports read of a request and check: token, names, shapes, data and deadline.
 
 All of it raises RequestError with text that names the tensor or parameter.
 """
