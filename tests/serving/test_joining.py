@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +12,14 @@ from chosen import choosing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import BY_LENGTH, AmongRows, Encoder, HardlyAmongRows, WithoutMask, config, made, sample
+from test_artifacts import facts_without
 from torch import nn
 
 import graphwright as gw
 from graphwright.serving.joining import Part
 from graphwright.serving.model_config import ModelConfig
 from graphwright.serving.prepared_model import PreparedModel
-from graphwright.serving.protocol import Kind, RequestError
+from graphwright.serving.protocol import DTYPES, Kind, RequestError, TensorMetadata
 
 
 @pytest.fixture(scope="module")
@@ -139,6 +141,7 @@ def test_what_was_tuned_is_served_at_its_own_sizes(saved: bool, tmp_path: Path) 
         tuned = gw.load(tmp_path / "served.gw", trust=True)
     found = PreparedModel(ModelConfig(tuned))
     assert sorted(found.timings.seconds) == [(1, 8), (1, 16), (4, 8), (4, 16)]
+    assert [each.name for each in found.inputs] == ["ids", "mask"]
     assert (found.joins, found.timings.pads, found.notes) == (True, True, [])
     parts = [
         found.joiner.part(
@@ -154,6 +157,47 @@ def test_what_was_tuned_is_served_at_its_own_sizes(saved: bool, tmp_path: Path) 
             expected = model(*part.leaves)
         for name, value in answer.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+class _Flat(nn.Module):
+    """Padding changes its answers."""
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (left - right).cumsum(1).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_without_its_model_answers_the_sizes_that_were_saved(tmp_path: Path) -> None:
+    path, sizes = tmp_path / "flat.gw", [(2, 8), (2, 16), (4, 8), (4, 16)]
+    calls = [((torch.randn(size), torch.randn(size)), {}) for size in sizes]
+    with choosing("torchscript"):
+        tuned = gw.tune(
+            _Flat().eval(),
+            samples=calls,
+            strategies=["torchscript"],
+            remember=False,
+            progress=False,
+            isolate=False,
+        )
+    gw.save(tuned, path)
+    found = PreparedModel(ModelConfig(gw.load(path, trust=True)))
+    names = [each.name for each in found.inputs]
+    assert names == ["left", "right"]
+    assert sorted(found.timings.seconds) == sizes
+    assert (found.joins, found.timings.pads, found.splits) == (True, False, True)
+
+    def parts(rows: int, length: int) -> list[tuple[int, ...]]:
+        made = [torch.randn(rows, length) for _ in names]
+        return [part.sizes for part in found.parts(dict(zip(names, made, strict=True)))]
+
+    assert parts(1, 8) == [(1, 8)]
+    assert parts(9, 16) == [(4, 16), (4, 16), (1, 16)]
+    with pytest.raises(RequestError, match=r"batch 1, length 5.* of 2×8, 2×16") as caught:
+        parts(1, 5)
+    assert caught.value.kind is Kind.INVALID
+    facts_without("argument_names")(path)  # As earlier versions saved it.
+    earlier = PreparedModel(ModelConfig(gw.load(path, trust=True)))
+    assert [each.name for each in earlier.inputs] == ["args.0", "args.1"]
 
 
 def test_a_model_without_a_sample_is_refused() -> None:
@@ -179,3 +223,99 @@ def test_an_answer_stays_when_the_model_uses_its_memory_again() -> None:
     answers = found.joiner.cut(found.compute([first], (1,)), [first])
     found.compute([second], (1,))
     torch.testing.assert_close(answers[0]["output"], torch.full((1, 3), 2.0))
+
+
+class _ByColumn(nn.Module):
+    """Rows are the second dimension, two for each; what comes out first has them the first."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        answer = (x.unflatten(1, (-1, 2)).sum(-1) * scale).t()
+        scale += 1  # Which is no concern of other calls.
+        return answer, x, torch.tensor(3.0)
+
+
+def test_parts_of_a_request_are_put_together_along_its_rows() -> None:
+    from torch.export import Dim
+
+    shapes = {"x": {1: 2 * Dim("batch")}, "scale": None}
+    args = (torch.randn(3, 8), torch.tensor([2.0]))
+    found = PreparedModel(ModelConfig(_ByColumn(), args, dynamic_shapes=shapes))
+    assert [each.shape for each in found.outputs] == [(-1, 3), (3, -1), ()]
+    x, scale = torch.randn(3, 150), torch.tensor([5.0])
+    parts = found.parts({"x": x.clone(), "scale": scale.clone()})
+    assert [part.sizes for part in parts] == [(32,), (32,), (11,)]
+    answers = [found.joiner.cut(found.compute([p], p.sizes), [p])[0] for p in parts]
+    whole = found.joiner.put_together(answers)
+    expected = _ByColumn()(x, scale)
+    for value, wanted in zip(whole.values(), expected, strict=True):
+        torch.testing.assert_close(value, wanted)
+        assert value.is_contiguous()
+    with pytest.raises(RequestError, match="is 7; it may be 2 and more in steps of 2"):
+        found.parts({"x": x[:, :7], "scale": scale})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "splits"), [(Encoder, True), (AmongRows, False)])
+def test_where_calls_have_one_row_the_model_itself_tells_whether_rows_are_apart(
+    kind: type[Encoder], splits: bool
+) -> None:
+    buckets = gw.Buckets(batch=[1], length=[8, 16])
+    found = PreparedModel(replace(config(kind), buckets=buckets))
+    assert found.splits is splits
+    ids, mask = sample(3, 7)
+    if splits:
+        assert [part.sizes for part in found.parts({"ids": ids, "mask": mask})] == [(1, 7)] * 3
+    else:
+        with pytest.raises(RequestError, match="is 3; it may be 1 to 1"):
+            found.parts({"ids": ids, "mask": mask})
+
+
+class _Same(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_any_datatype_is_joined_and_answered(dtype: torch.dtype) -> None:
+    """By a model whose result is its own input."""
+    example = torch.tensor([[0, 1], [1, 1], [0, 0]]).to(dtype)
+    found = PreparedModel(ModelConfig(_Same(), (example,)))
+    parts = [found.joiner.part({"x": example[n : n + 2].clone()}) for n in (0, 1)]
+    answers = found.joiner.cut(found.compute(parts, (8,)), parts)
+    for part, answer in zip(parts, answers, strict=True):
+        assert torch.equal(answer["output"], part.leaves[0])
+        assert answer["output"].data_ptr() != part.leaves[0].data_ptr()
+
+
+def test_images_are_laid_out_as_those_of_the_sample() -> None:
+    """Else no graph that was captured for them would be found."""
+    seen: list[tuple[int, ...]] = []
+
+    class Seen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.stride())
+            return x.sum((2, 3))
+
+    images = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    found = PreparedModel(ModelConfig(Seen(), (images,)))
+    parts = [found.joiner.part({"x": torch.randn(2, 3, 5, 5)}) for _ in range(2)]
+    for count in (1, 2):
+        found.compute(parts[:count], (2 * count,))
+        assert seen[-1] == images.stride()
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda x: {"a": {"b": x}, "a.b": x}, "Two outputs of the model are called 'a.b'"),
+        (lambda x: x * 1j, "The output 'output' is of torch.complex64"),
+    ],
+)
+def test_what_has_no_name_of_its_own_is_refused(answer: Any, words: str) -> None:
+    with pytest.raises(gw.OptionError, match=words):
+        PreparedModel(ModelConfig(answer, (torch.randn(2, 3),)))
+
+
+def test_tensors_that_no_function_makes_are_not_declared() -> None:
+    with pytest.raises(gw.OptionError, match="beside a postprocess"):
+        PreparedModel(replace(config(), outputs=[TensorMetadata("label", "BYTES", (-1,))]))

@@ -7,7 +7,7 @@ import logging
 import math
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import nn
 
 from ..artifacts.tuned_module import Absent, TunedModule
 from ..calls.dependencies import Called
-from ..calls.signature import Args, CallSignature, Kwargs, argument_names, flatten, unflatten
+from ..calls.signature import Args, CallSignature, Kwargs, flatten, unflatten
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule, graph
 from ..errors import OptionError
@@ -29,6 +29,7 @@ from ..shapes.padding import Sizes
 from .batching import Timings
 from .joining import Joiner, Layout, Part, layout_of_samples
 from .model_config import ModelConfig, Tensors
+from .protocol import Kind, RequestError
 
 _LOGGER = logging.getLogger("graphwright.serving")
 _MAX_BATCH = 32
@@ -47,6 +48,8 @@ class PreparedModel:
         timings: of the sizes that are computed.
         inputs: what clients send.
         outputs: what clients get.
+        joins: whether requests are joined: no answer depends on other rows.
+        splits: whether a request with more rows than a call can have is answered in parts.
         notes: what was found wanting, in sentences.
     """
 
@@ -56,6 +59,7 @@ class PreparedModel:
         Raises:
             OptionError: the configuration makes no sense.
         """
+        _refuse_undone(config)
         self.config = config
         self.notes: list[str] = []
         args, kwargs, layout, points = _described(config)
@@ -74,8 +78,42 @@ class PreparedModel:
         self.timings = Timings(self._measured(points, exact), exact)
         self.joins = True
         self._check()
+        self.splits = self.joins and self._rows_are_apart()
         self.inputs = tuple(config.inputs) or self.joiner.inputs
         self.outputs = tuple(config.outputs) or self.joiner.outputs
+
+    def parts(self, inputs: Mapping[str, Any]) -> list[Part]:
+        """A request as it is computed: in one part, or in several if it has too many rows for one.
+
+        Raises:
+            RequestError: an input is missing, unknown, or of another datatype or shape, or there is
+                no size that could hold the request.
+        """
+        whole = self.joiner.part(inputs, any_rows=self.splits)
+        most = self.timings.most_rows(whole.sizes[1:]) or self._most_rows
+        parts = self.joiner.split(whole, most) if self.splits else [whole]
+        if self._reference is None and self.timings.exact:
+            for part in parts:
+                self._refuse_unbuilt(part.sizes)
+        return parts
+
+    @property
+    def _most_rows(self) -> int:
+        return max(point[0] for point in self.timings.seconds)
+
+    def _refuse_unbuilt(self, sizes: Sizes) -> None:
+        """Refuse what only the model itself could answer, which is not there."""
+        found = self.timings.points_for(sizes) if self.joins else sizes in self.timings.seconds
+        if found:
+            return
+        names = self.joiner.layout.names
+        there = ", ".join("×".join(map(str, point)) for point in sorted(self.timings.seconds)[:8])
+        raise RequestError(
+            Kind.INVALID,
+            f"The request is of {_in_words(names, sizes)}, and the model was saved for the sizes "
+            f"{' × '.join(names)} of {there}.",
+            remedy="Send one of these sizes, or let the server load the file with its model.",
+        )
 
     def compute(self, parts: Sequence[Part], sizes: Sizes) -> list[torch.Tensor]:
         """The results of a joined call, on the CPU."""
@@ -115,6 +153,24 @@ class PreparedModel:
         if (why := self._difference(mixed=False)) is not None:
             self.joins = False
             self._note(f"Requests are not joined, since an answer depends on other rows: {why}")
+
+    def _rows_are_apart(self) -> bool:
+        """Whether a call of two rows gives what each row gives alone.
+
+        Where calls have several rows, `_check` has seen that.
+        """
+        if self._most_rows > 1:
+            return True
+        if self._reference is None:
+            return False
+        largest = max(self.timings.seconds, key=math.prod)
+        whole = self._part_of(self.joiner.sampler.at((2, *largest[1:])), any_rows=True)
+        together = self._alone(whole)
+        apart = self.joiner.put_together([self._alone(p) for p in self.joiner.split(whole, 1)])
+        return all(
+            difference(apart[name], value, other_kernels=True) is None
+            for name, value in together.items()
+        )
 
     def _note(self, text: str) -> None:
         self.notes.append(text)
@@ -158,15 +214,14 @@ class PreparedModel:
         return parts
 
     def _words(self, output: str, part: Part) -> str:
-        pairs = zip(self.joiner.layout.names, part.sizes, strict=True)
-        sizes = ", ".join(f"{name} {n}" for name, n in pairs)
+        sizes = _in_words(self.joiner.layout.names, part.sizes)
         return f"the output {output!r} of a request of {sizes}"
 
-    def _part_of(self, leaves: Sequence[Any]) -> Part:
+    def _part_of(self, leaves: Sequence[Any], *, any_rows: bool = False) -> Part:
         """A request with the leaves of a call."""
         tensors = [leaf.cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         names = [each.name for each in self.joiner.inputs]
-        return self.joiner.part(dict(zip(names, tensors, strict=True)))
+        return self.joiner.part(dict(zip(names, tensors, strict=True)), any_rows=any_rows)
 
     def _alone(self, part: Part) -> Tensors:
         """The answer to one request, by the model itself where there is one."""
@@ -177,6 +232,20 @@ class PreparedModel:
         args, kwargs = self.joiner.join([part], sizes)
         with torch.no_grad():
             return self.joiner.cut(self.joiner.results(call(*args, **kwargs)), [part])[0]
+
+
+def _refuse_undone(config: ModelConfig) -> None:
+    """Refuse tensors that are declared and that no function makes."""
+    for declared, function in (("inputs", "preprocess"), ("outputs", "postprocess")):
+        if getattr(config, declared) and getattr(config, function) is None:
+            raise OptionError(
+                f"{declared}= says what clients see beside a {function}=, and there is none.",
+                remedy=f"Leave {declared} out: the model's own are seen.",
+            )
+
+
+def _in_words(names: Sequence[str], sizes: Sizes) -> str:
+    return ", ".join(f"{name} {n}" for name, n in zip(names, sizes, strict=True))
 
 
 def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
@@ -206,7 +275,7 @@ def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
             f"The dimensions are {', '.join(names)}; requests are joined along one named 'batch'.",
             remedy="Name the dimension of the rows 'batch' in buckets and dynamic_shapes.",
         )
-    dimensions = Dimensions(_reference_of(config.model) or config.model, names, dynamic_shapes, pad)
+    dimensions = _dimensions_of(config.model, names, dynamic_shapes, pad)
     form = DynamicSignature(dimensions, CallSignature.of(args, kwargs), args, kwargs)
     order = [names.index(BATCH), *(i for i, name in enumerate(names) if name != BATCH)]
     pads = [value or 0 for value in dimensions.pads(args, kwargs)]
@@ -312,10 +381,18 @@ def _pads_of(model: Callable[..., Any], count: int) -> Sequence[float | int | bo
 
 def _names_of_leaves(model: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[str]:
     """Names of a call's leaves, positional ones by the parameters where these are known."""
-    reference = _reference_of(model)
-    if reference is None:
-        return argument_names(args, kwargs)
-    return Dimensions(reference, (BATCH,)).arguments(args, kwargs)
+    return _dimensions_of(model, (BATCH,)).arguments(args, kwargs)
+
+
+def _dimensions_of(
+    model: Callable[..., Any], names: Sequence[str], dynamic_shapes: Any = None, pad: Any = None
+) -> Dimensions:
+    """The dimensions of a model's arguments, which are named as its parameters are."""
+    found = Dimensions(_reference_of(model) or model, names, dynamic_shapes, pad)
+    module = model._choice.module if isinstance(model, TunedModule) else None
+    if isinstance(module, Absent):
+        found.name_arguments(module.argument_names)
+    return found
 
 
 def _own_sizes(leaves: Sequence[Any], layout: Layout) -> Sizes:

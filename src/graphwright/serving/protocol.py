@@ -212,10 +212,10 @@ class ModelStatistics:
         execution_count: batches that were computed.
         success: requests that were answered, from their receipt to the answer.
         fail: requests that were not.
-        queue: waiting.
-        compute_input: joining requests and copying them to the device.
-        compute_infer: the model.
-        compute_output: cutting results apart and copying them back.
+        queue: what the requests that were answered waited.
+        compute_input: for each of them, joining its batch and copying it to the device.
+        compute_infer: for each of them, its batch in the model.
+        compute_output: for each of them, copying its batch's results back and cutting them apart.
         batches: for each number of rows how often it was computed, and how long the model took.
     """
 
