@@ -26,7 +26,7 @@ from graphwright.serving.protocol import Kind
 
 TOKEN = "secret"
 CASES = [
-    *("health", "metadata", "numbers", "strings", "empty", "several_outputs"),
+    *("health", "metadata", "configuration", "numbers", "strings", "empty", "several_outputs"),
     *("id_version_and_parameters", "compressed", "callbacks", "cancelled", "errors", "malformed"),
     *("shared_memory", "without_token", "deadlines", "statistics", "repository"),
     *("concurrent_aio", "everything_aio", "errors_aio"),

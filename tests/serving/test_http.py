@@ -214,6 +214,17 @@ class TestTritonClient:
         assert client.get_model_metadata("echo") == {**of_model, "versions": ["1"]}
         assert client.get_model_metadata("echo", "4") == {**of_model, "versions": ["4"]}
 
+    def test_configuration(self, client: triton.InferenceServerClient) -> None:
+        assert client.get_model_config("echo", "1") == {
+            "name": "echo",
+            "platform": "pytorch",
+            "max_batch_size": 8,
+            "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [2]}],
+            "output": [{"name": "y", "data_type": "TYPE_STRING", "dims": []}],
+        }
+        with pytest.raises(InferenceServerException, match="no model 'nobody'"):
+            client.get_model_config("nobody")
+
     def test_statistics(self, client: triton.InferenceServerClient) -> None:
         names = [m["name"] for m in client.get_inference_statistics()["model_stats"]]
         assert names == ["echo", "slow"]

@@ -316,6 +316,13 @@ def test_what_has_no_name_of_its_own_is_refused(answer: Any, words: str) -> None
         PreparedModel(ModelConfig(answer, (torch.randn(2, 3),)))
 
 
+@pytest.mark.parametrize(
+    ("model", "rows"), [(lambda x: x * 2, 32), (lambda x: x.t(), 0), (lambda x: (x, x[0] * 0), 0)]
+)
+def test_a_batch_size_is_told_where_rows_come_first(model: Any, rows: int) -> None:
+    assert PreparedModel(ModelConfig(model, (torch.randn(2, 3),))).max_batch_size == rows
+
+
 def test_tensors_that_no_function_makes_are_not_declared() -> None:
     with pytest.raises(gw.OptionError, match="beside a postprocess"):
         PreparedModel(replace(config(), outputs=[TensorMetadata("label", "BYTES", (-1,))]))

@@ -15,6 +15,7 @@ from graphwright.serving.protocol import (
     InferRequest,
     InferResponse,
     Kind,
+    ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
     Parameters,
@@ -77,6 +78,9 @@ class FakeService:
         self._check(name)
         x, y = TensorMetadata("x", "FP32", (-1, 2)), TensorMetadata("y", "BYTES", (-1,))
         return ModelMetadata(name, (version or "1",), "pytorch", (x,), (y,))
+
+    def model_configuration(self, name: str, version: str) -> ModelConfiguration:
+        return ModelConfiguration(self.model_metadata(name, version), 8)
 
     def statistics(self, name: str, version: str) -> Sequence[ModelStatistics]:
         parts = [Duration(i, 10 * i) for i in range(6)]

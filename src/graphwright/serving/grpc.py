@@ -1,4 +1,4 @@
-"""server(): the Open Inference Protocol over gRPC, with Triton's repository and statistics."""
+"""server(): the Open Inference Protocol over gRPC, with Triton's extensions."""
 
 from __future__ import annotations
 
@@ -82,6 +82,7 @@ class _Methods:
             "ModelReady": (messages.ModelReadyRequest, self.model_ready),
             "ModelMetadata": (messages.ModelMetadataRequest, self.model_metadata),
             "ModelInfer": (messages.ModelInferRequest, self.infer),
+            "ModelConfig": (extensions.ModelConfigRequest, self.configuration),
             "ModelStatistics": (extensions.ModelStatisticsRequest, self.statistics),
             "RepositoryIndex": (extensions.RepositoryIndexRequest, self.index),
             "RepositoryModelLoad": (extensions.RepositoryModelLoadRequest, self.load),
@@ -113,6 +114,10 @@ class _Methods:
 
     async def statistics(self, request: Any, context: Any) -> Any:
         return grpc_codec.statistics(self._service.statistics(request.name, request.version))
+
+    async def configuration(self, request: Any, context: Any) -> Any:
+        found = self._service.model_configuration(request.name, request.version)
+        return grpc_codec.configuration(found)
 
     async def index(self, request: Any, context: Any) -> Any:
         _check_repository(request)

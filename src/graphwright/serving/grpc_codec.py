@@ -21,6 +21,7 @@ from .protocol import (
     InferRequest,
     InferResponse,
     Kind,
+    ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
     Parameter,
@@ -163,6 +164,31 @@ def statistics(entries: Iterable[ModelStatistics]) -> Any:
             }
             for each in entries
         ]
+    )
+
+
+def configuration(found: ModelConfiguration) -> Any:
+    """The message that says how a model is called."""
+    metadata = found.metadata
+
+    def tensors(every: Sequence[TensorMetadata]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": each.name,
+                "data_type": extensions.DATA_TYPES[each.datatype],
+                "dims": found.dims(each),
+            }
+            for each in every
+        ]
+
+    return extensions.ModelConfigResponse(
+        config={
+            "name": metadata.name,
+            "platform": metadata.platform,
+            "max_batch_size": found.max_batch_size,
+            "input": tensors(metadata.inputs),
+            "output": tensors(metadata.outputs),
+        }
     )
 
 

@@ -120,6 +120,12 @@ class Joiner:
             for (name, value), axes in zip(results[0].items(), self._results_axes, strict=True)
         )
 
+    @property
+    def rows_come_first(self) -> bool:
+        """Whether the first dimension of each input and output is the number of rows."""
+        every = [*self._axes, *self._results_axes]
+        return all(axes.get(0) == Size(BATCH) for axes in every)
+
     def part(self, inputs: Mapping[str, Any], *, any_rows: bool = False) -> Part:
         """A request's share of a call, by the names of the inputs.
 

@@ -98,6 +98,12 @@ class PreparedModel:
         return parts
 
     @property
+    def max_batch_size(self) -> int:
+        """The most rows of a call, if all that clients see has the rows first; else 0."""
+        as_sent = not self.config.inputs and not self.config.outputs
+        return self._most_rows if as_sent and self.joiner.rows_come_first else 0
+
+    @property
     def _most_rows(self) -> int:
         return max(point[0] for point in self.timings.seconds)
 

@@ -131,6 +131,24 @@ class ModelMetadata:
 
 
 @dataclass(frozen=True)
+class ModelConfiguration:
+    """How a model is called, as the model configuration extension says it.
+
+    Attributes:
+        metadata: what it takes and gives.
+        max_batch_size: the rows of the largest batch, if the first dimension of all tensors is the
+            batch; else 0.
+    """
+
+    metadata: ModelMetadata
+    max_batch_size: int = 0
+
+    def dims(self, tensor: TensorMetadata) -> tuple[int, ...]:
+        """The shape of an input or output, without the batch."""
+        return tensor.shape[1:] if self.max_batch_size else tensor.shape
+
+
+@dataclass(frozen=True)
 class ServerMetadata:
     """Name, version and extensions of a server."""
 

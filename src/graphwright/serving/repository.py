@@ -18,6 +18,7 @@ from .protocol import (
     InferRequest,
     InferResponse,
     Kind,
+    ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
     Parameters,
@@ -28,7 +29,7 @@ from .runner import ModelRunner, device_memory
 
 _LOGGER = logging.getLogger("graphwright.serving")
 _VERSION = "1"
-_EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
+_EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
 
 
 @dataclass
@@ -136,6 +137,10 @@ class Repository:
     def model_metadata(self, name: str, version: str) -> ModelMetadata:
         """What a model takes and gives."""
         return self._runner(name, version).metadata
+
+    def model_configuration(self, name: str, version: str) -> ModelConfiguration:
+        """How a model is called."""
+        return self._runner(name, version).configuration
 
     def statistics(self, name: str, version: str) -> Sequence[ModelStatistics]:
         """What a model has done; of all models if the name is ""."""

@@ -32,6 +32,7 @@ from .protocol import (
     InferRequest,
     InferResponse,
     Kind,
+    ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
     RequestError,
@@ -136,6 +137,11 @@ class ModelRunner:
         return ModelMetadata(
             self.name, (self.version,), PLATFORM, self.model.inputs, self.model.outputs
         )
+
+    @property
+    def configuration(self) -> ModelConfiguration:
+        """How the model is called."""
+        return ModelConfiguration(self.metadata, self.model.max_batch_size)
 
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request, joined with others.
