@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ def test_each_request_gets_its_own_answer(
     parts = parts_of(prepared, sizes)
     rows = sum(n for n, _ in sizes)
     for at in ((rows, max(length for _, length in sizes)), (32, 16)):
-        answers = prepared.joiner.cut(prepared.compute(parts, at), parts)
+        answers = prepared.compute(parts, at)
         for part, answer in zip(parts, answers, strict=True):
             with torch.no_grad():
                 expected = made()(*part.leaves)
@@ -113,7 +114,7 @@ def test_tensors_without_rows_are_shared_only_by_requests_that_agree() -> None:
         for s in (2.0, 3.0, 2.0)
     )
     assert one.key == same.key != other.key
-    answers = found.joiner.cut(found.compute([one, same], (2,)), [one, same])
+    answers = found.compute([one, same], (2,))
     for part, answer in zip((one, same), answers, strict=True):
         torch.testing.assert_close(answer["output_0"], part.leaves[0] * 2)
         torch.testing.assert_close(answer["output_1.0"], part.leaves[0].sum(1))
@@ -150,7 +151,7 @@ def test_what_was_tuned_is_served_at_its_own_sizes(saved: bool, tmp_path: Path) 
         for n in (3, 16)
     ]
     before = tuned.calls["tuned"]
-    answers = found.joiner.cut(found.compute(parts, (4, 16)), parts)
+    answers = found.compute(parts, (4, 16))
     assert tuned.calls["tuned"] == before + 1
     for part, answer in zip(parts, answers, strict=True):
         with torch.no_grad():
@@ -220,7 +221,7 @@ def test_an_answer_stays_when_the_model_uses_its_memory_again() -> None:
 
     found = PreparedModel(ModelConfig(Reusing(), (torch.randn(4, 3),)))
     first, second = (found.joiner.part({"x": torch.full((1, 3), value)}) for value in (1.0, 5.0))
-    answers = found.joiner.cut(found.compute([first], (1,)), [first])
+    answers = found.compute([first], (1,))
     found.compute([second], (1,))
     torch.testing.assert_close(answers[0]["output"], torch.full((1, 3), 2.0))
 
@@ -244,7 +245,7 @@ def test_parts_of_a_request_are_put_together_along_its_rows() -> None:
     x, scale = torch.randn(3, 150), torch.tensor([5.0])
     parts = found.parts({"x": x.clone(), "scale": scale.clone()})
     assert [part.sizes for part in parts] == [(32,), (32,), (11,)]
-    answers = [found.joiner.cut(found.compute([p], p.sizes), [p])[0] for p in parts]
+    answers = [found.compute([part], part.sizes)[0] for part in parts]
     whole = found.joiner.put_together(answers)
     expected = _ByColumn()(x, scale)
     for value, wanted in zip(whole.values(), expected, strict=True):
@@ -281,7 +282,7 @@ def test_any_datatype_is_joined_and_answered(dtype: torch.dtype) -> None:
     example = torch.tensor([[0, 1], [1, 1], [0, 0]]).to(dtype)
     found = PreparedModel(ModelConfig(_Same(), (example,)))
     parts = [found.joiner.part({"x": example[n : n + 2].clone()}) for n in (0, 1)]
-    answers = found.joiner.cut(found.compute(parts, (8,)), parts)
+    answers = found.compute(parts, (8,))
     for part, answer in zip(parts, answers, strict=True):
         assert torch.equal(answer["output"], part.leaves[0])
         assert answer["output"].data_ptr() != part.leaves[0].data_ptr()
@@ -302,6 +303,30 @@ def test_images_are_laid_out_as_those_of_the_sample() -> None:
     for count in (1, 2):
         found.compute(parts[:count], (2 * count,))
         assert seen[-1] == images.stride()
+
+
+def test_a_result_that_its_call_does_not_explain_is_not_cut() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x]) if x[0, 0] > 100 else x
+
+    found = PreparedModel(ModelConfig(model, (torch.randn(2, 3),)))
+    usual, other = (found.joiner.part({"x": torch.full((1, 3), n)}) for n in (1.0, 200.0))
+    assert found.compute([usual], (1,))
+    with pytest.raises(RequestError, match=r"shape \[2, 3\], which does not follow") as caught:
+        found.compute([other], (1,))
+    assert caught.value.kind is Kind.FAILED
+
+
+def test_a_model_that_is_served_twice_is_called_in_turns() -> None:
+    """It may use its memory again, as in a reload of one that is not made anew."""
+    first = PreparedModel(config())
+    second = PreparedModel(replace(first.config))
+    (part,) = parts_of(first, [(1, 4)])
+    with ThreadPoolExecutor(1) as pool:
+        with first._lock:
+            computing = pool.submit(second.compute, [part], (1, 4))
+            assert not wait([computing], timeout=0.1).done
+        assert computing.result(30)
 
 
 @pytest.mark.parametrize(

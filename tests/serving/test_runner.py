@@ -139,6 +139,29 @@ def test_more_than_may_wait_are_refused_with_when_to_ask_again() -> None:
     run(test)
 
 
+def test_requests_in_preprocess_are_counted_among_those_that_wait() -> None:
+    async def test() -> None:
+        go = threading.Event()
+
+        def waiting(inputs: Any) -> Any:
+            assert go.wait(30)
+            return inputs
+
+        given = config()
+        async with serving(replace(given, preprocess=waiting), max_queue=3) as repository:
+            asked = [request(seed=n) for n in range(3)]
+            answers = [asyncio.create_task(repository.infer(each)) for each in asked]
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError) as caught:
+                await repository.infer(request())
+            assert caught.value.kind is Kind.OVERLOADED
+            go.set()
+            for each, answer in zip(asked, await asyncio.gather(*answers), strict=True):
+                assert_answers(given.model, each, answer.outputs)
+
+    run(test)
+
+
 def test_a_request_that_waits_beyond_its_deadline_is_dropped_and_never_computed() -> None:
     async def test() -> None:
         model, given = slow()

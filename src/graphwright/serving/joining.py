@@ -252,14 +252,40 @@ class Joiner:
         return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def cut(
-        self, results: Sequence[torch.Tensor], parts: Sequence[Part]
+        self, results: Sequence[torch.Tensor], parts: Sequence[Part], sizes: Sizes
     ) -> list[dict[str, torch.Tensor]]:
         """What each part gets of the results: a copy of its rows, cut to its own sizes.
 
         The results themselves may be overwritten by the next call.
+
+        Args:
+            results: of a call.
+            parts: that it was made of.
+            sizes: of the call.
+
+        Raises:
+            RequestError: FAILED, the results are not as large as such a call's have to be.
         """
+        self._check(results, sizes)
         begins = [0, *itertools.accumulate(part.sizes[0] for part in parts)]
         return [self._own(results, part, begin) for part, begin in zip(parts, begins, strict=False)]
+
+    def _check(self, results: Sequence[torch.Tensor], sizes: Sizes) -> None:
+        """Refuse results that cannot be cut apart: they depend on more than the call's sizes."""
+        if len(results) != len(self.outputs):
+            raise RequestError(
+                Kind.FAILED,
+                f"The model gave {len(results)} tensors, and {len(self.outputs)} are expected.",
+            )
+        named = dict(zip(self.layout.names, sizes, strict=True))
+        for output, axes, value in zip(self.outputs, self._results_axes, results, strict=True):
+            same_rank = value.dim() == len(output.shape)
+            if not same_rank or value.shape != shape_at(value.shape, axes, named):
+                raise RequestError(
+                    Kind.FAILED,
+                    f"The output {output.name!r} has the shape {list(value.shape)}, which does not "
+                    f"follow from the sizes of the call, {', '.join(map(str, sizes))}.",
+                )
 
     def _own(
         self, results: Sequence[torch.Tensor], part: Part, begin: int

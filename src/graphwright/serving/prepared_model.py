@@ -6,7 +6,9 @@ import itertools
 import logging
 import math
 import statistics
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -38,6 +40,9 @@ _TIMED = 5
 _TIMING_S = 0.2
 # How many requests are joined to see whether that changes an answer.
 _CHECKED = 4
+# Two servers or loads of one model call it in turns: it may give the same memory each time.
+_LOCKS: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
 
 
 class PreparedModel:
@@ -70,6 +75,7 @@ class PreparedModel:
                 "The model is called without tensors.", remedy="Give args or kwargs that hold some."
             )
         self.call = _callable_on(device, config, points)
+        self._lock = _lock_of(config.model)
         self._reference = _reference_of(config.model)
         own = _own_sizes(sample, layout)
         at = _different_sizes(own, points, anywhere=self._reference is not None, layout=layout)
@@ -121,13 +127,28 @@ class PreparedModel:
             remedy="Send one of these sizes, or let the server load the file with its model.",
         )
 
-    def compute(self, parts: Sequence[Part], sizes: Sizes) -> list[torch.Tensor]:
-        """The results of a joined call, on the CPU."""
-        args, kwargs = self.joiner.join(parts, sizes)
-        return self.run(args, kwargs)
+    def compute(
+        self, parts: Sequence[Part], sizes: Sizes, passed: Callable[[], object] = lambda: None
+    ) -> list[Tensors]:
+        """The answers to requests, computed together.
 
-    def run(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-        """Call the model, and fetch its results."""
+        Args:
+            parts: the requests.
+            sizes: of the call.
+            passed: called when they are joined, when the model was called, and when its results
+                are cut apart.
+        """
+        args, kwargs = self.joiner.join(parts, sizes)
+        passed()
+        with self._lock:
+            results = self._run(args, kwargs)
+            passed()
+            answers = self.joiner.cut(results, parts, sizes)
+        passed()
+        return answers
+
+    def _run(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+        """Call the model, and fetch its results, which its next call may overwrite."""
         with torch.no_grad():
             return self.joiner.results(self.call(*args, **kwargs))
 
@@ -137,13 +158,15 @@ class PreparedModel:
         # Graphs are captured, and others built, largest first: that takes the least memory.
         largest_first = sorted(points, key=math.prod, reverse=True)
         for point in largest_first if exact else largest_first[-1:]:
-            self.run(*calls[point])
+            with self._lock:
+                self._run(*calls[point])
         found: dict[Sizes, float] = {}
         for point in sorted(points):
             times: list[float] = []
             while len(times) < _TIMED and sum(times) < _TIMING_S:
-                begin = time.perf_counter()
-                self.run(*calls[point])
+                with self._lock:
+                    begin = time.perf_counter()
+                    self._run(*calls[point])
                 times.append(time.perf_counter() - begin)
             found[point] = statistics.median(times)
         return found
@@ -190,7 +213,7 @@ class PreparedModel:
         """
         largest = max(self.timings.seconds, key=math.prod)
         parts, others = (self._requests(largest, seed, mixed=mixed) for seed in (0, 1))
-        joined = self.joiner.cut(self.compute(parts, largest), parts)
+        joined = self.compute(parts, largest)
         for part, answer in zip(parts, joined, strict=True):
             alone = self._alone(part)
             for name, value in answer.items():
@@ -198,7 +221,7 @@ class PreparedModel:
                 if why is not None:
                     return f"{self._words(name, part)} is {why} beside others."
         beside = [parts[0], *others[1:]]
-        again = self.joiner.cut(self.compute(beside, largest), beside)[0]
+        again = self.compute(beside, largest)[0]
         for name, value in again.items():
             why = difference(value, joined[0][name])
             if why is not None:
@@ -236,8 +259,18 @@ class PreparedModel:
         if call is None:
             call, sizes = self.call, min(self.timings.points_for(sizes), key=math.prod)
         args, kwargs = self.joiner.join([part], sizes)
-        with torch.no_grad():
-            return self.joiner.cut(self.joiner.results(call(*args, **kwargs)), [part])[0]
+        with torch.no_grad(), self._lock:
+            results = self.joiner.results(call(*args, **kwargs))
+            return self.joiner.cut(results, [part], sizes)[0]
+
+
+def _lock_of(model: Any) -> threading.RLock:
+    """The lock of a model, the same for all that serve it."""
+    with _LOCKS_LOCK:
+        try:
+            return _LOCKS.setdefault(model, threading.RLock())
+        except TypeError:  # It cannot be looked up, or not be referred to weakly.
+            return threading.RLock()
 
 
 def _refuse_undone(config: ModelConfig) -> None:

@@ -125,6 +125,7 @@ class ModelRunner:
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
         self._answering = 0
+        self._preparing = 0  # requests that are in the user's preprocess
         self._closing = False
         # A thread of its own: graphs are replayed one after the other.
         self._thread = ThreadPoolExecutor(1, f"graphwright-serve-{name}")
@@ -190,7 +191,12 @@ class ModelRunner:
         if config.preprocess is not None:
             if config.inputs:
                 check_inputs(inputs, config.inputs)
-            inputs = await self._aside("preprocess", config.preprocess, inputs)
+            self._refuse_overload()
+            self._preparing += 1
+            try:
+                inputs = await self._aside("preprocess", config.preprocess, inputs)
+            finally:
+                self._preparing -= 1
         try:
             parts = self.model.parts(inputs)
         except Exception:
@@ -198,6 +204,8 @@ class ModelRunner:
                 raise
             _LOGGER.exception("what preprocess made of a request is not what %s takes", self.name)
             raise RequestError(Kind.FAILED, "The server's preprocessing failed.") from None
+        if config.preprocess is None:
+            self._refuse_overload()
         outputs: Mapping[str, Value] = await self._in_parts(parts, request.deadline, spent)
         if config.postprocess is not None:
             made = await self._aside("postprocess", config.postprocess, outputs)
@@ -217,8 +225,8 @@ class ModelRunner:
         One part waits at a time: other requests have their turn between them.
         """
         answers = []
-        for number, part in enumerate(parts):
-            answers.append(await self._computed(part, deadline, spent, may_wait=number > 0))
+        for part in parts:
+            answers.append(await self._computed(part, deadline, spent))
         if len(answers) == 1:
             return answers[0]
         return await asyncio.to_thread(self.model.joiner.put_together, answers)
@@ -251,21 +259,24 @@ class ModelRunner:
         finally:
             self._metrics.stage(stage, time.monotonic() - begin)
 
-    async def _computed(
-        self, part: Part, deadline: float | None, spent: dict[str, float], *, may_wait: bool
-    ) -> Tensors:
-        """The answer to a part; `may_wait` if it is not to be refused when too many wait."""
-        if self._closing:
-            raise _unloaded(self.name)
-        if len(self._queue) >= self._max_queue and not may_wait:
+    def _refuse_overload(self) -> None:
+        """Refuse a request that would wait, be it for preprocess, beside as many as may."""
+        waiting = len(self._queue) + self._preparing
+        if waiting >= self._max_queue:
             share = self.model.timings.share
-            wait = sum(share(each.sizes) for each in self._queue)
             raise RequestError(
                 Kind.OVERLOADED,
-                f"{len(self._queue)} requests wait for {self.name}, as many as may.",
+                f"{waiting} requests wait for {self.name}, as many as may.",
                 remedy="Ask again later.",
-                retry_after_s=wait,
+                retry_after_s=sum(share(each.sizes) for each in self._queue),
             )
+
+    async def _computed(
+        self, part: Part, deadline: float | None, spent: dict[str, float]
+    ) -> Tensors:
+        """The answer to a part of a request that was let in."""
+        if self._closing:
+            raise _unloaded(self.name)
         answer: asyncio.Future[Tensors] = asyncio.get_running_loop().create_future()
         pending = _Pending(part, deadline, answer, time.monotonic())
         self._queue.append(pending)
@@ -349,14 +360,8 @@ class ModelRunner:
         return _Computed(answers, seconds, sizes)
 
     def _computed_together(self, parts: Sequence[Part], sizes: Sizes) -> _Computed:
-        joiner = self.model.joiner
         times = [time.perf_counter()]
-        args, kwargs = joiner.join(parts, sizes)
-        times.append(time.perf_counter())
-        results = self.model.run(args, kwargs)
-        times.append(time.perf_counter())
-        answers = joiner.cut(results, parts)
-        times.append(time.perf_counter())
+        answers = self.model.compute(parts, sizes, lambda: times.append(time.perf_counter()))
         took = (end - begin for begin, end in itertools.pairwise(times))
         return _Computed(answers, dict(zip(_STAGES, took, strict=True)), sizes)
 
