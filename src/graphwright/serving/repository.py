@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from .._version import __version__
@@ -67,6 +68,9 @@ class Repository:
         self._max_queue, self._drain_s = max_queue, drain_s
         self._metrics = Metrics(device_memory)
         self._ending = False
+        # One thread: models that are loaded at once would disturb each other's times, and each
+        # thread that has loaded one keeps memory of malloc's.
+        self._loading = ThreadPoolExecutor(1, "graphwright-load")
         # Answer what they were asked before another took their place, and are closed then.
         self._retiring: dict[ModelRunner, asyncio.Task[None]] = {}
 
@@ -95,6 +99,7 @@ class Repository:
                 await runner.close()
         await asyncio.gather(*(runner.close() for runner in self._retiring))
         await asyncio.gather(*self._retiring.values(), return_exceptions=True)
+        self._loading.shutdown(wait=False)  # A load that has begun ends by itself.
 
     async def _retire(self, runner: ModelRunner) -> None:
         """Let a model answer what it was asked, then close it, even if nobody waits for that."""
@@ -206,7 +211,8 @@ class Repository:
         if entry.runner is None:
             entry.state, entry.reason = "LOADING", "being loaded"
         try:
-            model = await asyncio.to_thread(lambda: PreparedModel(entry.source()))
+            loop = asyncio.get_running_loop()
+            model = await loop.run_in_executor(self._loading, lambda: PreparedModel(entry.source()))
             if self._ending:
                 raise _about_to_end()
         except BaseException as error:
