@@ -20,6 +20,7 @@ scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch'
 scripts/bench streams [--out DIR] [--quick]           graphs on several streams beside one
 scripts/bench search [--out DIR] [--seconds S]        default searches beside exhaustive ones
 scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
+scripts/bench soak [--out DIR] [--seconds S]          a server under a long mixed load
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/reference/
 """
@@ -481,6 +482,10 @@ def main() -> None:
     serving.add_argument("--tuned", action="store_true", help="serve what tune() makes of it, too")
     serving.add_argument("--seconds", type=float, default=10.0, help="of each load")
     serving.add_argument("--threads", type=int, default=1, help="of PyTorch in each server")
+    soaking = commands.add_parser("soak", help="a server under a long mixed load")
+    soaking.add_argument("--out", type=Path, default=RESULTS)
+    soaking.add_argument("--seconds", type=float, default=300.0)
+    soaking.add_argument("--clients", type=int, default=24)
     comparing = commands.add_parser("compare", help="two results of tune, capture or training")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
@@ -521,6 +526,10 @@ def main() -> None:
 
         flags = {"seconds": given.seconds, "threads": given.threads, "tuned": given.tuned}
         sys.exit(bool(serve(given.out, given.only, **flags)))
+    elif given.command == "soak":
+        from .serving.soak import benchmark as soak
+
+        sys.exit(bool(soak(given.out, given.seconds, given.clients)))
     elif given.command == "compare":
         from .compare import main as compare
 

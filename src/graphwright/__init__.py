@@ -43,7 +43,7 @@ from .ops.custom.extension import extension as extension
 from .ops.custom.triton_operator import triton_op as triton_op
 from .report.report import Report as Report
 from .serving.launch import serve as serve
-from .serving.model import ModelConfig as ModelConfig
+from .serving.model_config import ModelConfig as ModelConfig
 from .shapes.buckets import Buckets as Buckets
 from .training.callables.graphed_callables import make_graphed_callables as make_graphed_callables
 from .training.step.graphed_step import GraphedStep as GraphedStep

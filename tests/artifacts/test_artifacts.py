@@ -338,6 +338,22 @@ def test_what_was_loaded_can_be_saved_again(saved: Path, tmp_path: Path) -> None
     same(gw.load(tmp_path / "again.gw")(x, scale=3.0), right(x, scale=3.0))
 
 
+def test_parameters_keep_their_names_and_files_without_them_load(
+    saved: Path, tmp_path: Path
+) -> None:
+    path = tmp_path / "net.gw"
+    shutil.copy(saved, path)
+    for _ in range(2):
+        tuned = gw.load(path)
+        assert tuned._choice.module.argument_names == ("x", "scale")
+        gw.save(tuned, path)
+    facts_without("argument_names")(path)  # As earlier versions saved it.
+    right, x = net()
+    tuned = gw.load(path)
+    assert tuned._choice.module.argument_names == ()
+    same(tuned(x, scale=3.0), right(x, scale=3.0))
+
+
 def test_what_was_loaded_can_be_saved_over_its_own_file(tmp_path: Path) -> None:
     path = tmp_path / "rows.gw"
     torch.manual_seed(0)
@@ -776,6 +792,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     ),
     "no list of members": (facts_without("members"), "lists no members|lacks|makes no sense"),
     "no word on purity": (facts_without("pure"), "makes no sense: 'pure'"),
+    "names that are none": (told(argument_names=["x", "a b"]), "name of an argument is none"),
     "ranges that are none": (told(ranges=[["q", 0, 5, 1, 2]]), "a range of sizes is none"),
     "weights that are shared with nothing": (told(shared_weights=7), "'int' object"),
     "constants that are the same as none": (

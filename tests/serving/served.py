@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from graphwright.serving.model import ModelConfig
+from graphwright.serving.model_config import ModelConfig
 
 VOCABULARY = 100
 BY_LENGTH = {

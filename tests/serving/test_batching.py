@@ -101,6 +101,20 @@ def test_what_is_computed_alone_has_a_size_that_there_is() -> None:
     assert Timings(dict(BY_LENGTH.seconds), exact=False).sizes_alone((2, 5)) == (2, 5)
 
 
+def test_the_most_rows_of_a_call_are_those_of_its_length() -> None:
+    seconds = {(8, 8): 1.0, (2, 64): 1.0}
+    assert Timings(seconds, exact=True).most_rows((5,)) == 8
+    assert Timings(seconds, exact=True).most_rows((9,)) == 2
+    assert Timings(seconds, exact=True).most_rows((65,)) == 0
+    assert Timings(seconds, exact=True, pads=False).most_rows((5,)) == 0
+
+
+def test_the_smallest_measured_size_is_named_whatever_was_quickest() -> None:
+    noisy = Timings({(1, 8): 2.0, (2, 8): 1.0}, exact=False)
+    assert noisy.measured((1, 5)) == (1, 8)
+    assert noisy.measured((1, 9)) is None
+
+
 sizes_of_requests = st.tuples(st.integers(1, 10), st.integers(1, 80))
 requests = st.builds(
     Request,

@@ -7,38 +7,26 @@ import contextlib
 import json
 import logging
 import sys
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import grpc
 import pytest
 import torch
+from fake_service import FakeLimits, FakeService
 from open_inference.grpc import protocol as messages
 from open_inference.grpc.service import GRPCInferenceServiceStub
 
 from graphwright.serving import grpc_extensions as extensions
 from graphwright.serving.grpc import server
-from graphwright.serving.protocol import (
-    Duration,
-    IndexEntry,
-    InferRequest,
-    InferResponse,
-    Kind,
-    ModelMetadata,
-    ModelStatistics,
-    Parameters,
-    RequestError,
-    ServerMetadata,
-    TensorMetadata,
-)
+from graphwright.serving.protocol import Kind
 
 TOKEN = "secret"
-UNLOADED = IndexEntry("old", "2", "UNAVAILABLE", "unloaded")
 CASES = [
-    *("health", "metadata", "numbers", "strings", "empty", "several_outputs"),
+    *("health", "metadata", "configuration", "numbers", "strings", "empty", "several_outputs"),
     *("id_version_and_parameters", "compressed", "callbacks", "cancelled", "errors", "malformed"),
     *("shared_memory", "without_token", "deadlines", "statistics", "repository"),
     *("concurrent_aio", "everything_aio", "errors_aio"),
@@ -57,89 +45,8 @@ CODES = {
 }
 
 
-@dataclass(frozen=True)
-class Held:
-    max_request_bytes: int = 10**6
-    token: str | None = None
-    timeout_s: float | None = 30.0
-
-
-@dataclass
-class Fake:
-    """A service whose models are named after what they do."""
-
-    asked: list[InferRequest] = field(default_factory=list)
-    began: asyncio.Event = field(default_factory=asyncio.Event)
-    dropped: asyncio.Event = field(default_factory=asyncio.Event)
-    old: IndexEntry = UNLOADED
-    live: bool = True
-
-    def is_live(self) -> bool:
-        return self.live
-
-    def is_ready(self) -> bool:
-        return True
-
-    def metadata(self) -> ServerMetadata:
-        return ServerMetadata("fake", "0.1", ("statistics", "model_repository"))
-
-    def is_model_ready(self, name: str, version: str) -> bool:
-        return (name, version) in {("echo", ""), ("echo", "1")}
-
-    def model_metadata(self, name: str, version: str) -> ModelMetadata:
-        if name != "echo":
-            raise RequestError(Kind.NOT_FOUND, f"There is no model {name!r}.")
-        x, y = TensorMetadata("x", "FP32", (-1, 2)), TensorMetadata("y", "BYTES", (-1,))
-        return ModelMetadata(name, ("1",), "pytorch", (x,), (y,))
-
-    def statistics(self, name: str, version: str) -> Sequence[ModelStatistics]:
-        parts = [Duration(i, 10 * i) for i in range(6)]
-        batches = {1: Duration(2, 3), 8: Duration(4, 5)}
-        names = [name] if name else ["echo", "slow"]
-        return [ModelStatistics(each, "1", 7, 8, 9, *parts, batches) for each in names]
-
-    async def infer(self, request: InferRequest) -> InferResponse:
-        self.asked.append(request)
-        outputs = {name: request.inputs[name] for name in request.outputs or request.inputs}
-        if request.model == "slow":
-            self.began.set()
-            try:
-                await asyncio.sleep(60)
-            except asyncio.CancelledError:
-                self.dropped.set()
-                raise
-        elif request.model == "dropped":
-            raise asyncio.CancelledError
-        elif request.model == "boom":
-            raise RuntimeError("within the model")
-        elif request.model.startswith("error:"):
-            kind = Kind[request.model.removeprefix("error:")]
-            raise RequestError(kind, "So it is.", remedy="Ask öfter.", retry_after_s=1.2)
-        elif request.model == "seconds left":
-            left = -1.0 if request.deadline is None else request.deadline - request.received
-            outputs = {"y": torch.tensor(left)}
-        elif request.model != "echo":
-            raise RequestError(Kind.NOT_FOUND, f"There is no model {request.model!r}.")
-        return InferResponse(request.model, "1", request.id, outputs, request.parameters)
-
-    def index(self, only_ready: bool) -> Sequence[IndexEntry]:
-        entries = [IndexEntry("echo", "1", "READY"), self.old]
-        return [each for each in entries if each.state == "READY" or not only_ready]
-
-    async def load(self, name: str, parameters: Parameters) -> None:
-        self.old = IndexEntry("old", "2", "READY", str(parameters.get("config", "")))
-
-    async def unload(self, name: str) -> None:
-        if name != "old":
-            raise RequestError(Kind.NOT_FOUND, f"There is no model {name!r}.")
-        self.old = UNLOADED
-
-    def metrics(self) -> tuple[bytes, str]:
-        raise NotImplementedError
-
-
 @contextlib.asynccontextmanager
-async def serving(service: Fake, limits: Held) -> AsyncIterator[str]:
+async def serving(service: FakeService, limits: FakeLimits) -> AsyncIterator[str]:
     """The address of a server that runs meanwhile."""
     serves = server(service, limits)
     port = serves.add_insecure_port("127.0.0.1:0")
@@ -150,12 +57,14 @@ async def serving(service: Fake, limits: Held) -> AsyncIterator[str]:
         await serves.stop(None)
 
 
-def talking(talk: Callable[[Any, Fake], Awaitable[None]], limits: Held | None = None) -> None:
+def talking(
+    talk: Callable[[Any, FakeService], Awaitable[None]], limits: FakeLimits | None = None
+) -> None:
     """Have a coroutine talk to a server over a channel of gRPC."""
 
     async def main() -> None:
-        service = Fake()
-        async with serving(service, limits or Held()) as address:
+        service = FakeService()
+        async with serving(service, limits or FakeLimits()) as address:
             async with grpc.aio.insecure_channel(address) as channel:
                 await asyncio.wait_for(talk(channel, service), 20)
 
@@ -172,6 +81,10 @@ def floats(model: str, *values: float, **options: Any) -> messages.ModelInferReq
     return messages.ModelInferRequest(model_name=model, inputs=[x], **options)
 
 
+async def is_set(event: threading.Event) -> bool:
+    return await asyncio.to_thread(event.wait, 20)
+
+
 async def refusal(call: Any) -> grpc.aio.AioRpcError:
     with pytest.raises(grpc.aio.AioRpcError) as caught:
         await call
@@ -183,7 +96,7 @@ def triton() -> dict[str, str | None]:
     """What Triton's clients saw, in a process of their own: None or what failed, for each case."""
 
     async def main() -> bytes:
-        async with serving(Fake(), Held(token=TOKEN)) as address:
+        async with serving(FakeService(), FakeLimits(token=TOKEN)) as address:
             script = Path(__file__).with_name("triton_clients.py")
             clients = await asyncio.create_subprocess_exec(
                 *(sys.executable, str(script), address, TOKEN), stdout=asyncio.subprocess.PIPE
@@ -209,7 +122,7 @@ def test_all_cases_of_triton_s_clients_are_looked_at(triton: dict[str, str | Non
 
 
 def test_open_inference_s_own_client() -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         stub = GRPCInferenceServiceStub(channel)
         assert (await stub.ServerLive(messages.ServerLiveRequest())).live
         assert (await stub.ServerReady(messages.ServerReadyRequest())).ready
@@ -234,7 +147,7 @@ def test_open_inference_s_own_client() -> None:
 
 @pytest.mark.parametrize("kind", Kind)
 def test_each_error_has_its_code_and_says_when_to_ask_again(kind: Kind) -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         stub = GRPCInferenceServiceStub(channel)
         error = await refusal(stub.ModelInfer(floats(f"error:{kind.name}", 1.0)))
         assert error.code() is CODES[kind]
@@ -247,7 +160,7 @@ def test_each_error_has_its_code_and_says_when_to_ask_again(kind: Kind) -> None:
 def test_an_unexpected_error_is_logged_with_its_traceback_and_told_without(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         stub = GRPCInferenceServiceStub(channel)
         error = await refusal(stub.ModelInfer(floats("boom", 1.0)))
         assert error.code() is grpc.StatusCode.INTERNAL
@@ -265,7 +178,7 @@ def test_an_unexpected_error_is_logged_with_its_traceback_and_told_without(
 
 
 def test_what_is_no_message_is_the_client_s_error() -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         for method, data in (("ModelInfer", b"\xff\xff\xff"), ("ModelReady", b"\x0a\x02\xff\xfe")):
             call = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
             error = await refusal(call(data))
@@ -276,7 +189,7 @@ def test_what_is_no_message_is_the_client_s_error() -> None:
 
 
 def test_long_names_do_not_hide_the_error() -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         stub = GRPCInferenceServiceStub(channel)
         inputs = [{"name": "ü" * 20_000, "datatype": "ü" * 20_000, "shape": [1]}]
         sent = messages.ModelInferRequest(model_name="echo", inputs=inputs)
@@ -290,7 +203,7 @@ def test_long_names_do_not_hide_the_error() -> None:
 
 
 def test_what_is_too_large_is_refused_and_what_fits_is_not() -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         stub = GRPCInferenceServiceStub(channel)
         large = floats("echo", *[1.0] * 300)
         for how in (grpc.Compression.NoCompression, grpc.Compression.Gzip):
@@ -299,7 +212,7 @@ def test_what_is_too_large_is_refused_and_what_fits_is_not() -> None:
         assert not service.asked
         await stub.ModelInfer(floats("echo", *[1.0] * 200))
 
-    talking(talk, Held(max_request_bytes=1000))
+    talking(talk, FakeLimits(max_request_bytes=1000))
 
 
 @pytest.mark.parametrize(
@@ -307,7 +220,7 @@ def test_what_is_too_large_is_refused_and_what_fits_is_not() -> None:
     [None, "", TOKEN, f"Basic {TOKEN}", "Bearer", "Bearer ", f"Bearer {TOKEN}x"],
 )
 def test_all_but_health_wants_the_token(sent: str | None) -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         stub = GRPCInferenceServiceStub(channel)
         metadata = None if sent is None else [("authorization", sent)]
         for call in (
@@ -324,11 +237,11 @@ def test_all_but_health_wants_the_token(sent: str | None) -> None:
         right = [("authorization", f"bearer {TOKEN}")]
         await stub.ModelInfer(floats("echo", 1.0), metadata=right)
 
-    talking(talk, Held(token=TOKEN))
+    talking(talk, FakeLimits(token=TOKEN))
 
 
 def test_a_request_without_any_deadline_has_none() -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         stub = GRPCInferenceServiceStub(channel)
         await stub.ModelInfer(floats("echo", 1.0))
         await stub.ModelInfer(floats("echo", 1.0), timeout=15)
@@ -337,22 +250,22 @@ def test_a_request_without_any_deadline_has_none() -> None:
         assert soon.deadline is not None
         assert 10 < soon.deadline - soon.received < 16  # gRPC rounds it up.
 
-    talking(talk, Held(timeout_s=None))
+    talking(talk, FakeLimits(timeout_s=None))
 
 
 def test_a_cancelled_call_cancels_the_service_s_task() -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         call = GRPCInferenceServiceStub(channel).ModelInfer(floats("slow", 1.0))
-        await service.began.wait()
+        assert await is_set(service.began)
         assert not service.dropped.is_set()
         call.cancel()
-        await service.dropped.wait()
+        assert await is_set(service.dropped)
 
     talking(talk)
 
 
 def test_a_request_that_the_service_drops_is_answered() -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         call = GRPCInferenceServiceStub(channel).ModelInfer(floats("dropped", 1.0), timeout=10)
         error = await refusal(call)
         assert error.code() is grpc.StatusCode.CANCELLED
@@ -363,45 +276,45 @@ def test_a_request_that_the_service_drops_is_answered() -> None:
 
 def test_requests_under_way_end_with_the_server() -> None:
     async def main() -> None:
-        service = Fake()
-        serves = server(service, Held())
+        service = FakeService()
+        serves = server(service, FakeLimits())
         port = serves.add_insecure_port("127.0.0.1:0")
         await serves.start()
         async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
             call = GRPCInferenceServiceStub(channel).ModelInfer(floats("slow", 1.0))
-            await service.began.wait()
+            assert await is_set(service.began)
             await serves.stop(0.1)
             assert (await refusal(call)).code() is grpc.StatusCode.UNAVAILABLE
-            await asyncio.wait_for(service.dropped.wait(), 20)
+            assert await is_set(service.dropped)
 
     asyncio.run(main())
 
 
 def test_a_call_whose_deadline_is_over_is_cancelled() -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         call = GRPCInferenceServiceStub(channel).ModelInfer(floats("slow", 1.0), timeout=0.2)
         assert (await refusal(call)).code() is grpc.StatusCode.DEADLINE_EXCEEDED
-        await service.dropped.wait()
+        assert await is_set(service.dropped)
 
     talking(talk)
 
 
 def test_a_client_that_goes_away_is_not_answered() -> None:
     async def main() -> None:
-        service = Fake()
-        async with serving(service, Held()) as address:
+        service = FakeService()
+        async with serving(service, FakeLimits()) as address:
             channel = grpc.aio.insecure_channel(address)
             call = GRPCInferenceServiceStub(channel).ModelInfer(floats("slow", 1.0))
-            await service.began.wait()
+            assert await is_set(service.began)
             await channel.close()
-            await asyncio.wait_for(service.dropped.wait(), 20)
+            assert await is_set(service.dropped)
             assert call.cancelled()
 
     asyncio.run(main())
 
 
 def test_the_index_of_a_repository() -> None:
-    async def talk(channel: Any, service: Fake) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
         index = channel.unary_unary(
             "/inference.GRPCInferenceService/RepositoryIndex",
             request_serializer=extensions.RepositoryIndexRequest.SerializeToString,
@@ -419,8 +332,8 @@ def test_the_index_of_a_repository() -> None:
 
 def test_a_port_that_is_taken_is_not_shared() -> None:
     async def main() -> None:
-        async with serving(Fake(), Held()) as address:
+        async with serving(FakeService(), FakeLimits()) as address:
             with pytest.raises(RuntimeError, match="bind"):
-                server(Fake(), Held()).add_insecure_port(address)
+                server(FakeService(), FakeLimits()).add_insecure_port(address)
 
     asyncio.run(main())

@@ -9,7 +9,7 @@ import pytest
 import torch
 from open_inference.grpc import protocol as messages
 
-from graphwright.serving import checks, grpc_codec
+from graphwright.serving import grpc_codec, requests
 from graphwright.serving import grpc_extensions as extensions
 from graphwright.serving.protocol import (
     BYTES,
@@ -52,7 +52,7 @@ def some(dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("datatype", DTYPES)
 def test_raw_numbers_come_and_go_as_they_are(datatype: str) -> None:
     expected = some(DTYPES[datatype])
-    data = checks.bytes_of(expected)
+    data = requests.bytes_of(expected)
     assert len(data) == 3 * expected.element_size()
     found = read(raw(datatype, [1, 3]), raw_input_contents=[data]).inputs["x"]
     assert isinstance(found, torch.Tensor)
@@ -106,7 +106,7 @@ def test_typed_numbers(datatype: str) -> None:
 def test_strings_raw_and_typed() -> None:
     values = (b"a", b"", b"\xff\x00z")
     expected = Strings((3, 1), values)
-    data = checks.bytes_of(expected)
+    data = requests.bytes_of(expected)
     assert data == b"\1\0\0\0a\0\0\0\0\3\0\0\0\xff\0z"
     assert read(raw(BYTES, [3, 1]), raw_input_contents=[data]).inputs["x"] == expected
     assert read(typed(BYTES, [3, 1], bytes_contents=values)).inputs["x"] == expected

@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gzip
+import http.client
 import json
 import socket
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
@@ -21,110 +21,18 @@ import pytest
 import tritonclient.http as triton
 import tritonclient.http.aio as triton_aio
 import uvicorn
+from fake_service import FakeLimits, FakeService
 from tritonclient.utils import InferenceServerException
 
 from graphwright.serving import http_codec as codec
 from graphwright.serving.http import application
-from graphwright.serving.protocol import (
-    Duration,
-    IndexEntry,
-    InferRequest,
-    InferResponse,
-    Kind,
-    ModelMetadata,
-    ModelStatistics,
-    Parameters,
-    RequestError,
-    ServerMetadata,
-    TensorMetadata,
-)
+from graphwright.serving.protocol import Kind
 
 JSON_FP32 = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1.5, -2]}
 
 
-@dataclass
-class Limits:
-    max_request_bytes: int = 1 << 20
-    token: str | None = None
-    timeout_s: float | None = 60.0
-
-
-@dataclass
-class Echo:
-    """A service whose model `echo` gives what it takes; `waits` never answers, `fails` raises."""
-
-    live: bool = True
-    all_ready: bool = True
-    loaded: dict[str, Parameters] = field(default_factory=lambda: {"echo": {}, "waits": {}})
-    error: Exception = field(default_factory=lambda: KeyError("secret"))
-    requests: list[InferRequest] = field(default_factory=list)
-    waiting: threading.Event = field(default_factory=threading.Event)
-    cancelled: threading.Event = field(default_factory=threading.Event)
-
-    def is_live(self) -> bool:
-        return self.live
-
-    def is_ready(self) -> bool:
-        return self.all_ready
-
-    def metadata(self) -> ServerMetadata:
-        return ServerMetadata("echoes", "1.2", ("binary_tensor_data",))
-
-    def is_model_ready(self, name: str, version: str) -> bool:
-        self._find(name)
-        return version in ("", "1")
-
-    def model_metadata(self, name: str, version: str) -> ModelMetadata:
-        self._find(name)
-        of_x = TensorMetadata("x", "FP32", (-1, 2))
-        return ModelMetadata(name, (version or "1",), "python", (of_x,), (of_x,))
-
-    def statistics(self, name: str, version: str) -> Sequence[ModelStatistics]:
-        names = [name] if name else list(self.loaded)
-        none = [Duration()] * 6
-        return [
-            ModelStatistics(n, version or "1", 0, 3, 2, *none, {2: Duration(1, 9)}) for n in names
-        ]
-
-    async def infer(self, request: InferRequest) -> InferResponse:
-        self.requests.append(request)
-        if request.model == "fails":
-            raise self.error
-        self._find(request.model)
-        if request.model == "waits":
-            self.waiting.set()
-            try:
-                await asyncio.Event().wait()
-            except asyncio.CancelledError:
-                self.cancelled.set()
-                raise
-        wanted = request.outputs or tuple(request.inputs)
-        outputs = {name: request.inputs[name] for name in wanted}
-        return InferResponse(request.model, request.version or "1", request.id, outputs)
-
-    def index(self, only_ready: bool) -> Sequence[IndexEntry]:
-        entries = [IndexEntry(name, "1", "READY") for name in self.loaded]
-        return (
-            entries if only_ready else [*entries, IndexEntry("b", "1", "UNAVAILABLE", "unloaded")]
-        )
-
-    async def load(self, name: str, parameters: Parameters) -> None:
-        self.loaded[name] = parameters
-
-    async def unload(self, name: str) -> None:
-        self._find(name)
-        del self.loaded[name]
-
-    def metrics(self) -> tuple[bytes, str]:
-        return b"up 1\n", "text/plain; version=0.0.4"
-
-    def _find(self, name: str) -> None:
-        if name not in self.loaded:
-            raise RequestError(Kind.NOT_FOUND, f"There is no model {name}.", remedy="Load it.")
-
-
 @contextlib.contextmanager
-def serving(service: Echo, limits: Limits) -> Iterator[str]:
+def serving(service: FakeService, limits: FakeLimits) -> Iterator[str]:
     """A server in a thread; its host and port."""
     app = application(service, limits)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="httptools"))
@@ -142,19 +50,19 @@ def serving(service: Echo, limits: Limits) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def everywhere() -> Iterator[tuple[str, Echo, Limits]]:
-    service, limits = Echo(), Limits()
+def everywhere() -> Iterator[tuple[str, FakeService, FakeLimits]]:
+    service, limits = FakeService(), FakeLimits()
     with serving(service, limits) as address:
         yield address, service, limits
 
 
 @pytest.fixture
-def address(everywhere: tuple[str, Echo, Limits]) -> str:
+def address(everywhere: tuple[str, FakeService, FakeLimits]) -> str:
     return everywhere[0]
 
 
 @pytest.fixture
-def service(everywhere: tuple[str, Echo, Limits]) -> Echo:
+def service(everywhere: tuple[str, FakeService, FakeLimits]) -> FakeService:
     """As new for each test."""
     service = everywhere[1]
     service.__init__()  # type: ignore[misc]  # the server keeps the object
@@ -162,20 +70,20 @@ def service(everywhere: tuple[str, Echo, Limits]) -> Echo:
 
 
 @pytest.fixture
-def limits(everywhere: tuple[str, Echo, Limits]) -> Iterator[Limits]:
+def limits(everywhere: tuple[str, FakeService, FakeLimits]) -> Iterator[FakeLimits]:
     limits = everywhere[2]
     yield limits
     limits.__init__()  # type: ignore[misc]  # the server keeps the object
 
 
 @pytest.fixture
-def client(address: str, service: Echo) -> Iterator[triton.InferenceServerClient]:
+def client(address: str, service: FakeService) -> Iterator[triton.InferenceServerClient]:
     with triton.InferenceServerClient(address, concurrency=4) as client:
         yield client
 
 
 @pytest.fixture
-def web(address: str, service: Echo) -> Iterator[httpx.Client]:
+def web(address: str, service: FakeService) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=f"http://{address}", trust_env=False) as web:
         yield web
 
@@ -248,7 +156,7 @@ class TestTritonClient:
         )
         np.testing.assert_array_equal(result.as_numpy("x"), array)
 
-    def test_large(self, client: triton.InferenceServerClient, limits: Limits) -> None:
+    def test_large(self, client: triton.InferenceServerClient, limits: FakeLimits) -> None:
         limits.max_request_bytes = 1 << 24
         arrays = [np.arange(n, dtype=np.float32) for n in (300_001, 5, 700_000)]
         inputs = [infer_input(array, "FP32", f"x{n}") for n, array in enumerate(arrays)]
@@ -256,15 +164,15 @@ class TestTritonClient:
         for n, array in enumerate(arrays):
             np.testing.assert_array_equal(result.as_numpy(f"x{n}"), array)
 
-    def test_parameters(self, client: triton.InferenceServerClient, service: Echo) -> None:
+    def test_parameters(self, client: triton.InferenceServerClient, service: FakeService) -> None:
         x = infer_input(ARRAYS["INT8"], "INT8")
         client.infer("echo", [x], timeout=5_000_000, priority=2, parameters={"beams": 3})
         client.infer("echo", [x])
-        first, second = service.requests
+        first, second = service.asked
         assert first.parameters == {"timeout": 5_000_000, "priority": 2, "beams": 3}
         assert first.deadline == pytest.approx(first.received + 5)
-        assert second.deadline == pytest.approx(second.received + 60)
-        assert abs(time.monotonic() - second.received) < 30
+        assert second.deadline == pytest.approx(second.received + 30)
+        assert abs(time.monotonic() - second.received) < 20
 
     def test_concurrent(self, client: triton.InferenceServerClient) -> None:
         arrays = [np.full(3, n, np.int32) for n in range(20)]
@@ -272,7 +180,7 @@ class TestTritonClient:
         for handle, array in zip(asked, arrays, strict=True):
             np.testing.assert_array_equal(handle.get_result().as_numpy("x"), array)
 
-    def test_aio(self, address: str, service: Echo) -> None:
+    def test_aio(self, address: str, service: FakeService) -> None:
         async def ask() -> None:
             async with triton_aio.InferenceServerClient(address) as client:
                 assert await client.is_server_ready()
@@ -280,48 +188,61 @@ class TestTritonClient:
                 asked = [client.infer("echo", [infer_input(a, "FP64")]) for a in arrays]
                 for result, array in zip(await asyncio.gather(*asked), arrays, strict=True):
                     np.testing.assert_array_equal(result.as_numpy("x"), array)
-                with pytest.raises(InferenceServerException, match="no model nobody"):
+                with pytest.raises(InferenceServerException, match="no model 'nobody'"):
                     await client.infer("nobody", [infer_input(arrays[0], "FP64")])
 
         asyncio.run(ask())
 
-    def test_health(self, client: triton.InferenceServerClient, service: Echo) -> None:
+    def test_health(self, client: triton.InferenceServerClient, service: FakeService) -> None:
         assert client.is_server_live()
         assert client.is_server_ready()
         assert client.is_model_ready("echo")
         assert client.is_model_ready("echo", "1")
         assert not client.is_model_ready("echo", "2")
         assert not client.is_model_ready("nobody")
-        service.live = service.all_ready = False
+        service.live = False
         assert not client.is_server_live()
         assert not client.is_server_ready()
 
     def test_metadata(self, client: triton.InferenceServerClient) -> None:
-        of_server = {"name": "echoes", "version": "1.2", "extensions": ["binary_tensor_data"]}
+        extensions = ["statistics", "model_repository"]
+        of_server = {"name": "fake", "version": "0.1", "extensions": extensions}
         assert client.get_server_metadata() == of_server
         of_x = {"name": "x", "datatype": "FP32", "shape": [-1, 2]}
-        of_model = {"name": "echo", "platform": "python", "inputs": [of_x], "outputs": [of_x]}
+        of_y = {"name": "y", "datatype": "BYTES", "shape": [-1]}
+        of_model = {"name": "echo", "platform": "pytorch", "inputs": [of_x], "outputs": [of_y]}
         assert client.get_model_metadata("echo") == {**of_model, "versions": ["1"]}
         assert client.get_model_metadata("echo", "4") == {**of_model, "versions": ["4"]}
 
+    def test_configuration(self, client: triton.InferenceServerClient) -> None:
+        assert client.get_model_config("echo", "1") == {
+            "name": "echo",
+            "platform": "pytorch",
+            "max_batch_size": 8,
+            "input": [{"name": "x", "data_type": "TYPE_FP32", "dims": [2]}],
+            "output": [{"name": "y", "data_type": "TYPE_STRING", "dims": []}],
+        }
+        with pytest.raises(InferenceServerException, match="no model 'nobody'"):
+            client.get_model_config("nobody")
+
     def test_statistics(self, client: triton.InferenceServerClient) -> None:
         names = [m["name"] for m in client.get_inference_statistics()["model_stats"]]
-        assert names == ["echo", "waits"]
+        assert names == ["echo", "slow"]
         (model,) = client.get_inference_statistics("echo", "5")["model_stats"]
-        assert (model["name"], model["version"], model["inference_count"]) == ("echo", "5", 3)
-        assert model["batch_stats"][0]["compute_infer"] == {"count": 1, "ns": 9}
+        assert (model["name"], model["version"], model["inference_count"]) == ("echo", "5", 8)
+        assert model["batch_stats"][0]["compute_infer"] == {"count": 2, "ns": 3}
 
-    def test_repository(self, client: triton.InferenceServerClient, service: Echo) -> None:
+    def test_repository(self, client: triton.InferenceServerClient, service: FakeService) -> None:
         client.load_model("new", config='{"a": 1}')
         assert service.loaded["new"] == {"config": '{"a": 1}'}
         client.unload_model("echo")
         index = client.get_model_repository_index()
         assert [(entry["name"], entry["state"]) for entry in index] == [
-            ("waits", "READY"),
+            ("echo", "UNAVAILABLE"),
+            ("old", "UNAVAILABLE"),
             ("new", "READY"),
-            ("b", "UNAVAILABLE"),
         ]
-        with pytest.raises(InferenceServerException, match="no model echo") as info:
+        with pytest.raises(InferenceServerException, match="no model 'echo'") as info:
             client.unload_model("echo")
         assert info.value.status() == "404"
 
@@ -353,7 +274,7 @@ class TestPlainJson:
 
     def test_index_of_what_is_ready(self, web: httpx.Client) -> None:
         found = web.post("/v2/repository/index", json={"ready": True}).json()
-        assert [entry["name"] for entry in found] == ["echo", "waits"]
+        assert [entry["name"] for entry in found] == ["echo"]
         packed = gzip.compress(b'{"ready":true}')
         headers = {"content-encoding": "gzip"}
         assert web.post("/v2/repository/index", content=packed, headers=headers).json() == found
@@ -409,29 +330,27 @@ class TestErrors:
             (Kind.TOO_LATE, 504),
         ],
     )
-    def test_each_kind(self, web: httpx.Client, service: Echo, kind: Kind, status: int) -> None:
-        service.error = RequestError(kind, "It is so.", remedy="Do this.", retry_after_s=1.2)
-        answer = web.post("/v2/models/fails/infer", json={"inputs": []})
+    def test_each_kind(self, web: httpx.Client, kind: Kind, status: int) -> None:
+        answer = web.post(f"/v2/models/error:{kind.name}/infer", json={"inputs": []})
         assert answer.status_code == status
-        assert answer.json() == {"error": "It is so. Do this."}
+        assert answer.json() == {"error": "So it is. Ask öfter."}
         assert answer.headers["retry-after"] == "2"
         assert ("www-authenticate" in answer.headers) == (status == 401)
 
-    def test_overload_says_when_to_ask_again(self, web: httpx.Client, service: Echo) -> None:
-        service.error = RequestError(Kind.OVERLOADED, "Much to do.")
-        answer = web.post("/v2/models/fails/infer", json={"inputs": []})
+    def test_overload_says_when_to_ask_again(self, web: httpx.Client) -> None:
+        answer = web.post("/v2/models/full/infer", json={"inputs": []})
         assert (answer.status_code, answer.headers["retry-after"]) == (429, "1")
 
     def test_a_failure_is_logged_and_not_shown(
         self, web: httpx.Client, caplog: pytest.LogCaptureFixture
     ) -> None:
-        answer = web.post("/v2/models/fails/infer", json={"inputs": []})
+        answer = web.post("/v2/models/boom/infer", json={"inputs": []})
         assert answer.status_code == 500
-        assert answer.json() == {"error": "The server failed with KeyError; its log says more."}
+        assert answer.json() == {"error": "The server failed with RuntimeError; its log says more."}
         (record,) = [r for r in caplog.records if r.name == "graphwright.serving"]
-        assert "/v2/models/fails/infer" in record.getMessage()
+        assert "/v2/models/boom/infer" in record.getMessage()
         assert record.exc_info is not None
-        assert "secret" in str(record.exc_info[1])
+        assert "within the model" in str(record.exc_info[1])
         assert not [r for r in caplog.records if r.name == "uvicorn.error" and r.exc_info]
 
     @pytest.mark.parametrize(
@@ -469,7 +388,7 @@ class TestErrors:
         assert answer.status_code == 400
         assert says in answer.json()["error"]
 
-    def test_a_large_body_for_the_repository(self, web: httpx.Client, service: Echo) -> None:
+    def test_a_large_body_for_the_repository(self, web: httpx.Client, service: FakeService) -> None:
         parameters = {"config": "x" * 100_000}
         path = "/v2/repository/models/new/load"
         assert web.post(path, json={"parameters": parameters}).status_code == 200
@@ -480,10 +399,29 @@ class TestErrors:
         answer = web.post(f"/v2/repository/{path}", content=b"[")
         assert (answer.status_code, list(answer.json())) == (400, ["error"])
 
-    def test_the_connection_stays(self, web: httpx.Client) -> None:
-        for _ in range(3):
-            assert web.post("/v2/models/echo/infer", content=b"x" * 70_000).status_code == 400
-        assert web.post("/v2/models/echo/infer", json={"inputs": [JSON_FP32]}).status_code == 200
+    def test_the_connection_stays(
+        self, address: str, service: FakeService, limits: FakeLimits
+    ) -> None:
+        limits.max_request_bytes = 100_000
+        right = json.dumps({"inputs": [JSON_FP32]}).encode()
+        asked = [
+            ("echo", b"x" * 70_000, 400),
+            ("echo", b"x" * 3_000_000, 413),  # It is answered before it is read.
+            ("nobody", right, 404),
+            ("boom", right, 500),
+            ("echo/x", b"x" * 3_000_000, 404),
+            ("error:OVERLOADED", right, 429),
+        ]
+        with contextlib.closing(http.client.HTTPConnection(address, timeout=20)) as connection:
+            connection.connect()
+            connection.auto_open = 0  # It is not to come back once it is closed.
+            for model, body, status in [each for pair in asked for each in (pair, pair)]:
+                connection.request("POST", f"/v2/models/{model}/infer", body)
+                answer = connection.getresponse()
+                assert (answer.status, list(json.loads(answer.read()))) == (status, ["error"])
+                connection.request("POST", "/v2/models/echo/infer", right)
+                answer = connection.getresponse()
+                assert (answer.status, "outputs" in json.loads(answer.read())) == (200, True)
 
 
 class TestLimits:
@@ -493,7 +431,7 @@ class TestLimits:
     @pytest.mark.parametrize("chunked", [False, True])
     @pytest.mark.parametrize(("size", "status"), [(5000, 200), (5001, 413)])
     def test_size(
-        self, web: httpx.Client, limits: Limits, chunked: bool, size: int, status: int
+        self, web: httpx.Client, limits: FakeLimits, chunked: bool, size: int, status: int
     ) -> None:
         limits.max_request_bytes = 5000
         body = self.body(size)
@@ -503,7 +441,7 @@ class TestLimits:
 
     @pytest.mark.parametrize(("size", "status"), [(5000, 200), (5001, 413), (100_000_000, 413)])
     def test_size_once_decompressed(
-        self, web: httpx.Client, limits: Limits, size: int, status: int
+        self, web: httpx.Client, limits: FakeLimits, size: int, status: int
     ) -> None:
         limits.max_request_bytes = 5000 if size < 10_000 else 1 << 20
         body = gzip.compress(self.body(size), 1)
@@ -515,12 +453,12 @@ class TestLimits:
     def test_no_more_is_read_than_the_limit(self, declared: bool) -> None:
         headers = [(b"content-length", b"9000")] if declared else []
         asked = Asked([b"x" * 400] * 100, headers)
-        asyncio.run(asked.of(application(Echo(), Limits(1000))))
+        asyncio.run(asked.of(application(FakeService(), FakeLimits(1000))))
         assert asked.status == 413
         assert asked.read == (0 if declared else 3)
 
     def test_token(self) -> None:
-        with serving(Echo(), Limits(token="sesame")) as address:
+        with serving(FakeService(), FakeLimits(token="sesame")) as address:
             url = f"http://{address}"
             with httpx.Client(base_url=url, trust_env=False) as web:
                 for path in ("/v2/health/live", "/v2/health/ready"):
@@ -543,53 +481,55 @@ class TestLimits:
 
 
 class TestGoing:
-    def test_a_client_that_goes_cancels_its_request(self, address: str, service: Echo) -> None:
+    def test_a_client_that_goes_cancels_its_request(
+        self, address: str, service: FakeService
+    ) -> None:
         body = json.dumps({"inputs": [JSON_FP32]}).encode()
-        head = b"POST /v2/models/waits/infer HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
+        head = b"POST /v2/models/slow/infer HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n"
         host, port = address.split(":")
         with socket.create_connection((host, int(port))) as connection:
             connection.sendall(head % len(body) + body)
-            assert service.waiting.wait(10)
-            assert not service.cancelled.is_set()
-        assert service.cancelled.wait(10)
+            assert service.began.wait(10)
+            assert not service.dropped.is_set()
+        assert service.dropped.wait(10)
 
     def test_a_client_that_goes_while_it_sends(
-        self, address: str, service: Echo, caplog: pytest.LogCaptureFixture
+        self, address: str, service: FakeService, caplog: pytest.LogCaptureFixture
     ) -> None:
         asked = Asked([b"{"], [], gone_after=1)
-        asyncio.run(asked.of(application(service, Limits())))
-        assert (asked.status, service.requests) == (None, [])
+        asyncio.run(asked.of(application(service, FakeLimits())))
+        assert (asked.status, service.asked) == (None, [])
         assert not caplog.records
 
-    def test_nobody_is_answered_once_gone(self, service: Echo) -> None:
+    def test_nobody_is_answered_once_gone(self, service: FakeService) -> None:
         body = json.dumps({"inputs": [JSON_FP32]}).encode()
-        asked = Asked([body], [], path="/v2/models/waits/infer", last=True, gone_after=1)
-        asyncio.run(asked.of(application(service, Limits())))
+        asked = Asked([body], [], path="/v2/models/slow/infer", last=True, gone_after=1)
+        asyncio.run(asked.of(application(service, FakeLimits())))
         assert asked.status is None
-        assert service.cancelled.is_set()
+        assert service.dropped.is_set()
 
-    def test_the_server_s_own_end_goes_through(self, service: Echo) -> None:
+    def test_the_server_s_own_end_goes_through(self, service: FakeService) -> None:
         body = json.dumps({"inputs": [JSON_FP32]}).encode()
-        asked = Asked([body], [], path="/v2/models/waits/infer", last=True)
+        asked = Asked([body], [], path="/v2/models/slow/infer", last=True)
 
         async def end() -> None:
-            task = asyncio.ensure_future(asked.of(application(service, Limits())))
-            while not service.waiting.is_set():
+            task = asyncio.ensure_future(asked.of(application(service, FakeLimits())))
+            while not service.began.is_set():
                 await asyncio.sleep(0)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
 
         asyncio.run(end())
-        assert service.cancelled.is_set()
+        assert service.dropped.is_set()
         assert asked.status is None
 
-    def test_nothing_stays_behind_an_answer(self, service: Echo) -> None:
+    def test_nothing_stays_behind_an_answer(self, service: FakeService) -> None:
         body = json.dumps({"inputs": [JSON_FP32]}).encode()
         asked = Asked([body], [], path="/v2/models/echo/infer", last=True)
 
         async def ask() -> int:
-            await asked.of(application(service, Limits()))
+            await asked.of(application(service, FakeLimits()))
             await asyncio.sleep(0)
             return len(asyncio.all_tasks())
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,12 +13,14 @@ from chosen import choosing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from served import BY_LENGTH, AmongRows, Encoder, HardlyAmongRows, WithoutMask, config, made, sample
+from test_artifacts import facts_without
 from torch import nn
 
 import graphwright as gw
 from graphwright.serving.joining import Part
-from graphwright.serving.model import ModelConfig, PreparedModel
-from graphwright.serving.protocol import Kind, RequestError
+from graphwright.serving.model_config import ModelConfig
+from graphwright.serving.prepared_model import PreparedModel
+from graphwright.serving.protocol import DTYPES, Kind, RequestError, TensorMetadata
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +44,7 @@ def test_each_request_gets_its_own_answer(
     parts = parts_of(prepared, sizes)
     rows = sum(n for n, _ in sizes)
     for at in ((rows, max(length for _, length in sizes)), (32, 16)):
-        answers = prepared.joiner.cut(prepared.compute(parts, at), parts)
+        answers = prepared.compute(parts, at)
         for part, answer in zip(parts, answers, strict=True):
             with torch.no_grad():
                 expected = made()(*part.leaves)
@@ -110,7 +114,7 @@ def test_tensors_without_rows_are_shared_only_by_requests_that_agree() -> None:
         for s in (2.0, 3.0, 2.0)
     )
     assert one.key == same.key != other.key
-    answers = found.joiner.cut(found.compute([one, same], (2,)), [one, same])
+    answers = found.compute([one, same], (2,))
     for part, answer in zip((one, same), answers, strict=True):
         torch.testing.assert_close(answer["output_0"], part.leaves[0] * 2)
         torch.testing.assert_close(answer["output_1.0"], part.leaves[0].sum(1))
@@ -138,6 +142,7 @@ def test_what_was_tuned_is_served_at_its_own_sizes(saved: bool, tmp_path: Path) 
         tuned = gw.load(tmp_path / "served.gw", trust=True)
     found = PreparedModel(ModelConfig(tuned))
     assert sorted(found.timings.seconds) == [(1, 8), (1, 16), (4, 8), (4, 16)]
+    assert [each.name for each in found.inputs] == ["ids", "mask"]
     assert (found.joins, found.timings.pads, found.notes) == (True, True, [])
     parts = [
         found.joiner.part(
@@ -146,13 +151,54 @@ def test_what_was_tuned_is_served_at_its_own_sizes(saved: bool, tmp_path: Path) 
         for n in (3, 16)
     ]
     before = tuned.calls["tuned"]
-    answers = found.joiner.cut(found.compute(parts, (4, 16)), parts)
+    answers = found.compute(parts, (4, 16))
     assert tuned.calls["tuned"] == before + 1
     for part, answer in zip(parts, answers, strict=True):
         with torch.no_grad():
             expected = model(*part.leaves)
         for name, value in answer.items():
             torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
+
+
+class _Flat(nn.Module):
+    """Padding changes its answers."""
+
+    def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        return (left - right).cumsum(1).mean(1)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_file_without_its_model_answers_the_sizes_that_were_saved(tmp_path: Path) -> None:
+    path, sizes = tmp_path / "flat.gw", [(2, 8), (2, 16), (4, 8), (4, 16)]
+    calls = [((torch.randn(size), torch.randn(size)), {}) for size in sizes]
+    with choosing("torchscript"):
+        tuned = gw.tune(
+            _Flat().eval(),
+            samples=calls,
+            strategies=["torchscript"],
+            remember=False,
+            progress=False,
+            isolate=False,
+        )
+    gw.save(tuned, path)
+    found = PreparedModel(ModelConfig(gw.load(path, trust=True)))
+    names = [each.name for each in found.inputs]
+    assert names == ["left", "right"]
+    assert sorted(found.timings.seconds) == sizes
+    assert (found.joins, found.timings.pads, found.splits) == (True, False, True)
+
+    def parts(rows: int, length: int) -> list[tuple[int, ...]]:
+        made = [torch.randn(rows, length) for _ in names]
+        return [part.sizes for part in found.parts(dict(zip(names, made, strict=True)))]
+
+    assert parts(1, 8) == [(1, 8)]
+    assert parts(9, 16) == [(4, 16), (4, 16), (1, 16)]
+    with pytest.raises(RequestError, match=r"batch 1, length 5.* of 2×8, 2×16") as caught:
+        parts(1, 5)
+    assert caught.value.kind is Kind.INVALID
+    facts_without("argument_names")(path)  # As earlier versions saved it.
+    earlier = PreparedModel(ModelConfig(gw.load(path, trust=True)))
+    assert [each.name for each in earlier.inputs] == ["args.0", "args.1"]
 
 
 def test_a_model_without_a_sample_is_refused() -> None:
@@ -175,6 +221,133 @@ def test_an_answer_stays_when_the_model_uses_its_memory_again() -> None:
 
     found = PreparedModel(ModelConfig(Reusing(), (torch.randn(4, 3),)))
     first, second = (found.joiner.part({"x": torch.full((1, 3), value)}) for value in (1.0, 5.0))
-    answers = found.joiner.cut(found.compute([first], (1,)), [first])
+    answers = found.compute([first], (1,))
     found.compute([second], (1,))
     torch.testing.assert_close(answers[0]["output"], torch.full((1, 3), 2.0))
+
+
+class _ByColumn(nn.Module):
+    """Rows are the second dimension, two for each; what comes out first has them the first."""
+
+    def forward(self, x: torch.Tensor, scale: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        answer = (x.unflatten(1, (-1, 2)).sum(-1) * scale).t()
+        scale += 1  # Which is no concern of other calls.
+        return answer, x, torch.tensor(3.0)
+
+
+def test_parts_of_a_request_are_put_together_along_its_rows() -> None:
+    from torch.export import Dim
+
+    shapes = {"x": {1: 2 * Dim("batch")}, "scale": None}
+    args = (torch.randn(3, 8), torch.tensor([2.0]))
+    found = PreparedModel(ModelConfig(_ByColumn(), args, dynamic_shapes=shapes))
+    assert [each.shape for each in found.outputs] == [(-1, 3), (3, -1), ()]
+    x, scale = torch.randn(3, 150), torch.tensor([5.0])
+    parts = found.parts({"x": x.clone(), "scale": scale.clone()})
+    assert [part.sizes for part in parts] == [(32,), (32,), (11,)]
+    answers = [found.compute([part], part.sizes)[0] for part in parts]
+    whole = found.joiner.put_together(answers)
+    expected = _ByColumn()(x, scale)
+    for value, wanted in zip(whole.values(), expected, strict=True):
+        torch.testing.assert_close(value, wanted)
+        assert value.is_contiguous()
+    with pytest.raises(RequestError, match="is 7; it may be 2 and more in steps of 2"):
+        found.parts({"x": x[:, :7], "scale": scale})
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("kind", "splits"), [(Encoder, True), (AmongRows, False)])
+def test_where_calls_have_one_row_the_model_itself_tells_whether_rows_are_apart(
+    kind: type[Encoder], splits: bool
+) -> None:
+    buckets = gw.Buckets(batch=[1], length=[8, 16])
+    found = PreparedModel(replace(config(kind), buckets=buckets))
+    assert found.splits is splits
+    ids, mask = sample(3, 7)
+    if splits:
+        assert [part.sizes for part in found.parts({"ids": ids, "mask": mask})] == [(1, 7)] * 3
+    else:
+        with pytest.raises(RequestError, match="is 3; it may be 1 to 1"):
+            found.parts({"ids": ids, "mask": mask})
+
+
+class _Same(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x
+
+
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_any_datatype_is_joined_and_answered(dtype: torch.dtype) -> None:
+    """By a model whose result is its own input."""
+    example = torch.tensor([[0, 1], [1, 1], [0, 0]]).to(dtype)
+    found = PreparedModel(ModelConfig(_Same(), (example,)))
+    parts = [found.joiner.part({"x": example[n : n + 2].clone()}) for n in (0, 1)]
+    answers = found.compute(parts, (8,))
+    for part, answer in zip(parts, answers, strict=True):
+        assert torch.equal(answer["output"], part.leaves[0])
+        assert answer["output"].data_ptr() != part.leaves[0].data_ptr()
+
+
+def test_images_are_laid_out_as_those_of_the_sample() -> None:
+    """Else no graph that was captured for them would be found."""
+    seen: list[tuple[int, ...]] = []
+
+    class Seen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.stride())
+            return x.sum((2, 3))
+
+    images = torch.randn(4, 3, 5, 5).to(memory_format=torch.channels_last)
+    found = PreparedModel(ModelConfig(Seen(), (images,)))
+    parts = [found.joiner.part({"x": torch.randn(2, 3, 5, 5)}) for _ in range(2)]
+    for count in (1, 2):
+        found.compute(parts[:count], (2 * count,))
+        assert seen[-1] == images.stride()
+
+
+def test_a_result_that_its_call_does_not_explain_is_not_cut() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([x, x]) if x[0, 0] > 100 else x
+
+    found = PreparedModel(ModelConfig(model, (torch.randn(2, 3),)))
+    usual, other = (found.joiner.part({"x": torch.full((1, 3), n)}) for n in (1.0, 200.0))
+    assert found.compute([usual], (1,))
+    with pytest.raises(RequestError, match=r"shape \[2, 3\], which does not follow") as caught:
+        found.compute([other], (1,))
+    assert caught.value.kind is Kind.FAILED
+
+
+def test_a_model_that_is_served_twice_is_called_in_turns() -> None:
+    """It may use its memory again, as in a reload of one that is not made anew."""
+    first = PreparedModel(config())
+    second = PreparedModel(replace(first.config))
+    (part,) = parts_of(first, [(1, 4)])
+    with ThreadPoolExecutor(1) as pool:
+        with first._lock:
+            computing = pool.submit(second.compute, [part], (1, 4))
+            assert not wait([computing], timeout=0.1).done
+        assert computing.result(30)
+
+
+@pytest.mark.parametrize(
+    ("answer", "words"),
+    [
+        (lambda x: {"a": {"b": x}, "a.b": x}, "Two outputs of the model are called 'a.b'"),
+        (lambda x: x * 1j, "The output 'output' is of torch.complex64"),
+    ],
+)
+def test_what_has_no_name_of_its_own_is_refused(answer: Any, words: str) -> None:
+    with pytest.raises(gw.OptionError, match=words):
+        PreparedModel(ModelConfig(answer, (torch.randn(2, 3),)))
+
+
+@pytest.mark.parametrize(
+    ("model", "rows"), [(lambda x: x * 2, 32), (lambda x: x.t(), 0), (lambda x: (x, x[0] * 0), 0)]
+)
+def test_a_batch_size_is_told_where_rows_come_first(model: Any, rows: int) -> None:
+    assert PreparedModel(ModelConfig(model, (torch.randn(2, 3),))).max_batch_size == rows
+
+
+def test_tensors_that_no_function_makes_are_not_declared() -> None:
+    with pytest.raises(gw.OptionError, match="beside a postprocess"):
+        PreparedModel(replace(config(), outputs=[TensorMetadata("label", "BYTES", (-1,))]))

@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from served import AmongRows, Picky, config, made, sample
+from served import AmongRows, Encoder, Picky, config, made, sample
 
-from graphwright.serving.model import ModelConfig, PreparedModel
+from graphwright.serving.model_config import ModelConfig
 from graphwright.serving.options import Source
+from graphwright.serving.prepared_model import PreparedModel
 from graphwright.serving.protocol import InferRequest, Kind, RequestError, Strings, TensorMetadata
 from graphwright.serving.repository import Repository
 
@@ -138,6 +139,29 @@ def test_more_than_may_wait_are_refused_with_when_to_ask_again() -> None:
     run(test)
 
 
+def test_requests_in_preprocess_are_counted_among_those_that_wait() -> None:
+    async def test() -> None:
+        go = threading.Event()
+
+        def waiting(inputs: Any) -> Any:
+            assert go.wait(30)
+            return inputs
+
+        given = config()
+        async with serving(replace(given, preprocess=waiting), max_queue=3) as repository:
+            asked = [request(seed=n) for n in range(3)]
+            answers = [asyncio.create_task(repository.infer(each)) for each in asked]
+            await asyncio.sleep(0)
+            with pytest.raises(RequestError) as caught:
+                await repository.infer(request())
+            assert caught.value.kind is Kind.OVERLOADED
+            go.set()
+            for each, answer in zip(asked, await asyncio.gather(*answers), strict=True):
+                assert_answers(given.model, each, answer.outputs)
+
+    run(test)
+
+
 def test_a_request_that_waits_beyond_its_deadline_is_dropped_and_never_computed() -> None:
     async def test() -> None:
         model, given = slow()
@@ -172,6 +196,99 @@ def test_a_client_that_goes_away_is_not_computed_for() -> None:
             model.go.set()
             await asyncio.gather(first, stays)
             assert repository.statistics("net", "")[0].inference_count == 2
+
+    run(test)
+
+
+LARGE = 70  # rows: two calls of 32, and one of 6
+
+
+def test_a_request_of_more_rows_than_any_size_is_answered_in_parts() -> None:
+    async def test() -> None:
+        given = config()
+        large = [request(LARGE + n, 9 + n, n) for n in range(3)]
+        small = [request(1, 1 + n % 16, 10 + n) for n in range(40)]
+        asked = [*large[:2], *small, large[2]]
+        async with serving(given) as repository:
+            answers = await asyncio.gather(*map(repository.infer, asked))
+            counted = repository.statistics("net", "")[0]
+            text = repository.metrics()[0].decode()
+        for each, answer in zip(asked, answers, strict=True):
+            assert_answers(given.model, each, answer.outputs)
+        assert counted.inference_count == 3 * LARGE + 3 + 40
+        assert max(counted.batches) <= 32
+        stages = [counted.queue, counted.compute_input, counted.compute_infer]
+        assert [each.count for each in (counted.success, *stages)] == [43] * 4
+        assert 'graphwright_stage_seconds_count{model="net",stage="queue",version="1"} 43' in text
+
+    run(test)
+
+
+def test_a_request_in_parts_is_taken_where_one_more_may_wait() -> None:
+    async def test() -> None:
+        given = config()
+        async with serving(given, max_queue=1) as repository:
+            asked = request(LARGE)
+            assert_answers(given.model, asked, (await repository.infer(asked)).outputs)
+
+    run(test)
+
+
+@pytest.mark.parametrize("why", ["the client goes", "the deadline passes"])
+def test_a_request_in_parts_that_nobody_waits_for_is_computed_no_further(why: str) -> None:
+    async def test() -> None:
+        model, given = slow()
+        async with serving(given) as repository:
+            model.go.clear()
+            late = time.monotonic() + 0.2 if why == "the deadline passes" else None
+            large = asyncio.create_task(repository.infer(request(LARGE, deadline=late)))
+            await asyncio.sleep(0.05)
+            if late is None:
+                large.cancel()
+            (found,) = await asyncio.gather(large, return_exceptions=True)
+            kind = asyncio.CancelledError if late is None else RequestError
+            assert isinstance(found, kind)
+            model.go.set()
+            assert (await repository.infer(request())).outputs
+            counted = repository.statistics("net", "")[0]
+        assert counted.inference_count == 32 + 1
+        assert (counted.success.count, counted.fail.count) == (1, 1)
+
+    run(test)
+
+
+def test_a_request_fails_as_a_whole_with_one_of_its_parts_and_no_other_does() -> None:
+    async def test() -> None:
+        given = config(Picky)
+        large, others = request(LARGE), [request(seed=n) for n in range(1, 9)]
+        large.inputs["ids"][LARGE - 1, 0] = 0  # In its last part.
+        async with serving(given) as repository:
+            found = await asyncio.gather(
+                *map(repository.infer, [large, *others]), return_exceptions=True
+            )
+            counted = repository.statistics("net", "")[0]
+        assert isinstance(found[0], RequestError)
+        assert found[0].kind is Kind.FAILED
+        for each, answer in zip(others, found[1:], strict=True):
+            assert_answers(given.model, each, answer.outputs)
+        assert (counted.success.count, counted.fail.count) == (8, 1)
+
+    run(test)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("kind", "rows", "length", "words"),
+    [(AmongRows, 33, 8, "is 33; it may be 1 to 32"), (Encoder, 33, 17, "is 17; it may be 1 to 16")],
+)
+def test_more_rows_that_are_not_apart_and_greater_lengths_are_refused(
+    kind: Any, rows: int, length: int, words: str
+) -> None:
+    async def test() -> None:
+        async with serving(config(kind)) as repository:
+            with pytest.raises(RequestError, match=words) as caught:
+                await repository.infer(request(rows, length))
+            assert caught.value.kind is Kind.INVALID
 
     run(test)
 
@@ -239,6 +356,82 @@ def test_a_model_is_loaded_again_without_losing_a_request() -> None:
     run(test)
 
 
+async def loaded_beside(repository: Repository) -> tuple[asyncio.Task[Any], asyncio.Task[Any]]:
+    """A request that the old model computes, and the load that waits for its answer."""
+    asked = await computing(repository)
+    before = repository._entries["net"].runner
+    loading = asyncio.create_task(repository.load("net", {}))
+    while repository._entries["net"].runner is before:
+        await asyncio.sleep(0.01)
+    return asked, loading
+
+
+def test_what_is_computed_when_its_model_is_closed_is_answered() -> None:
+    async def test() -> None:
+        model, given = slow()
+        models = [given, config()]
+        async with serving(lambda: models.pop(0), drain_s=0.05) as repository:
+            model.go.clear()
+            asked, loading = await loaded_beside(repository)
+            await asyncio.sleep(0.1)  # It is waited for no longer.
+            model.go.set()
+            await loading
+            assert (await asked).outputs
+
+    run(test)
+
+
+@pytest.mark.parametrize("client_goes", [False, True])
+def test_the_end_of_the_server_waits_for_a_model_that_was_just_replaced(client_goes: bool) -> None:
+    async def test() -> None:
+        model, given = slow()
+        models = [given, config()]
+        async with serving(lambda: models.pop(0)) as repository:
+            model.go.clear()
+            asked, loading = await loaded_beside(repository)
+            if client_goes:
+                loading.cancel()
+                await asyncio.gather(loading, return_exceptions=True)
+            draining = asyncio.create_task(repository.drain())
+            await asyncio.sleep(0.05)
+            assert not draining.done()
+            model.go.set()
+            await draining
+            assert (await asked).outputs
+            await asyncio.gather(loading, return_exceptions=True)
+        assert not repository._retiring
+
+    run(test)
+
+
+def test_the_end_of_the_server_during_a_load_leaves_nothing() -> None:
+    async def test() -> None:
+        begun, go = threading.Event(), threading.Event()
+        first = True
+
+        def source() -> ModelConfig:
+            nonlocal first
+            if not first:
+                begun.set()
+                assert go.wait(30)
+            first = False
+            return config()
+
+        async with serving(source) as repository:
+            loading = asyncio.create_task(repository.load("net", {}))
+            await asyncio.to_thread(begun.wait, 30)
+            assert (await repository.infer(request())).outputs
+            await repository.drain()
+            await repository.close()
+            go.set()
+            with pytest.raises(RequestError, match="about to end") as caught:
+                await loading
+            assert caught.value.kind is Kind.UNAVAILABLE
+            assert repository._entries["net"].runner is None
+
+    run(test)
+
+
 def test_a_model_is_unloaded_and_loaded() -> None:
     async def test() -> None:
         fails = False
@@ -273,7 +466,11 @@ def test_a_model_is_unloaded_and_loaded() -> None:
 
 @pytest.mark.parametrize(
     ("name", "version", "words"),
-    [("other", "", "no model 'other'; the server has net"), ("net", "2", "no version '2'")],
+    [
+        ("other", "", "no model 'other'; the server has net"),
+        ("net", "2", "no version '2'"),
+        ("o" * 10_000, "", "no model 'ooo.*; the server has net"),
+    ],
 )
 def test_what_is_not_there_is_named(name: str, version: str, words: str) -> None:
     async def test() -> None:
@@ -281,6 +478,7 @@ def test_what_is_not_there_is_named(name: str, version: str, words: str) -> None
             with pytest.raises(RequestError, match=words) as caught:
                 await repository.infer(replace(request(), model=name, version=version))
             assert caught.value.kind is Kind.NOT_FOUND
+            assert len(str(caught.value)) < 500
 
     run(test)
 
@@ -373,5 +571,54 @@ def test_a_defect_in_batching_fails_its_requests_and_not_the_next(
             assert all(isinstance(e, RequestError) and e.kind is Kind.FAILED for e in found)
             assert "a batch of net failed" in caplog.text
             assert (await repository.infer(request())).outputs
+
+    run(test)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "words"),
+    [
+        ({}, "The input 'text' is missing; it takes text BYTES [-1]."),
+        ({"text": torch.ones(1)}, "The input 'text' is FP32, not BYTES."),
+        ({"text": Strings((1, 1), (b"",))}, "has the shape [1, 1], not [-1]"),
+    ],
+)
+def test_what_preprocess_is_not_made_for_is_the_client_s_error(inputs: Any, words: str) -> None:
+    async def test() -> None:
+        text = TensorMetadata("text", "BYTES", (-1,))
+        given = replace(
+            config(), preprocess=lambda _: dict(zip("ab", sample(), strict=True)), inputs=[text]
+        )
+        async with serving(given) as repository:
+            with pytest.raises(RequestError) as caught:
+                await repository.infer(InferRequest("net", "", "", inputs))
+            assert (caught.value.kind, words in str(caught.value)) == (Kind.INVALID, True)
+            with pytest.raises(RequestError, match="preprocessing failed") as caught:
+                await repository.infer(InferRequest("net", "", "", {"text": Strings((0,), ())}))
+            assert caught.value.kind is Kind.FAILED
+
+    run(test)
+
+
+@pytest.mark.parametrize("made", [{}, {"logits": None}, [1], {"logits": torch.ones(1) * 1j}])
+def test_what_postprocess_leaves_out_is_no_answer(made: Any) -> None:
+    async def test() -> None:
+        async with serving(replace(config(), postprocess=lambda _: made)) as repository:
+            with pytest.raises(RequestError, match="postprocessing failed") as caught:
+                await repository.infer(request())
+            assert caught.value.kind is Kind.FAILED
+
+    run(test)
+
+
+def test_metrics_do_not_grow_with_the_sizes_of_requests() -> None:
+    async def test() -> None:
+        async with serving(config()) as repository:
+            for length in range(1, 17):
+                await repository.infer(request(1, length))
+            text = repository.metrics()[0].decode()
+        lines = [line for line in text.splitlines() if "bucket_batches_total{" in line]
+        assert len(lines) == 3
+        assert all(each in text for each in ('bucket="1x4"', 'bucket="1x8"', 'bucket="1x16"'))
 
     run(test)

@@ -381,8 +381,11 @@ def test_a_model_is_served_from_its_file(tmp_path: Path) -> None:
     gw.save(tuned, tmp_path / "net.gw")
     with process(str(tmp_path / "net.gw"), "--trust") as (_, address):
         metadata = httpx.get(f"{address}/v2/models/net").json()
-        assert [each["shape"] for each in metadata["inputs"]] == [[-1, 16], [-1, 16]]
-        asked = dict(zip((each["name"] for each in metadata["inputs"]), sample(2), strict=True))
+        inputs = [(each["name"], each["shape"]) for each in metadata["inputs"]]
+        assert inputs == [("ids", [-1, 16]), ("mask", [-1, 16])]
+        outputs = [(each["name"], each["shape"]) for each in metadata["outputs"]]
+        assert outputs == [("logits", [-1, 5]), ("tokens", [-1, 16, 5])]
+        asked = dict(zip(("ids", "mask"), sample(2), strict=True))
         path, body, headers = binary("net", asked)
         answer = httpx.post(address + path, content=body, headers=headers)
         assert answer.is_success, answer.text

@@ -70,6 +70,14 @@ class Cases:
             ("y", "BYTES", [-1])
         ]
 
+    def configuration(self) -> None:
+        config = self.client.get_model_config("echo", headers=HEADERS).config
+        assert (config.name, config.platform, config.max_batch_size) == ("echo", "pytorch", 8)
+        kinds = tritonclient.grpc.model_config_pb2
+        (x,), (y,) = config.input, config.output
+        assert (x.name, x.data_type, list(x.dims)) == ("x", kinds.TYPE_FP32, [2])
+        assert (y.name, y.data_type, list(y.dims)) == ("y", kinds.TYPE_STRING, [])
+
     def numbers(self) -> None:
         for kind in (
             *(np.bool_, np.uint8, np.uint16, np.uint32, np.uint64),

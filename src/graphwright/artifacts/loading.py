@@ -159,6 +159,8 @@ class _Loading:
             self.loader = self.candidate.loader if facts["loads"] else None
             self.pure, self.same_under_no_grad = bool(facts["pure"]), bool(facts["quiet"])
             facts["model_there"] = bool(facts["model_there"])
+            # Files of earlier versions do not have them.
+            self.argument_names = [_identifier(name) for name in facts.get("argument_names", ())]
             self._refuse_switches()
         except ArtifactError:
             raise
@@ -177,7 +179,7 @@ class _Loading:
         if stored and doubtful is not None and not trust:
             self._refuse_doubtful(doubtful)
         self.model = model
-        self.module = self.called = _module_for(model)
+        self.module = self.called = _module_for(model, self.argument_names)
         self.object_calls: list[object_calls.StoredCall] = []
         self.device = self._device()
         self.notes: list[str] = []
@@ -524,6 +526,12 @@ def _problem(
     return None
 
 
+def _identifier(name: Any) -> str:
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError("the name of an argument is none")
+    return name
+
+
 def _range(leaf: Any, axis: Any, name: Any, low: Any, high: Any) -> Range:
     if not isinstance(name, str) or any(type(n) is not int for n in (leaf, axis, low, high)):
         raise ValueError("a range of sizes is none")
@@ -545,9 +553,9 @@ def _cache_misses() -> int:
     return int(known["inductor"]["fxgraph_cache_miss"]) if known else 0
 
 
-def _module_for(model: Callable[..., Any] | None) -> nn.Module:
+def _module_for(model: Callable[..., Any] | None, argument_names: Sequence[str]) -> nn.Module:
     if model is None:
-        return Absent()
+        return Absent(argument_names)
     if isinstance(model, TunedModule):
         model = model.module
     module = model if isinstance(model, nn.Module) else FunctionModule(model)

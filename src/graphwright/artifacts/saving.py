@@ -14,11 +14,13 @@ from typing import Any
 import torch
 from torch import nn
 
+from ..calls.dependencies import Called
 from ..calls.serialization import digest_of, packed, write_tensors
 from ..calls.signature import switches
 from ..errors import ArtifactError, StrategyFailed, levels_above
 from ..report.environment import environment
 from ..report.report import Report
+from ..shapes.dimensions import parameters_of
 from ..strategies.base import Kept
 from . import container, evidence, object_calls, padding_plans
 from .substitute import substitutes, unsavable
@@ -168,6 +170,7 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
         ArtifactError: no candidate can be.
     """
     candidate, device = origin.candidate, origin.device
+    argument_names = argument_names_of(tuned._choice.module)
     apart, tuned = tuned._choice.apart, of_tensors(tuned)
     why = unsavable(candidate)
     if why is not None:
@@ -205,6 +208,7 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
             "loads": loads,
             "model": report.model,
             "model_there": not isinstance(tuned._choice.module, Absent),
+            "argument_names": argument_names,
             "pure": tuned._choice.pure,
             "quiet": tuned._choice.same_under_no_grad,
             "environment": environment(device),
@@ -214,6 +218,14 @@ def _write(tuned: TunedModule, origin: Origin, report: Report, target: Path) -> 
         }
         container.write(target, folder, facts)
     return Saved(candidate.name, not keeps)
+
+
+def argument_names_of(module: nn.Module) -> list[str]:
+    """The names of the parameters of what was tuned; they may be fewer than it takes."""
+    if isinstance(module, Absent):
+        return list(module.argument_names)
+    names, _ = parameters_of(module.function_of() if isinstance(module, Called) else module)
+    return names
 
 
 def _needs_model(origin: Origin) -> bool:

@@ -63,10 +63,15 @@ Entry = tuple[CallSignature | RangedSignature, Callable[..., Any]]
 
 
 class Absent(nn.Module):
-    """Stands in for a model that `load` was not given: every call raises SignatureError."""
+    """Stands in for a model that `load` was not given: every call raises SignatureError.
 
-    def __init__(self) -> None:
+    Args:
+        argument_names: the names of the model's parameters, as far as they are known.
+    """
+
+    def __init__(self, argument_names: Sequence[str] = ()) -> None:
         super().__init__()
+        self.argument_names = tuple(argument_names)
         self.training = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:

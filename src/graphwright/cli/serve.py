@@ -12,7 +12,7 @@ import torch
 
 from ..artifacts.loading import load
 from ..errors import OptionError, TargetError
-from ..serving.model import ModelConfig
+from ..serving.model_config import ModelConfig
 from ..serving.options import ServerOptions, Source
 from .targets import load_served, load_target
 

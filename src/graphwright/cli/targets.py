@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from ..calls.modules import should_be_in_eval_mode
 from ..calls.options import nearest
 from ..errors import TargetError, first_line, user_frame
-from ..serving.model import ModelConfig
+from ..serving.model_config import ModelConfig
 
 _RETURNS = "Return (model, args) or (model, args, kwargs), or give the inputs with --input."
 _GUARD = 'Put what ends it under `if __name__ == "__main__":`.'

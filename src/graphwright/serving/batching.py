@@ -8,6 +8,7 @@ longest, or whose deadline is near, is always among them, so that none waits for
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -71,6 +72,15 @@ class Timings:
         """The sizes at which a request is computed by itself."""
         points = self.points_for(sizes) if self.exact else []
         return min(points, key=self.seconds.__getitem__, default=sizes)
+
+    def most_rows(self, sizes: Sequence[int]) -> int:
+        """The most rows of a call whose other sizes are these, without the batch; 0 if none is."""
+        return max((point[0] for point in self.points_for((1, *sizes))), default=0)
+
+    def measured(self, sizes: Sizes) -> Sizes | None:
+        """The smallest size that was measured and holds these; None if none does."""
+        points = [point for point in self.seconds if _holds(point, sizes)]
+        return min(points, key=math.prod, default=None)
 
     def alone(self, sizes: Sizes) -> float:
         """The seconds that a request takes by itself."""

@@ -1,4 +1,4 @@
-"""server(): the Open Inference Protocol over gRPC, with Triton's repository and statistics."""
+"""server(): the Open Inference Protocol over gRPC, with Triton's extensions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import grpc
 from google.protobuf.message import DecodeError
 from open_inference.grpc import protocol as messages
 
-from . import checks, grpc_codec
+from . import grpc_codec, requests
 from . import grpc_extensions as extensions
 from .protocol import Kind, RequestError
 from .service import Limits, Service
@@ -82,6 +82,7 @@ class _Methods:
             "ModelReady": (messages.ModelReadyRequest, self.model_ready),
             "ModelMetadata": (messages.ModelMetadataRequest, self.model_metadata),
             "ModelInfer": (messages.ModelInferRequest, self.infer),
+            "ModelConfig": (extensions.ModelConfigRequest, self.configuration),
             "ModelStatistics": (extensions.ModelStatisticsRequest, self.statistics),
             "RepositoryIndex": (extensions.RepositoryIndexRequest, self.index),
             "RepositoryModelLoad": (extensions.RepositoryModelLoadRequest, self.load),
@@ -114,6 +115,10 @@ class _Methods:
     async def statistics(self, request: Any, context: Any) -> Any:
         return grpc_codec.statistics(self._service.statistics(request.name, request.version))
 
+    async def configuration(self, request: Any, context: Any) -> Any:
+        found = self._service.model_configuration(request.name, request.version)
+        return grpc_codec.configuration(found)
+
     async def index(self, request: Any, context: Any) -> Any:
         _check_repository(request)
         return grpc_codec.index(self._service.index(request.ready))
@@ -144,7 +149,7 @@ def _handler(
         try:
             if name not in _OPEN:
                 metadata = dict(context.invocation_metadata())
-                checks.check_token(metadata.get("authorization"), limits.token)
+                requests.check_token(metadata.get("authorization"), limits.token)
             answered: bytes = (await answer(_read(kind, data), context)).SerializeToString()
             return answered
         except RequestError as error:
@@ -171,7 +176,7 @@ def _read(kind: Any, data: bytes) -> Any:
     try:
         return kind.FromString(data)
     except DecodeError:
-        raise checks.invalid(f"The request is no {kind.DESCRIPTOR.name}.") from None
+        raise requests.invalid(f"The request is no {kind.DESCRIPTOR.name}.") from None
 
 
 def _said(error: RequestError) -> tuple[Any, str, tuple[tuple[str, str], ...]]:

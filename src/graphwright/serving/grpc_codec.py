@@ -12,8 +12,8 @@ from typing import Any
 from open_inference.grpc import protocol as messages
 
 from ..calls.options import shown
-from . import checks
 from . import grpc_extensions as extensions
+from . import requests
 from .protocol import (
     BYTES,
     Duration,
@@ -21,6 +21,7 @@ from .protocol import (
     InferRequest,
     InferResponse,
     Kind,
+    ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
     Parameter,
@@ -71,8 +72,8 @@ def infer_request(
         RequestError: INVALID, the message contradicts itself or makes no sense; UNSUPPORTED, it
             asks for shared memory or classification.
     """
-    checks.check_names((each.name for each in message.inputs), "input")
-    checks.check_names((each.name for each in message.outputs), "output")
+    requests.check_names((each.name for each in message.inputs), "input")
+    requests.check_names((each.name for each in message.outputs), "output")
     for tensor in (*message.inputs, *message.outputs):
         for extension in (_SHARED_MEMORY, _CLASSIFICATION):
             if extension in tensor.parameters:
@@ -86,7 +87,7 @@ def infer_request(
         inputs=_inputs(message),
         outputs=tuple(each.name for each in message.outputs),
         parameters=parameters,
-        deadline=checks.deadline(received, parameters, client_s, default_s),
+        deadline=requests.deadline(received, parameters, client_s, default_s),
         received=received,
     )
 
@@ -97,7 +98,7 @@ def infer_response(response: InferResponse) -> messages.ModelInferResponse:
     Raises:
         RequestError: TOO_LARGE, the outputs are more than a message holds.
     """
-    contents = [checks.bytes_of(value) for value in response.outputs.values()]
+    contents = [requests.bytes_of(value) for value in response.outputs.values()]
     size = sum(map(len, contents))
     if size > MOST_BYTES:
         raise RequestError(
@@ -166,6 +167,31 @@ def statistics(entries: Iterable[ModelStatistics]) -> Any:
     )
 
 
+def configuration(found: ModelConfiguration) -> Any:
+    """The message that says how a model is called."""
+    metadata = found.metadata
+
+    def tensors(every: Sequence[TensorMetadata]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": each.name,
+                "data_type": extensions.DATA_TYPES[each.datatype],
+                "dims": found.dims(each),
+            }
+            for each in every
+        ]
+
+    return extensions.ModelConfigResponse(
+        config={
+            "name": metadata.name,
+            "platform": metadata.platform,
+            "max_batch_size": found.max_batch_size,
+            "input": tensors(metadata.inputs),
+            "output": tensors(metadata.outputs),
+        }
+    )
+
+
 def index(entries: Iterable[IndexEntry]) -> Any:
     """The message that lists the models of the repository."""
     return extensions.RepositoryIndexResponse(
@@ -201,13 +227,13 @@ def _inputs(message: messages.ModelInferRequest) -> dict[str, Value]:
         return {tensor.name: _typed(tensor) for tensor in message.inputs}
     for tensor in message.inputs:
         if tensor.contents.ListFields():
-            raise checks.invalid(
+            raise requests.invalid(
                 f"The tensor {shown(tensor.name)} has typed contents beside raw ones.",
                 "Send all inputs in one of the two ways.",
             )
     if len(raw) != len(message.inputs):
         lacking = [shown(tensor.name) for tensor in message.inputs[len(raw) :]]
-        raise checks.invalid(
+        raise requests.invalid(
             f"There are {len(raw)} raw contents for {len(message.inputs)} inputs"
             + (f": none for {', '.join(lacking[:10])}." if lacking else ".")
         )
@@ -217,39 +243,39 @@ def _inputs(message: messages.ModelInferRequest) -> dict[str, Value]:
 
 
 def _raw(tensor: messages.ModelInferRequest.InferInputTensor, data: bytes) -> Value:
-    checks.check_datatype(tensor.datatype, tensor.name)
+    requests.check_datatype(tensor.datatype, tensor.name)
     if tensor.datatype == BYTES:
-        return checks.strings_from_bytes(data, tensor.shape, tensor.name)
-    return checks.numbers_from_bytes(data, tensor.datatype, tensor.shape, tensor.name)
+        return requests.strings_from_bytes(data, tensor.shape, tensor.name)
+    return requests.numbers_from_bytes(data, tensor.datatype, tensor.shape, tensor.name)
 
 
 def _typed(tensor: messages.ModelInferRequest.InferInputTensor) -> Value:
     name, datatype, shape = tensor.name, tensor.datatype, tensor.shape
-    checks.check_datatype(datatype, name)
-    count = checks.element_count(shape, name)
+    requests.check_datatype(datatype, name)
+    count = requests.element_count(shape, name)
     if datatype == BYTES:
-        return checks.strings(_contents(tensor, "bytes_contents"), count, shape, name)
+        return requests.strings(_contents(tensor, "bytes_contents"), count, shape, name)
     if datatype not in _TYPED:
-        raise checks.invalid(
+        raise requests.invalid(
             f"The tensor {shown(name)} of {datatype} has no raw contents.",
             f"There are no typed contents for {datatype}: send it in raw_input_contents.",
         )
     field, code = _TYPED[datatype]
     values = _contents(tensor, field)
-    checks.check_count(len(values), count, shape, name)
+    requests.check_count(len(values), count, shape, name)
     try:
         elements = array(code, values)
     except OverflowError:
         what = f"The tensor {shown(name)} has elements that are out of the range of {datatype}."
-        raise checks.invalid(what) from None
-    return checks.numbers(elements, datatype, shape, name)
+        raise requests.invalid(what) from None
+    return requests.numbers(elements, datatype, shape, name)
 
 
 def _contents(tensor: messages.ModelInferRequest.InferInputTensor, field: str) -> Sequence[Any]:
     """The typed contents of one field, if there are none in another."""
     for descriptor, _ in tensor.contents.ListFields():
         if descriptor.name != field:
-            raise checks.invalid(
+            raise requests.invalid(
                 f"The tensor {shown(tensor.name)} has {descriptor.name}, "
                 f"and {tensor.datatype} has {field}."
             )
@@ -264,7 +290,7 @@ def _parameters(found: Mapping[str, Any]) -> dict[str, Parameter]:
 def _parameter(key: str, message: Any) -> Parameter:
     choice = message.WhichOneof("parameter_choice")
     if choice is None:
-        raise checks.invalid(f"The parameter {shown(key)} has no value.")
+        raise requests.invalid(f"The parameter {shown(key)} has no value.")
     value: Parameter = getattr(message, choice)
     return value
 

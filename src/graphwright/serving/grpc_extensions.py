@@ -1,7 +1,8 @@
-"""Triton's extensions of the protocol as protobuf messages: model repository and statistics.
+"""Triton's extensions of the protocol as protobuf messages.
 
-open-inference-grpc knows the protocol itself only. What is described here agrees with Triton's
-grpc_service.proto on the wire, has a descriptor pool of its own, and so may be used beside any
+They are the model repository, model configuration and statistics; open-inference-grpc knows the
+protocol itself only. What is described here agrees with Triton's grpc_service.proto and
+model_config.proto on the wire, has a descriptor pool of its own, and so may be used beside any
 other description of the same messages. Fields that this server neither reads nor writes are left
 out, and a map is a list of its entries, which is the same on the wire.
 Source: https://github.com/triton-inference-server/common/blob/main/protobuf/grpc_service.proto.
@@ -14,7 +15,7 @@ from typing import Any
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 
 _PACKAGE = "inference"
-# The fields of each message, numbered from 1.
+# The fields of each message, numbered from 1 and on from where a number is given.
 _MESSAGES: dict[str, tuple[str, ...]] = {
     "RepositoryIndexRequest": ("string repository_name", "bool ready"),
     "ModelIndex": ("string name", "string version", "string state", "string reason"),
@@ -60,6 +61,34 @@ _MESSAGES: dict[str, tuple[str, ...]] = {
         "repeated InferBatchStatistics batch_stats",
     ),
     "ModelStatisticsResponse": ("repeated ModelStatistics model_stats",),
+    "ModelConfigRequest": ("string name", "string version"),
+    "ModelInput": ("string name", "int32 data_type", "4 repeated int64 dims"),
+    "ModelOutput": ("string name", "int32 data_type", "repeated int64 dims"),
+    "ModelConfig": (
+        "string name",
+        "string platform",
+        "4 int32 max_batch_size",
+        "repeated ModelInput input",
+        "repeated ModelOutput output",
+    ),
+    "ModelConfigResponse": ("ModelConfig config",),
+}
+# Numbers of the enumeration DataType.
+DATA_TYPES = {
+    "BOOL": 1,
+    "UINT8": 2,
+    "UINT16": 3,
+    "UINT32": 4,
+    "UINT64": 5,
+    "INT8": 6,
+    "INT16": 7,
+    "INT32": 8,
+    "INT64": 9,
+    "FP16": 10,
+    "FP32": 11,
+    "FP64": 12,
+    "BYTES": 13,
+    "BF16": 14,
 }
 _CHOICES = {"ModelRepositoryParameter": "parameter_choice"}
 
@@ -72,10 +101,12 @@ def _described() -> descriptor_pb2.FileDescriptorProto:
         message = file.message_type.add(name=name)
         if name in _CHOICES:
             message.oneof_decl.add(name=_CHOICES[name])
-        for number, written in enumerate(fields, 1):
-            *repeated, kind, called = written.split()
+        number = 0
+        for written in fields:
+            *given, kind, called = written.split()
+            number = int(given.pop(0)) if given and given[0].isdigit() else number + 1
             field = message.field.add(name=called, number=number)
-            field.label = field.LABEL_REPEATED if repeated else field.LABEL_OPTIONAL
+            field.label = field.LABEL_REPEATED if given else field.LABEL_OPTIONAL
             if kind in _MESSAGES:
                 field.type, field.type_name = field.TYPE_MESSAGE, f".{_PACKAGE}.{kind}"
             else:
@@ -94,6 +125,8 @@ def _message(name: str) -> Any:
 
 
 ModelRepositoryParameter = _message("ModelRepositoryParameter")
+ModelConfigRequest = _message("ModelConfigRequest")
+ModelConfigResponse = _message("ModelConfigResponse")
 ModelStatisticsRequest = _message("ModelStatisticsRequest")
 ModelStatisticsResponse = _message("ModelStatisticsResponse")
 RepositoryIndexRequest = _message("RepositoryIndexRequest")

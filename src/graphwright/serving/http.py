@@ -1,5 +1,5 @@
 """application(): the Open Inference Protocol over HTTP, with Triton's extensions for binary tensor
-data, statistics, the model repository and metrics.
+data, statistics, model configuration, the model repository and metrics.
 
 What the bytes mean is http_codec's; what the answers are is the service's.
 """
@@ -22,8 +22,8 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import http_codec as codec
-from .checks import check_token
 from .protocol import InferRequest, InferResponse, Kind, RequestError
+from .requests import check_token
 from .service import Limits, Service
 
 _LOGGER = logging.getLogger("graphwright.serving")
@@ -72,6 +72,8 @@ def application(service: Service, limits: Limits) -> Starlette:
             Route(f"{version}/ready", endpoints.model_ready),
             Route(f"{model}/stats", endpoints.statistics),
             Route(f"{version}/stats", endpoints.statistics),
+            Route(f"{model}/config", endpoints.configuration),
+            Route(f"{version}/config", endpoints.configuration),
             Route("/v2/repository/index", endpoints.index, methods=["POST"]),
             Route("/v2/repository/models/{model}/load", endpoints.load, methods=["POST"]),
             Route("/v2/repository/models/{model}/unload", endpoints.unload, methods=["POST"]),
@@ -109,6 +111,10 @@ class _Endpoints:
 
     async def statistics(self, request: Request) -> Response:
         return _json(codec.statistics(self._service.statistics(*_model(request.scope))))
+
+    async def configuration(self, request: Request) -> Response:
+        found = self._service.model_configuration(*_model(request.scope))
+        return _json(codec.configuration(found))
 
     async def index(self, request: Request) -> Response:
         only_ready = await self._sent(request, codec.decode_index)

@@ -24,14 +24,6 @@ from typing import Any, TypeAlias
 
 import torch
 
-from .checks import (
-    bytes_of,
-    check_datatype,
-    deadline,
-    element_count,
-    numbers_from_bytes,
-    strings_from_bytes,
-)
 from .protocol import (
     BYTES,
     DATATYPES,
@@ -40,12 +32,22 @@ from .protocol import (
     InferRequest,
     InferResponse,
     Kind,
+    ModelConfiguration,
     ModelStatistics,
     Parameter,
     RequestError,
     Strings,
+    TensorMetadata,
     Value,
     datatype_of,
+)
+from .requests import (
+    bytes_of,
+    check_datatype,
+    deadline,
+    element_count,
+    numbers_from_bytes,
+    strings_from_bytes,
 )
 
 Headers: TypeAlias = list[tuple[bytes, bytes]]
@@ -305,6 +307,29 @@ def encode_infer(
 def statistics(models: Sequence[ModelStatistics]) -> Object:
     """The statistics extension's object."""
     return {"model_stats": [_statistics(model) for model in models]}
+
+
+def configuration(found: ModelConfiguration) -> Object:
+    """The model configuration extension's object, with what is true of models here."""
+    metadata = found.metadata
+
+    def tensors(every: Sequence[TensorMetadata]) -> list[Object]:
+        return [
+            {"name": each.name, "data_type": _data_type(each), "dims": found.dims(each)}
+            for each in every
+        ]
+
+    return {
+        "name": metadata.name,
+        "platform": metadata.platform,
+        "max_batch_size": found.max_batch_size,
+        "input": tensors(metadata.inputs),
+        "output": tensors(metadata.outputs),
+    }
+
+
+def _data_type(tensor: TensorMetadata) -> str:
+    return "TYPE_STRING" if tensor.datatype == BYTES else f"TYPE_{tensor.datatype}"
 
 
 def dumps(value: object) -> bytes:

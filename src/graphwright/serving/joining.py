@@ -18,9 +18,10 @@ from ..calls.objects import flatten_result
 from ..calls.signature import Args, Kwargs, flatten, leaf_names, unflatten
 from ..errors import OptionError
 from ..shapes.dimensions import BATCH, Axes, Bounds, Size, shape_at
-from ..shapes.padding import Sizes, Value, cut_to
+from ..shapes.padding import Sizes, Value, cut_to, memory_format
 from ..shapes.sampler import CallSampler
 from .protocol import DATATYPES, Kind, RequestError, TensorMetadata
+from .requests import check_inputs
 
 
 @dataclass(frozen=True)
@@ -99,65 +100,74 @@ class Joiner:
         )
         self._places = [i for i, leaf in enumerate(sample) if isinstance(leaf, torch.Tensor)]
         self._axes = [layout.axes[place] for place in self._places]
+        # What was tuned or captured for images in channels last is called with such.
+        self._formats = [memory_format(sample[place]) for place in self._places]
         for axes in self._axes:
             self._refuse_offset("An input", axes)
         names = [input_name(layout.leaves[place]) for place in self._places]
         self.device = self.sampler.device
+        _refuse_equal(names, "inputs")
         self.inputs = tuple(
-            TensorMetadata(name, DATATYPES[sample[place].dtype], _open(sample[place].shape, axes))
+            TensorMetadata(
+                name, _datatype("input", name, sample[place]), _open(sample[place].shape, axes)
+            )
             for name, place, axes in zip(names, self._places, self._axes, strict=True)
         )
         results = [self._results(fn, self.sampler.at(sizes)) for sizes in at]
         self._results_axes = self._axes_of(at, results)
         self.outputs = tuple(
-            TensorMetadata(name, DATATYPES[value.dtype], _open(value.shape, axes))
+            TensorMetadata(name, _datatype("output", name, value), _open(value.shape, axes))
             for (name, value), axes in zip(results[0].items(), self._results_axes, strict=True)
         )
 
-    def part(self, inputs: Mapping[str, torch.Tensor]) -> Part:
+    @property
+    def rows_come_first(self) -> bool:
+        """Whether the first dimension of each input and output is the number of rows."""
+        every = [*self._axes, *self._results_axes]
+        return all(axes.get(0) == Size(BATCH) for axes in every)
+
+    def part(self, inputs: Mapping[str, Any], *, any_rows: bool = False) -> Part:
         """A request's share of a call, by the names of the inputs.
+
+        Args:
+            inputs: of the request.
+            any_rows: whether there may be more rows than a call can have.
 
         Raises:
             RequestError: an input is missing, unknown, or of another datatype or shape.
         """
-        unknown = [name for name in inputs if all(name != each.name for each in self.inputs)]
-        if unknown:
-            raise _invalid(f"The model has no input {unknown[0]!r}; {self._expected()}")
+        check_inputs(inputs, self.inputs)
         found: dict[str, tuple[int, str]] = {}
         leaves, key = [], []
         for wanted, axes in zip(self.inputs, self._axes, strict=True):
-            leaf = inputs.get(wanted.name)
-            if leaf is None:
-                raise _invalid(f"The input {wanted.name!r} is missing; {self._expected()}")
-            if not isinstance(leaf, torch.Tensor) or DATATYPES[leaf.dtype] != wanted.datatype:
-                given = DATATYPES[leaf.dtype] if isinstance(leaf, torch.Tensor) else "BYTES"
-                raise _invalid(f"The input {wanted.name!r} is {given}, not {wanted.datatype}.")
-            self._note_sizes(wanted, axes, tuple(leaf.shape), found)
-            if BATCH not in (size.name for size in axes.values()):
+            leaf = inputs[wanted.name]
+            self._note_sizes(wanted, axes, tuple(leaf.shape), found, any_rows)
+            if _batch_axis(axes) is None:
                 values = leaf.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
                 key.append(repr(tuple(leaf.shape)).encode() + values)
             leaves.append(leaf)
         return Part(tuple(leaves), tuple(found[name][0] for name in self.layout.names), tuple(key))
 
     def _note_sizes(
-        self, wanted: TensorMetadata, axes: Axes, shape: Sizes, found: dict[str, tuple[int, str]]
+        self,
+        wanted: TensorMetadata,
+        axes: Axes,
+        shape: Sizes,
+        found: dict[str, tuple[int, str]],
+        any_rows: bool,
     ) -> None:
-        """Check an input's shape, and collect its named sizes with who had them first."""
-        fixed = len(shape) == len(wanted.shape) and all(
-            n in (-1, m) for n, m in zip(wanted.shape, shape, strict=True)
-        )
-        if not fixed:
-            raise _invalid(
-                f"The input {wanted.name!r} has the shape {list(shape)}, not {list(wanted.shape)}."
-            )
+        """Check an input's named sizes, and collect them with who had them first."""
         for axis, size in axes.items():
+            bounds = self.layout.bounds[size.name]
+            if any_rows and size.name == BATCH:
+                bounds = Bounds(bounds.low)
             n = size.solve(shape[axis])
-            if n is None or not self.layout.bounds[size.name].hold(n):
-                bounds = self.layout.bounds[size.name]
+            if n is None or not bounds.hold(n):
                 high = "" if bounds.high is None else f" to {size.of(bounds.high)}"
+                step = "" if size.factor == 1 else f" in steps of {size.factor}"
                 raise _invalid(
                     f"Dimension {axis} of the input {wanted.name!r} is {shape[axis]}; it may be "
-                    f"{size.of(bounds.low)}{high or ' and more'}."
+                    f"{size.of(bounds.low)}{high or ' and more'}{step}."
                 )
             other, whose = found.setdefault(size.name, (n, wanted.name))
             if other != n:
@@ -165,6 +175,37 @@ class Joiner:
                     f"The inputs {whose!r} and {wanted.name!r} disagree about {size.name}: "
                     f"{other} and {n}."
                 )
+
+    def split(self, part: Part, most: int) -> list[Part]:
+        """A request in parts of at most so many rows, in their order."""
+        rows = part.sizes[0]
+        return [
+            self._rows_of(part, begin, min(most, rows - begin)) for begin in range(0, rows, most)
+        ]
+
+    def _rows_of(self, part: Part, begin: int, count: int) -> Part:
+        leaves = []
+        for leaf, axes in zip(part.leaves, self._axes, strict=True):
+            rows = _batch_axis(axes)
+            if rows is not None:
+                factor = axes[rows].factor
+                leaf = leaf.narrow(rows, begin * factor, count * factor)
+                if rows:  # Graphs are captured for contiguous tensors.
+                    leaf = leaf.clone(memory_format=torch.contiguous_format)
+            leaves.append(leaf)
+        return Part(tuple(leaves), (count, *part.sizes[1:]), part.key)
+
+    def put_together(
+        self, answers: Sequence[Mapping[str, torch.Tensor]]
+    ) -> dict[str, torch.Tensor]:
+        """The answer to a request, of the answers to its parts in their order."""
+        found = {}
+        for output, axes in zip(self.outputs, self._results_axes, strict=True):
+            values = [answer[output.name] for answer in answers]
+            rows = _batch_axis(axes)
+            # What has no rows is the same for all parts.
+            found[output.name] = values[0] if rows is None else torch.cat(values, rows)
+        return found
 
     def join(self, parts: Sequence[Part], sizes: Sizes) -> tuple[Args, dict[str, Any]]:
         """One call for all parts, of at least their sizes, on the function's device.
@@ -180,10 +221,12 @@ class Joiner:
         first = parts[0].leaves[number]
         shape = shape_at(first.shape, axes, dict(zip(self.layout.names, sizes, strict=True)))
         rows = _batch_axis(axes)
-        if first.shape == shape:
-            return first.to(self.device, non_blocking=True)
+        format_ = self._formats[number]
+        if first.shape == shape and format_ is torch.contiguous_format:
+            # What has no rows belongs to several calls, one of which may write to it.
+            return first.to(self.device, non_blocking=True, copy=rows is None)
         on_gpu = self.device.type == "cuda"
-        whole = torch.empty(shape, dtype=first.dtype, pin_memory=on_gpu)
+        whole = torch.empty(shape, dtype=first.dtype, pin_memory=on_gpu, memory_format=format_)
         if rows is None:
             whole.fill_(self.layout.pads[self._places[number]])
             cut_to(whole, first.shape).copy_(first)
@@ -209,14 +252,40 @@ class Joiner:
         return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
 
     def cut(
-        self, results: Sequence[torch.Tensor], parts: Sequence[Part]
+        self, results: Sequence[torch.Tensor], parts: Sequence[Part], sizes: Sizes
     ) -> list[dict[str, torch.Tensor]]:
         """What each part gets of the results: a copy of its rows, cut to its own sizes.
 
         The results themselves may be overwritten by the next call.
+
+        Args:
+            results: of a call.
+            parts: that it was made of.
+            sizes: of the call.
+
+        Raises:
+            RequestError: FAILED, the results are not as large as such a call's have to be.
         """
+        self._check(results, sizes)
         begins = [0, *itertools.accumulate(part.sizes[0] for part in parts)]
         return [self._own(results, part, begin) for part, begin in zip(parts, begins, strict=False)]
+
+    def _check(self, results: Sequence[torch.Tensor], sizes: Sizes) -> None:
+        """Refuse results that cannot be cut apart: they depend on more than the call's sizes."""
+        if len(results) != len(self.outputs):
+            raise RequestError(
+                Kind.FAILED,
+                f"The model gave {len(results)} tensors, and {len(self.outputs)} are expected.",
+            )
+        named = dict(zip(self.layout.names, sizes, strict=True))
+        for output, axes, value in zip(self.outputs, self._results_axes, results, strict=True):
+            same_rank = value.dim() == len(output.shape)
+            if not same_rank or value.shape != shape_at(value.shape, axes, named):
+                raise RequestError(
+                    Kind.FAILED,
+                    f"The output {output.name!r} has the shape {list(value.shape)}, which does not "
+                    f"follow from the sizes of the call, {', '.join(map(str, sizes))}.",
+                )
 
     def _own(
         self, results: Sequence[torch.Tensor], part: Part, begin: int
@@ -240,17 +309,18 @@ class Joiner:
         names = leaf_names(result, "output")
         if len(names) != len(found):
             names = [f"output[{index}]" for index in range(len(found))]
-        made = {
-            output_name(name): value.detach()
+        pairs = [
+            (output_name(name), value.detach())
             for name, value in zip(names, found, strict=True)
             if isinstance(value, torch.Tensor)
-        }
-        if not made:
+        ]
+        _refuse_equal([name for name, _ in pairs], "outputs")
+        if not pairs:
             raise OptionError(
                 "The model returns no tensors that a server could send.",
                 remedy="Serve a function that returns tensors.",
             )
-        return made
+        return dict(pairs)
 
     def _axes_of(
         self, at: Sequence[Sizes], results: Sequence[Mapping[str, torch.Tensor]]
@@ -292,10 +362,6 @@ class Joiner:
                 f"{what} has no single dimension that is a multiple of the number of rows.",
                 remedy="Give the batch one dimension of each tensor in dynamic_shapes.",
             )
-
-    def _expected(self) -> str:
-        wanted = (f"{each.name} {each.datatype} {list(each.shape)}" for each in self.inputs)
-        return f"it takes {', '.join(wanted)}."
 
 
 def input_name(leaf: str) -> str:
@@ -342,6 +408,25 @@ def layout_of_samples(
     largest = {name: max(row[i] for row in sizes) for i, name in enumerate(names)}
     bounds = {name: Bounds(1, largest[name]) for name in names}
     return Layout(names, tuple(names_of_leaves), tuple(axes), tuple(pads), bounds)
+
+
+def _datatype(what: str, name: str, tensor: torch.Tensor) -> str:
+    if tensor.dtype not in DATATYPES:
+        raise OptionError(
+            f"The {what} {name!r} is of {tensor.dtype}, for which the protocol has no name.",
+            remedy=f"Serve a function whose {what}s are of {', '.join(map(str, DATATYPES))}.",
+        )
+    return DATATYPES[tensor.dtype]
+
+
+def _refuse_equal(names: Sequence[str], what: str) -> None:
+    """Refuse a function of which two inputs or outputs would have one name."""
+    for name in names:
+        if names.count(name) > 1:
+            raise OptionError(
+                f"Two {what} of the model are called {name!r}.",
+                remedy="Serve a function that gives them other names.",
+            )
 
 
 def _batch_axis(axes: Axes) -> int | None:

@@ -11,7 +11,7 @@ from torch import nn
 from ..calls.options import shown
 from ..dispatch.graphed_callable import GraphedCallable
 from ..errors import OptionError
-from .model import ModelConfig
+from .model_config import ModelConfig
 from .options import Models, Source, options_of
 
 if TYPE_CHECKING:

@@ -79,7 +79,7 @@ class Metrics:
         )
         self.buckets = Counter(
             "graphwright_bucket_batches",
-            "Batches by the sizes at which they were computed.",
+            "Batches by the smallest of the measured sizes that holds them.",
             (*_MODEL, "bucket"),
             registry=registry,
         )
@@ -138,10 +138,11 @@ class ModelMetrics:
         """Note how many requests wait."""
         self._queue.set(count)
 
-    def batch(self, rows: int, sizes: Sequence[int], computed: int, true: int) -> None:
-        """Count a batch: its rows, the sizes it was computed at, and its elements."""
+    def batch(self, rows: int, bucket: Sequence[int] | None, computed: int, true: int) -> None:
+        """Count a batch: its rows, the measured sizes that hold it (if any do), its elements."""
         self._rows.observe(rows)
-        self._metrics.buckets.labels(*self._labels, "x".join(map(str, sizes))).inc()
+        label = "larger" if bucket is None else "x".join(map(str, bucket))
+        self._metrics.buckets.labels(*self._labels, label).inc()
         self._metrics.elements.labels(*self._labels, "requested").inc(true)
         self._metrics.elements.labels(*self._labels, "padding").inc(max(0, computed - true))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..calls.options import count_problem, refuse, shown
 from ..errors import OptionError
-from .model import ModelConfig
+from .model_config import ModelConfig
 
 _MAX_REQUEST_BYTES = 64 << 20
 

@@ -131,6 +131,24 @@ class ModelMetadata:
 
 
 @dataclass(frozen=True)
+class ModelConfiguration:
+    """How a model is called, as the model configuration extension says it.
+
+    Attributes:
+        metadata: what it takes and gives.
+        max_batch_size: the rows of the largest batch, if the first dimension of all tensors is the
+            batch; else 0.
+    """
+
+    metadata: ModelMetadata
+    max_batch_size: int = 0
+
+    def dims(self, tensor: TensorMetadata) -> tuple[int, ...]:
+        """The shape of an input or output, without the batch."""
+        return tensor.shape[1:] if self.max_batch_size else tensor.shape
+
+
+@dataclass(frozen=True)
 class ServerMetadata:
     """Name, version and extensions of a server."""
 
@@ -212,10 +230,10 @@ class ModelStatistics:
         execution_count: batches that were computed.
         success: requests that were answered, from their receipt to the answer.
         fail: requests that were not.
-        queue: waiting.
-        compute_input: joining requests and copying them to the device.
-        compute_infer: the model.
-        compute_output: cutting results apart and copying them back.
+        queue: what the requests that were answered waited.
+        compute_input: for each of them, joining its batch and copying it to the device.
+        compute_infer: for each of them, its batch in the model.
+        compute_output: for each of them, copying its batch's results back and cutting them apart.
         batches: for each number of rows how often it was computed, and how long the model took.
     """
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from .._version import __version__
+from ..calls.options import shown
 from ..errors import GraphwrightError, first_line
 from .metrics import Metrics
-from .model import PreparedModel
 from .options import Source
+from .prepared_model import PreparedModel
 from .protocol import (
     IndexEntry,
     InferRequest,
     InferResponse,
     Kind,
+    ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
     Parameters,
@@ -27,7 +30,7 @@ from .runner import ModelRunner, device_memory
 
 _LOGGER = logging.getLogger("graphwright.serving")
 _VERSION = "1"
-_EXTENSIONS = ("binary_tensor_data", "model_repository", "statistics")
+_EXTENSIONS = ("binary_tensor_data", "model_configuration", "model_repository", "statistics")
 
 
 @dataclass
@@ -65,6 +68,11 @@ class Repository:
         self._max_queue, self._drain_s = max_queue, drain_s
         self._metrics = Metrics(device_memory)
         self._ending = False
+        # One thread: models that are loaded at once would disturb each other's times, and each
+        # thread that has loaded one keeps memory of malloc's.
+        self._loading = ThreadPoolExecutor(1, "graphwright-load")
+        # Answer what they were asked before another took their place, and are closed then.
+        self._retiring: dict[ModelRunner, asyncio.Task[None]] = {}
 
     async def load_all(self) -> None:
         """Load every model, one after the other: each is timed by itself.
@@ -79,7 +87,8 @@ class Repository:
     async def drain(self) -> None:
         """Take no new requests, and answer those that are there."""
         self._ending = True
-        await asyncio.gather(*(runner.drain(self._drain_s) for runner in self._runners()))
+        runners = [*self._runners(), *self._retiring]
+        await asyncio.gather(*(runner.drain(self._drain_s) for runner in runners))
 
     async def close(self) -> None:
         """Drop all models."""
@@ -88,6 +97,22 @@ class Repository:
             runner, entry.runner = entry.runner, None
             if runner is not None:
                 await runner.close()
+        await asyncio.gather(*(runner.close() for runner in self._retiring))
+        await asyncio.gather(*self._retiring.values(), return_exceptions=True)
+        self._loading.shutdown(wait=False)  # A load that has begun ends by itself.
+
+    async def _retire(self, runner: ModelRunner) -> None:
+        """Let a model answer what it was asked, then close it, even if nobody waits for that."""
+
+        async def retire() -> None:
+            try:
+                await runner.drain(self._drain_s)
+                await runner.close()
+            finally:
+                del self._retiring[runner]
+
+        task = self._retiring[runner] = asyncio.create_task(retire(), name=f"retire {runner.name}")
+        await asyncio.shield(task)
 
     def _runners(self) -> list[ModelRunner]:
         return [entry.runner for entry in self._entries.values() if entry.runner is not None]
@@ -118,6 +143,10 @@ class Repository:
         """What a model takes and gives."""
         return self._runner(name, version).metadata
 
+    def model_configuration(self, name: str, version: str) -> ModelConfiguration:
+        """How a model is called."""
+        return self._runner(name, version).configuration
+
     def statistics(self, name: str, version: str) -> Sequence[ModelStatistics]:
         """What a model has done; of all models if the name is ""."""
         runners = [self._runner(name, version)] if name else self._runners()
@@ -126,7 +155,7 @@ class Repository:
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request."""
         if self._ending:
-            raise RequestError(Kind.UNAVAILABLE, "The server is about to end.")
+            raise _about_to_end()
         return await self._runner(request.model, request.version).infer(request)
 
     def index(self, only_ready: bool) -> Sequence[IndexEntry]:
@@ -142,8 +171,8 @@ class Repository:
         if parameters:
             raise RequestError(
                 Kind.UNSUPPORTED,
-                f"Models are loaded as the server was told to; {', '.join(parameters)} cannot be "
-                "given.",
+                f"Models are loaded as the server was told to; {shown(', '.join(parameters))} "
+                "cannot be given.",
             )
         entry = self._entry(name, "")
         async with entry.lock:
@@ -151,12 +180,13 @@ class Repository:
             try:
                 await self._load(name, entry)
             except Exception as error:
+                if self._ending:
+                    raise _about_to_end() from error
                 _LOGGER.exception("%s could not be loaded", name)
                 what = error.what if isinstance(error, GraphwrightError) else first_line(error)
                 raise RequestError(Kind.FAILED, f"{name} could not be loaded: {what}") from error
             if before is not None:
-                await before.drain(self._drain_s)
-                await before.close()
+                await self._retire(before)
 
     async def unload(self, name: str) -> None:
         """Let a model answer what it was asked, then unload it."""
@@ -164,10 +194,11 @@ class Repository:
         async with entry.lock:
             runner, entry.runner = entry.runner, None
             entry.state, entry.reason = "UNLOADING", "being unloaded"
-            if runner is not None:
-                await runner.drain(self._drain_s)
-                await runner.close()
-            entry.state, entry.reason = "UNAVAILABLE", "unloaded"
+            try:
+                if runner is not None:
+                    await self._retire(runner)
+            finally:
+                entry.state, entry.reason = "UNAVAILABLE", "unloaded"
 
     def metrics(self) -> tuple[bytes, str]:
         """Prometheus' text and its content type."""
@@ -175,10 +206,15 @@ class Repository:
 
     async def _load(self, name: str, entry: _Entry) -> None:
         """Make a model, and let it answer in the place of the one before it."""
+        if self._ending:
+            raise _about_to_end()
         if entry.runner is None:
             entry.state, entry.reason = "LOADING", "being loaded"
         try:
-            model = await asyncio.to_thread(lambda: PreparedModel(entry.source()))
+            loop = asyncio.get_running_loop()
+            model = await loop.run_in_executor(self._loading, lambda: PreparedModel(entry.source()))
+            if self._ending:
+                raise _about_to_end()
         except BaseException as error:
             if entry.runner is None:
                 entry.state, entry.reason = "UNAVAILABLE", first_line(error)
@@ -193,11 +229,11 @@ class Repository:
         if entry is None:
             known = ", ".join(self._entries) or "no model"
             raise RequestError(
-                Kind.NOT_FOUND, f"There is no model {name!r}; the server has {known}."
+                Kind.NOT_FOUND, f"There is no model {shown(name)}; the server has {known}."
             )
         if version not in ("", _VERSION):
             raise RequestError(
-                Kind.NOT_FOUND, f"{name} has no version {version!r}, only {_VERSION!r}."
+                Kind.NOT_FOUND, f"{name} has no version {shown(version)}, only {_VERSION!r}."
             )
         return entry
 
@@ -206,3 +242,7 @@ class Repository:
         if entry.runner is None:
             raise RequestError(Kind.UNAVAILABLE, f"{name} is not ready: {entry.reason}.")
         return entry.runner
+
+
+def _about_to_end() -> RequestError:
+    return RequestError(Kind.UNAVAILABLE, "The server is about to end.")

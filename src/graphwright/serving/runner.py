@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from ..artifacts.tuned_module import TunedModule
+from ..calls.options import shown
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule
 from ..errors import first_line
@@ -23,17 +24,22 @@ from ..shapes.padding import Sizes
 from .batching import Choice, choose
 from .joining import Part
 from .metrics import Metrics, ModelMetrics
-from .model import PreparedModel, Tensors
+from .model_config import Tensors
+from .prepared_model import PreparedModel
 from .protocol import (
+    DATATYPES,
     Duration,
     InferRequest,
     InferResponse,
     Kind,
+    ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
     RequestError,
+    Strings,
     Value,
 )
+from .requests import check_inputs
 
 _LOGGER = logging.getLogger("graphwright.serving")
 PLATFORM = "graphwright_pytorch"
@@ -42,19 +48,21 @@ _STAGES = ("compute_input", "compute_infer", "compute_output")
 
 @dataclass(eq=False)
 class _Pending:
-    """A request in the queue.
+    """A request in the queue, or a part of one.
 
     Attributes:
         part: its share of a call.
         deadline: until when it is of use.
         answer: to be set.
         since: when it was put there, on the clock of `time.monotonic`.
+        seconds: what each stage took, once it is computed.
     """
 
     part: Part
     deadline: float | None
     answer: asyncio.Future[Tensors]
     since: float
+    seconds: dict[str, float] = field(default_factory=dict)
 
     @property
     def sizes(self) -> Sizes:
@@ -89,9 +97,9 @@ class _Counts:
     durations: dict[str, Duration] = field(default_factory=dict)
     batches: dict[int, Duration] = field(default_factory=dict)
 
-    def add(self, stage: str, seconds: float, count: int = 1) -> None:
+    def add(self, stage: str, seconds: float) -> None:
         known = self.durations.get(stage, Duration())
-        self.durations[stage] = Duration(known.count + count, known.ns + int(seconds * 1e9))
+        self.durations[stage] = Duration(known.count + 1, known.ns + int(seconds * 1e9))
 
 
 class ModelRunner:
@@ -117,6 +125,8 @@ class ModelRunner:
         self._idle: asyncio.Event = asyncio.Event()
         self._idle.set()
         self._answering = 0
+        self._preparing = 0  # requests that are in the user's preprocess
+        self._closing = False
         # A thread of its own: graphs are replayed one after the other.
         self._thread = ThreadPoolExecutor(1, f"graphwright-serve-{name}")
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"serve {name}")
@@ -129,6 +139,11 @@ class ModelRunner:
             self.name, (self.version,), PLATFORM, self.model.inputs, self.model.outputs
         )
 
+    @property
+    def configuration(self) -> ModelConfiguration:
+        """How the model is called."""
+        return ModelConfiguration(self.metadata, self.model.max_batch_size)
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request, joined with others.
 
@@ -138,13 +153,15 @@ class ModelRunner:
         begin = request.received or time.monotonic()
         self._answering += 1
         self._idle.clear()
+        spent: dict[str, float] = {}
         try:
-            response = await self._answer(request)
+            response = await self._answer(request, spent)
         except BaseException as error:
             took = time.monotonic() - begin
             self._counts.add("fail", took)
-            kind = error.kind.value if isinstance(error, RequestError) else Kind.CANCELLED.value
-            self._metrics.failed(kind, took)
+            other = Kind.FAILED if isinstance(error, Exception) else Kind.CANCELLED
+            kind = error.kind if isinstance(error, RequestError) else other
+            self._metrics.failed(kind.value, took)
             raise
         finally:
             self._answering -= 1
@@ -152,38 +169,80 @@ class ModelRunner:
                 self._idle.set()
         took = time.monotonic() - begin
         self._counts.add("success", took)
+        for stage, seconds in spent.items():
+            self._counts.add(stage, seconds)
+        self._metrics.stage("queue", spent["queue"])
         self._counts.last_inference = time.time_ns() // 1_000_000
         self._metrics.answered(took)
         return response
 
-    async def _answer(self, request: InferRequest) -> InferResponse:
+    async def _answer(self, request: InferRequest, spent: dict[str, float]) -> InferResponse:
+        """The answer to a request; adds to `spent` the seconds of each stage."""
         config = self.model.config
         wanted = request.outputs
         known = [each.name for each in self.model.outputs]
         for name in wanted:
             if name not in known:
                 raise RequestError(
-                    Kind.INVALID, f"The model has no output {name!r}; it gives {', '.join(known)}."
+                    Kind.INVALID,
+                    f"The model has no output {shown(name)}; it gives {', '.join(known)}.",
                 )
         inputs: Mapping[str, Any] = request.inputs
         if config.preprocess is not None:
-            inputs = await self._aside("preprocess", config.preprocess, inputs)
+            if config.inputs:
+                check_inputs(inputs, config.inputs)
+            self._refuse_overload()
+            self._preparing += 1
+            try:
+                inputs = await self._aside("preprocess", config.preprocess, inputs)
+            finally:
+                self._preparing -= 1
         try:
-            part = self.model.joiner.part(inputs)
-        except RequestError:
+            parts = self.model.parts(inputs)
+        except Exception:
             if config.preprocess is None:
                 raise
             _LOGGER.exception("what preprocess made of a request is not what %s takes", self.name)
             raise RequestError(Kind.FAILED, "The server's preprocessing failed.") from None
-        outputs: Mapping[str, Value] = await self._computed(part, request.deadline)
+        if config.preprocess is None:
+            self._refuse_overload()
+        outputs: Mapping[str, Value] = await self._in_parts(parts, request.deadline, spent)
         if config.postprocess is not None:
-            outputs = await self._aside("postprocess", config.postprocess, outputs)
+            made = await self._aside("postprocess", config.postprocess, outputs)
+            outputs = self._sendable(made, wanted or known)
         return InferResponse(
             self.name,
             self.version,
             request.id,
-            {name: outputs[name] for name in wanted or known if name in outputs},
+            {name: outputs[name] for name in wanted or known},
         )
+
+    async def _in_parts(
+        self, parts: Sequence[Part], deadline: float | None, spent: dict[str, float]
+    ) -> Tensors:
+        """The answer to a request that is computed in parts.
+
+        One part waits at a time: other requests have their turn between them.
+        """
+        answers = []
+        for part in parts:
+            answers.append(await self._computed(part, deadline, spent))
+        if len(answers) == 1:
+            return answers[0]
+        return await asyncio.to_thread(self.model.joiner.put_together, answers)
+
+    def _sendable(self, made: Any, names: Sequence[str]) -> dict[str, Value]:
+        """What the user's function made of outputs, as transports send it."""
+        found: dict[str, Value] = {}
+        for name in names:
+            value = made.get(name) if isinstance(made, Mapping) else None
+            if isinstance(value, torch.Tensor) and value.dtype in DATATYPES:
+                value = value.detach().cpu().contiguous()
+            elif not isinstance(value, Strings):
+                _LOGGER.error("postprocess of %s gave %s for %r", self.name, shown(value), name)
+                raise RequestError(Kind.FAILED, "The server's postprocessing failed.")
+            found[name] = value
+        return found
 
     async def _aside(self, stage: str, function: Callable[[Any], Any], values: Any) -> Any:
         """Run the user's function in a thread; its own RequestErrors and ValueErrors are kept."""
@@ -200,41 +259,50 @@ class ModelRunner:
         finally:
             self._metrics.stage(stage, time.monotonic() - begin)
 
-    async def _computed(self, part: Part, deadline: float | None) -> Tensors:
-        if self._task.done():
-            raise RequestError(Kind.UNAVAILABLE, f"The model {self.name} is being unloaded.")
-        if len(self._queue) >= self._max_queue:
+    def _refuse_overload(self) -> None:
+        """Refuse a request that would wait, be it for preprocess, beside as many as may."""
+        waiting = len(self._queue) + self._preparing
+        if waiting >= self._max_queue:
             share = self.model.timings.share
-            wait = sum(share(each.sizes) for each in self._queue)
             raise RequestError(
                 Kind.OVERLOADED,
-                f"{len(self._queue)} requests wait for {self.name}, as many as may.",
+                f"{waiting} requests wait for {self.name}, as many as may.",
                 remedy="Ask again later.",
-                retry_after_s=wait,
+                retry_after_s=sum(share(each.sizes) for each in self._queue),
             )
+
+    async def _computed(
+        self, part: Part, deadline: float | None, spent: dict[str, float]
+    ) -> Tensors:
+        """The answer to a part of a request that was let in."""
+        if self._closing:
+            raise _unloaded(self.name)
         answer: asyncio.Future[Tensors] = asyncio.get_running_loop().create_future()
         pending = _Pending(part, deadline, answer, time.monotonic())
         self._queue.append(pending)
         self._metrics.waiting(len(self._queue))
         self._work.set()
         try:
-            if deadline is None:
-                return await answer
-            async with asyncio.timeout(max(0.0, deadline - time.monotonic())):
-                return await answer
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            async with asyncio.timeout(left):
+                found = await answer
         except TimeoutError:
             raise _too_late(self.name) from None
         finally:
             if pending in self._queue:  # Cancelled, or too late.
                 self._queue.remove(pending)
+                self._metrics.waiting(len(self._queue))
+        for stage, seconds in pending.seconds.items():
+            spent[stage] = spent.get(stage, 0.0) + seconds
+        return found
 
     async def _run(self) -> None:
         """Compute batch after batch, for as long as the runner lives."""
-        while True:
-            await self._work.wait()
+        while not self._closing:
             self._drop_the_late()
             if not self._queue:
                 self._work.clear()
+                await self._work.wait()
                 continue
             batch = list(self._queue)
             try:
@@ -254,13 +322,12 @@ class ModelRunner:
         chosen = {id(pending) for pending in batch}
         self._queue = [each for each in self._queue if id(each) not in chosen]
         now = time.monotonic()
-        for pending in batch:
-            self._counts.add("queue", now - pending.since)
-            self._metrics.stage("queue", now - pending.since)
         self._metrics.waiting(len(self._queue))
         parts = [pending.part for pending in batch]
         loop = asyncio.get_running_loop()
         computed = await loop.run_in_executor(self._thread, self._compute, parts, sizes)
+        for pending in batch:
+            pending.seconds = {"queue": now - pending.since, **computed.seconds}
         _settle(batch, computed.answers)
         self._count(computed, parts)
 
@@ -293,14 +360,8 @@ class ModelRunner:
         return _Computed(answers, seconds, sizes)
 
     def _computed_together(self, parts: Sequence[Part], sizes: Sizes) -> _Computed:
-        joiner = self.model.joiner
         times = [time.perf_counter()]
-        args, kwargs = joiner.join(parts, sizes)
-        times.append(time.perf_counter())
-        results = self.model.run(args, kwargs)
-        times.append(time.perf_counter())
-        answers = joiner.cut(results, parts)
-        times.append(time.perf_counter())
+        answers = self.model.compute(parts, sizes, lambda: times.append(time.perf_counter()))
         took = (end - begin for begin, end in itertools.pairwise(times))
         return _Computed(answers, dict(zip(_STAGES, took, strict=True)), sizes)
 
@@ -308,13 +369,14 @@ class ModelRunner:
         rows = sum(part.sizes[0] for part in parts)
         self._counts.rows += rows
         for stage, seconds in computed.seconds.items():
-            self._counts.add(stage, seconds, len(parts))
             self._metrics.stage(stage, seconds)
         known = self._counts.batches.get(rows, Duration())
         took = int(computed.seconds.get("compute_infer", 0.0) * 1e9)
         self._counts.batches[rows] = Duration(known.count + 1, known.ns + took)
         true = sum(math.prod(part.sizes) for part in parts)
-        self._metrics.batch(rows, computed.sizes, math.prod(computed.sizes), true)
+        # By the sizes that were measured: others are as many as clients like.
+        bucket = self.model.timings.measured(computed.sizes)
+        self._metrics.batch(rows, bucket, math.prod(computed.sizes), true)
         self._metrics.calls(self._new_calls())
 
     def _new_calls(self) -> Mapping[str, int]:
@@ -356,15 +418,15 @@ class ModelRunner:
         return True
 
     async def close(self) -> None:
-        """End the thread; requests that still wait are refused."""
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
-        for pending in self._queue:
-            if not pending.answer.done():
-                pending.answer.set_exception(
-                    RequestError(Kind.UNAVAILABLE, f"The model {self.name} is being unloaded.")
-                )
+        """End the thread; what it computes is answered, and requests that still wait are refused.
+
+        May be called again.
+        """
+        self._closing = True
+        self._work.set()
+        _settle(self._queue, [_unloaded(self.name) for _ in self._queue])
         self._queue.clear()
+        await asyncio.wait([self._task])
         await asyncio.to_thread(self._thread.shutdown)
 
 
@@ -377,6 +439,10 @@ def _settle(batch: Sequence[_Pending], answers: Sequence[Tensors | Exception]) -
             pending.answer.set_exception(answer)
         else:
             pending.answer.set_result(answer)
+
+
+def _unloaded(name: str) -> RequestError:
+    return RequestError(Kind.UNAVAILABLE, f"The model {name} is being unloaded.")
 
 
 def _too_late(name: str) -> RequestError:

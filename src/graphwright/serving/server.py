@@ -19,8 +19,9 @@ from ..calls.options import shown
 from ..errors import OptionError
 from . import grpc as grpc_transport
 from . import http as http_transport
-from .model import ModelConfig, PreparedModel
+from .model_config import ModelConfig
 from .options import Models, ServerOptions, Source
+from .prepared_model import PreparedModel
 from .repository import Repository
 
 # What was answered is still being sent when the server ends.

@@ -9,6 +9,7 @@ from .protocol import (
     IndexEntry,
     InferRequest,
     InferResponse,
+    ModelConfiguration,
     ModelMetadata,
     ModelStatistics,
     Parameters,
@@ -36,6 +37,9 @@ class Service(Protocol):
 
     def model_metadata(self, name: str, version: str) -> ModelMetadata:
         """What a model takes and gives."""
+
+    def model_configuration(self, name: str, version: str) -> ModelConfiguration:
+        """How a model is called."""
 
     def statistics(self, name: str, version: str) -> Sequence[ModelStatistics]:
         """What a model has done; of all models if the name is ""."""

@@ -84,7 +84,7 @@ class Dimensions:
         self.names = tuple(names)
         self.shapes = dynamic_shapes
         self.pad = pad
-        self._parameters = _parameters(fn)
+        self._parameters = parameters_of(fn)
         # Names that a caller was warned of, with the option.
         self._warned: set[tuple[str, Any]] = set()
         self.bounds = dict.fromkeys(self.names, Bounds())
@@ -329,7 +329,7 @@ def _batched(leaves: Sequence[Any]) -> list[Axes]:
     ]
 
 
-def _parameters(fn: Callable[..., Any]) -> tuple[list[str], bool]:
+def parameters_of(fn: Callable[..., Any]) -> tuple[list[str], bool]:
     """Names of a function's parameters, and whether it takes further ones (`*args`, `**kwargs`)."""
     # torch.compile's module takes anything, and the one that it compiles has the names.
     fn = getattr(fn, "_orig_mod", fn)

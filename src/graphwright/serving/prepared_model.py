@@ -1,4 +1,4 @@
-"""ModelConfig: what is served; PreparedModel: its calls, joined, checked and measured."""
+"""PreparedModel: the calls of a model that is served, joined, checked and measured."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import itertools
 import logging
 import math
 import statistics
+import threading
 import time
+import weakref
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,7 +18,7 @@ from torch import nn
 
 from ..artifacts.tuned_module import Absent, TunedModule
 from ..calls.dependencies import Called
-from ..calls.signature import Args, CallSignature, Kwargs, argument_names, flatten, unflatten
+from ..calls.signature import Args, CallSignature, Kwargs, flatten, unflatten
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule, graph
 from ..errors import OptionError
@@ -28,7 +30,8 @@ from ..shapes.dynamic_signature import DynamicSignature
 from ..shapes.padding import Sizes
 from .batching import Timings
 from .joining import Joiner, Layout, Part, layout_of_samples
-from .protocol import TensorMetadata, Value
+from .model_config import ModelConfig, Tensors
+from .protocol import Kind, RequestError
 
 _LOGGER = logging.getLogger("graphwright.serving")
 _MAX_BATCH = 32
@@ -37,39 +40,9 @@ _TIMED = 5
 _TIMING_S = 0.2
 # How many requests are joined to see whether that changes an answer.
 _CHECKED = 4
-
-Tensors = dict[str, torch.Tensor]
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """A model to serve, and how its requests are joined.
-
-    Attributes:
-        model: a module or function; also what `tune`, `load` and `graph` return.
-        args: of a sample call; may be left out where the model was tuned, which knows its samples.
-        kwargs: likewise.
-        buckets: the sizes that are computed; one of the dimensions is "batch". By default those
-            that the model was tuned or captured for, or else powers of two up to 32 rows.
-        dynamic_shapes: which dimensions vary, as `graph()` takes them; by default dimension 0 of
-            every tensor is the batch.
-        pad: what tensors are padded with, as `graph()` takes it.
-        preprocess: makes the model's inputs of a request's, by name; it runs beside the event loop.
-        postprocess: makes the outputs that are sent of the model's, by name; likewise.
-        inputs: what clients send, where there is a `preprocess`.
-        outputs: what clients get, where there is a `postprocess`.
-    """
-
-    model: Callable[..., Any]
-    args: Args = ()
-    kwargs: Kwargs = field(default_factory=dict)
-    buckets: Buckets | None = None
-    dynamic_shapes: Any = None
-    pad: Any = None
-    preprocess: Callable[[Mapping[str, Value]], Mapping[str, torch.Tensor]] | None = None
-    postprocess: Callable[[Tensors], Mapping[str, Value]] | None = None
-    inputs: Sequence[TensorMetadata] = ()
-    outputs: Sequence[TensorMetadata] = ()
+# Two servers or loads of one model call it in turns: it may give the same memory each time.
+_LOCKS: weakref.WeakKeyDictionary[Any, threading.RLock] = weakref.WeakKeyDictionary()
+_LOCKS_LOCK = threading.Lock()
 
 
 class PreparedModel:
@@ -80,6 +53,8 @@ class PreparedModel:
         timings: of the sizes that are computed.
         inputs: what clients send.
         outputs: what clients get.
+        joins: whether requests are joined: no answer depends on other rows.
+        splits: whether a request with more rows than a call can have is answered in parts.
         notes: what was found wanting, in sentences.
     """
 
@@ -89,6 +64,7 @@ class PreparedModel:
         Raises:
             OptionError: the configuration makes no sense.
         """
+        _refuse_undone(config)
         self.config = config
         self.notes: list[str] = []
         args, kwargs, layout, points = _described(config)
@@ -99,6 +75,7 @@ class PreparedModel:
                 "The model is called without tensors.", remedy="Give args or kwargs that hold some."
             )
         self.call = _callable_on(device, config, points)
+        self._lock = _lock_of(config.model)
         self._reference = _reference_of(config.model)
         own = _own_sizes(sample, layout)
         at = _different_sizes(own, points, anywhere=self._reference is not None, layout=layout)
@@ -107,16 +84,71 @@ class PreparedModel:
         self.timings = Timings(self._measured(points, exact), exact)
         self.joins = True
         self._check()
+        self.splits = self.joins and self._rows_are_apart()
         self.inputs = tuple(config.inputs) or self.joiner.inputs
         self.outputs = tuple(config.outputs) or self.joiner.outputs
 
-    def compute(self, parts: Sequence[Part], sizes: Sizes) -> list[torch.Tensor]:
-        """The results of a joined call, on the CPU."""
-        args, kwargs = self.joiner.join(parts, sizes)
-        return self.run(args, kwargs)
+    def parts(self, inputs: Mapping[str, Any]) -> list[Part]:
+        """A request as it is computed: in one part, or in several if it has too many rows for one.
 
-    def run(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
-        """Call the model, and fetch its results."""
+        Raises:
+            RequestError: an input is missing, unknown, or of another datatype or shape, or there is
+                no size that could hold the request.
+        """
+        whole = self.joiner.part(inputs, any_rows=self.splits)
+        most = self.timings.most_rows(whole.sizes[1:]) or self._most_rows
+        parts = self.joiner.split(whole, most) if self.splits else [whole]
+        if self._reference is None and self.timings.exact:
+            for part in parts:
+                self._refuse_unbuilt(part.sizes)
+        return parts
+
+    @property
+    def max_batch_size(self) -> int:
+        """The most rows of a call, if all that clients see has the rows first; else 0."""
+        as_sent = not self.config.inputs and not self.config.outputs
+        return self._most_rows if as_sent and self.joiner.rows_come_first else 0
+
+    @property
+    def _most_rows(self) -> int:
+        return max(point[0] for point in self.timings.seconds)
+
+    def _refuse_unbuilt(self, sizes: Sizes) -> None:
+        """Refuse what only the model itself could answer, which is not there."""
+        found = self.timings.points_for(sizes) if self.joins else sizes in self.timings.seconds
+        if found:
+            return
+        names = self.joiner.layout.names
+        there = ", ".join("×".join(map(str, point)) for point in sorted(self.timings.seconds)[:8])
+        raise RequestError(
+            Kind.INVALID,
+            f"The request is of {_in_words(names, sizes)}, and the model was saved for the sizes "
+            f"{' × '.join(names)} of {there}.",
+            remedy="Send one of these sizes, or let the server load the file with its model.",
+        )
+
+    def compute(
+        self, parts: Sequence[Part], sizes: Sizes, passed: Callable[[], object] = lambda: None
+    ) -> list[Tensors]:
+        """The answers to requests, computed together.
+
+        Args:
+            parts: the requests.
+            sizes: of the call.
+            passed: called when they are joined, when the model was called, and when its results
+                are cut apart.
+        """
+        args, kwargs = self.joiner.join(parts, sizes)
+        passed()
+        with self._lock:
+            results = self._run(args, kwargs)
+            passed()
+            answers = self.joiner.cut(results, parts, sizes)
+        passed()
+        return answers
+
+    def _run(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+        """Call the model, and fetch its results, which its next call may overwrite."""
         with torch.no_grad():
             return self.joiner.results(self.call(*args, **kwargs))
 
@@ -126,13 +158,15 @@ class PreparedModel:
         # Graphs are captured, and others built, largest first: that takes the least memory.
         largest_first = sorted(points, key=math.prod, reverse=True)
         for point in largest_first if exact else largest_first[-1:]:
-            self.run(*calls[point])
+            with self._lock:
+                self._run(*calls[point])
         found: dict[Sizes, float] = {}
         for point in sorted(points):
             times: list[float] = []
             while len(times) < _TIMED and sum(times) < _TIMING_S:
-                begin = time.perf_counter()
-                self.run(*calls[point])
+                with self._lock:
+                    begin = time.perf_counter()
+                    self._run(*calls[point])
                 times.append(time.perf_counter() - begin)
             found[point] = statistics.median(times)
         return found
@@ -149,6 +183,24 @@ class PreparedModel:
             self.joins = False
             self._note(f"Requests are not joined, since an answer depends on other rows: {why}")
 
+    def _rows_are_apart(self) -> bool:
+        """Whether a call of two rows gives what each row gives alone.
+
+        Where calls have several rows, `_check` has seen that.
+        """
+        if self._most_rows > 1:
+            return True
+        if self._reference is None:
+            return False
+        largest = max(self.timings.seconds, key=math.prod)
+        whole = self._part_of(self.joiner.sampler.at((2, *largest[1:])), any_rows=True)
+        together = self._alone(whole)
+        apart = self.joiner.put_together([self._alone(p) for p in self.joiner.split(whole, 1)])
+        return all(
+            difference(apart[name], value, other_kernels=True) is None
+            for name, value in together.items()
+        )
+
     def _note(self, text: str) -> None:
         self.notes.append(text)
         _LOGGER.warning(text)
@@ -161,7 +213,7 @@ class PreparedModel:
         """
         largest = max(self.timings.seconds, key=math.prod)
         parts, others = (self._requests(largest, seed, mixed=mixed) for seed in (0, 1))
-        joined = self.joiner.cut(self.compute(parts, largest), parts)
+        joined = self.compute(parts, largest)
         for part, answer in zip(parts, joined, strict=True):
             alone = self._alone(part)
             for name, value in answer.items():
@@ -169,7 +221,7 @@ class PreparedModel:
                 if why is not None:
                     return f"{self._words(name, part)} is {why} beside others."
         beside = [parts[0], *others[1:]]
-        again = self.joiner.cut(self.compute(beside, largest), beside)[0]
+        again = self.compute(beside, largest)[0]
         for name, value in again.items():
             why = difference(value, joined[0][name])
             if why is not None:
@@ -191,15 +243,14 @@ class PreparedModel:
         return parts
 
     def _words(self, output: str, part: Part) -> str:
-        pairs = zip(self.joiner.layout.names, part.sizes, strict=True)
-        sizes = ", ".join(f"{name} {n}" for name, n in pairs)
+        sizes = _in_words(self.joiner.layout.names, part.sizes)
         return f"the output {output!r} of a request of {sizes}"
 
-    def _part_of(self, leaves: Sequence[Any]) -> Part:
+    def _part_of(self, leaves: Sequence[Any], *, any_rows: bool = False) -> Part:
         """A request with the leaves of a call."""
         tensors = [leaf.cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
         names = [each.name for each in self.joiner.inputs]
-        return self.joiner.part(dict(zip(names, tensors, strict=True)))
+        return self.joiner.part(dict(zip(names, tensors, strict=True)), any_rows=any_rows)
 
     def _alone(self, part: Part) -> Tensors:
         """The answer to one request, by the model itself where there is one."""
@@ -208,8 +259,32 @@ class PreparedModel:
         if call is None:
             call, sizes = self.call, min(self.timings.points_for(sizes), key=math.prod)
         args, kwargs = self.joiner.join([part], sizes)
-        with torch.no_grad():
-            return self.joiner.cut(self.joiner.results(call(*args, **kwargs)), [part])[0]
+        with torch.no_grad(), self._lock:
+            results = self.joiner.results(call(*args, **kwargs))
+            return self.joiner.cut(results, [part], sizes)[0]
+
+
+def _lock_of(model: Any) -> threading.RLock:
+    """The lock of a model, the same for all that serve it."""
+    with _LOCKS_LOCK:
+        try:
+            return _LOCKS.setdefault(model, threading.RLock())
+        except TypeError:  # It cannot be looked up, or not be referred to weakly.
+            return threading.RLock()
+
+
+def _refuse_undone(config: ModelConfig) -> None:
+    """Refuse tensors that are declared and that no function makes."""
+    for declared, function in (("inputs", "preprocess"), ("outputs", "postprocess")):
+        if getattr(config, declared) and getattr(config, function) is None:
+            raise OptionError(
+                f"{declared}= says what clients see beside a {function}=, and there is none.",
+                remedy=f"Leave {declared} out: the model's own are seen.",
+            )
+
+
+def _in_words(names: Sequence[str], sizes: Sizes) -> str:
+    return ", ".join(f"{name} {n}" for name, n in zip(names, sizes, strict=True))
 
 
 def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
@@ -239,7 +314,7 @@ def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
             f"The dimensions are {', '.join(names)}; requests are joined along one named 'batch'.",
             remedy="Name the dimension of the rows 'batch' in buckets and dynamic_shapes.",
         )
-    dimensions = Dimensions(_reference_of(config.model) or config.model, names, dynamic_shapes, pad)
+    dimensions = _dimensions_of(config.model, names, dynamic_shapes, pad)
     form = DynamicSignature(dimensions, CallSignature.of(args, kwargs), args, kwargs)
     order = [names.index(BATCH), *(i for i, name in enumerate(names) if name != BATCH)]
     pads = [value or 0 for value in dimensions.pads(args, kwargs)]
@@ -345,10 +420,18 @@ def _pads_of(model: Callable[..., Any], count: int) -> Sequence[float | int | bo
 
 def _names_of_leaves(model: Callable[..., Any], args: Args, kwargs: Kwargs) -> list[str]:
     """Names of a call's leaves, positional ones by the parameters where these are known."""
-    reference = _reference_of(model)
-    if reference is None:
-        return argument_names(args, kwargs)
-    return Dimensions(reference, (BATCH,)).arguments(args, kwargs)
+    return _dimensions_of(model, (BATCH,)).arguments(args, kwargs)
+
+
+def _dimensions_of(
+    model: Callable[..., Any], names: Sequence[str], dynamic_shapes: Any = None, pad: Any = None
+) -> Dimensions:
+    """The dimensions of a model's arguments, which are named as its parameters are."""
+    found = Dimensions(_reference_of(model) or model, names, dynamic_shapes, pad)
+    module = model._choice.module if isinstance(model, TunedModule) else None
+    if isinstance(module, Absent):
+        found.name_arguments(module.argument_names)
+    return found
 
 
 def _own_sizes(leaves: Sequence[Any], layout: Layout) -> Sizes:

@@ -1,4 +1,4 @@
-"""What a transport checks of a request: the client's token, names, shapes, data and deadlines.
+"""What both transports read of a request and check: token, names, shapes, data and deadline.
 
 All of it raises RequestError with text that names the tensor or parameter.
 """
@@ -10,13 +10,23 @@ import hmac
 import math
 import struct
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from ..calls.options import nearest, shown
-from .protocol import BYTES, DTYPES, Kind, Parameters, RequestError, Strings, Value
+from .protocol import (
+    BYTES,
+    DTYPES,
+    Kind,
+    Parameters,
+    RequestError,
+    Strings,
+    TensorMetadata,
+    Value,
+    datatype_of,
+)
 
 # More dimensions than these many of PyTorch's operators refuse, and numpy too.
 MOST_DIMENSIONS = 64
@@ -176,6 +186,32 @@ def bytes_of(value: Value) -> bytes:
         return b"".join(struct.pack("<I", len(each)) + each for each in value.values)
     held = value.contiguous()
     return (ctypes.c_char * held.nbytes).from_address(held.data_ptr()).raw
+
+
+def check_inputs(inputs: Mapping[str, Value], declared: Sequence[TensorMetadata]) -> None:
+    """Compare a request's inputs to those that a model takes: names, datatypes and shapes.
+
+    Raises:
+        RequestError: an input is missing, unknown, or of another datatype or shape.
+    """
+    known = [each.name for each in declared]
+    unknown = [name for name in inputs if name not in known]
+    missing = [name for name in known if name not in inputs]
+    if unknown or missing:
+        wanted = (f"{each.name} {each.datatype} {list(each.shape)}" for each in declared)
+        takes = f"it takes {', '.join(wanted)}."
+        if unknown:
+            raise invalid(f"The model has no input {shown(unknown[0])}; {takes}")
+        raise invalid(f"The input {missing[0]!r} is missing; {takes}")
+    for each in declared:
+        given = inputs[each.name]
+        if datatype_of(given) != each.datatype:
+            raise invalid(f"The input {each.name!r} is {datatype_of(given)}, not {each.datatype}.")
+        shape = list(given.shape)
+        if len(shape) != len(each.shape) or any(
+            n not in (-1, m) for n, m in zip(each.shape, shape, strict=True)
+        ):
+            raise invalid(f"The input {each.name!r} has the shape {shape}, not {list(each.shape)}.")
 
 
 def deadline(
