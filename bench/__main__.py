@@ -19,6 +19,7 @@ scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is w
 scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch's own ways to copy
 scripts/bench search [--out DIR] [--seconds S]        default searches beside exhaustive ones
 scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
+scripts/bench replicas [--replicas N ...] [--out DIR] requests/s by replicas on Ray Serve
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/reference/
 """
@@ -477,6 +478,12 @@ def main() -> None:
     serving.add_argument("--tuned", metavar="FILE.py:NAME", help="serve this as well as eager")
     serving.add_argument("--seconds", type=float, default=10.0, help="of each load")
     serving.add_argument("--threads", type=int, default=1, help="of PyTorch in each server")
+    replicas = commands.add_parser("replicas", help="requests/s by replicas on Ray Serve")
+    replicas.add_argument("--out", type=Path, default=RESULTS)
+    replicas.add_argument("--replicas", nargs="+", type=int, default=[1, 2], metavar="N")
+    replicas.add_argument("--batch-ms", type=float, default=40.0, help="that a batch takes")
+    replicas.add_argument("--seconds", type=float, default=10.0, help="of each load")
+    replicas.add_argument("--quick", action="store_true", help="tiny sizes: no result")
     comparing = commands.add_parser("compare", help="two results of tune, capture or training")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
@@ -513,6 +520,11 @@ def main() -> None:
 
         flags = {"seconds": given.seconds, "threads": given.threads}
         sys.exit(bool(serve(given.out, given.only, given.tuned, **flags)))
+    elif given.command == "replicas":
+        from .serving.replicas import benchmark as replicate
+
+        flags = {"batch_s": given.batch_ms / 1e3, "seconds": given.seconds, "quick": given.quick}
+        sys.exit(bool(replicate(given.out, given.replicas, **flags)))
     elif given.command == "compare":
         from .compare import main as compare
 

@@ -129,6 +129,10 @@ class ModelRunner:
             self.name, (self.version,), PLATFORM, self.model.inputs, self.model.outputs
         )
 
+    def is_running(self) -> bool:
+        """Whether batches are computed; they are until `close()`, unless that failed for good."""
+        return not self._task.done()
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request, joined with others.
 
@@ -399,3 +403,14 @@ def device_memory() -> dict[str, int]:
     if not torch.cuda.is_initialized():
         return {}
     return {f"cuda:{i}": torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())}
+
+
+def devices_answer() -> bool:
+    """Whether this process can still use its GPUs: after an illegal access, say, it never can."""
+    try:
+        for device, held in device_memory().items():
+            if held:
+                torch.cuda.current_stream(torch.device(device)).query()
+    except RuntimeError:
+        return False
+    return True
