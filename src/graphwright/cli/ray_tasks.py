@@ -151,7 +151,8 @@ def _run_all(
     running = {}
     for job in jobs:
         kind = {} if job.accelerator is None else {"accelerator_type": job.accelerator}
-        running[task.options(**kind).remote(job.target, words, os.getcwd())] = job
+        threads = os.environ.get("OMP_NUM_THREADS")
+        running[task.options(**kind).remote(job.target, words, os.getcwd(), threads)] = job
     try:
         while running:
             for ref in ray.wait(list(running))[0]:
@@ -179,15 +180,21 @@ def resources(nodes: Sequence[Mapping[str, float]], *, cpu: bool) -> dict[str, f
     return {"num_cpus": max(1, min(node["CPU"] for node in nodes if node.get("CPU")))}
 
 
-def _tuned(target: str, words: Sequence[str], folder: str) -> Outcome:
-    """Run `tune` for a target, in the folder of the command if it is here too."""
+def _tuned(target: str, words: Sequence[str], folder: str, threads: str | None) -> Outcome:
+    """Run `tune` for a target, in the folder of the command if it is here too.
+
+    Ray sets the number of threads, on which choices depend: it is put back to the caller's.
+    """
+    environment = {**os.environ, "OMP_NUM_THREADS": threads or ""}
+    if threads is None:
+        del environment["OMP_NUM_THREADS"]
     with tempfile.TemporaryDirectory() as place:
         command = [sys.executable, "-m", __name__, str(os.getpid()), "tune", target, *words]
         command += ["--json", os.path.join(place, _REPORT), "--save", os.path.join(place, _WINNER)]
         done = subprocess.run(
             command,
             cwd=folder if os.path.isdir(folder) else None,
-            env={**os.environ, "GRAPHWRIGHT_CACHE_DIR": place, "COLUMNS": "80"},
+            env={**environment, "GRAPHWRIGHT_CACHE_DIR": place, "COLUMNS": "80"},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
