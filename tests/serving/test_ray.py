@@ -41,14 +41,16 @@ WAIT_S = 90.0
 
 
 @contextlib.contextmanager
-def cluster() -> Iterator[str]:
-    """A cluster of Ray, and the address of its proxy."""
+def cluster() -> Iterator[tuple[str, str]]:
+    """A cluster of Ray, and the addresses of its proxy for HTTP and gRPC."""
     import ray
     from ray import serve
 
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    with contextlib.ExitStack() as listeners:
+        found = [listeners.enter_context(socket.socket()) for _ in range(2)]
+        for listener in found:
+            listener.bind(("127.0.0.1", 0))
+        port, grpc_port = (listener.getsockname()[1] for listener in found)
     # Short: it holds sockets.
     folder = tempfile.mkdtemp(prefix="ray")
     with pytest.MonkeyPatch.context() as patch:
@@ -65,8 +67,14 @@ def cluster() -> Iterator[str]:
                 _node_ip_address="127.0.0.1",
                 _temp_dir=folder,
             )
-            serve.start(http_options={"host": "127.0.0.1", "port": port})
-            yield f"http://127.0.0.1:{port}"
+            serve.start(
+                http_options={"host": "127.0.0.1", "port": port},
+                grpc_options={
+                    "port": grpc_port,
+                    "grpc_servicer_functions": ["graphwright.serving.grpc.add_to_proxy"],
+                },
+            )
+            yield f"http://127.0.0.1:{port}", f"127.0.0.1:{grpc_port}"
         finally:
             serve.shutdown()
             ray.shutdown()
@@ -124,7 +132,7 @@ class Asking:
 def test_answers_are_right_while_one_of_two_replicas_is_killed() -> None:
     from ray import serve
 
-    with cluster() as address:
+    with cluster() as (address, grpc_address):
         serve.run(application({"net": in_a_process}, replicas=2, gpus=0))
         before = Asking(address, made())
         before.ask(300)
@@ -155,6 +163,28 @@ def test_answers_are_right_while_one_of_two_replicas_is_killed() -> None:
         assert refused.status_code == 501
         assert "Deploy the application again" in refused.json()["error"]
         assert httpx.post(f"{address}/v2/models/net/infer", content=b"{").status_code == 400
+        ask_over_grpc(grpc_address)
+
+
+def ask_over_grpc(address: str) -> None:
+    from tritonclient import grpc as client
+    from tritonclient.utils import InferenceServerException
+
+    asked = request_of(3)
+    inputs = []
+    for name, value in asked.items():
+        inputs.append(client.InferInput(name, value.shape, "INT64"))
+        inputs[-1].set_data_from_numpy(value.numpy())
+    with client.InferenceServerClient(address) as server:
+        answer = server.infer("net", inputs)
+        with pytest.raises(InferenceServerException, match="no model 'other'") as refused:
+            server.infer("other", inputs)
+    assert "NOT_FOUND" in refused.value.status()
+    with torch.no_grad():
+        expected = made()(asked["ids"], asked["mask"])
+    for name, value in expected.items():
+        found = torch.from_numpy(answer.as_numpy(name).copy())
+        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
 
 
 @needs_ray
@@ -162,7 +192,7 @@ def test_answers_are_right_while_one_of_two_replicas_is_killed() -> None:
 def test_an_unhealthy_replica_is_replaced() -> None:
     from ray import serve
 
-    with cluster() as address:
+    with cluster() as (address, _):
         often = {"health_check_period_s": 0.2}
         serve.run(application({"net": in_a_process}, gpus=0, deployment=often))
         asking = Asking(address, made())
@@ -201,7 +231,7 @@ def test_a_file_is_served_and_fetched_once_by_another_node(
         )
     file = tmp_path / "net.gw"
     gw.save(tuned, file)
-    with cluster() as address:
+    with cluster() as (address, _):
         serve.run(application({"net": file}, gpus=0, trust=True))
         names = [each["name"] for each in httpx.get(f"{address}/v2/models/net").json()["inputs"]]
         path, body, headers = binary("net", dict(zip(names, sample(2), strict=True)))

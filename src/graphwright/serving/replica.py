@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, NoReturn
 
 from starlette.applications import Starlette
 
-from . import http
+from . import grpc, http
 from .options import ServerOptions, Source
 from .protocol import Kind, Parameters, RequestError
 from .repository import Repository
@@ -23,6 +24,7 @@ class Replica:
             max_queue=options.max_queue,
             drain_s=options.drain_s,
         )
+        self._grpc = grpc.handlers_of(self._repository, options)
         await self._repository.load_all()
 
     def __serve_build_asgi_app__(self) -> Starlette:
@@ -33,6 +35,49 @@ class Replica:
         """Raise if only a new process can answer: Ray then starts one in this one's place."""
         if not self._repository.is_live():
             raise RuntimeError("A model has stopped, or its GPU no longer answers.")
+
+
+def _method(name: str) -> Callable[[Replica, bytes, Any], Awaitable[_Message]]:
+    """What answers a method of gRPC, which Ray's proxy looks for by this name."""
+
+    async def answer(self: Replica, request: bytes, grpc_context: Any) -> _Message:
+        return _Message(await self._grpc[name](request, _Context(grpc_context)))
+
+    return answer
+
+
+class _Message:
+    """An answer that is bytes already, where Ray expects a message to make bytes of."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+
+    def SerializeToString(self) -> bytes:  # noqa: N802  # protobuf's name
+        return self._data
+
+
+class _Context:
+    """gRPC's context as Ray hands it to a replica, with the methods that are used here."""
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+
+    def invocation_metadata(self) -> Sequence[tuple[str, str]]:
+        found: Sequence[tuple[str, str]] = self._given.invocation_metadata()
+        return found
+
+    def time_remaining(self) -> None:
+        """Ray does not say; its proxy cancels what is too late."""
+
+    async def abort(self, code: Any, text: str, metadata: Sequence[tuple[str, str]]) -> NoReturn:
+        self._given.set_code(code)
+        self._given.set_details(text)
+        self._given.set_trailing_metadata(list(metadata))
+        raise RuntimeError(text)
+
+
+for _name in grpc.METHODS:
+    setattr(Replica, _name, _method(_name))
 
 
 class _OneOfSeveral(Repository):
