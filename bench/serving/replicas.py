@@ -91,6 +91,8 @@ def _measured(
     )  # fmt: skip
     if not server.installed():
         return {"status": "not installed"}
+    # Ray reads this when it is imported: its own cluster is to use 127.0.0.1 only.
+    os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     given = Options("", free_port(), 0, WAIT_S, 1, "")
     try:

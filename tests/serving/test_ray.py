@@ -19,10 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import grpc
 import httpx
 import pytest
 import torch
 from chosen import choosing
+from open_inference.grpc import protocol as messages
+from open_inference.grpc.service import GRPCInferenceServiceStub
 from served import FATAL, config, in_a_process, made, sample
 from test_server import binary, outputs_of, request_of, swarm
 
@@ -55,6 +58,7 @@ def cluster() -> Iterator[tuple[str, str]]:
     folder = tempfile.mkdtemp(prefix="ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         try:
             ray.init(
                 "local",
@@ -167,24 +171,25 @@ def test_answers_are_right_while_one_of_two_replicas_is_killed() -> None:
 
 
 def ask_over_grpc(address: str) -> None:
-    from tritonclient import grpc as client
-    from tritonclient.utils import InferenceServerException
+    def asked(model: str) -> messages.ModelInferRequest:
+        found = messages.ModelInferRequest(model_name=model)
+        for name, value in request_of(3).items():
+            found.inputs.add(name=name, datatype="INT64", shape=value.shape)
+            found.raw_input_contents.append(value.numpy().tobytes())
+        return found
 
-    asked = request_of(3)
-    inputs = []
-    for name, value in asked.items():
-        inputs.append(client.InferInput(name, value.shape, "INT64"))
-        inputs[-1].set_data_from_numpy(value.numpy())
-    with client.InferenceServerClient(address) as server:
-        answer = server.infer("net", inputs)
-        with pytest.raises(InferenceServerException, match="no model 'other'") as refused:
-            server.infer("other", inputs)
-    assert "NOT_FOUND" in refused.value.status()
+    with grpc.insecure_channel(address) as channel:
+        stub = GRPCInferenceServiceStub(channel)
+        answer = stub.ModelInfer(asked("net"), timeout=WAIT_S)
+        with pytest.raises(grpc.RpcError, match="no model 'other'") as refused:
+            stub.ModelInfer(asked("other"), timeout=WAIT_S)
+    assert refused.value.code() is grpc.StatusCode.NOT_FOUND
     with torch.no_grad():
-        expected = made()(asked["ids"], asked["mask"])
-    for name, value in expected.items():
-        found = torch.from_numpy(answer.as_numpy(name).copy())
-        torch.testing.assert_close(found, value, rtol=1e-4, atol=1e-5)
+        expected = made()(*request_of(3).values())
+    for tensor, raw in zip(answer.outputs, answer.raw_output_contents, strict=True):
+        found = torch.frombuffer(bytearray(raw), dtype=torch.float32).reshape(*tensor.shape)
+        if tensor.name != "pid":
+            torch.testing.assert_close(found, expected[tensor.name], rtol=1e-4, atol=1e-5)
 
 
 @needs_ray

@@ -99,6 +99,10 @@ def tune_all(
         OptionError: Ray is not installed.
         TargetError: there is no such cluster, or the folder cannot be written to.
     """
+    if address is None:
+        # Ray reads this when it is imported: its own cluster is to use 127.0.0.1 only.
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     check_installed()
     import ray
 
@@ -129,7 +133,6 @@ def _connect(address: str | None) -> None:
         if address is not None:
             ray.init(address, **quiet)
             return
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
     except (OSError, RuntimeError, ValueError) as error:
         raise TargetError(

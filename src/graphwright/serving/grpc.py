@@ -160,9 +160,7 @@ def _check_repository(request: Any) -> None:
         raise RequestError(Kind.UNSUPPORTED, what, remedy="Leave repository_name out.")
 
 
-def _handler(
-    name: str, kind: Any, answer: _Answer, limits: Limits
-) -> Handler:
+def _handler(name: str, kind: Any, answer: _Answer, limits: Limits) -> Handler:
     """From the bytes of a request to those of its answer, or to gRPC's way to say an error."""
 
     async def handle(data: bytes, context: Any) -> bytes:

@@ -116,9 +116,7 @@ def check_installed() -> None:
         ) from error
 
 
-def _check(
-    replicas: Any, gpus: Any, target_requests: Any, options: Mapping[str, Any]
-) -> None:
+def _check(replicas: Any, gpus: Any, target_requests: Any, options: Mapping[str, Any]) -> None:
     """Refuse what makes no sense, or is not the application's to say."""
     counts = replicas if isinstance(replicas, tuple) else (replicas, replicas)
     whole = len(counts) == 2 and all(type(n) is int for n in counts)
