@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -133,13 +134,14 @@ class Asking:
 
 @needs_ray
 @pytest.mark.slow
-def test_answers_are_right_while_one_of_two_replicas_is_killed() -> None:
+def test_answers_are_right_while_replicas_are_lost_and_replaced() -> None:
     from ray import serve
 
     with cluster() as (address, grpc_address):
-        serve.run(application({"net": in_a_process}, replicas=2, gpus=0))
+        often = {"health_check_period_s": 0.3}
+        serve.run(application({"net": in_a_process}, replicas=2, gpus=0, deployment=often))
         before = Asking(address, made())
-        before.ask(300)
+        before.ask(200)
         assert not before.failed
         assert len(before.answered) == 2
         killed = min(before.answered)
@@ -149,25 +151,41 @@ def test_answers_are_right_while_one_of_two_replicas_is_killed() -> None:
                 os.kill(killed, signal.SIGKILL)
 
         during = Asking(address, made())
-        during.ask(1000, kill)
+        during.ask(800, kill)
         # Only what was in the replica, and says so.
         assert len(during.failed) < CLIENTS, during.failed
         assert {status for status, _ in during.failed} <= {500, 503}, during.failed
-        assert sum(during.answered.values()) == 1000 - len(during.failed)
-        print(f"{len(during.failed)} of 1000 failed: {Counter(during.failed)}")
+        assert sum(during.answered.values()) == 800 - len(during.failed)
+        print(f"{len(during.failed)} of 800 failed: {Counter(during.failed)}")
 
         until(lambda: replicas() == {"RUNNING": 2})
         after = Asking(address, made())
-        after.ask(300)
+        after.ask(200)
         assert not after.failed
-        assert len(after.answered) == 2
         assert killed not in after.answered
 
+        broken = lose_gpu(address)
+
+        def replaced() -> bool:
+            found = Asking(address, made())
+            found.ask(50)
+            assert not found.failed
+            return len(found.answered) == 2 and broken not in found.answered
+
+        until(replaced)
         refused = httpx.post(f"{address}/v2/repository/models/net/load", json={})
         assert refused.status_code == 501
         assert "Deploy the application again" in refused.json()["error"]
         assert httpx.post(f"{address}/v2/models/net/infer", content=b"{").status_code == 400
         ask_over_grpc(grpc_address)
+
+
+def lose_gpu(address: str) -> int:
+    """Let a replica find that its GPU has failed; its process number."""
+    ids, mask = sample(1, FATAL)
+    path, body, headers = binary("net", {"ids": ids, "mask": mask})
+    answer = httpx.post(address + path, content=body, headers=headers)
+    return int(outputs_of(answer.content, answer.headers)["pid"])
 
 
 def ask_over_grpc(address: str) -> None:
@@ -194,34 +212,9 @@ def ask_over_grpc(address: str) -> None:
 
 @needs_ray
 @pytest.mark.slow
-def test_an_unhealthy_replica_is_replaced() -> None:
-    from ray import serve
-
-    with cluster() as (address, _):
-        often = {"health_check_period_s": 0.2}
-        serve.run(application({"net": in_a_process}, gpus=0, deployment=often))
-        asking = Asking(address, made())
-        asking.ask(1)
-        [first] = asking.answered
-        ids, mask = sample(1, FATAL)
-        path, body, headers = binary("net", {"ids": ids, "mask": mask})
-        assert httpx.post(address + path, content=body, headers=headers).is_success
-
-        def replaced() -> bool:
-            asking.ask(1)
-            return set(asking.answered) > {first}
-
-        until(replaced)
-
-
-@needs_ray
-@pytest.mark.slow
 def test_a_file_is_served_and_fetched_once_by_another_node(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from dataclasses import replace
-
-    import ray
     from ray import serve
 
     model = made()
@@ -236,6 +229,8 @@ def test_a_file_is_served_and_fetched_once_by_another_node(
         )
     file = tmp_path / "net.gw"
     gw.save(tuned, file)
+    with pytest.raises(gw.OptionError, match="give the path of the file"):
+        application({"net": tuned})
     with cluster() as (address, _):
         serve.run(application({"net": file}, gpus=0, trust=True))
         names = [each["name"] for each in httpx.get(f"{address}/v2/models/net").json()["inputs"]]
@@ -248,22 +243,23 @@ def test_a_file_is_served_and_fetched_once_by_another_node(
 
         here = NodeFile.at(file)
         assert here.on_this_node() == file
-        # As another node sees it, which has another file at this path, or none.
-        there = ray.get_runtime_context().get_node_id()
-        monkeypatch.setattr(NodeFile, "is_here", lambda self: False)
-        context = type("Context", (), {"get_node_id": lambda self: "another"})()
-        monkeypatch.setattr(ray, "get_runtime_context", lambda: context)
-        monkeypatch.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
-        assert here.node == there
-        copy = here.on_this_node()
-        assert copy != file
-        assert copy.read_bytes() == file.read_bytes()
-        written = copy.stat().st_mtime_ns
-        assert here.on_this_node() == copy
-        assert copy.stat().st_mtime_ns == written
-        later = replace(here, changed_ns=here.changed_ns + 1)
-        with pytest.raises(ray.exceptions.RayTaskError, match="not the file that it was"):
-            later.on_this_node()
+        with monkeypatch.context() as elsewhere:
+            # As another node sees it, which has another file at this path, or none.
+            elsewhere.setattr(NodeFile, "is_here", lambda self: False)
+            elsewhere.setattr("graphwright.serving.node_files._node", lambda: "another")
+            elsewhere.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path / "cache"))
+            copy = here.on_this_node()
+            assert copy.is_relative_to(tmp_path / "cache")
+            assert copy.read_bytes() == file.read_bytes()
+            written = copy.stat().st_mtime_ns
+            assert here.on_this_node() == copy
+            assert copy.stat().st_mtime_ns == written
+            later = replace(here, changed_ns=here.changed_ns + 1)
+            with pytest.raises(gw.ArtifactError, match="not the file that it was"):
+                later.on_this_node()
+        file.write_bytes(b"something else")
+        with pytest.raises(gw.ArtifactError, match="not the file that it was"):
+            here.on_this_node()
 
 
 def test_a_replica_that_cannot_go_on_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,20 +297,9 @@ def test_what_makes_no_sense_is_refused(given: dict[str, Any], said: str) -> Non
 
 
 @needs_ray
-def test_models_that_cannot_be_sent_are_refused(tmp_path: Path) -> None:
+def test_a_file_that_is_missing_is_named(tmp_path: Path) -> None:
     with pytest.raises(gw.ArtifactError, match=r"no file .*net\.gw"):
         application({"net": tmp_path / "net.gw"})
-    with choosing("torchscript"):
-        tuned = gw.tune(
-            made(),
-            sample(4),
-            strategies=["torchscript"],
-            remember=False,
-            progress=False,
-            isolate=False,
-        )
-    with pytest.raises(gw.OptionError, match="give the path of the file"):
-        application({"net": tuned})
 
 
 @needs_ray

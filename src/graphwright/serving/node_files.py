@@ -42,7 +42,7 @@ class NodeFile:
         file = Path(path).absolute()
         if not file.is_file():
             raise ArtifactError(f"There is no file {file}.", remedy="`save` writes one.")
-        node = ray.get_runtime_context().get_node_id() if ray.is_initialized() else None
+        node = _node() if ray.is_initialized() else None
         status = file.stat()
         return cls(file, node, status.st_size, status.st_mtime_ns)
 
@@ -65,7 +65,7 @@ class NodeFile:
 
         if self.is_here():
             return self.path
-        if self.node in (None, ray.get_runtime_context().get_node_id()):
+        if self.node in (None, _node()):
             raise self._changed()
         place = hashlib.sha256(f"{self.node}:{self.path}".encode()).hexdigest()[:32]
         folder = _cache() / place
@@ -74,8 +74,10 @@ class NodeFile:
         with FileLock(folder / "lock"):
             if not copy.exists():
                 where = NodeAffinitySchedulingStrategy(self.node, soft=False)
-                read = ray.remote(num_cpus=0, scheduling_strategy=where)(NodeFile._content)
+                read = ray.remote(num_cpus=0, scheduling_strategy=where)(_content)
                 content = ray.get(read.remote(self))
+                if content is None:
+                    raise self._changed()
                 for older in folder.glob(f"*{self.path.suffix}"):
                     older.unlink()
                 with tempfile.NamedTemporaryFile(dir=folder, delete=False) as beside:
@@ -83,19 +85,26 @@ class NodeFile:
                 os.replace(beside.name, copy)
         return copy
 
-    def _content(self) -> Any:
-        """Its bytes, as an array, which Ray hands from node to node without copies."""
-        import numpy as np
-
-        if not self.is_here():
-            raise self._changed()
-        return np.fromfile(self.path, np.uint8)
-
     def _changed(self) -> ArtifactError:
         return ArtifactError(
             f"{self.path} is not the file that it was when the application was built.",
             remedy="Build the application again, and deploy it.",
         )
+
+
+def _content(file: NodeFile) -> Any:
+    """Its bytes as an array, which Ray hands to other nodes without copies; None if it changed."""
+    import numpy as np
+
+    return np.fromfile(file.path, np.uint8) if file.is_here() else None
+
+
+def _node() -> str:
+    """The id of this node."""
+    import ray
+
+    found: str = ray.get_runtime_context().get_node_id()
+    return found
 
 
 def _cache() -> Path:
