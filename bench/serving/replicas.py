@@ -85,7 +85,7 @@ def _measured(
         "ray",
         "v2",
         lambda given: command(
-            "bench.serving.apps.replicas", "--port", str(given.port), "--replicas", str(count),
+            "bench.serving.on_ray", "--port", str(given.port), "--replicas", str(count),
             *words,
         ),
     )  # fmt: skip

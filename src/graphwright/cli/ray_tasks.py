@@ -1,13 +1,9 @@
-"""`tune --ray`: each TARGET is tuned by a task of Ray, and the results are collected in a folder.
-
-Run as `python -m graphwright.cli.ray_tasks PARENT WORD…`, this is the command that a task runs.
-"""
+"""`tune --ray`: each TARGET is tuned by a task of Ray, and the results are collected in a folder."""
 
 from __future__ import annotations
 
 import collections
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,11 +22,12 @@ from ..report.report import Report
 from ..report.table import NO_FIGURE, ratio
 from ..report.terminal import printing
 from ..serving.ray import check_installed
-from ..tuning.workers.process import end_with_parent
 from .outputs import EXIT_BAD_INPUT
 
 # For which tasks that are cancelled may take to end.
 _END_S = 10.0
+# What a task runs: `graphwright`, which ends with the task.
+_COMMAND = "graphwright.cli.ray_task_main"
 # What a task writes beside the choice cache's own folder.
 _REPORT, _WINNER, _OUTPUT = "report.json", "winner.gw", "output.txt"
 
@@ -192,7 +189,7 @@ def _tuned(target: str, words: Sequence[str], folder: str, threads: str | None) 
     if threads is None:
         del environment["OMP_NUM_THREADS"]
     with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, "-m", __name__, str(os.getpid()), "tune", target, *words]
+        command = [sys.executable, "-m", _COMMAND, str(os.getpid()), "tune", target, *words]
         command += ["--json", os.path.join(place, _REPORT), "--save", os.path.join(place, _WINNER)]
         done = subprocess.run(
             command,
@@ -272,14 +269,3 @@ def words_of(context: click.Context, leave_out: Sequence[str]) -> list[str]:
             for each in value if parameter.multiple else [value]:
                 given += [option, str(each)]
     return given
-
-
-def _main() -> None:
-    end_with_parent(int(sys.argv[1]), signal.SIGTERM)
-    from .main import main
-
-    main(sys.argv[2:], prog_name="graphwright")
-
-
-if __name__ == "__main__":
-    _main()

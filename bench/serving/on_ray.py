@@ -12,8 +12,8 @@ from ray import serve
 
 from graphwright.serving.ray import application
 
-from ..heavy import served
-from ..traffic import MODEL
+from .heavy import served
+from .traffic import MODEL
 
 
 def main() -> None:
