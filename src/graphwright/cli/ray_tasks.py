@@ -1,4 +1,4 @@
-"""`tune --ray`: each TARGET is tuned by a task of Ray, and the results are collected in a folder."""
+"""`tune --ray`: each TARGET is tuned by a task of Ray; all results are collected in one folder."""
 
 from __future__ import annotations
 
@@ -26,6 +26,8 @@ from .outputs import EXIT_BAD_INPUT
 
 # For which tasks that are cancelled may take to end.
 _END_S = 10.0
+# How Ray names a kind of GPU among the resources of a node.
+_KIND = "accelerator_type:"
 # What a task runs: `graphwright`, which ends with the task.
 _COMMAND = "graphwright.cli.ray_task_main"
 # What a task writes beside the choice cache's own folder.
@@ -108,17 +110,19 @@ def tune_all(
     except OSError as error:
         raise TargetError(f"--out {folder} cannot be made: {error.strerror}.") from error
     _connect(address)
+    outcomes: dict[Job, Outcome] = {}
     try:
-        outcomes = {}
-        for job, outcome in _run_all(jobs, words, cpu=cpu):
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        _check_accelerators(jobs, nodes, waits=address is not None)
+        for job, outcome in _run_all(jobs, words, nodes, cpu=cpu):
             outcomes[job] = outcome
             _keep(job, outcome, folder)
-            said = f"{len(outcomes)} of {len(jobs)}: {job.name}: {outcome.why or 'tuned'}"
-            click.echo(f"graphwright: {said}", err=True)
+            _say(f"{len(outcomes)} of {len(jobs)}: {job.name}: {outcome.why or 'tuned'}")
     finally:
         ray.shutdown()
-    with printing():
-        show(jobs, outcomes, folder)
+        if outcomes:  # After Ctrl-C as well.
+            with printing():
+                show(outcomes, folder)
     return EXIT_BAD_INPUT if any(outcome.why for outcome in outcomes.values()) else 0
 
 
@@ -138,21 +142,39 @@ def _connect(address: str | None) -> None:
         ) from error
 
 
+def _say(text: str) -> None:
+    click.echo(f"graphwright: {text}", err=True)
+
+
+def _check_accelerators(
+    jobs: Sequence[Job], nodes: Sequence[Mapping[str, float]], *, waits: bool
+) -> None:
+    """Tell of kinds of GPU that no node has; Ray waits for one, which a cluster may yet add."""
+    there = {name.removeprefix(_KIND) for node in nodes for name in node if name.startswith(_KIND)}
+    wanted = {job.accelerator for job in jobs if job.accelerator is not None}
+    for kind in sorted(wanted - there):
+        has = (
+            f"no node has a GPU of the kind {kind}; there are {', '.join(sorted(there)) or 'none'}"
+        )
+        if not waits:
+            raise TargetError(f"--accelerator: {has}.")
+        _say(f"{has}. Its tasks wait until Ray's cluster adds one.")
+
+
 def _run_all(
-    jobs: Sequence[Job], words: Sequence[str], *, cpu: bool
+    jobs: Sequence[Job], words: Sequence[str], nodes: Sequence[Mapping[str, float]], *, cpu: bool
 ) -> Iterable[tuple[Job, Outcome]]:
     """Each job as it ends; none is left running."""
     import ray
     from ray.exceptions import RayError
 
-    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
     # A process of its own for each, as what a target imports stays.
-    task = ray.remote(max_calls=1, max_retries=0, **resources(nodes, cpu=cpu))(_tuned)
+    task = ray.remote(max_calls=1, max_retries=0)(_tuned)
+    threads = os.environ.get("OMP_NUM_THREADS")
     running = {}
     for job in jobs:
-        kind = {} if job.accelerator is None else {"accelerator_type": job.accelerator}
-        threads = os.environ.get("OMP_NUM_THREADS")
-        running[task.options(**kind).remote(job.target, words, os.getcwd(), threads)] = job
+        placed = task.options(**resources(nodes, job.accelerator, cpu=cpu))
+        running[placed.remote(job.target, words, os.getcwd(), threads)] = job
     try:
         while running:
             for ref in ray.wait(list(running))[0]:
@@ -168,16 +190,19 @@ def _run_all(
             ray.wait(list(running), num_returns=len(running), timeout=_END_S)
 
 
-def resources(nodes: Sequence[Mapping[str, float]], *, cpu: bool) -> dict[str, float]:
+def resources(
+    nodes: Sequence[Mapping[str, float]], accelerator: str | None = None, *, cpu: bool
+) -> dict[str, Any]:
     """What a task takes: a GPU and its share of the processors; without GPUs a whole machine.
 
     Timings of tasks that share processors would disturb each other.
     """
     with_gpus = [node for node in nodes if node.get("GPU")]
-    if with_gpus and not cpu:
-        share = min(node.get("CPU", 0) // node["GPU"] for node in with_gpus)
-        return {"num_gpus": 1, "num_cpus": max(1, share)}
-    return {"num_cpus": max(1, min(node["CPU"] for node in nodes if node.get("CPU")))}
+    if cpu or not (with_gpus or accelerator):
+        return {"num_cpus": max(1, min((node.get("CPU") or 1 for node in nodes), default=1))}
+    shares = (node.get("CPU", 0) // node["GPU"] for node in with_gpus)
+    found: dict[str, Any] = {"num_gpus": 1, "num_cpus": max(1, min(shares, default=1))}
+    return found if accelerator is None else found | {"accelerator_type": accelerator}
 
 
 def _tuned(target: str, words: Sequence[str], folder: str, threads: str | None) -> Outcome:
@@ -222,22 +247,17 @@ def _keep(job: Job, outcome: Outcome, folder: Path) -> None:
         (folder / (name if ending is None else job.name + ending)).write_bytes(content)
 
 
-def show(
-    jobs: Sequence[Job],
-    outcomes: Mapping[Job, Outcome],
-    folder: Path,
-    console: Console | None = None,
-) -> None:
+def show(outcomes: Mapping[Job, Outcome], folder: Path) -> None:
     """Print it: a row for each job, then why some failed."""
-    console = console or Console()
+    console = Console()
     table = Table("target", "tuned on", "chosen")
     table.add_column("vs eager", justify="right", no_wrap=True)
-    for job in jobs:
-        table.add_row(*map(escape, (job.name, *_cells(outcomes[job]))))
+    for job, outcome in outcomes.items():
+        table.add_row(*map(escape, (job.name, *_cells(outcome))))
     console.print(table)
-    for job in jobs:
-        if why := outcomes[job].why:
-            console.print(f"[bold]{escape(job.name)}[/bold]: {escape(why)}")
+    for job, outcome in outcomes.items():
+        if outcome.why:
+            console.print(f"[bold]{escape(job.name)}[/bold]: {escape(outcome.why)}")
     console.print(f"Reports, winners and choices/ are in {escape(str(folder))}.", style="dim")
 
 
