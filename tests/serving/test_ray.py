@@ -278,6 +278,23 @@ def test_a_replica_that_cannot_go_on_says_so(monkeypatch: pytest.MonkeyPatch) ->
     asyncio.run(test())
 
 
+@pytest.mark.gpu
+def test_a_gpu_that_has_failed_does_not_answer() -> None:
+    code = """if True:
+        import torch
+        from graphwright.serving.runner import devices_answer
+        values = torch.zeros(4, device="cuda")
+        torch.cuda.synchronize()
+        assert devices_answer()
+        try:
+            values[torch.tensor([9], device="cuda")].cpu()
+        except RuntimeError:
+            pass
+        assert not devices_answer()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
 @needs_ray
 @pytest.mark.parametrize(
     ("given", "said"),
