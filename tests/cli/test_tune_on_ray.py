@@ -85,7 +85,7 @@ def test_a_task_takes_a_gpu_or_a_whole_machine() -> None:
     assert resources(nodes, cpu=False) == {"num_gpus": 1, "num_cpus": 4}
     assert resources(nodes, cpu=True) == {"num_cpus": 2}
     assert resources([{"CPU": 1.0, "GPU": 4.0}], cpu=False) == {"num_gpus": 1, "num_cpus": 1}
-    assert resources([{"memory": 1e9}, {"CPU": 4.0}], cpu=False) == {"num_cpus": 1}
+    assert resources([{"memory": 1e9}, {"CPU": 4.0}], cpu=False) == {"num_cpus": 4}
     assert resources(nodes, "H100", cpu=False)["accelerator_type"] == "H100"
     # A cluster that has yet to add its nodes.
     assert resources([], "H100", cpu=False)["num_gpus"] == 1

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import collections
+import contextlib
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -114,10 +115,11 @@ def tune_all(
     try:
         nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
         _check_accelerators(jobs, nodes, waits=address is not None)
-        for job, outcome in _run_all(jobs, words, nodes, cpu=cpu):
-            outcomes[job] = outcome
-            _keep(job, outcome, folder)
-            _say(f"{len(outcomes)} of {len(jobs)}: {job.name}: {outcome.why or 'tuned'}")
+        with contextlib.closing(_run_all(jobs, words, nodes, cpu=cpu)) as results:
+            for job, outcome in results:
+                outcomes[job] = outcome
+                _keep(job, outcome, folder)
+                _say(f"{len(outcomes)} of {len(jobs)}: {job.name}: {outcome.why or 'tuned'}")
     finally:
         ray.shutdown()
         if outcomes:  # After Ctrl-C as well.
@@ -163,7 +165,7 @@ def _check_accelerators(
 
 def _run_all(
     jobs: Sequence[Job], words: Sequence[str], nodes: Sequence[Mapping[str, float]], *, cpu: bool
-) -> Iterable[tuple[Job, Outcome]]:
+) -> Generator[tuple[Job, Outcome], None, None]:
     """Each job as it ends; none is left running."""
     import ray
     from ray.exceptions import RayError
@@ -199,7 +201,8 @@ def resources(
     """
     with_gpus = [node for node in nodes if node.get("GPU")]
     if cpu or not (with_gpus or accelerator):
-        return {"num_cpus": max(1, min((node.get("CPU") or 1 for node in nodes), default=1))}
+        sizes = (node["CPU"] for node in nodes if node.get("CPU"))
+        return {"num_cpus": max(1, min(sizes, default=1))}
     shares = (node.get("CPU", 0) // node["GPU"] for node in with_gpus)
     found: dict[str, Any] = {"num_gpus": 1, "num_cpus": max(1, min(shares, default=1))}
     return found if accelerator is None else found | {"accelerator_type": accelerator}
