@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import os
+import socket
 import subprocess
 import sys
 import tempfile
@@ -25,6 +26,8 @@ from ..report.terminal import printing
 from ..serving.ray import check_installed
 from .outputs import EXIT_BAD_INPUT
 
+# Within which a cluster has to answer.
+_ANSWERS_S = 5.0
 # For which tasks that are cancelled may take to end.
 _END_S = 10.0
 # How Ray names a kind of GPU among the resources of a node.
@@ -134,6 +137,10 @@ def _connect(address: str | None) -> None:
     quiet = {"log_to_driver": False, "logging_level": "ERROR"}
     try:
         if address is not None:
+            host, _, port = address.rpartition(":")
+            # Ray itself would try for minutes. By localhost it means this node's own address.
+            if port.isdigit() and "://" not in host and host not in ("", "localhost", "127.0.0.1"):
+                socket.create_connection((host, int(port)), _ANSWERS_S).close()
             ray.init(address, **quiet)
             return
         ray.init("local", include_dashboard=False, _node_ip_address="127.0.0.1", **quiet)
