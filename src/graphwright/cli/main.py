@@ -169,9 +169,7 @@ def main() -> None:
     metavar="FOLDER",
     help="With --ray: save reports, winners and choices there.",
 )
-@click.pass_context
 def tune(
-    context: click.Context,
     targets: Sequence[str],
     inputs: Sequence[str],
     device: str | None,
@@ -208,7 +206,7 @@ def tune(
 
     files = {"json": json_file, "markdown": markdown_file, "svg": svg_file, "save": save_file}
     if on_ray:
-        _tune_on_ray(context, targets, files, ray_address, accelerators, out, device)
+        _tune_on_ray(targets, files, ray_address, accelerators, out, device)
     if len(targets) > 1 or accelerators or out is not None:
         raise click.UsageError("Several TARGETs, --accelerator and --out are for --ray.")
     (target,) = targets
@@ -269,7 +267,6 @@ def tune(
 
 
 def _tune_on_ray(
-    context: click.Context,
     targets: Sequence[str],
     files: Mapping[str, str | None],
     address: str | None,
@@ -281,7 +278,7 @@ def _tune_on_ray(
         raise click.UsageError("--ray saves all there is in --out FOLDER, and nothing elsewhere.")
     from .ray_tasks import jobs_of, tune_all, words_of
 
-    words = words_of(context, ("on_ray", "ray_address", "accelerators", "out"))
+    words = words_of(click.get_current_context(), ("on_ray", "ray_address", "accelerators", "out"))
     jobs = jobs_of(targets, accelerators)
     raise SystemExit(tune_all(jobs, words, Path(out), address, cpu=device == "cpu"))
 
