@@ -38,7 +38,7 @@ def broken():
 def test_one_target_that_fails_keeps_no_other_from_the_folder(tmp_path: Path) -> None:
     (tmp_path / "models.py").write_text(SOURCE)
     words = ["models.py:small", "models.py:broken", "--device", "cpu", "--out", "tuned"]
-    options = ["--strategies", "torchscript", "--budget", "20s"]
+    options = ["--strategies", "torchscript", "--budget", "20s", "--here"]
     source = str(Path(gw.__file__).parents[1])
     done = subprocess.run(
         [sys.executable, "-m", "graphwright", "tune", "--ray", *words, *options],
