@@ -21,6 +21,7 @@ scripts/bench streams [--out DIR] [--quick]           graphs on several streams 
 scripts/bench search [--out DIR] [--seconds S]        default searches beside exhaustive ones
 scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
 scripts/bench soak [--out DIR] [--seconds S]          a server under a long mixed load
+scripts/bench replicas [--replicas N ...] [--out DIR] requests/s by replicas on Ray Serve
 scripts/bench compare A.json B.json                   two results of tune, capture or training
 scripts/bench tables                                  bench/results/*.json -> docs/reference/
 """
@@ -486,6 +487,12 @@ def main() -> None:
     soaking.add_argument("--out", type=Path, default=RESULTS)
     soaking.add_argument("--seconds", type=float, default=300.0)
     soaking.add_argument("--clients", type=int, default=24)
+    replicas = commands.add_parser("replicas", help="requests/s by replicas on Ray Serve")
+    replicas.add_argument("--out", type=Path, default=RESULTS)
+    replicas.add_argument("--replicas", nargs="+", type=int, default=[1, 2], metavar="N")
+    replicas.add_argument("--batch-ms", type=float, default=40.0, help="that a batch takes")
+    replicas.add_argument("--seconds", type=float, default=10.0, help="of each load")
+    replicas.add_argument("--quick", action="store_true", help="tiny sizes: no result")
     comparing = commands.add_parser("compare", help="two results of tune, capture or training")
     comparing.add_argument("before", type=Path, metavar="A.json")
     comparing.add_argument("after", type=Path, metavar="B.json")
@@ -530,6 +537,11 @@ def main() -> None:
         from .serving.soak import benchmark as soak
 
         sys.exit(bool(soak(given.out, given.seconds, given.clients)))
+    elif given.command == "replicas":
+        from .serving.replicas import benchmark as replicate
+
+        flags = {"batch_s": given.batch_ms / 1e3, "seconds": given.seconds, "quick": given.quick}
+        sys.exit(bool(replicate(given.out, given.replicas, **flags)))
     elif given.command == "compare":
         from .compare import main as compare
 

@@ -16,6 +16,8 @@ import torch
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 # Each test has a cache of its own, and would build them anew; tests/calls turns them on.
 os.environ.setdefault("GRAPHWRIGHT_COMPILED_CHECKS", "0")
+# Ray reads this when it is imported: on Linux, too, its own clusters are to use 127.0.0.1 only.
+os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 # A worker's talk to the process that started it has a thread, which is none of the program's.
 TALKING = threading.active_count() - 1

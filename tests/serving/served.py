@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Mapping
+from dataclasses import replace
+
 import torch
 from torch import nn
 
+from graphwright.serving import repository
 from graphwright.serving.model_config import ModelConfig
+from graphwright.serving.protocol import TensorMetadata, Value
 
 VOCABULARY = 100
 BY_LENGTH = {
@@ -73,3 +79,23 @@ def sample(rows: int = 2, length: int = 16, seed: int = 0) -> tuple[torch.Tensor
 
 def config(kind: type[Encoder] = Encoder) -> ModelConfig:
     return ModelConfig(made(kind), sample(), dynamic_shapes=BY_LENGTH)
+
+
+# Rows of this length take the GPU from the process that answers them, as far as it can tell.
+FATAL = 13
+
+
+def in_a_process() -> ModelConfig:
+    """The model, which says as "pid" which process answers."""
+
+    def postprocess(outputs: dict[str, torch.Tensor]) -> Mapping[str, Value]:
+        if outputs["tokens"].shape[1] == FATAL:
+            repository.devices_answer = lambda: False
+        return outputs | {"pid": torch.tensor([float(os.getpid())])}
+
+    outputs = [
+        TensorMetadata("logits", "FP32", (-1, 5)),
+        TensorMetadata("tokens", "FP32", (-1, -1, 5)),
+        TensorMetadata("pid", "FP32", (1,)),
+    ]
+    return replace(config(), postprocess=postprocess, outputs=outputs)

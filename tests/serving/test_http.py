@@ -479,6 +479,18 @@ class TestLimits:
                     answer = web.post("/v2/models/echo/infer", json={"inputs": []}, headers=headers)
                     assert answer.status_code == 200
 
+    def test_health_is_open_below_a_prefix_too(self) -> None:
+        async def test() -> None:
+            app = application(Echo(), Limits(token="sesame"))
+            below = httpx.ASGITransport(app, root_path="/models")
+            async with httpx.AsyncClient(transport=below, base_url="http://below") as web:
+                assert (await web.get("/models/v2/health/ready")).status_code == 200
+                assert (await web.get("/models/v2")).status_code == 401
+                headers = {"authorization": "Bearer sesame"}
+                assert (await web.get("/models/v2", headers=headers)).status_code == 200
+
+        asyncio.run(test())
+
 
 class TestGoing:
     def test_a_client_that_goes_cancels_its_request(

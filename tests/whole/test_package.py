@@ -118,7 +118,7 @@ def test_importing_initialises_no_cuda_and_is_quick() -> None:
     result = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True
     )
-    for name in ("rich", "click", "transformers", "torch._inductor", "triton"):
+    for name in ("rich", "click", "transformers", "torch._inductor", "triton", "ray"):
         assert f"'{name}'" not in result.stdout
 
 

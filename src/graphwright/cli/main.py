@@ -1,8 +1,9 @@
 """The commands: graphwright tune | run | serve | check | inspect | strategies | report.
 
 Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture; 2, with one
-sentence, if the command, the target or the model is wrong, or results cannot be written; 130 if
-interrupted, after what was known by then was written and printed.
+sentence, if the command, the target or the model is wrong, or results cannot be written, or if one
+of the targets of `tune --ray` failed; 130 if interrupted, after what was known by then was written
+and printed.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ import os
 import shlex
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, NoReturn, TextIO
 
 import click
 
@@ -97,7 +98,7 @@ def main() -> None:
 
 
 @main.command()
-@click.argument("target")
+@click.argument("targets", nargs=-1, required=True, metavar="TARGET...")
 @_INPUTS
 @_DEVICE
 @click.option(
@@ -146,8 +147,30 @@ def main() -> None:
 @click.option(
     "--save", "save_file", type=_FILE, help="Save the winner, for `run`, or the best that can be."
 )
+@click.option(
+    "--ray", "on_ray", is_flag=True, help="Tune each TARGET in a task of Ray, side by side."
+)
+@click.option(
+    "--ray-address",
+    metavar="ADDRESS",
+    envvar="RAY_ADDRESS",
+    help="With --ray: the cluster, HOST:PORT or auto; by default one of its own, here.",
+)
+@click.option(
+    "--accelerator",
+    "accelerators",
+    multiple=True,
+    metavar="KIND",
+    help="With --ray: tune on this kind of GPU, as Ray names it, such as H100; once a kind.",
+)
+@click.option(
+    "--out",
+    type=click.Path(file_okay=False),
+    metavar="FOLDER",
+    help="With --ray: save reports, winners and choices there.",
+)
 def tune(
-    target: str,
+    targets: Sequence[str],
     inputs: Sequence[str],
     device: str | None,
     objective: str,
@@ -165,11 +188,16 @@ def tune(
     markdown_file: str | None,
     svg_file: str | None,
     save_file: str | None,
+    on_ray: bool,
+    ray_address: str | None,
+    accelerators: Sequence[str],
+    out: str | None,
 ) -> None:
     """Try every way to run TARGET that this machine has, verify each, and name the best.
 
     TARGET is path/to/file.py:function or package.module:function. The function takes no arguments
     and returns (model, args) or (model, args, kwargs). A module class does too, with --input.
+    Several are tuned with --ray and --out.
     """
     from ..report.progress import shown
     from ..report.terminal import show
@@ -177,6 +205,11 @@ def tune(
     from .targets import load_target
 
     files = {"json": json_file, "markdown": markdown_file, "svg": svg_file, "save": save_file}
+    if on_ray:
+        _tune_on_ray(targets, files, ray_address, accelerators, out, device)
+    if len(targets) > 1 or accelerators or out is not None:
+        raise click.UsageError("Several TARGETs, --accelerator and --out are for --ray.")
+    (target,) = targets
     check_files(files)
     names = None if strategies is None else _split([strategies])
     if names == ():
@@ -231,6 +264,23 @@ def tune(
         kept = "" if save_file is None else ": no winner was saved"
         click.echo(f"graphwright: interrupted{kept}.", err=True)
         raise SystemExit(EXIT_INTERRUPTED)
+
+
+def _tune_on_ray(
+    targets: Sequence[str],
+    files: Mapping[str, str | None],
+    address: str | None,
+    accelerators: Sequence[str],
+    out: str | None,
+    device: str | None,
+) -> NoReturn:
+    if out is None or any(files.values()):
+        raise click.UsageError("--ray saves all there is in --out FOLDER, and nothing elsewhere.")
+    from .ray_tasks import jobs_of, tune_all, words_of
+
+    words = words_of(click.get_current_context(), ("on_ray", "ray_address", "accelerators", "out"))
+    jobs = jobs_of(targets, accelerators)
+    raise SystemExit(tune_all(jobs, words, Path(out), address, cpu=device == "cpu"))
 
 
 @main.command()

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, TypeAlias
 
 import grpc
@@ -39,6 +40,7 @@ _OPEN = frozenset({"ServerLive", "ServerReady"})
 
 # Answers a request; the context is that of gRPC.
 _Answer: TypeAlias = Callable[[Any, Any], Awaitable[Any]]
+Handler: TypeAlias = Callable[[bytes, Any], Awaitable[bytes]]
 
 
 def server(service: Service, limits: Limits) -> grpc.aio.Server:
@@ -57,14 +59,37 @@ def server(service: Service, limits: Limits) -> grpc.aio.Server:
             ("grpc.so_reuseport", 0),  # A port of another server is not to be shared.
         ]
     )
-    methods = _Methods(service, limits)
-    # Messages are read in the handlers, after the token, so that bad ones are the client's error.
-    handlers = {
-        name: grpc.unary_unary_rpc_method_handler(_handler(name, kind, answer, limits))
-        for name, (kind, answer) in methods.table().items()
-    }
-    made.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_NAME, handlers),))
+    _add(made, handlers_of(service, limits))
     return made
+
+
+def handlers_of(service: Service, limits: Limits) -> dict[str, Handler]:
+    """What answers each method: takes the bytes of a request and gRPC's context, gives bytes.
+
+    Messages are read by it, after the token, so that bad ones are the client's error.
+    """
+    methods = _Methods(service, limits)
+    return {
+        name: _handler(name, kind, functools.partial(answer, methods), limits)
+        for name, (kind, answer) in METHODS.items()
+    }
+
+
+def add_to_proxy(servicer: Any, server: Any) -> None:
+    """Let a proxy of Ray Serve take the methods; it hands their bytes to replicas.
+
+    Args:
+        servicer: Ray's, which is not asked.
+        server: of the proxy.
+    """
+    _add(server, dict.fromkeys(METHODS, servicer))
+
+
+def _add(server: Any, handlers: Mapping[str, Any]) -> None:
+    made = {
+        name: grpc.unary_unary_rpc_method_handler(handler) for name, handler in handlers.items()
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(_NAME, made),))
 
 
 class _Methods:
@@ -72,22 +97,6 @@ class _Methods:
 
     def __init__(self, service: Service, limits: Limits) -> None:
         self._service, self._limits = service, limits
-
-    def table(self) -> dict[str, tuple[Any, _Answer]]:
-        """For each method the class of its request, and what answers."""
-        return {
-            "ServerLive": (messages.ServerLiveRequest, self.server_live),
-            "ServerReady": (messages.ServerReadyRequest, self.server_ready),
-            "ServerMetadata": (messages.ServerMetadataRequest, self.server_metadata),
-            "ModelReady": (messages.ModelReadyRequest, self.model_ready),
-            "ModelMetadata": (messages.ModelMetadataRequest, self.model_metadata),
-            "ModelInfer": (messages.ModelInferRequest, self.infer),
-            "ModelConfig": (extensions.ModelConfigRequest, self.configuration),
-            "ModelStatistics": (extensions.ModelStatisticsRequest, self.statistics),
-            "RepositoryIndex": (extensions.RepositoryIndexRequest, self.index),
-            "RepositoryModelLoad": (extensions.RepositoryModelLoadRequest, self.load),
-            "RepositoryModelUnload": (extensions.RepositoryModelUnloadRequest, self.unload),
-        }
 
     async def server_live(self, request: Any, context: Any) -> messages.ServerLiveResponse:
         return messages.ServerLiveResponse(live=self._service.is_live())
@@ -134,15 +143,29 @@ class _Methods:
         return extensions.RepositoryModelUnloadResponse()
 
 
+# For each method the class of its request, and what answers.
+METHODS: dict[str, tuple[Any, Callable[[_Methods, Any, Any], Awaitable[Any]]]] = {
+    "ServerLive": (messages.ServerLiveRequest, _Methods.server_live),
+    "ServerReady": (messages.ServerReadyRequest, _Methods.server_ready),
+    "ServerMetadata": (messages.ServerMetadataRequest, _Methods.server_metadata),
+    "ModelReady": (messages.ModelReadyRequest, _Methods.model_ready),
+    "ModelMetadata": (messages.ModelMetadataRequest, _Methods.model_metadata),
+    "ModelInfer": (messages.ModelInferRequest, _Methods.infer),
+    "ModelConfig": (extensions.ModelConfigRequest, _Methods.configuration),
+    "ModelStatistics": (extensions.ModelStatisticsRequest, _Methods.statistics),
+    "RepositoryIndex": (extensions.RepositoryIndexRequest, _Methods.index),
+    "RepositoryModelLoad": (extensions.RepositoryModelLoadRequest, _Methods.load),
+    "RepositoryModelUnload": (extensions.RepositoryModelUnloadRequest, _Methods.unload),
+}
+
+
 def _check_repository(request: Any) -> None:
     if request.repository_name:
         what = "This server has one repository, which has no name."
         raise RequestError(Kind.UNSUPPORTED, what, remedy="Leave repository_name out.")
 
 
-def _handler(
-    name: str, kind: Any, answer: _Answer, limits: Limits
-) -> Callable[[bytes, Any], Awaitable[bytes]]:
+def _handler(name: str, kind: Any, answer: _Answer, limits: Limits) -> Handler:
     """From the bytes of a request to those of its answer, or to gRPC's way to say an error."""
 
     async def handle(data: bytes, context: Any) -> bytes:

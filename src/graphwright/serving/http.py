@@ -223,7 +223,8 @@ class _Guard:
             await self._app(scope, receive, send)
             return
         try:
-            if self._token is not None and not scope["path"].startswith(_OPEN_TO_ALL):
+            path = scope["path"].removeprefix(scope.get("root_path", ""))
+            if self._token is not None and not path.startswith(_OPEN_TO_ALL):
                 sent = dict(scope["headers"]).get(b"authorization", b"")
                 check_token(sent.decode(errors="replace"), self._token)
             await self._app(scope, receive, send)

@@ -40,7 +40,7 @@ def serve(
     Raises:
         OptionError: an option makes no sense, a model has no sample, or a port is taken.
     """
-    named, chosen = _named(models), options_of(options)
+    named, chosen = named_models(models), options_of(options)
     check_installed()
     from .server import RunningServer, serve_until_told
 
@@ -70,11 +70,16 @@ def check_installed() -> None:
         ) from error
 
 
-def _named(models: Any) -> Models:
+def named_models(models: Any) -> Models:
+    """Models by name, each a configuration or what makes one.
+
+    Raises:
+        OptionError: there is none, or one of them cannot be served.
+    """
     named = models if isinstance(models, Mapping) else {"model": models}
     if not named or not all(isinstance(name, str) and name for name in named):
         raise OptionError(
-            f"serve() takes models by name, not {shown(models)}.",
+            f"A server takes models by name, not {shown(models)}.",
             remedy='Write {"name": ModelConfig(model, args)}.',
         )
     return {name: _config(model) for name, model in named.items()}

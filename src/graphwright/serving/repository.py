@@ -26,7 +26,7 @@ from .protocol import (
     RequestError,
     ServerMetadata,
 )
-from .runner import ModelRunner, device_memory
+from .runner import ModelRunner, device_memory, devices_answer
 
 _LOGGER = logging.getLogger("graphwright.serving")
 _VERSION = "1"
@@ -124,8 +124,8 @@ class Repository:
     # The Service.
 
     def is_live(self) -> bool:
-        """Whether the server runs at all."""
-        return True
+        """Whether the server can answer at all; if not, only a new process can."""
+        return all(runner.is_running() for runner in self._runners()) and devices_answer()
 
     def is_ready(self) -> bool:
         """Whether all models answer, and the server is not about to end."""

@@ -144,6 +144,10 @@ class ModelRunner:
         """How the model is called."""
         return ModelConfiguration(self.metadata, self.model.max_batch_size)
 
+    def is_running(self) -> bool:
+        """Whether batches are computed; they are until `close()`, unless that failed for good."""
+        return not self._task.done()
+
     async def infer(self, request: InferRequest) -> InferResponse:
         """Answer a request, joined with others.
 
@@ -465,3 +469,14 @@ def device_memory() -> dict[str, int]:
     if not torch.cuda.is_initialized():
         return {}
     return {f"cuda:{i}": torch.cuda.memory_reserved(i) for i in range(torch.cuda.device_count())}
+
+
+def devices_answer() -> bool:
+    """Whether this process can still use its GPUs: after an illegal access, say, it never can."""
+    try:
+        for device, held in device_memory().items():
+            if held:
+                torch.cuda.current_stream(torch.device(device)).query()
+    except RuntimeError:
+        return False
+    return True

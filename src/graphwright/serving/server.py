@@ -40,7 +40,7 @@ class Server:
     def __init__(self, models: Models, options: ServerOptions) -> None:
         self.options = options
         self.repository = Repository(
-            {name: _source(model) for name, model in models.items()},
+            {name: source_of(model) for name, model in models.items()},
             max_queue=options.max_queue,
             drain_s=options.drain_s,
         )
@@ -222,7 +222,7 @@ class _Uvicorn(uvicorn.Server):
         yield
 
 
-def _source(model: ModelConfig | Source) -> Source:
+def source_of(model: ModelConfig | Source) -> Source:
     """What makes a model: each time anew where a function was given."""
 
     def made() -> ModelConfig:

@@ -24,7 +24,7 @@ class Service(Protocol):
     """
 
     def is_live(self) -> bool:
-        """Whether the server runs at all."""
+        """Whether the server can answer at all; if not, only a new process can."""
 
     def is_ready(self) -> bool:
         """Whether all models answer, and the server is not about to end."""
