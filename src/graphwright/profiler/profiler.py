@@ -1,0 +1,366 @@
+"""profile(): what bounds a call, measured; it captures nothing and leaves the model as it was."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from ..calls.objects import apart
+from ..calls.operations import tensors
+from ..calls.options import (
+    args_problem,
+    callable_problem,
+    flag_problem,
+    kwargs_problem,
+    refuse,
+)
+from ..errors import GraphwrightError
+from ..evaluation.measurement import load_note
+from ..report.environment import environment
+from . import remedies as remedy_room
+from .lines import Line, Sampler
+from .observation import Observer, Operation, Stopwatch
+from .profile import Profile
+from .remedies import Known, Remedy
+from .roofs import Roofs, cores, roofs_of
+from .sentences import told
+from .subject import Subject
+from .table import Measured
+from .timing import CallTimes, device_seconds, time_calls, time_threads
+from .trace import Kernel, Traced, traced
+from .trials import try_variants
+from .verdict import (
+    Cause,
+    CpuFigures,
+    GpuFigures,
+    Verdict,
+    cause_on_gpu,
+    of_cpu,
+    of_gpu,
+    parts_on_cpu,
+)
+
+# Calls under the stopwatch, and seconds for them and for sampling lines.
+_WATCHED, _WATCHED_S, _SAMPLED_S = 5, 1.0, 0.4
+_TRIALS_S = 2.0
+# Operations whose FLOPs nobody counts and that take this share of the time are noted.
+_UNCOUNTED = 0.1
+
+
+def profile(
+    fn: Callable[..., Any],
+    args: tuple[Any, ...] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    *,
+    training: bool = False,
+) -> Profile:
+    """Find what bounds a call, and the most that each remedy can give, before any tuning.
+
+    The call runs some dozens of times, under `torch.no_grad()` unless `training`; nothing is
+    captured or compiled. Kernels are timed by torch.profiler (CUPTI), FLOPs counted by
+    torch.utils.flop_counter, and both held against the machine's own roofs (Williams, Waterman and
+    Patterson, CACM 52(4), 2009), which are measured once and remembered. What the call changes
+    (buffers, gradients, attributes, random numbers) is put back at the end.
+
+    Args:
+        fn: a module or function.
+        args: positional arguments of the call; tensors are copied, never written to.
+        kwargs: keyword arguments.
+        training: profile a forward and a backward pass, from the sum of the floating-point results.
+
+    Returns:
+        the verdict with shares of the time, ranges of gains, tables and plots.
+
+    Raises:
+        OptionError: an option makes no sense, or training=True and nothing can be trained.
+        ModelFailed: the call raises.
+        GraphwrightError: torch.profiler cannot run here, as where another profiler does.
+    """
+    refuse(
+        "profile",
+        callable_problem("fn", fn),
+        args_problem("args", args),
+        kwargs_problem("kwargs", kwargs),
+        flag_problem("training", training),
+    )
+    began = time.perf_counter()
+    subject = Subject(fn, tuple(args), dict(kwargs or {}), training=training)
+    with subject.unchanged() as journal:
+        result = subject.first(journal)
+        outputs = len(tensors(apart(result)))
+        del result
+        roofs = roofs_of(subject.device)
+        work = _Gpu(subject, roofs, outputs) if _on_gpu(subject) else _Cpu(subject, roofs, outputs)
+        work.measure()
+    busy = load_note()
+    notes = [*work.notes, *([f"{busy}: figures may be of that too"] if busy else [])]
+    return Profile(
+        name=subject.label,
+        device=str(subject.device),
+        training=training,
+        verdict=work.verdict,
+        remedies=tuple(work.remedies),
+        times=work.times,
+        figures=work.figures,
+        roofs=roofs,
+        environment=environment(subject.device),
+        notes=tuple(notes),
+        seconds=time.perf_counter() - began,
+        _measured=tuple(work.measured),
+        _events=work.trace.events,
+    )
+
+
+def _on_gpu(subject: Subject) -> bool:
+    return subject.device.type == "cuda"
+
+
+class _Work:
+    """What both devices share: the order in which things are measured.
+
+    Attributes:
+        times: of single calls.
+        trace: of torch.profiler.
+        measured: the operations with their times.
+        verdict: what bounds the call.
+        remedies: what can be gained.
+        notes: what could not be measured.
+    """
+
+    figures: GpuFigures | CpuFigures
+    verdict: Verdict
+
+    def __init__(self, subject: Subject, roofs: Roofs, outputs: int) -> None:
+        self.subject = subject
+        self.roofs = roofs
+        self.outputs = outputs
+        self.notes: list[str] = []
+        self.measured: list[Measured] = []
+        self.remedies: list[Remedy] = []
+        self.times: CallTimes
+        self.trace = Traced()
+        self.observer = Observer(subject.names)
+        self.sampler = Sampler()
+
+    def measure(self) -> None:
+        """Measure, decide, predict."""
+        self.times = time_calls(self.subject)
+        self._observe()
+        self._sample()
+        try:
+            self.trace = traced(self.subject)
+        except GraphwrightError as error:
+            if _on_gpu(self.subject):
+                raise
+            self.notes.append(f"There is no timeline: {error.what}")
+        self._decide()
+        if uncounted := self._uncounted():
+            self.notes.append(uncounted)
+
+    @property
+    def operations(self) -> list[Operation]:
+        return self.observer.operations
+
+    def _observe(self) -> None:
+        with self.subject.mode():
+            call = self.subject.prepared()
+            with self.observer.watching_waits(), self.observer:
+                result = call()
+        del result
+
+    def _sample(self) -> None:
+        with self.subject.mode(), self.sampler.sampling():
+            began = time.perf_counter()
+            while time.perf_counter() - began < _SAMPLED_S:
+                self.subject.prepared()()
+                if _on_gpu(self.subject):
+                    torch.cuda.synchronize(self.subject.device)
+
+    def _decide(self) -> None:
+        raise NotImplementedError
+
+    def _uncounted(self) -> str:
+        """What takes long and has no formula for its FLOPs, in words."""
+        total = sum(each.seconds for each in self.measured) or 1.0
+        by_name: Counter[str] = Counter()
+        for each in self.measured:
+            if each.operation.flops is None:
+                by_name[each.operation.name] += each.seconds  # type: ignore[assignment]
+        long = [n for n, seconds in by_name.items() if seconds > _UNCOUNTED * total]
+        if not long:
+            return ""
+        return f"FLOPs of {', '.join(long)} are not known: no formula is registered for them."
+
+    def _lines_of_time(self) -> list[tuple[Line, str]]:
+        """Lines by their share of the host's time."""
+        shares = self.sampler.shares()
+        return [(line, f"{share:.0%} of the host's time") for line, share in shares if share > 0.02]
+
+    def _lines_of_reads(self) -> list[tuple[Line, str]]:
+        """Lines where the host waits for the device, the most frequent first."""
+        found: Counter[tuple[Line, str]] = Counter()
+        for operation in self.operations:
+            waits = operation.reads or operation.copies == "to host"
+            if waits and operation.line is not None:
+                found[operation.line, operation.name] += 1
+        for line, name in self.observer.waits:
+            if line is not None:
+                found[line, name] += 1
+        return [
+            (line, f"{name} waits for the device, {n} times" if n > 1 else f"{name} waits")
+            for (line, name), n in found.most_common()
+        ]
+
+    def _lines_of_work(self, causes: Sequence[Cause]) -> list[tuple[Line, str]]:
+        """Lines by the time of their operations that a cause bounds."""
+        spent: dict[Line, float] = {}
+        for each in self.measured:
+            line = each.operation.line
+            if line is not None and each.cause in map(str, causes):
+                spent[line] = spent.get(line, 0.0) + each.seconds
+        total = sum(each.seconds for each in self.measured) or 1.0
+        ordered = sorted(spent.items(), key=lambda pair: -pair[1])
+        return [(line, f"{s / total:.0%} of the operations' time") for line, s in ordered]
+
+    def _finished(self, verdict: Verdict) -> Verdict:
+        """A verdict with its lines and its text."""
+        lines: list[tuple[Line, str]] = []
+        for cause in verdict.causes:
+            if cause is Cause.WAITS:
+                lines += self._lines_of_reads()
+            elif cause is Cause.PYTHON:
+                lines += self._lines_of_time()
+            elif cause not in (Cause.TOO_FEW_THREADS, Cause.TOO_MANY_THREADS):
+                lines += self._lines_of_work((cause,)) or self._lines_of_time()
+        text = told(verdict, self.figures, self.operations, self.trace)
+        return Verdict(verdict.causes, verdict.shares, tuple(lines[:8]), text)
+
+
+class _Gpu(_Work):
+    """A call on a GPU."""
+
+    def _decide(self) -> None:
+        times, trace, device = self.times, self.trace, self.subject.device
+        waits = bool(self.observer.waits) or any(op.reads for op in self.operations)
+        alone = None if waits else device_seconds(self.subject, times.host_s)
+        by_operation: dict[int | None, list[Kernel]] = {}
+        for kernel in trace.kernels:
+            index = kernel.operation
+            if index is not None and index >= len(self.operations):
+                index = None
+            by_operation.setdefault(index, []).append(kernel)
+        parts: dict[Cause, float] = {}
+        for index, operation in enumerate(self.operations):
+            kernels = by_operation.get(index, [])
+            seconds = trace.operation_s.get(index, 0.0)
+            cause = cause_on_gpu(operation, kernels, self.roofs) if kernels else Cause.LAUNCHES
+            if kernels:
+                parts[cause] = parts.get(cause, 0.0) + seconds
+            self.measured.append(Measured(operation, seconds, len(kernels), str(cause)))
+        if others := by_operation.get(None, []):
+            cause = cause_on_gpu(None, others, self.roofs)
+            parts[cause] = parts.get(cause, 0.0) + sum(kernel.seconds for kernel in others)
+            self.notes.append(
+                f"{len(others)} kernels belong to no operation, as those of a graph that is "
+                "replayed: what they read and compute is not known."
+            )
+        busy = trace.busy_s if alone is None else alone
+        copies_s = parts.get(Cause.TRANSFERS, 0.0)
+        staging_s = max(0.0, trace.copying_s - copies_s)
+        if copies_s:
+            parts[Cause.TRANSFERS] = copies_s + staging_s
+            busy += staging_s
+        self.figures = GpuFigures(
+            call_s=times.call_s,
+            host_s=times.host_s,
+            waiting_s=trace.waiting_s,
+            copying_s=trace.copying_s if copies_s else 0.0,
+            python_s=trace.python_s,
+            device_s=min(busy, times.call_s),
+            parts=parts,
+        )
+        self.verdict = self._finished(of_gpu(self.figures))
+        trials = try_variants(
+            self.operations,
+            self.observer.samples,
+            trace.operation_s,
+            device,
+            limit_s=_TRIALS_S,
+        )
+        known = Known(
+            self.operations,
+            trace.operation_s,
+            self.roofs,
+            trials,
+            queued_s=alone,
+            inputs=self.subject.input_bytes(),
+            outputs=self.outputs,
+            kernels=len(trace.kernels),
+            reads=len(self._lines_of_reads()) or int(waits),
+        )
+        self.remedies = remedy_room.for_gpu(self.figures, known)
+
+
+class _Cpu(_Work):
+    """A call on a CPU."""
+
+    def _decide(self) -> None:
+        seconds = self._watched()
+        threads = time_threads(self.subject, cores())
+        call_s = self.times.call_s
+        # Under the stopwatch all take a little longer, and other work may have been running.
+        parts: dict[Cause, float] = {}
+        dispatch = 0.0
+        for index, operation in enumerate(self.operations):
+            spent = seconds[index] if index < len(seconds) else 0.0
+            started, cause, work = parts_on_cpu(operation, spent, self.roofs)
+            dispatch += started
+            if cause is not None:
+                parts[cause] = parts.get(cause, 0.0) + work
+            name = str(Cause.DISPATCH if cause is None or work < started else cause)
+            self.measured.append(Measured(operation, started + work, 0, name))
+        inside = dispatch + sum(parts.values())
+        self.figures = CpuFigures(
+            call_s=call_s,
+            python_s=max(0.0, call_s - inside),
+            dispatch_s=dispatch,
+            parts=parts,
+            threads=threads,
+        )
+        self.verdict = self._finished(of_cpu(self.figures))
+        by_index = dict(enumerate(each.seconds for each in self.measured))
+        trials = try_variants(
+            self.operations,
+            self.observer.samples,
+            by_index,
+            self.subject.device,
+            limit_s=_TRIALS_S,
+        )
+        known = Known(self.operations, by_index, self.roofs, trials, outputs=self.outputs)
+        self.remedies = remedy_room.for_cpu(self.figures, known)
+
+    def _watched(self) -> list[float]:
+        """Seconds of each operation: the least of some calls, as other work only ever adds."""
+        runs: list[list[float]] = []
+        began = time.perf_counter()
+        while len(runs) < 2 or (
+            len(runs) < _WATCHED and time.perf_counter() - began < _WATCHED_S
+        ):
+            watch = Stopwatch()
+            with self.subject.mode():
+                call = self.subject.prepared()
+                with watch:
+                    result = call()
+            del result
+            runs.append(watch.seconds)
+        same = [run for run in runs if len(run) == len(self.operations)]
+        if not same:
+            self.notes.append(
+                "The call runs other operations each time: those of one call are shown."
+            )
+            return runs[-1]
+        return [min(values) for values in zip(*same, strict=True)]
