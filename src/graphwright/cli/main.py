@@ -1,4 +1,4 @@
-"""The commands: graphwright tune | run | serve | check | strategies | report.
+"""The commands: graphwright tune | run | serve | check | profile | strategies | report.
 
 Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture; 2, with one
 sentence, if the command, the target or the model is wrong, or results cannot be written; 130 if
@@ -400,6 +400,51 @@ def check(
     deliver(files, writers, lambda: show(loaded.name, found))
     if any(finding.severity in (Severity.BLOCKS, Severity.BREAKS) for finding in found):
         raise SystemExit(EXIT_FOUND)
+
+
+@main.command()
+@click.argument("target")
+@_INPUTS
+@_DEVICE
+@click.option("--training", is_flag=True, help="Profile a forward and a backward pass.")
+@click.option("--json", "json_file", type=_FILE, help="Save all figures.")
+@click.option("--trace", "trace_file", type=_FILE, help="Save a trace for ui.perfetto.dev.")
+@click.option("--roofline", "roofline_file", type=_FILE, help="Save a roofline plot as SVG.")
+@click.option("--timeline", "timeline_file", type=_FILE, help="Save a timeline as SVG.")
+def profile(
+    target: str,
+    inputs: Sequence[str],
+    device: str | None,
+    training: bool,
+    json_file: str | None,
+    trace_file: str | None,
+    roofline_file: str | None,
+    timeline_file: str | None,
+) -> None:
+    """Find what bounds TARGET, and the most that each remedy can give, before any tuning.
+
+    TARGET is as for tune. Nothing is captured or compiled.
+    """
+    from ..profiler.profiler import profile as profiled
+    from .targets import load_target
+
+    files = {
+        "json": json_file,
+        "trace": trace_file,
+        "roofline": roofline_file,
+        "timeline": timeline_file,
+    }
+    check_files(files)
+    loaded = load_target(target, inputs, _device(device))
+    check_sources(files, loaded.file)
+    found = profiled(loaded.model, loaded.args, loaded.kwargs, training=training)
+    writers = {
+        "json": lambda name: found.save(name) or "",
+        "trace": lambda name: found.save_trace(name) or "",
+        "roofline": lambda name: found.save_roofline(name) or "",
+        "timeline": lambda name: found.save_timeline(name) or "",
+    }
+    deliver(files, writers, lambda: click.echo(str(found)))
 
 
 @main.command()

@@ -37,6 +37,7 @@ from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tr
 from .graph import Graph, GraphClosed, GraphState
 from .host_draws import Draw, DrawingRecording, generator_kept
 from .journal import Copies
+from .marks import mark, wanted
 from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .python_state import PythonState
 from .recorder import Recorder, Recording
@@ -317,7 +318,8 @@ class CapturedCall(Graph):
                 # Draws on the host are put back where a call is given up.
                 pure = not (self.mutates or tree.generators)
                 try:
-                    with self.parts.joining():
+                    marked = mark(self.name) if wanted() else contextlib.nullcontext()
+                    with self.parts.joining(), marked:
                         made = tree.answer(
                             leaves,
                             finish,

@@ -34,6 +34,7 @@ class CallTimes:
         call_s: until the device is done, the median.
         low_s: the lower end of the median's 95 % interval.
         high_s: the upper end.
+        fastest_s: of the fastest call.
         host_s: until the call has returned, the median.
         calls: how many were timed.
     """
@@ -41,6 +42,7 @@ class CallTimes:
     call_s: float
     low_s: float
     high_s: float
+    fastest_s: float
     host_s: float
     calls: int
 
@@ -65,9 +67,8 @@ def time_calls(subject: Subject, *, limit_s: float = _LIMIT_S) -> CallTimes:
     kept = [pair for pair in pairs if pair[1] <= HELD_UP * fastest]
     done = [pair[1] for pair in kept]
     low, high = median_interval(done)
-    return CallTimes(
-        statistics.median(done), low, high, statistics.median(p[0] for p in kept), len(pairs)
-    )
+    host_s = statistics.median(returned for returned, _ in kept)
+    return CallTimes(statistics.median(done), low, high, fastest, host_s, len(pairs))
 
 
 def _timed(subject: Subject, timer: Timer) -> tuple[float, float]:

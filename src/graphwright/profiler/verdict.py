@@ -133,7 +133,7 @@ class CpuFigures:
     """What is measured of a call on a CPU; seconds of one call.
 
     Attributes:
-        call_s: of the call.
+        call_s: of the fastest call, as other work only ever adds.
         python_s: outside of operations.
         dispatch_s: of operations, beside their work.
         parts: the operations' work by cause.

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..marks import mark, wanted
 from ..static_tensors import byte_view
 from . import driver
 from .driver import CopyNode
@@ -29,6 +30,7 @@ class CudaRecording:
         on_close: Callable[[], None],
         order: Callable[[], None],
     ) -> None:
+        self.name = "graph"
         self.order = order
         self.external = external
         self._graph: torch.cuda.CUDAGraph | None = graph
@@ -57,10 +59,21 @@ class CudaRecording:
         assert self._graph is not None
         if self._copying and self._nodes is not None:
             self._enable_copies(False)
+        if wanted():
+            with mark(self.name):
+                self._launch()
+            return
         self._launch()
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Launch the graph with its copies between the caller's memory and its own."""
+        if wanted():
+            with mark(self.name):
+                self._run(sources, targets)
+            return
+        self._run(sources, targets)
+
+    def _run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         assert self._graph is not None
         nodes = self._nodes
         if nodes is not None:
