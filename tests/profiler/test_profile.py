@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,21 @@ class Net(nn.Module):
         return self.head(x.mean((2, 3)))
 
 
-@pytest.fixture(autouse=True)
-def quick_profile(monkeypatch: pytest.MonkeyPatch, quick: None) -> None:
+def shorten(patch: pytest.MonkeyPatch) -> None:
     """Short measurements: no test here asserts on a time."""
-    monkeypatch.setattr("graphwright.profiler.timing._LIMIT_S", 0.02)
-    monkeypatch.setattr("graphwright.profiler.timing._ROUNDS", 3)
-    monkeypatch.setattr("graphwright.profiler.profiler._SAMPLED_S", 0.02)
-    monkeypatch.setattr("graphwright.profiler.profiler._TRIALS_S", 0.2)
-    monkeypatch.setattr("graphwright.profiler.roofs._CPU_COPIES", (1 << 14, 1 << 20))
-    monkeypatch.setattr("graphwright.profiler.roofs._CPU_SIZES", {"float32": 128, "bfloat16": 32})
+    patch.setattr("graphwright.profiler.timing._LIMIT_S", 0.02)
+    patch.setattr("graphwright.profiler.timing._ROUNDS", 2)
+    patch.setattr("graphwright.profiler.profiler._SAMPLED_S", 0.02)
+    patch.setattr("graphwright.profiler.profiler._WATCHED", 3)
+    patch.setattr("graphwright.profiler.profiler._TRIALS_S", 0.1)
+    patch.setattr("graphwright.profiler.profiler.cores", lambda: 1)
+    patch.setattr("graphwright.profiler.roofs._CPU_COPIES", (1 << 14, 1 << 20))
+    patch.setattr("graphwright.profiler.roofs._CPU_SIZES", {"float32": 128, "bfloat16": 32})
+
+
+@pytest.fixture(autouse=True)
+def quick_profile(monkeypatch: pytest.MonkeyPatch, quick: None, one_thread: None) -> None:
+    shorten(monkeypatch)
 
 
 def state_of(model: nn.Module) -> dict[str, Any]:
@@ -55,6 +62,7 @@ def state_of(model: nn.Module) -> dict[str, Any]:
         "hooks": [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()],
         "random": (torch.get_rng_state(), random.getstate()),
         "threads": torch.get_num_threads(),
+        "interval": sys.getswitchinterval(),
         "calls": model.calls,
     }  # fmt: skip
 
@@ -77,7 +85,7 @@ def test_the_model_is_left_as_it_was(training: bool) -> None:
         assert torch.equal(grad, value), name
     assert torch.equal(before["random"][0], after["random"][0])
     assert before["random"][1] == after["random"][1]
-    for key in ("modes", "hooks", "threads", "calls"):
+    for key in ("modes", "hooks", "threads", "interval", "calls"):
         assert before[key] == after[key], key
 
 
@@ -88,10 +96,10 @@ def test_inputs_that_the_call_writes_to_are_the_caller_s_no_more() -> None:
 
 
 def test_an_error_puts_everything_back() -> None:
-    model = Net().train()
+    model, x = Net().train(), torch.randn(2, 3, 1, 1)
     before = state_of(model)
     with pytest.raises(gw.ModelFailed, match="raises by itself"):
-        gw.profile(model, (torch.randn(2, 3, 1, 1),))
+        gw.profile(model, (x,))
     after = state_of(model)
     assert before["calls"] == after["calls"]
     assert torch.equal(before["random"][0], after["random"][0])
@@ -99,14 +107,9 @@ def test_an_error_puts_everything_back() -> None:
 
 @pytest.fixture(scope="module", name="profiled")
 def _profiled(tmp_path_factory: pytest.TempPathFactory) -> gw.Profile:
-    folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("GRAPHWRIGHT_CACHE_DIR", str(folder))
-        patch.setattr("graphwright.profiler.timing._LIMIT_S", 0.02)
-        patch.setattr("graphwright.profiler.timing._ROUNDS", 3)
-        patch.setattr("graphwright.profiler.profiler._SAMPLED_S", 0.02)
-        patch.setattr("graphwright.profiler.roofs._CPU_COPIES", (1 << 14, 1 << 20))
-        patch.setattr("graphwright.profiler.roofs._CPU_SIZES", {"float32": 128})
+        patch.setenv("GRAPHWRIGHT_CACHE_DIR", str(tmp_path_factory.mktemp("cache")))
+        shorten(patch)
         return gw.profile(Net().eval(), (torch.randn(2, 3, 8, 8),))
 
 

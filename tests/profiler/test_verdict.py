@@ -167,11 +167,7 @@ def test_each_cause_on_a_cpu_is_the_one_verdict(cause: Cause) -> None:
 
 
 def threads(current: int, *rounds: dict[int, float]) -> ThreadTimes:
-    by_number: dict[int, list[float]] = {}
-    for found in rounds:
-        for number, seconds in found.items():
-            by_number.setdefault(number, []).append(seconds)
-    return thread_times(current, by_number)
+    return thread_times(current, rounds, cores=8)
 
 
 def test_too_many_and_too_few_threads() -> None:
@@ -193,9 +189,21 @@ def test_a_little_faster_with_other_threads_is_between() -> None:
 
 def test_threads_whose_rounds_disagree_are_no_verdict() -> None:
     """Other work on the machine: in some rounds one number is faster, in some the other."""
-    rounds = [{1: 1.0, 2: 0.6}, {1: 1.0, 2: 1.5}] * 5
+    rounds = [{1: 1.0, 2: 0.6}, {1: 1.0, 2: 1.5}, {1: 1.0, 2: 1.5}] * 3
     found = of_cpu(CpuFigures(1.0, parts={Cause.MEMORY: 1.0}, threads=threads(1, *rounds)))
     assert found.causes == (Cause.MEMORY,)
+
+
+def test_fewer_threads_beside_other_work_prove_nothing() -> None:
+    rounds = [{1: 1.0, 2: 2.0}] * 9
+    for others, cause in ((0.0, Cause.TOO_MANY_THREADS), (0.5, Cause.MEMORY)):
+        crowded = thread_times(2, rounds, cores=2, others=others)
+        found = of_cpu(CpuFigures(2.0, parts={Cause.MEMORY: 2.0}, threads=crowded))
+        assert found.causes == (cause,)
+    # More threads than processors are too many whatever else runs.
+    crowded = thread_times(16, [{1: 1.0, 16: 2.0}] * 9, cores=2, others=0.5)
+    found = of_cpu(CpuFigures(2.0, parts={Cause.MEMORY: 2.0}, threads=crowded))
+    assert found.causes == (Cause.TOO_MANY_THREADS,)
 
 
 def kernel(us: float, kind: str = "kernel") -> Kernel:

@@ -133,7 +133,9 @@ def normed(x: torch.Tensor) -> torch.Tensor:
 
 
 def on_gpu(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float32) -> tuple[Any, ...]:
-    return tuple(torch.randn(shape, device="cuda", dtype=dtype) / shape[-1] ** 0.5 for shape in shapes)
+    return tuple(
+        torch.randn(shape, device="cuda", dtype=dtype) / shape[-1] ** 0.5 for shape in shapes
+    )
 
 
 def replayed(work: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> Callable[[], None]:

@@ -26,6 +26,7 @@ from .outputs import (
     deliver,
     report_writers,
     save_winner,
+    silently,
     write_text,
 )
 
@@ -439,10 +440,10 @@ def profile(
     check_sources(files, loaded.file)
     found = profiled(loaded.model, loaded.args, loaded.kwargs, training=training)
     writers = {
-        "json": lambda name: found.save(name) or "",
-        "trace": lambda name: found.save_trace(name) or "",
-        "roofline": lambda name: found.save_roofline(name) or "",
-        "timeline": lambda name: found.save_timeline(name) or "",
+        "json": silently(found.save),
+        "trace": silently(found.save_trace),
+        "roofline": silently(found.save_roofline),
+        "timeline": silently(found.save_timeline),
     }
     deliver(files, writers, lambda: click.echo(str(found)))
 

@@ -1,7 +1,7 @@
 """Marks for profilers: a replay bears the name of what was captured.
 
-Under torch.profiler a mark is a `record_function`, under torch.autograd.profiler.emit_nvtx a range of
-NVTX. Nsight Systems sees such ranges too where it runs this process (it sets a variable of the
+Under torch.profiler a mark is a `record_function`, under torch.autograd.profiler.emit_nvtx a range
+of NVTX. Nsight Systems sees such ranges too where it runs this process (it sets a variable of the
 environment) or GRAPHWRIGHT_NVTX is 1. Else there are no marks, and looking takes nanoseconds.
 """
 

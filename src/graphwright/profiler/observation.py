@@ -1,4 +1,4 @@
-"""What a call does, operation by operation: bytes, FLOPs, module, line, and whether the host waits."""
+"""What a call does, operation by operation: bytes, FLOPs, module, line, and waits of the host."""
 
 from __future__ import annotations
 

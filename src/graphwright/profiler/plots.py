@@ -111,9 +111,7 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs) -> str:
     highest = max(ceilings.values())
     knee = highest / roofs.bandwidth
     start = max(x_low, y_low / roofs.bandwidth)
-    drawing.line(
-        across(start), up(roofs.bandwidth * start), across(knee), up(highest), _INK, 1.6
-    )
+    drawing.line(across(start), up(roofs.bandwidth * start), across(knee), up(highest), _INK, 1.6)
     drawing.text(right + 8, _TOP + 12, f"copy {_rate(roofs.bandwidth)}B/s", color=_INK)
     last = -math.inf
     for number, (dtype, flops) in enumerate(sorted(ceilings.items(), key=lambda p: -p[1])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from ..calls.options import (
     refuse,
 )
 from ..errors import GraphwrightError
-from ..evaluation.measurement import load_note
+from ..evaluation.measurement import Timer, load_note
 from ..report.environment import environment
 from . import remedies as remedy_room
 from .lines import Line, Sampler
@@ -34,6 +35,7 @@ from .timing import CallTimes, device_seconds, time_calls, time_threads
 from .trace import Kernel, Traced, traced
 from .trials import try_variants
 from .verdict import (
+    CROWDED,
     Cause,
     CpuFigures,
     GpuFigures,
@@ -45,7 +47,7 @@ from .verdict import (
 )
 
 # Calls under the stopwatch, and seconds for them and for sampling lines.
-_WATCHED, _WATCHED_S, _SAMPLED_S = 5, 1.0, 0.4
+_WATCHED, _WATCHED_S, _SAMPLED_S = 20, 1.0, 0.4
 _TRIALS_S = 2.0
 # Operations whose FLOPs nobody counts and that take this share of the time are noted.
 _UNCOUNTED = 0.1
@@ -309,10 +311,14 @@ class _Cpu(_Work):
     """A call on a CPU."""
 
     def _decide(self) -> None:
-        seconds = self._watched()
+        watched = self._watched()
+        seconds = watched.operations
         threads = time_threads(self.subject, cores())
-        # Operations are taken from their fastest runs, and so is the call.
-        call_s = self.times.fastest_s
+        if threads.others > CROWDED:
+            self.notes.append(
+                f"Other processes used {threads.others:.0%} of the processors while threads were "
+                "timed: that fewer threads are faster may be due to them, and is no verdict."
+            )
         parts: dict[Cause, float] = {}
         dispatch = 0.0
         for index, operation in enumerate(self.operations):
@@ -324,9 +330,11 @@ class _Cpu(_Work):
             name = str(Cause.DISPATCH if cause is None or work < started else cause)
             self.measured.append(Measured(operation, started + work, 0, name))
         inside = dispatch + sum(parts.values())
+        # What is left of the call; no more than there was between operations under the stopwatch.
+        python = max(0.0, min(watched.call_s - inside, watched.between_s))
         self.figures = CpuFigures(
-            call_s=call_s,
-            python_s=max(0.0, call_s - inside),
+            call_s=inside + python,
+            python_s=python,
             dispatch_s=dispatch,
             parts=parts,
             threads=threads,
@@ -343,24 +351,44 @@ class _Cpu(_Work):
         known = Known(self.operations, by_index, self.roofs, trials, outputs=self.outputs)
         self.remedies = remedy_room.for_cpu(self.figures, known)
 
-    def _watched(self) -> list[float]:
-        """Seconds of each operation: the least of some calls, as other work only ever adds."""
+    def _watched(self) -> Watched:
+        """Calls with and without the stopwatch, in turns, so that other work disturbs both."""
+        timer = Timer(self.subject.device)
         runs: list[list[float]] = []
+        plain: list[float] = []
+        between: list[float] = []
         began = time.perf_counter()
-        while len(runs) < 2 or (
-            len(runs) < _WATCHED and time.perf_counter() - began < _WATCHED_S
-        ):
-            watch = Stopwatch()
-            with self.subject.mode():
+        with self.subject.mode():
+            while len(runs) < 3 or (
+                len(runs) < _WATCHED and time.perf_counter() - began < _WATCHED_S
+            ):
+                plain.append(timer.once(self.subject.prepared()))
+                watch = Stopwatch()
                 call = self.subject.prepared()
                 with watch:
-                    result = call()
-            del result
-            runs.append(watch.seconds)
+                    whole = timer.once(call)
+                runs.append(watch.seconds)
+                between.append(whole - sum(watch.seconds))
         same = [run for run in runs if len(run) == len(self.operations)]
         if not same:
             self.notes.append(
                 "The call runs other operations each time: those of one call are shown."
             )
-            return runs[-1]
-        return [min(values) for values in zip(*same, strict=True)]
+            same = runs[-1:]
+        operations = [min(values) for values in zip(*same, strict=True)]
+        return Watched(operations, min(plain), max(0.0, min(between)))
+
+
+@dataclass(frozen=True)
+class Watched:
+    """Calls on a CPU, with and without the stopwatch; seconds.
+
+    Attributes:
+        operations: the fastest run of each operation, as other work only ever adds.
+        call_s: the fastest call without the stopwatch.
+        between_s: the least that passed between operations under the stopwatch.
+    """
+
+    operations: list[float]
+    call_s: float
+    between_s: float

@@ -15,7 +15,7 @@ from .observation import Operation
 from .roofs import Roofs
 from .timing import ThreadTimes
 from .trials import BF16, CHANNELS_LAST, TF32, Trial
-from .verdict import Cause, CpuFigures, GpuFigures
+from .verdict import CROWDED, Cause, CpuFigures, GpuFigures
 
 # How far single operations that are timed by themselves may be from what they take in a call.
 _APART = 0.1
@@ -171,9 +171,7 @@ def _narrowed(low: float, high: float) -> tuple[float, float]:
     return max(low, high / _WIDEST), high
 
 
-def _fusion(
-    call_s: float, figures: GpuFigures, graphed_s: float | None, known: Known
-) -> Remedy:
+def _fusion(call_s: float, figures: GpuFigures, graphed_s: float | None, known: Known) -> Remedy:
     most = removable_by_fusion(known)
     if most <= 0.005 * call_s:
         return Remedy(FUSION, 1.0, 1.0, "no chains of elementwise operations that take time")
@@ -275,10 +273,8 @@ def _threads(threads: ThreadTimes | None) -> Remedy:
     listed = ", ".join(f"{s * 1e3:.3g} ms with {n}" for n, s in sorted(threads.seconds.items()))
     if threads.best == threads.current:
         return Remedy(THREADS, 1.0, 1.0, f"measured: {listed}; {threads.current} are set")
-    return Remedy(
-        THREADS,
-        max(1.0, threads.gain_low),
-        max(1.0, threads.gain_high),
-        f"measured: {listed}; {threads.current} are set",
-        likely=threads.gain,
-    )
+    why = f"measured: {listed}; {threads.current} are set"
+    if threads.others > CROWDED:
+        why += f"; other processes used {threads.others:.0%} of the processors meanwhile"
+    low, high = max(1.0, threads.gain_low), max(1.0, threads.gain_high)
+    return Remedy(THREADS, low, high, why, likely=threads.gain)

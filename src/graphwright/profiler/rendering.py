@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 
 from ..report.table import duration
-from .profile import Profile
+from .profile_data import ProfileData
 from .remedies import Remedy
 from .table import Row
 
@@ -16,7 +16,7 @@ _ROWS = 8
 _BAR = 24
 
 
-def to_text(profile: Profile) -> str:
+def to_text(profile: ProfileData) -> str:
     """All that a person wants to see of a profile."""
     times = profile.times
     where = profile.roofs.device
@@ -67,7 +67,7 @@ def _of_remedy(remedy: Remedy) -> list[str]:
 
 
 def _span(low: float, high: float) -> str:
-    first, last = f"{low:.2f}", f"{high:.2f}"
+    first, last = (f"{value:.2f}" if value < 10 else f"{value:.0f}" for value in (low, high))
     return f"{first}×" if first == last else f"{first}–{last}×"
 
 
@@ -96,9 +96,11 @@ def _bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
-def _roofs(profile: Profile) -> list[str]:
+def _roofs(profile: ProfileData) -> list[str]:
     roofs = profile.roofs
-    products = ", ".join(f"{value / 1e12:.3g} TFLOP/s {name}" for name, value in roofs.flops.items())
+    products = ", ".join(
+        f"{value / 1e12:.3g} TFLOP/s {name}" for name, value in roofs.flops.items()
+    )
     known = [
         f"copy {roofs.bandwidth / 1e9:.3g} GB/s",
         f"products {products}",

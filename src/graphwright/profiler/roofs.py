@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,7 +77,7 @@ class Roofs:
         return nbytes / seconds
 
     def copy_s(self, nbytes: float) -> float:
-        """Seconds in which a copy moves so many bytes, between the measured ones by interpolation."""
+        """Seconds in which a copy moves so many bytes, interpolated between measured ones."""
         if nbytes <= 0:
             return 0.0
         first, last = self.copies[0], self.copies[-1]
@@ -87,7 +88,7 @@ class Roofs:
         for (small, low_s), (large, high_s) in zip(self.copies, self.copies[1:], strict=False):
             if nbytes <= large:
                 part = math.log(nbytes / small) / math.log(large / small)
-                return low_s * (high_s / low_s) ** part
+                return float(low_s * (high_s / low_s) ** part)
         raise AssertionError("unreachable: the last copy is the largest")
 
     def compute_s(self, flops: float, precision: str) -> float | None:
@@ -163,12 +164,12 @@ def _measure_cpu(name: str) -> Roofs:
         for nbytes in _CPU_COPIES:
             source = torch.ones(nbytes // 8)
             target = torch.ones(nbytes // 8)
-            seconds = least(lambda s=source, t=target: t.copy_(s), limit_s=0.06)
+            seconds = least(partial(target.copy_, source), limit_s=0.06)
             copies.append((nbytes, seconds))
         flops = {}
         for dtype, size in _CPU_SIZES.items():
             a = torch.ones(size, size, dtype=getattr(torch, dtype))
-            seconds = least(lambda m=a: m @ m, limit_s=0.2, most=10)
+            seconds = least(partial(torch.matmul, a, a), limit_s=0.2, most=10)
             flops[dtype] = 2 * size**3 / seconds
         few = torch.ones(_FEW)
 
@@ -203,9 +204,7 @@ def _measure_gpu(device: torch.device, name: str) -> Roofs:
             source = torch.ones(nbytes // 8, device=device)
             target = torch.ones(nbytes // 8, device=device)
             times = 100 if nbytes < 1 << 24 else 20 if nbytes < 1 << 28 else 5
-            seconds = back_to_back(
-                lambda s=source, t=target: t.copy_(s), device, times=times, repeats=3
-            )
+            seconds = back_to_back(partial(target.copy_, source), device, times=times)
             copies.append((nbytes, seconds))
             del source, target
         flops = {}
@@ -231,7 +230,7 @@ def _measure_gpu(device: torch.device, name: str) -> Roofs:
 
 
 def _rising(copies: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
-    """Copies of which none takes longer than a larger one: what disturbed a small one is dropped."""
+    """Copies of which none takes longer than a larger one: what disturbed a small one goes."""
     least_so_far = math.inf
     found = []
     for nbytes, seconds in reversed(copies):

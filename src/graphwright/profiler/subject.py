@@ -37,8 +37,8 @@ class Subject:
         fn: what is called.
         args: positional arguments.
         kwargs: keyword arguments.
-        training: whether each call is followed by a backward pass from the sum of its floating-point
-            results.
+        training: whether each call is followed by a backward pass from the sum of its
+            floating-point results.
 
     Attributes:
         module: the module, or the function as one.
@@ -63,7 +63,7 @@ class Subject:
         gpus = [tensor.device for tensor in held if tensor.is_cuda]
         self.device = gpus[0] if gpus else torch.device("cpu")
         self.names = {id(m): name or type(fn).__name__ for name, m in self.module.named_modules()}
-        self._trained = [p for p in self.module.parameters() if p.requires_grad]
+        self._trained: list[torch.Tensor] = [p for p in self.module.parameters() if p.requires_grad]
         self._trained += [t for t in tensors(self._leaves) if t.requires_grad and t.is_leaf]
 
     @property
@@ -89,7 +89,7 @@ class Subject:
         def step() -> Any:
             result = fn(*args, **kwargs)
             loss = _loss(result)
-            loss.backward()  # type: ignore[no-untyped-call]  # torch's own
+            loss.backward()
             return result
 
         return step

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,11 @@ from .subject import Subject
 # Calls to time: at least, at most, and the seconds that they may take together.
 _LEAST, _MOST, _LIMIT_S = 5, 60, 0.6
 # Rounds in which numbers of threads take turns, and seconds for all of them.
-_ROUNDS, _ROUNDS_S = 9, 2.0
+_ROUNDS, _ROUNDS_S = 9, 1.5
+# A number of threads that takes so many times as long as the best one is not timed again.
+_HOPELESS = 3.0
+# Parts of a second that Linux counts processors' time in.
+_TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 # Seconds that the device is kept busy beyond what the host needs, as a factor.
 _AHEAD = 2.0
 
@@ -59,9 +64,7 @@ def time_calls(subject: Subject, *, limit_s: float = _LIMIT_S) -> CallTimes:
             subject.prepared()()
         timer.synchronize()
         began = time.perf_counter()
-        while len(pairs) < _LEAST or (
-            len(pairs) < _MOST and time.perf_counter() - began < limit_s
-        ):
+        while len(pairs) < _LEAST or (len(pairs) < _MOST and time.perf_counter() - began < limit_s):
             pairs.append(_timed(subject, timer))
     fastest = min(done for _, done in pairs)
     kept = [pair for pair in pairs if pair[1] <= HELD_UP * fastest]
@@ -89,11 +92,14 @@ class ThreadTimes:
 
     Attributes:
         current: the number that is set.
-        seconds: the median call by number of threads.
-        gain: how many times as fast the best number is, by the median of the rounds' ratios.
-        gain_low: the lower end of that median's 95 % interval.
-        gain_high: the upper end.
+        seconds: the fastest call by number of threads, as other work only ever adds; it adds more
+            to calls with more threads.
         best: the fastest number of threads.
+        gain: how many times as fast that is, by the fastest calls.
+        gain_low: the lower end of the 95 % interval of the median ratio of the rounds, or the gain.
+        gain_high: the upper end, or the gain.
+        cores: processors that the process may use.
+        others: the share of them that other processes used meanwhile.
     """
 
     current: int
@@ -102,6 +108,8 @@ class ThreadTimes:
     gain: float
     gain_low: float
     gain_high: float
+    cores: int
+    others: float = 0.0
 
 
 def time_threads(subject: Subject, cores: int) -> ThreadTimes:
@@ -111,31 +119,85 @@ def time_threads(subject: Subject, cores: int) -> ThreadTimes:
     """
     current = torch.get_num_threads()
     numbers = sorted({1, max(1, cores // 2), cores, current})
-    rounds: dict[int, list[float]] = {n: [] for n in numbers}
+    rounds: list[dict[int, float]] = []
     timer = Timer(subject.device)
+    load = OtherWork()
     began = time.perf_counter()
     try:
         with subject.mode(), collection_held_off():
             for turn in range(_ROUNDS):
-                if turn >= 3 and time.perf_counter() - began > _ROUNDS_S:
+                if turn >= 2 and time.perf_counter() - began > _ROUNDS_S:
                     break
+                found: dict[int, float] = {}
                 for n in numbers[turn % len(numbers) :] + numbers[: turn % len(numbers)]:
                     torch.set_num_threads(n)
                     _timed(subject, timer)  # Threads are started by the first call.
-                    best = min(_timed(subject, timer)[1] for _ in range(3))
-                    rounds[n].append(best)
+                    found[n] = min(_timed(subject, timer)[1] for _ in range(3))
+                rounds.append(found)
+                # What is far from the fastest is not timed again.
+                least_s = min(found.values())
+                numbers = [n for n in numbers if n == current or found[n] <= _HOPELESS * least_s]
     finally:
         torch.set_num_threads(current)
-    return thread_times(current, rounds)
+    return thread_times(current, rounds, cores=cores, others=load.share())
 
 
-def thread_times(current: int, rounds: dict[int, list[float]]) -> ThreadTimes:
-    """What rounds of times say: which number is best, and by how much."""
-    seconds = {n: statistics.median(values) for n, values in rounds.items()}
+def thread_times(
+    current: int, rounds: Sequence[Mapping[int, float]], *, cores: int, others: float = 0.0
+) -> ThreadTimes:
+    """What rounds of times say: which number of threads is best, and by how much.
+
+    Args:
+        current: the number that is set, timed in every round.
+        rounds: seconds by number of threads.
+        cores: processors that the process may use.
+        others: the share of them that other processes used meanwhile.
+    """
+    by_number: dict[int, list[float]] = {}
+    for found in rounds:
+        for n, spent in found.items():
+            by_number.setdefault(n, []).append(spent)
+    seconds = {n: min(values) for n, values in by_number.items()}
     best = min(seconds, key=lambda n: (seconds[n], n))
-    ratios = [a / b for a, b in zip(rounds[current], rounds[best], strict=True)]
+    ratios = [found[current] / found[best] for found in rounds if best in found]
     low, high = median_interval(ratios)
-    return ThreadTimes(current, seconds, best, statistics.median(ratios), low, high)
+    gain = seconds[current] / seconds[best]
+    return ThreadTimes(current, seconds, best, gain, min(low, gain), max(high, gain), cores, others)
+
+
+class OtherWork:
+    """How much of the processors other processes use, from now on."""
+
+    def __init__(self) -> None:
+        self._began = self._now()
+
+    def share(self) -> float:
+        """The share since the beginning, of the processors that this process may use.
+
+        0 where the system does not say.
+        """
+        wall, busy, own = (b - a for a, b in zip(self._began, self._now(), strict=True))
+        return min(1.0, max(0.0, (busy - own) / wall)) if wall > 0 else 0.0
+
+    @staticmethod
+    def _now() -> tuple[float, float, float]:
+        """Seconds that there were, that were in use, and that this process used, of all cores."""
+        if not hasattr(os, "sched_getaffinity"):
+            return 0.0, 0.0, 0.0
+        mine = {f"cpu{number}" for number in os.sched_getaffinity(0)}
+        wall = busy = 0.0
+        try:
+            with open("/proc/stat", encoding="ascii") as handle:
+                for line in handle:
+                    name, *counts = line.split()
+                    if name in mine:
+                        # user, nice, system, idle, waiting for input, interrupts, stolen (proc(5))
+                        ticks = [float(count) for count in counts[:8]]
+                        wall += sum(ticks)
+                        busy += sum(ticks) - ticks[3] - ticks[4]
+        except (OSError, ValueError, IndexError):
+            return 0.0, 0.0, 0.0
+        return wall / _TICKS, busy / _TICKS, time.process_time()
 
 
 def device_seconds(subject: Subject, host_s: float) -> float | None:

@@ -153,12 +153,8 @@ def parse(events: Sequence[Event]) -> Traced:
         inside = [e for e in runtime if begin <= float(e["ts"]) < end]
         waiting.append(sum(float(e["dur"]) for e in inside if _waits(e)))
         mine = [e for e in device if _launch_time(e, launched) in Inside(begin, end)]
-        transfers = {
-            _correlation(e) for e in mine if any(t in e["name"] for t in _TRANSFERS)
-        }
-        copying.append(
-            sum(float(e["dur"]) for e in inside if _correlation(e) in transfers)
-        )
+        transfers = {_correlation(e) for e in mine if any(t in e["name"] for t in _TRANSFERS)}
+        copying.append(sum(float(e["dur"]) for e in inside if _correlation(e) in transfers))
         covered = _length(_union((s for s in host if s[1] > begin and s[0] < end), 0.0))
         python.append(max(0.0, end - begin - covered))
         window.append(end - begin)

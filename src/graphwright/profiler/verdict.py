@@ -2,7 +2,7 @@
 
 A resource that is in use nearly all the time is what bounds a call: the host or the device. Where
 neither is, each waits for the other. Two causes are named where the figures are too close to each
-other for one: in a band around each threshold, so that noise does not turn one verdict into another.
+other for one, in a band around each threshold: noise does not turn one verdict into another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ WAITS_FROM, WAITS_SURE = 0.18, 0.25
 PYTHON_FROM, PYTHON_SURE = 0.5, 0.6
 # How many times as fast another number of threads has to be; likewise.
 THREADS_FROM, THREADS_SURE = 1.15, 1.3
-# Host and device that both work for this share of the call, and as much as each other, both bound it.
+# Where other processes use this share of the processors, fewer threads prove nothing.
+CROWDED = 0.1
+# Host and device that both work for this share of the call, and as much, both bound it.
 BOTH_BUSY, AS_MUCH = 0.8, 0.92
 # Kernels of at most so many times the shortest one's time are small.
 SMALL_KERNEL = 2.5
@@ -39,9 +41,10 @@ FAR_GPU, FAR_CPU, FAR_PRODUCTS = 4.0, 10.0, 12.0
 SMALL_OPERATION = 25.0
 # Elementwise operations that compute much on each element: parts of their names.
 _COSTLY = (
-    "acos asin atan cos cosh cumsum digamma elu erf exp gelu lgamma log mish norm pow sigmoid silu "
-    "sin softmax softplus tan tanh var std"
-).split()
+    *("acos", "asin", "atan", "cos", "cosh", "cumsum", "digamma", "elu", "erf", "exp", "gelu"),
+    *("lgamma", "log", "mish", "norm", "pow", "sigmoid", "silu", "sin", "softmax", "softplus"),
+    *("std", "tan", "tanh", "var"),
+)
 
 
 class Cause(StrEnum):
@@ -133,7 +136,7 @@ class CpuFigures:
     """What is measured of a call on a CPU; seconds of one call.
 
     Attributes:
-        call_s: of the fastest call, as other work only ever adds.
+        call_s: of the fastest call, as other work only ever adds; the sum of the others.
         python_s: outside of operations.
         dispatch_s: of operations, beside their work.
         parts: the operations' work by cause.
@@ -193,7 +196,7 @@ def of_cpu(figures: CpuFigures) -> Verdict:
     shares = {cause: value / total for cause, value in seconds.items()}
     causes = _closest(shares) or (Cause.DISPATCH,)
     threads = figures.threads
-    if threads is not None and threads.best != threads.current and threads.gain_low > 1.05:
+    if threads is not None and _tells(threads):
         fewer = threads.best < threads.current
         cause = Cause.TOO_MANY_THREADS if fewer else Cause.TOO_FEW_THREADS
         if threads.gain >= THREADS_SURE:
@@ -201,6 +204,17 @@ def of_cpu(figures: CpuFigures) -> Verdict:
         elif threads.gain >= THREADS_FROM:
             causes = cause, causes[0]
     return Verdict(causes[:2], _ordered(shares))
+
+
+def _tells(threads: ThreadTimes) -> bool:
+    """Whether another number of threads is faster by the program's own doing.
+
+    Beside other work fewer threads are faster, and would not be without it.
+    """
+    if threads.best == threads.current or threads.gain_low <= 1.05:
+        return False
+    crowded = threads.others > CROWDED and threads.current <= threads.cores
+    return not (crowded and threads.best < threads.current)
 
 
 def _banded(value: float, start: float, sure: float, one: Cause, other: Cause) -> tuple[Cause, ...]:
