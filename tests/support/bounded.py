@@ -61,7 +61,7 @@ def product(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def medium(x: torch.Tensor) -> torch.Tensor:
-    for _ in range(60):
+    for _ in range(20):
         x = torch.mul(x, 1.0001)
     return x
 
@@ -80,18 +80,18 @@ CPU = {
         lambda: (add, (torch.ones(1 << 24), torch.ones(1 << 24))), Cause.MEMORY, "large tensors"
     ),
     "a large product": Planted(
-        lambda: (product, (torch.ones(1200, 1200), torch.ones(1200, 1200))),
+        lambda: (product, (torch.ones(800, 800), torch.ones(800, 800))),
         Cause.ARITHMETIC,
         "large products",
     ),
     "a convolution": Planted(
-        lambda: (nn.Conv2d(64, 64, 3, padding=1), (torch.ones(4, 64, 56, 56),)), Cause.ARITHMETIC
+        lambda: (nn.Conv2d(64, 64, 3, padding=1), (torch.ones(2, 64, 56, 56),)), Cause.ARITHMETIC
     ),
     "too many threads": Planted(
-        lambda: (medium, (torch.ones(1 << 16),)), Cause.TOO_MANY_THREADS, threads=32
+        lambda: (medium, (torch.ones(1 << 16),)), Cause.TOO_MANY_THREADS, threads=16
     ),
     "too few threads": Planted(
-        lambda: (product, (torch.ones(1200, 1200), torch.ones(1200, 1200))),
+        lambda: (product, (torch.ones(800, 800), torch.ones(800, 800))),
         Cause.TOO_FEW_THREADS,
         threads=1,
     ),

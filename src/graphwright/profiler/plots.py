@@ -112,13 +112,15 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs) -> str:
     knee = highest / roofs.bandwidth
     start = max(x_low, y_low / roofs.bandwidth)
     drawing.line(across(start), up(roofs.bandwidth * start), across(knee), up(highest), _INK, 1.6)
-    drawing.text(right + 8, _TOP + 12, f"copy {_rate(roofs.bandwidth)}B/s", color=_INK)
+    half = math.sqrt(start * knee)
+    label = f"copy {_rate(roofs.bandwidth)}B/s"
+    drawing.text(across(half) - 10, up(roofs.bandwidth * half), label, anchor="end")
     last = -math.inf
     for number, (dtype, flops) in enumerate(sorted(ceilings.items(), key=lambda p: -p[1])):
         color = _COLORS[number % len(_COLORS)]
         drawing.line(across(flops / roofs.bandwidth), up(flops), right, up(flops), color, 1.6)
         last = max(up(flops) + 4, last + 14)
-        drawing.text(right + 8, last + 16, f"{dtype} {_rate(flops)}", color=color)
+        drawing.text(right + 8, last, f"{dtype} {_rate(flops)}", color=color)
     order = [dtype for dtype, _ in sorted(ceilings.items(), key=lambda p: -p[1])]
     whole = sum(m.seconds for m in measured) or 1.0
     for intensity, rate, seconds, operation in points:

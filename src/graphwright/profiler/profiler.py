@@ -27,15 +27,14 @@ from .lines import Line, Sampler
 from .observation import Observer, Operation, Stopwatch
 from .profile import Profile
 from .remedies import Known, Remedy
-from .roofs import Roofs, cores, roofs_of
+from .roofs import Roofs, cores, raised, roofs_of
 from .sentences import told
 from .subject import Subject
 from .table import Measured
-from .timing import CallTimes, device_seconds, time_calls, time_threads
+from .timing import CROWDED, CallTimes, device_seconds, time_calls, time_threads
 from .trace import Kernel, Traced, traced
 from .trials import try_variants
 from .verdict import (
-    CROWDED,
     Cause,
     CpuFigures,
     GpuFigures,
@@ -98,6 +97,11 @@ def profile(
         roofs = roofs_of(subject.device)
         work = _Gpu(subject, roofs, outputs) if _on_gpu(subject) else _Cpu(subject, roofs, outputs)
         work.measure()
+    if roofs.others > CROWDED:
+        work.notes.append(
+            f"Other processes used {roofs.others:.0%} of the processors while the roofs were "
+            "measured: they are too low, and will be measured again next time."
+        )
     busy = load_note()
     notes = [*work.notes, *([f"{busy}: figures may be of that too"] if busy else [])]
     return Profile(
@@ -108,7 +112,7 @@ def profile(
         remedies=tuple(work.remedies),
         times=work.times,
         figures=work.figures,
-        roofs=roofs,
+        roofs=work.roofs,
         environment=environment(subject.device),
         notes=tuple(notes),
         seconds=time.perf_counter() - began,
@@ -185,6 +189,23 @@ class _Work:
     def _decide(self) -> None:
         raise NotImplementedError
 
+    def _raise_roofs(self, seconds: Mapping[int, float]) -> None:
+        """Lift roofs that operations have broken through."""
+        reached: dict[str, float] = {}
+        for index, operation in enumerate(self.operations):
+            spent = seconds.get(index, 0.0)
+            if operation.flops and spent > 0:
+                rate = operation.flops / spent
+                reached[operation.precision] = max(reached.get(operation.precision, 0.0), rate)
+        higher = raised(self.roofs, reached)
+        for dtype, rate in higher.flops.items():
+            if rate > 1.05 * self.roofs.flops[dtype]:
+                self.notes.append(
+                    f"An operation reached {rate / 1e12:.3g} TFLOP/s in {dtype}, more than the "
+                    f"{self.roofs.flops[dtype] / 1e12:.3g} that were measured: that is the roof."
+                )
+        self.roofs = higher
+
     def _uncounted(self) -> str:
         """What takes long and has no formula for its FLOPs, in words."""
         total = sum(each.seconds for each in self.measured) or 1.0
@@ -249,6 +270,7 @@ class _Gpu(_Work):
         times, trace, device = self.times, self.trace, self.subject.device
         waits = bool(self.observer.waits) or any(op.reads for op in self.operations)
         alone = None if waits else device_seconds(self.subject, times.host_s)
+        self._raise_roofs(trace.operation_s)
         by_operation: dict[int | None, list[Kernel]] = {}
         for kernel in trace.kernels:
             index = kernel.operation
@@ -313,6 +335,7 @@ class _Cpu(_Work):
     def _decide(self) -> None:
         watched = self._watched()
         seconds = watched.operations
+        self._raise_roofs(dict(enumerate(seconds)))
         threads = time_threads(self.subject, cores())
         if threads.others > CROWDED:
             self.notes.append(
@@ -359,7 +382,7 @@ class _Cpu(_Work):
         between: list[float] = []
         began = time.perf_counter()
         with self.subject.mode():
-            while len(runs) < 3 or (
+            while len(runs) < 2 or (
                 len(runs) < _WATCHED and time.perf_counter() - began < _WATCHED_S
             ):
                 plain.append(timer.once(self.subject.prepared()))

@@ -13,9 +13,9 @@ from typing import Any
 
 from .observation import Operation
 from .roofs import Roofs
-from .timing import ThreadTimes
+from .timing import CROWDED, ThreadTimes
 from .trials import BF16, CHANNELS_LAST, TF32, Trial
-from .verdict import CROWDED, Cause, CpuFigures, GpuFigures
+from .verdict import Cause, CpuFigures, GpuFigures
 
 # How far single operations that are timed by themselves may be from what they take in a call.
 _APART = 0.1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import textwrap
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..report.table import duration
 from .profile_data import ProfileData
@@ -29,7 +30,7 @@ def to_text(profile: ProfileData) -> str:
         *_wrapped(profile.verdict.text),
     ]
     for line, what_there in profile.verdict.lines[:5]:
-        parts += _wrapped(f"{line}  {what_there}", indent="  ")
+        parts += _wrapped(f"{_short(line.file)}:{line.number}  {what_there}", indent="  ")
         if line.source:
             parts.append(f"      {line.source[: _WIDTH - 6]}")
     parts += ["", "share of the time"]
@@ -45,6 +46,12 @@ def to_text(profile: ProfileData) -> str:
     for note in profile.notes:
         parts += _wrapped(note, indent="  ", first="")
     return "\n".join(line.rstrip() for line in parts)
+
+
+def _short(file: str) -> str:
+    """A file by its last folders."""
+    path = Path(file)
+    return f"…/{'/'.join(path.parts[-3:])}" if path.is_absolute() and len(file) > 50 else file
 
 
 def _wrapped(text: str, indent: str = "", first: str | None = None) -> list[str]:

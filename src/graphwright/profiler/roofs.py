@@ -14,7 +14,7 @@ import os
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ import torch
 
 from ..report.environment import environment
 from .observation import Stopwatch
-from .timing import back_to_back, least
+from .timing import CROWDED, OtherWork, back_to_back, least
 
 SCHEMA, SCHEMA_VERSION = "graphwright.roofs", 1
 # Bytes that copies move, read and written ones together.
@@ -56,6 +56,7 @@ class Roofs:
         transfers: bytes a second between host and GPU: "to device", "to host", each also "pinned".
         measured: the day, such as "2026-11-26".
         recalled: whether they were measured earlier.
+        others: the share of the processors that other processes used meanwhile, on a CPU.
     """
 
     device: str
@@ -69,6 +70,7 @@ class Roofs:
     transfers: Mapping[str, float] = field(default_factory=dict)
     measured: str = ""
     recalled: bool = False
+    others: float = 0.0
 
     @property
     def bandwidth(self) -> float:
@@ -123,9 +125,28 @@ def roofs_of(device: torch.device) -> Roofs:
         if data["schema"] == SCHEMA and data["schema_version"] == SCHEMA_VERSION:
             return Roofs.from_dict({**data["roofs"], "recalled": True})
     name = about.get("gpu") or about["processor"]
-    roofs = _measure_gpu(device, name) if device.type == "cuda" else _measure_cpu(name)
-    _write(file, {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "key": key}, roofs)
+    load = OtherWork()
+    if device.type == "cuda":
+        roofs = _measure_gpu(device, name)
+    else:
+        roofs = replace(_measure_cpu(name), others=load.share())
+    if roofs.others <= CROWDED:  # Else they are lower than they should be: measure again next time.
+        _write(file, {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, "key": key}, roofs)
     return roofs
+
+
+def raised(roofs: Roofs, reached: Mapping[str, float]) -> Roofs:
+    """Roofs that are no lower than what operations have reached.
+
+    Args:
+        roofs: as measured.
+        reached: floating-point operations a second by dtype.
+    """
+    flops = dict(roofs.flops)
+    for dtype, rate in reached.items():
+        if dtype in flops:
+            flops[dtype] = max(flops[dtype], rate)
+    return replace(roofs, flops=flops)
 
 
 def folder() -> Path:

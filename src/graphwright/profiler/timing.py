@@ -20,11 +20,15 @@ from ..evaluation.measurement import (
 from .subject import Subject
 
 # Calls to time: at least, at most, and the seconds that they may take together.
-_LEAST, _MOST, _LIMIT_S = 5, 60, 0.6
+_LEAST, _MOST, _LIMIT_S = 3, 60, 0.6
 # Rounds in which numbers of threads take turns, and seconds for all of them.
 _ROUNDS, _ROUNDS_S = 9, 1.5
+# Calls of each in a round; one alone where a call takes longer than so many seconds.
+_TRIES, _LONG_S = 3, 0.05
 # A number of threads that takes so many times as long as the best one is not timed again.
 _HOPELESS = 3.0
+# Where other processes use this share of the processors, times on several threads prove little.
+CROWDED = 0.1
 # Parts of a second that Linux counts processors' time in.
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 # Seconds that the device is kept busy beyond what the host needs, as a factor.
@@ -131,8 +135,9 @@ def time_threads(subject: Subject, cores: int) -> ThreadTimes:
                 found: dict[int, float] = {}
                 for n in numbers[turn % len(numbers) :] + numbers[: turn % len(numbers)]:
                     torch.set_num_threads(n)
-                    _timed(subject, timer)  # Threads are started by the first call.
-                    found[n] = min(_timed(subject, timer)[1] for _ in range(3))
+                    first = _timed(subject, timer)[1]  # Threads are started by the first call.
+                    tries = _TRIES if first < _LONG_S else 1
+                    found[n] = min(_timed(subject, timer)[1] for _ in range(tries))
                 rounds.append(found)
                 # What is far from the fastest is not timed again.
                 least_s = min(found.values())

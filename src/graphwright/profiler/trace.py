@@ -11,6 +11,7 @@ import contextlib
 import json
 import statistics
 import tempfile
+import time
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -29,8 +30,8 @@ Span = tuple[float, float]
 
 # Names of the marks of whole calls: as they are, and with a mark for each operation.
 CALL, MARKED = "graphwright.call.", "graphwright.marked."
-# Calls of each kind.
-_CALLS = 3
+# Calls of each kind, and seconds after which there is no other one.
+_CALLS, _LIMIT_S = 3, 1.0
 _DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
 _RUNTIME = ("cuda_runtime", "cuda_driver")
 _WAITING = ("cudaMemcpy",)
@@ -121,7 +122,10 @@ def _run(subject: Subject, cuda: bool) -> None:
             torch.cuda.synchronize(subject.device)
 
     with subject.mode():
+        began = time.perf_counter()
         for number in range(_CALLS + 1):  # The first one starts the profiler up.
+            if number > 1 and time.perf_counter() - began > _LIMIT_S:
+                break
             call = subject.prepared()
             finish()
             with torch.profiler.record_function(f"{CALL}{number}"):

@@ -15,7 +15,7 @@ from typing import Any
 from .lines import Line
 from .observation import Operation
 from .roofs import Roofs
-from .timing import ThreadTimes
+from .timing import CROWDED, ThreadTimes
 from .trace import Kernel
 
 # A second cause with at least this part of the first one's time is named beside it.
@@ -27,8 +27,6 @@ WAITS_FROM, WAITS_SURE = 0.18, 0.25
 PYTHON_FROM, PYTHON_SURE = 0.5, 0.6
 # How many times as fast another number of threads has to be; likewise.
 THREADS_FROM, THREADS_SURE = 1.15, 1.3
-# Where other processes use this share of the processors, fewer threads prove nothing.
-CROWDED = 0.1
 # Host and device that both work for this share of the call, and as much, both bound it.
 BOTH_BUSY, AS_MUCH = 0.8, 0.92
 # Kernels of at most so many times the shortest one's time are small.
