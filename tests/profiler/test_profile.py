@@ -44,6 +44,8 @@ def shorten(patch: pytest.MonkeyPatch) -> None:
     patch.setattr("graphwright.profiler.profiler._WATCHED", 3)
     patch.setattr("graphwright.profiler.profiler._TRIALS_S", 0.1)
     patch.setattr("graphwright.profiler.profiler.cores", lambda: 1)
+    # What else runs here decides nothing.
+    patch.setattr("graphwright.profiler.roofs.CROWDED", 1.0)
     patch.setattr("graphwright.profiler.roofs._CPU_COPIES", (1 << 14, 1 << 20))
     patch.setattr("graphwright.profiler.roofs._CPU_SIZES", {"float32": 128, "bfloat16": 32})
 
@@ -213,6 +215,20 @@ def test_roofs_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     second = roofs_of(torch.device("cpu"))
     assert second.recalled
     assert second.copies == first.copies
+
+
+def test_roofs_beside_other_work_are_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphwright.profiler.roofs.CROWDED", -1.0)
+    roofs_of(torch.device("cpu"))
+    assert not roofs_of(torch.device("cpu")).recalled
+
+
+def test_roofs_rise_to_what_operations_reach() -> None:
+    roofs = roofs_of(torch.device("cpu"))
+    higher = roof_room.raised(roofs, {"float32": 1e15, "int8": 1.0})
+    assert higher.flops["float32"] == 1e15
+    assert "int8" not in higher.flops
+    assert roof_room.raised(roofs, {"float32": 1.0}).flops == roofs.flops
 
 
 def test_damaged_roofs_are_measured_anew() -> None:

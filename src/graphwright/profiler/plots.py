@@ -158,6 +158,10 @@ def drawn_timeline(name: str, bars: Sequence[Bar]) -> str:
                 x = left + (right - left) * bar.start_s / end
                 width = (right - left) * bar.seconds / end
                 drawing.box(x, top, width, 30, color, f"{bar.name}, {duration(bar.seconds)}")
+                label = bar.name.removeprefix("aten::")
+                if width > 7 * len(label) + 6:
+                    middle = x + width / 2
+                    drawing.text(middle, top + 19, label, size=11, anchor="middle", color="white")
     drawing.text((left + right) / 2, height - 16, "time, under the profiler", anchor="middle")
     return drawing.done()
 

@@ -100,7 +100,7 @@ def profile(
     if roofs.others > CROWDED:
         work.notes.append(
             f"Other processes used {roofs.others:.0%} of the processors while the roofs were "
-            "measured: they are too low, and will be measured again next time."
+            "measured: they may be too low, and will be measured again next time."
         )
     busy = load_note()
     notes = [*work.notes, *([f"{busy}: figures may be of that too"] if busy else [])]
@@ -201,8 +201,8 @@ class _Work:
         for dtype, rate in higher.flops.items():
             if rate > 1.05 * self.roofs.flops[dtype]:
                 self.notes.append(
-                    f"An operation reached {rate / 1e12:.3g} TFLOP/s in {dtype}, more than the "
-                    f"{self.roofs.flops[dtype] / 1e12:.3g} that were measured: that is the roof."
+                    f"An operation reached {rate / 1e9:,.0f} GFLOP/s in {dtype}, more than the "
+                    f"{self.roofs.flops[dtype] / 1e9:,.0f} that were measured: that is the roof."
                 )
         self.roofs = higher
 

@@ -22,7 +22,8 @@ def to_text(profile: ProfileData) -> str:
     times = profile.times
     where = profile.roofs.device
     if profile.device == "cpu":
-        where += f", {profile.roofs.threads} threads"
+        threads = profile.roofs.threads
+        where += f", {threads} thread{'s' * (threads > 1)}"
     what = "forward and backward" if profile.training else "forward"
     parts = [
         *_wrapped(f"{profile.name}, {what}: {duration(times.call_s)} a call on {where}"),
@@ -37,7 +38,8 @@ def to_text(profile: ProfileData) -> str:
     for cause, share in profile.verdict.shares.items():
         if share >= 0.005:
             parts.append(f"  {cause!s:36}{share:6.0%}  {'█' * round(_BAR * share)}".rstrip())
-    parts += ["", "remedy                              gain    beside a graph"]
+    graphs = any(remedy.applies and remedy.under_graph for remedy in profile.remedies)
+    parts += ["", f"{'remedy':30}{'gain':>14}{'beside a graph' * graphs:>18}"]
     for remedy in sorted(profile.remedies, key=lambda r: (not r.applies, -r.high)):
         parts += _of_remedy(remedy)
     for by in ("module", "operation", "line"):
@@ -103,11 +105,13 @@ def _bytes(count: float) -> str:
     return f"{count:.0f} B"
 
 
+def _rate(flops: float) -> str:
+    return f"{flops / 1e12:.3g} TFLOP/s" if flops >= 1e12 else f"{flops / 1e9:.3g} GFLOP/s"
+
+
 def _roofs(profile: ProfileData) -> list[str]:
     roofs = profile.roofs
-    products = ", ".join(
-        f"{value / 1e12:.3g} TFLOP/s {name}" for name, value in roofs.flops.items()
-    )
+    products = ", ".join(f"{_rate(value)} {name}" for name, value in roofs.flops.items())
     known = [
         f"copy {roofs.bandwidth / 1e9:.3g} GB/s",
         f"products {products}",

@@ -57,7 +57,7 @@ def _on_gpu(figures: GpuFigures, trace: Traced) -> str:
 
 def _on_cpu(figures: CpuFigures) -> str:
     text = (
-        f"Of {duration(figures.call_s)}, operations compute and move data for "
+        f"Of the fastest call, {duration(figures.call_s)}, operations compute and move data for "
         f"{duration(sum(figures.parts.values()))}, starting them takes "
         f"{duration(figures.dispatch_s)}, Python between them {duration(figures.python_s)}."
     )
