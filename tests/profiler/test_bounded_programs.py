@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 
 import pytest
@@ -84,16 +85,22 @@ def test_no_verdict_on_a_cpu_flips(name: str, monkeypatch: pytest.MonkeyPatch) -
         check(CPU[name], on_cpu(name))
 
 
+@functools.cache
+def on_gpu(name: str) -> gw.Profile:
+    """One profile of each program, for all tests."""
+    return profiled(GPU[name])
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", GPU)
 def test_a_bound_on_a_gpu_is_named(name: str) -> None:
-    check(GPU[name], profiled(GPU[name]))
+    check(GPU[name], on_gpu(name))
 
 
 @pytest.mark.gpu
 def test_few_verdicts_on_a_gpu_name_two_causes() -> None:
-    found = {name: profiled(planted).verdict.causes for name, planted in GPU.items()}
-    assert sum(len(causes) > 1 for causes in found.values()) <= MAY_BE_BETWEEN, found
+    causes = {name: on_gpu(name).verdict.causes for name in GPU}
+    assert sum(len(each) > 1 for each in causes.values()) <= MAY_BE_BETWEEN, causes
 
 
 @pytest.mark.gpu

@@ -16,6 +16,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.profiler import roofs as roof_room
 from graphwright.profiler.roofs import roofs_of
+from graphwright.profiler.waits import WaitClock
 
 
 class Net(nn.Module):
@@ -47,6 +48,8 @@ def shorten(patch: pytest.MonkeyPatch) -> None:
     # What else runs here decides nothing.
     patch.setattr("graphwright.profiler.roofs.CROWDED", 1.0)
     patch.setattr("graphwright.profiler.roofs._CPU_COPIES", (1 << 14, 1 << 20))
+    patch.setattr("graphwright.profiler.roofs._GPU_COPIES", (1 << 14, 1 << 20))
+    patch.setattr("graphwright.profiler.roofs._GPU_SIZES", {"float32": 1024, "bfloat16": 1024})
     patch.setattr("graphwright.profiler.roofs._CPU_SIZES", {"float32": 128, "bfloat16": 32})
 
 
@@ -244,3 +247,59 @@ def test_replays_bear_the_name_of_what_was_captured() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
         graph(torch.randn(2, 4))
     assert graph.name in {event.name for event in profiler.events()}
+
+
+def test_waits_are_timed_without_a_trace_of_it() -> None:
+    before = {name: getattr(torch.Tensor, name) for name in ("item", "__bool__", "cpu")}
+    clock = WaitClock(operation_s=0.0)
+    x = torch.ones(3)
+    with clock.running():
+        assert x.sum().item() == 3
+        assert bool(x[0] > 0)
+        assert x.nonzero().shape == (3, 1)
+        assert [*map(int, x)] == [1, 1, 1]
+    assert clock.seconds > 0
+    for name, method in before.items():
+        assert getattr(torch.Tensor, name) is method
+        assert name not in vars(torch.Tensor) or name == "__bool__"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("training", [False, True])
+def test_on_a_gpu_nothing_is_captured_and_all_is_put_back(
+    training: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*args: object, **kwargs: object) -> None:
+        raise AssertionError("captured")
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, "capture_begin", refuse)
+    model, x = Net().cuda().train(), torch.randn(2, 3, 8, 8, device="cuda")
+    model(x).sum().backward()
+    before, drawn = state_of(model), torch.cuda.get_rng_state()
+    found = gw.profile(model, (x,), training=training)
+    after = state_of(model)
+    for name, tensor in before["tensors"].items():
+        assert torch.equal(tensor, after["tensors"][name]), name
+    for name, (grad, value) in before["grads"].items():
+        assert after["grads"][name][0] is grad, name
+        assert torch.equal(grad, value), name
+    assert torch.equal(drawn, torch.cuda.get_rng_state())
+    assert found.device == "cuda:0"
+    assert found.remedy("graph").likely is not None
+    assert sum(row.launches for row in found.table("operation")) > 5
+    modules = {row.key: row for row in found.table("module")}
+    assert modules["conv"].seconds > 0
+    assert found.roofs.kernel_s > 0
+
+
+@pytest.mark.gpu
+def test_replays_on_a_gpu_bear_the_name_of_what_was_captured(tmp_path: Path) -> None:
+    model, x = nn.Linear(4, 4).cuda().eval(), torch.randn(2, 4, device="cuda")
+    graph = gw.capture(model, x)
+    activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profiler:
+        graph(x)
+        torch.cuda.synchronize()
+    assert graph.name in {event.name for event in profiler.events()}
+    with torch.autograd.profiler.emit_nvtx():
+        graph(x)

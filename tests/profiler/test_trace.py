@@ -65,7 +65,7 @@ def test_the_host_s_time_is_divided(parsed: Traced) -> None:
     assert parsed.window_s == pytest.approx(100 * US)
     assert parsed.waiting_s == pytest.approx(25 * US)
     assert parsed.python_s == pytest.approx(40 * US)  # 0-10, 30-40 and 80-100
-    assert parsed.copying_s == pytest.approx(5 * US)
+    assert parsed.copying_s == 0  # A value that is read is no transfer.
     assert parsed.launches == 2
 
 
@@ -116,3 +116,15 @@ def test_marks_bear_the_names_of_modules(parsed: Traced) -> None:
     assert "head: aten::mm" in titles
     assert "aten::item" in titles
     assert not any(title.startswith(MARK) for title in titles)
+
+
+def test_large_copies_keep_the_host_busy() -> None:
+    events = [
+        event("user_annotation", f"{CALL}0", 0, 1000),
+        event("cpu_op", "aten::copy_", 10, 900),
+        launch(1, 20, "cudaMemcpyAsync", 700),
+        event("gpu_memcpy", "Memcpy HtoD", 30, 600, correlation=1, bytes=1 << 24),
+    ]
+    parsed = parse(events)
+    assert parsed.copying_s == pytest.approx(700 * US)
+    assert parsed.busy_s == pytest.approx(600 * US)

@@ -119,6 +119,13 @@ def test_a_read_that_costs_nothing_is_no_verdict() -> None:
     assert of_gpu(gpu(1000, 990, 980, waiting_s=900)).causes == (Cause.ARITHMETIC,)
 
 
+def test_waits_for_transfers_are_transfers() -> None:
+    """A copy from memory that is not pinned makes the host wait, and may overlap with nothing."""
+    parts = {Cause.TRANSFERS: 600 * US, Cause.MEMORY: 50 * US}
+    found = of_gpu(gpu(1000, 990, 650, waiting_s=500, copying_s=300, parts=parts))
+    assert found.causes == (Cause.TRANSFERS,)
+
+
 def test_between_launches_and_python() -> None:
     assert of_gpu(gpu(1000, 980, 200, python_s=540)).causes == (Cause.PYTHON, Cause.LAUNCHES)
 

@@ -25,6 +25,8 @@ _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
 # Seconds between two samples, and after which Python hands its lock over to the sampler.
 _EVERY_S, _SWITCH_S = 5e-4, 1e-4
+# The folder whose files call the profiled function.
+_ROOM = str(Path(__file__).parent)
 # Characters of a line that are shown.
 _LONGEST = 120
 
@@ -111,7 +113,7 @@ class Sampler:
 def _own_frame(frame: FrameType | None) -> FrameType | None:
     while frame is not None:
         file = frame.f_code.co_filename
-        if file == _CALLER:
+        if file.startswith(_ROOM):
             return None
         if _is_own(file):
             return frame
@@ -134,7 +136,3 @@ def _line(file: str, number: int) -> Line:
     with suppress(ValueError):
         file = str(Path(file).relative_to(Path.cwd()))
     return Line(file, number, source)
-
-
-# The file whose frames call the profiled function.
-_CALLER = str(Path(__file__).with_name("subject.py"))

@@ -262,22 +262,37 @@ def _rising(copies: list[tuple[int, float]]) -> tuple[tuple[int, float], ...]:
 
 def _products(device: torch.device, dtype: str, size: int) -> float:
     kind = torch.float32 if dtype == "tf32" else getattr(torch, dtype)
-    a = torch.ones(size, size, dtype=kind, device=device)
-    with fp32_precision("tf32" if dtype == "tf32" else "ieee"):
+    # Random values: products of equal ones take less power, and a GPU then clocks higher.
+    a = torch.randn(size, size, dtype=kind, device=device)
+    precision = "tf32" if dtype == "tf32" else "ieee"
+    with fp32_precision(precision) if kind is torch.float32 else contextlib.nullcontext():
         seconds = back_to_back(lambda: a @ a, device, times=3, repeats=2)
     return float(2 * size**3 / seconds)
 
 
 @contextlib.contextmanager
 def fp32_precision(value: str) -> Iterator[None]:
-    """Set what float32 products and convolutions on a GPU are computed in: "tf32" or "ieee"."""
+    """Set what float32 products and convolutions on a GPU are computed in: "tf32" or "ieee".
+
+    What is so already is not touched: PyTorch's older flags cannot be read once the newer settings
+    differ from each other.
+    """
+    before = []
     matmul, conv = torch.backends.cuda.matmul, torch.backends.cudnn.conv  # type: ignore[attr-defined]
-    before = matmul.fp32_precision, conv.fp32_precision
-    matmul.fp32_precision = conv.fp32_precision = value
+    # Of convolutions TF32 is the default, of products it is not.
+    for owner, is_tf32 in (
+        (matmul, matmul.fp32_precision == "tf32"),
+        (conv, conv.fp32_precision != "ieee"),
+    ):
+        if is_tf32 != (value == "tf32"):
+            before.append((owner, owner.fp32_precision))
     try:
+        for owner, _ in before:
+            owner.fp32_precision = value
         yield
     finally:
-        matmul.fp32_precision, conv.fp32_precision = before
+        for owner, old in before:
+            owner.fp32_precision = old
 
 
 def _launch_s(few: torch.Tensor, device: torch.device) -> float:

@@ -24,7 +24,19 @@ from ..graphs.python_state import PythonState
 
 
 class Keeping(Journal):
-    """Copies what the call is about to write to, so that it can be put back."""
+    """Copies what the call is about to write to, so that it can be put back.
+
+    Attributes:
+        gpu: a GPU that it has made a tensor on; None if there is none.
+    """
+
+    gpu: torch.device | None = None
+
+    def made(self, tensor: torch.Tensor) -> None:
+        """Note a tensor that an operation returned, and its device."""
+        super().made(tensor)
+        if tensor.is_cuda:
+            self.gpu = tensor.device
 
     def refuse(self, error: Exception) -> None:
         """Nothing is refused: the call is not captured."""
@@ -98,7 +110,7 @@ class Subject:
         """The grad mode that calls run under."""
         return torch.enable_grad() if self.training else torch.no_grad()
 
-    def first(self, journal: Journal) -> Any:
+    def first(self, journal: Keeping) -> Any:
         """Run the call for the first time, under a journal.
 
         Raises:
@@ -108,7 +120,10 @@ class Subject:
         call = self.prepared()
         try:
             with self.mode(), journal:
-                return call()
+                result = call()
+            if self.device.type != "cuda" and journal.gpu is not None:
+                self.device = journal.gpu
+            return result
         except GraphwrightError:
             raise
         except Exception as error:
@@ -130,8 +145,8 @@ class Subject:
         try:
             yield journal
         finally:
-            if self.device.type == "cuda":
-                torch.cuda.synchronize(self.device)
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()
             with torch.no_grad():
                 journal.undo()
             state.restore(python=True)

@@ -33,6 +33,8 @@ CROWDED = 0.1
 _TICKS = os.sysconf("SC_CLK_TCK") if hasattr(os, "sysconf") else 100
 # Seconds that the device is kept busy beyond what the host needs, as a factor.
 _AHEAD = 2.0
+# The device is not kept busy for a host that needs more seconds than this.
+_LONG_HOST_S = 0.25
 
 
 @dataclass(frozen=True)
@@ -209,9 +211,11 @@ def device_seconds(subject: Subject, host_s: float) -> float | None:
     """Seconds that the device needs for a call whose work is all there when it begins.
 
     The device spins until the host has issued everything, so that kernels run back to back, as in a
-    graph. None where that cannot be: the call waits for the device, or issues more than fits in
-    the queue.
+    graph. None where that cannot be: the call waits for the device, issues more than fits in the
+    queue, or takes the host too long.
     """
+    if host_s > _LONG_HOST_S:
+        return None
     found = []
     with subject.mode():
         for _ in range(3):

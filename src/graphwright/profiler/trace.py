@@ -37,6 +37,8 @@ _RUNTIME = ("cuda_runtime", "cuda_driver")
 _WAITING = ("cudaMemcpy",)
 # Copies between host and device.
 _TRANSFERS = ("HtoD", "DtoH")
+# Copies of fewer bytes, or where that is not told of fewer microseconds, are reads of values.
+_LARGE_BYTES, _LARGE_US = 1 << 16, 10.0
 # Kernels of one launch that are this close, in microseconds, run as a chain: a graph's, say.
 _CHAIN_US = 4.0
 
@@ -157,7 +159,7 @@ def parse(events: Sequence[Event]) -> Traced:
         inside = [e for e in runtime if begin <= float(e["ts"]) < end]
         waiting.append(sum(float(e["dur"]) for e in inside if _waits(e)))
         mine = [e for e in device if _launch_time(e, launched) in Inside(begin, end)]
-        transfers = {_correlation(e) for e in mine if any(t in e["name"] for t in _TRANSFERS)}
+        transfers = {_correlation(e) for e in mine if _is_transfer(e)}
         copying.append(sum(float(e["dur"]) for e in inside if _correlation(e) in transfers))
         covered = _length(_union((s for s in host if s[1] > begin and s[0] < end), 0.0))
         python.append(max(0.0, end - begin - covered))
@@ -215,6 +217,14 @@ def _is_mark(event: Event) -> bool:
 def _waits(event: Event) -> bool:
     name = str(event["name"])
     return "Synchronize" in name or name in _WAITING
+
+
+def _is_transfer(event: Event) -> bool:
+    """Whether it copies more between host and device than a few values that are read."""
+    if not any(kind in str(event["name"]) for kind in _TRANSFERS):
+        return False
+    nbytes = event.get("args", {}).get("bytes")
+    return float(event["dur"]) > _LARGE_US if nbytes is None else int(nbytes) >= _LARGE_BYTES
 
 
 def _launch_time(event: Event, launched: dict[Any, Event]) -> float | None:

@@ -27,6 +27,8 @@ WAITS_FROM, WAITS_SURE = 0.18, 0.25
 PYTHON_FROM, PYTHON_SURE = 0.5, 0.6
 # How many times as fast another number of threads has to be; likewise.
 THREADS_FROM, THREADS_SURE = 1.15, 1.3
+# The share of the call from which on transfers bound it, whatever waits for them.
+MOSTLY_TRANSFERS = 0.5
 # Host and device that both work for this share of the call, and as much, both bound it.
 BOTH_BUSY, AS_MUCH = 0.8, 0.92
 # Kernels of at most so many times the shortest one's time are small.
@@ -176,7 +178,9 @@ def of_gpu(figures: GpuFigures) -> Verdict:
     if smaller >= BOTH_BUSY and smaller >= AS_MUCH * larger and of_device[0] != of_host[0]:
         other = of_host if device >= host else of_device
         causes = causes[0], other[0]
-    if saved >= WAITS_SURE:
+    if on_device.get(Cause.TRANSFERS, 0.0) >= MOSTLY_TRANSFERS:
+        causes = (Cause.TRANSFERS,)  # Waits are for these.
+    elif saved >= WAITS_SURE:
         causes = (Cause.WAITS,)
     elif saved >= WAITS_FROM:
         causes = Cause.WAITS, causes[0]
