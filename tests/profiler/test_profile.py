@@ -195,6 +195,11 @@ def test_unknown_groups_and_remedies_are_named(profiled: gw.Profile) -> None:
         profiled.remedy("grph")
 
 
+def test_only_reports_are_compared(profiled: gw.Profile) -> None:
+    with pytest.raises(gw.OptionError, match=r"pass tuned\.report"):
+        profiled.compare(3)  # type: ignore[arg-type]
+
+
 def test_training_needs_something_to_train() -> None:
     with pytest.raises(gw.OptionError, match="training=True"):
         gw.profile(torch.sin, (torch.ones(3),), training=True)

@@ -5,10 +5,13 @@ from __future__ import annotations
 import pytest
 from test_verdict import CPU, GPU, US, cpu, gpu, operation, threads
 
+from graphwright.evaluation.measurement import Measurement
+from graphwright.profiler.comparison import compared
 from graphwright.profiler.remedies import Known, Remedy, for_cpu, for_gpu, removable_by_fusion
 from graphwright.profiler.roofs import Roofs
 from graphwright.profiler.trials import Trial
 from graphwright.profiler.verdict import Cause, CpuFigures
+from graphwright.report.result import Results, Row, Status
 
 
 def known(*operations: object, roofs: Roofs = GPU, **others: object) -> Known:
@@ -95,3 +98,32 @@ def test_what_does_not_apply_says_why() -> None:
     assert not found["channels_last"].applies
     assert "no convolutions" in found["channels_last"].why
     assert not found["threads"].applies
+
+
+def measured(seconds: float) -> Measurement:
+    return Measurement(((seconds,) * 3,) * 5, (seconds,) * 5)
+
+
+def tuned(**others: float) -> Results:
+    """A report in which eager takes 1 s and strategies take what is said."""
+    times = {"eager": 1.0, **others}
+    rows = [
+        Row(name, Status.OK, screening=measured(spent), baseline=measured(1.0))
+        for name, spent in times.items()
+    ]
+    return Results("Net", [], "latency", rows, {})
+
+
+def test_predictions_stand_beside_what_tuning_measured() -> None:
+    remedies = [
+        Remedy("graph", 3.0, 5.0, ""),
+        Remedy("bf16", 1.0, 1.1, "", under_graph=(1.5, 2.0)),
+        Remedy("twice the batch", 1.0, 2.0, ""),
+        Remedy("fusion", 1.0, 1.2, "", under_graph=(1.1, 1.3)),
+    ]
+    report = tuned(**{"eager+graph": 0.25, "bf16": 0.5, "bf16+graph": 0.1})
+    graph, alone, graphed = compared(remedies, report)
+    assert (graph.strategy, graph.measured, graph.inside) == ("eager+graph", 4.0, True)
+    assert (alone.beside, alone.measured, alone.inside) == ("eager", 2.0, False)
+    assert (graphed.beside, graphed.measured, graphed.inside) == ("eager+graph", 2.5, False)
+    assert "3.00–5.00× predicted, 4.00× measured, inside" in str(graph)

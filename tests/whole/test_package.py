@@ -51,8 +51,8 @@ FACES = {
     "FallbackWarning": "",
     "ModelConfig": "buckets dynamic_shapes inputs kwargs model outputs pad postprocess preprocess",
     "Prefetcher": "depth device loader",
-    "Profile": "device environment figures name notes remedies remedy roofs save save_roofline "
-    "save_timeline save_trace seconds table times to_dict to_json training verdict",
+    "Profile": "compare device environment figures name notes remedies remedy roofs save "
+    "save_roofline save_timeline save_trace seconds table times to_dict to_json training verdict",
     "Report": "break_even check chosen chosen_row cost created curve eager_error environment "
     "figure from_json host_s input_bytes inputs interrupted model notes objective ratios reason "
     "recalled row rows seconds shapes speedup to_json",

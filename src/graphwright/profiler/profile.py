@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from ..calls.options import kind_problem, refuse
 from ..errors import GraphwrightError
+from ..report.result import Results
+from .comparison import Comparison, compared
 from .plots import drawn_timeline, roofline
 from .profile_data import ProfileData
 from .rendering import to_text
@@ -17,6 +20,24 @@ class Profile(ProfileData):
 
     `print(profile)` shows it in 80 columns.
     """
+
+    def compare(self, report: Results) -> list[Comparison]:
+        """Set what was predicted of each remedy beside what tuning then measured.
+
+        Args:
+            report: the report of `tune` for the same model and inputs. Gains are medians of its
+                ratios to eager.
+
+        Returns:
+            a comparison for each remedy with a strategy of its own that was timed, such as
+            "eager+graph" or "bf16"; `print` shows it as a line.
+
+        Raises:
+            OptionError: `report` is no report.
+        """
+        fix = "pass tuned.report"
+        refuse("compare", kind_problem("report", report, Results, fix))
+        return compared(self.remedies, report)
 
     def to_json(self) -> str:
         """All of it as JSON."""
