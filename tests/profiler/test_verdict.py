@@ -211,6 +211,10 @@ def test_fewer_threads_beside_other_work_prove_nothing() -> None:
     crowded = thread_times(16, [{1: 1.0, 16: 2.0}] * 9, cores=2, others=0.5)
     found = of_cpu(CpuFigures(2.0, parts={Cause.MEMORY: 2.0}, threads=crowded))
     assert found.causes == (Cause.TOO_MANY_THREADS,)
+    # Even where some rounds of the others were held up.
+    held_up = thread_times(16, [{1: 1.0, 16: 5.0}, {1: 5.0, 16: 5.0}], cores=2, others=0.9)
+    found = of_cpu(CpuFigures(5.0, parts={Cause.MEMORY: 5.0}, threads=held_up))
+    assert found.causes == (Cause.TOO_MANY_THREADS,)
 
 
 def kernel(us: float, kind: str = "kernel") -> Kernel:

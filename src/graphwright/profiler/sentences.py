@@ -34,8 +34,8 @@ def told(
     if len(verdict.causes) == 1:
         head = f"The call is {_NAMES[verdict.cause]}."
     else:
-        one, other = (_NAMES[cause] for cause in verdict.causes)
-        head = f"The call is between {one} and {other}."
+        one, other = verdict.causes
+        head = f"The verdict is between {one} and {other}, which are too close to tell."
     why = _on_gpu(figures, trace) if isinstance(figures, GpuFigures) else _on_cpu(figures)
     starts = sum(not operation.view for operation in operations)
     if isinstance(figures, CpuFigures) and Cause.DISPATCH in verdict.causes:

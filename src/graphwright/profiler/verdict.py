@@ -213,10 +213,12 @@ def _tells(threads: ThreadTimes) -> bool:
 
     Beside other work fewer threads are faster, and would not be without it.
     """
-    if threads.best == threads.current or threads.gain_low <= 1.05:
+    if threads.best == threads.current:
         return False
-    crowded = threads.others > CROWDED and threads.current <= threads.cores
-    return not (crowded and threads.best < threads.current)
+    if threads.current > threads.cores:
+        return True  # They are in each other's way whatever else runs.
+    crowded = threads.others > CROWDED and threads.best < threads.current
+    return threads.gain_low > 1.05 and not crowded
 
 
 def _banded(value: float, start: float, sure: float, one: Cause, other: Cause) -> tuple[Cause, ...]:
