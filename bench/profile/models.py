@@ -45,6 +45,7 @@ def _tiny_image() -> Built:
     return model, (torch.randn(1, 3, 16, 16),), {}
 
 
+_HEADS = {"hidden_size": 768, "num_attention_heads": 12}
 _SMALL = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536}
 
 MODELS: dict[str, Callable[[], Built]] = {
@@ -66,7 +67,7 @@ MODELS: dict[str, Callable[[], Built]] = {
     "distilbert-8x64": _text("DistilBert", 8, 64),
     "roberta-4x128": _text("Roberta", 4, 128),
     "electra-8x128": _text("Electra", 8, 128),
-    "albert-1x64": _text("Albert", 1, 64, hidden_size=768, num_attention_heads=12),
+    "albert-1x64": _text("Albert", 1, 64, intermediate_size=3072, **_HEADS),
     "t5-encoder-4x64": _text("T5Encoder", 4, 64),
 }
 TINY: dict[str, Callable[[], Built]] = {"tiny": _tiny, "tiny-image": _tiny_image}

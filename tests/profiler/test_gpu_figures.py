@@ -91,3 +91,21 @@ def test_reads_are_lines_to_blame(plant: Plant, monkeypatch: pytest.MonkeyPatch)
     assert line.source.endswith("# a read")
     assert "waits" in what
     assert "host needs a value" in found.remedy("graph").why
+
+
+def test_reads_that_a_capture_skips_leave_one_graph(
+    plant: Plant, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """transformers asks whether a stream is being captured before it reads a mask."""
+
+    class Asks(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            if not torch.cuda.is_current_stream_capturing() and x.sum() > 1e9:
+                return x
+            return x + 1
+
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr("test_gpu_figures.model", Asks)
+    graph = plant(US, alone=4 * US, busy_s=4 * US).remedy("graph")
+    assert graph.likely is not None
+    assert "back to back" in graph.why

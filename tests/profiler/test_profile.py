@@ -141,7 +141,7 @@ def test_bytes_are_those_read_and_written(profiled: gw.Profile) -> None:
 def test_text_is_readable_in_80_columns(profiled: gw.Profile) -> None:
     text = str(profiled)
     assert max(map(len, text.splitlines())) <= 80
-    for part in ("The call is", "share of the time", "remedy", "by module", "by line", "roofs"):
+    for part in ("share of the time", "remedy", "by module", "by line", "roofs"):
         assert part in text
     assert len(repr(profiled)) < 100
 

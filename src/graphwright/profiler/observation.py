@@ -161,6 +161,15 @@ class Observer(OperationMode):
         )
         return result
 
+    def reads(self) -> list[tuple[Line | None, str]]:
+        """Where the host waits for the device, and by what, once for each time."""
+        found = [
+            (operation.line, operation.name)
+            for operation in self.operations
+            if operation.reads or operation.copies == "to host"
+        ]
+        return found + self.waits
+
     def _place(self) -> tuple[str, Line | None, bool]:
         """Module and line; of a backward pass those of the forward that it belongs to."""
         node = torch._C._current_autograd_node()

@@ -22,6 +22,7 @@ from ..calls.options import (
 )
 from ..errors import GraphwrightError
 from ..evaluation.measurement import Timer, load_note
+from ..graphs.conditions import pretend_capturing
 from ..report.environment import environment
 from . import remedies as remedy_room
 from .lines import Line, Sampler
@@ -228,11 +229,7 @@ class _Work:
     def _lines_of_reads(self) -> list[tuple[Line, str]]:
         """Lines where the host waits for the device, the most frequent first."""
         found: Counter[tuple[Line, str]] = Counter()
-        for operation in self.operations:
-            waits = operation.reads or operation.copies == "to host"
-            if waits and operation.line is not None:
-                found[operation.line, operation.name] += 1
-        for line, name in self.observer.waits:
+        for line, name in self.observer.reads():
             if line is not None:
                 found[line, name] += 1
         return [
@@ -322,18 +319,41 @@ class _Gpu(_Work):
             device,
             limit_s=_TRIALS_S,
         )
+        queued_s, reads = self._as_captured(alone)
         known = Known(
             self.operations,
             trace.operation_s,
             self.roofs,
             trials,
-            queued_s=alone,
+            queued_s=queued_s,
             inputs=self.subject.input_bytes(),
             outputs=self.outputs,
             kernels=len(trace.kernels),
-            reads=len(self._lines_of_reads()) or int(waits),
+            reads=reads,
         )
         self.remedies = remedy_room.for_gpu(self.figures, known)
+
+    def _as_captured(self, alone: float | None) -> tuple[float | None, int]:
+        """The device's seconds back to back, and the reads, of the call as a capture would see it.
+
+        Libraries read fewer values where torch.cuda.is_current_stream_capturing() is True.
+
+        Args:
+            alone: the same seconds of the call as it is.
+        """
+        places = len(set(self.observer.reads()))
+        if not places:
+            return alone, 0
+        observer = Observer(self.subject.names)
+        try:
+            with self.subject.mode(), pretend_capturing():
+                call = self.subject.prepared()
+                with observer.watching_waits(), observer:
+                    call()
+                reads = len(set(observer.reads()))
+                return None if reads else device_seconds(self.subject, self.times.host_s), reads
+        except Exception:  # Whatever it does in a capture, the call as it is has reads.
+            return alone, places
 
     def _waiting(self) -> float:
         """Seconds of a call in which the host waits, taken without a profiler."""
