@@ -178,6 +178,7 @@ def test_files_that_cannot_be_written_are_named(profiled: gw.Profile, tmp_path: 
     ("call", "named"),
     [
         (lambda: gw.profile(3), "fn is 3"),
+        (lambda: gw.profile(gw.graph(torch.sin), (torch.ones(2),)), "the model that it was made"),
         (lambda: gw.profile(torch.sin, torch.ones(2)), "args is a Tensor"),
         (lambda: gw.profile(torch.sin, (), {1: 2}), "kwargs has the key"),
         (lambda: gw.profile(torch.sin, (), training=1), "training is 1"),

@@ -438,6 +438,8 @@ def profile(
     check_files(files)
     loaded = load_target(target, inputs, _device(device))
     check_sources(files, loaded.file)
+    if training and hasattr(loaded.model, "train"):
+        loaded.model.train()
     found = profiled(loaded.model, loaded.args, loaded.kwargs, training=training)
     writers = {
         "json": silently(found.save),

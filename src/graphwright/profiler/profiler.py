@@ -19,6 +19,7 @@ from ..calls.options import (
     flag_problem,
     kwargs_problem,
     refuse,
+    shown,
 )
 from ..errors import GraphwrightError
 from ..evaluation.measurement import Timer, load_note
@@ -80,13 +81,14 @@ def profile(
         the verdict with shares of the time, ranges of gains, tables and plots.
 
     Raises:
-        OptionError: an option makes no sense, or training=True and nothing can be trained.
+        OptionError: an option makes no sense, `fn` is an object of graphwright's, or training=True
+            and nothing can be trained.
         ModelFailed: the call raises.
         GraphwrightError: torch.profiler cannot run here, as where another profiler does.
     """
     refuse(
         "profile",
-        callable_problem("fn", fn),
+        callable_problem("fn", fn) or _ours_problem("fn", fn),
         args_problem("args", args),
         kwargs_problem("kwargs", kwargs),
         flag_problem("training", training),
@@ -122,6 +124,14 @@ def profile(
         _measured=tuple(work.measured),
         _events=work.trace.events,
     )
+
+
+def _ours_problem(name: str, value: Any) -> str | None:
+    """What is wrong with an object of ours: it runs eagerly where operations are watched."""
+    kind = type(value)
+    if kind.__module__.partition(".")[0] != "graphwright":
+        return None
+    return f"{name} is {shown(value)} of graphwright: profile the model that it was made of"
 
 
 def _on_gpu(subject: Subject) -> bool:
