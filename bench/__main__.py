@@ -18,6 +18,7 @@ scripts/bench calls [SRC] [--strategies NAME ...]     what a call costs beside w
 scripts/bench busy [--runs N] [--out DIR]             tune() beside a load: is what it says right?
 scripts/bench feeding [--out DIR] [--quick]           prefetch() beside PyTorch's own ways to copy
 scripts/bench streams [--out DIR] [--quick]           graphs on several streams beside one
+scripts/bench profile [--out DIR] [--seconds S]       what profile() predicts, and what is gained
 scripts/bench search [--out DIR] [--seconds S]        default searches beside exhaustive ones
 scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, under load
 scripts/bench soak [--out DIR] [--seconds S]          a server under a long mixed load
@@ -465,6 +466,13 @@ def main() -> None:
     busy.add_argument("--runs", type=int, default=10, help="runs beside the load")
     busy.add_argument("--processes", type=int, default=2, help="busy processes beside them")
     busy.add_argument("--out", type=Path, default=RESULTS)
+    profiling = commands.add_parser(
+        "profile", help="what profile() predicts beside what is measured"
+    )
+    profiling.add_argument("--only", nargs="+", default=[], metavar="MODEL")
+    profiling.add_argument("--out", type=Path, default=RESULTS)
+    profiling.add_argument("--seconds", type=float, default=540.0, help="begin no model later")
+    profiling.add_argument("--quick", action="store_true", help="try the script: tiny models")
     feeding = commands.add_parser("feeding", help="prefetch() beside PyTorch's own ways to copy")
     feeding.add_argument("--out", type=Path, default=RESULTS)
     feeding.add_argument("--quick", action="store_true", help="try the script: no result")
@@ -520,6 +528,11 @@ def main() -> None:
         from .search.run import benchmark as search
 
         sys.exit(bool(search(given.out, given.only, given.seconds)))
+    elif given.command == "profile":
+        from .profile.run import benchmark as predict
+
+        missed = predict(given.out, only=given.only, seconds=given.seconds, quick=given.quick)
+        sys.exit(missed > 0)
     elif given.command == "feeding":
         from .feeding.run import benchmark as feed
 

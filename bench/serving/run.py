@@ -5,7 +5,7 @@
 Each server is started alone, with the same model, batch limit and threads of PyTorch: as it is
 ("eager", of which graphwright makes graphs on a GPU), and with `--tuned` as tune() made it. Every
 run is checked: each request has a known answer. Its figures are the latency of few requests beside
-that of a bare call, the rate of a closed loop, and the highest rate of an open loop (see load.py) at
+that of a bare call, the rate of a closed loop, and the highest rate of an open loop (load.py) at
 which 99 of 100 answers come in time.
 """
 

@@ -14,7 +14,6 @@ from pathlib import Path
 import torch
 
 import graphwright as gw
-
 from bench.common.record import write
 from bench.serving import eager
 

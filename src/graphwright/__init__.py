@@ -41,6 +41,8 @@ from .graphs.memory import MemoryPool as MemoryPool
 from .ops.custom.extension import Extension as Extension
 from .ops.custom.extension import extension as extension
 from .ops.custom.triton_operator import triton_op as triton_op
+from .profiler.profile import Profile as Profile
+from .profiler.profiler import profile as profile
 from .report.report import Report as Report
 from .serving.launch import serve as serve
 from .serving.model_config import ModelConfig as ModelConfig
@@ -76,6 +78,7 @@ __all__ = [
     "OptionError",
     "PaddingError",
     "Prefetcher",
+    "Profile",
     "Report",
     "SignatureError",
     "StrategyFailed",
@@ -95,6 +98,7 @@ __all__ = [
     "make_graphed_callables",
     "predict_memory",
     "prefetch",
+    "profile",
     "save",
     "serve",
     "triton_op",

@@ -762,3 +762,29 @@ def test_ctrl_c_prints_what_is_known_and_exits_130(source: Path) -> None:
     assert "Interrupted" in output
     assert "eager:no_grad" in output
     assert "Traceback" not in errors
+
+
+def test_profile_names_what_bounds_a_model_and_writes_its_files(
+    tmp_path: Path, source: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("graphwright.profiler.roofs._CPU_COPIES", (1 << 14, 1 << 20))
+    monkeypatch.setattr("graphwright.profiler.roofs._CPU_SIZES", {"float32": 128})
+    monkeypatch.setattr("graphwright.profiler.profiler.cores", lambda: 1)
+    names = ("json", "trace", "roofline", "timeline")
+    options = [word for name in names for word in (f"--{name}", str(tmp_path / name))]
+    result = invoke("profile", f"{source}:pair", "--device", "cpu", *options)
+    assert result.exit_code == 0, result.output
+    assert "share of the time" in result.output
+    assert json.loads((tmp_path / "json").read_text())["schema"] == "graphwright.profile"
+    assert "traceEvents" in json.loads((tmp_path / "trace").read_text())
+    assert (tmp_path / "roofline").read_text().startswith("<svg")
+    assert (tmp_path / "timeline").read_text().startswith("<svg")
+
+
+def test_profile_of_a_backward_pass(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphwright.profiler.roofs._CPU_COPIES", (1 << 14, 1 << 20))
+    monkeypatch.setattr("graphwright.profiler.roofs._CPU_SIZES", {"float32": 128})
+    monkeypatch.setattr("graphwright.profiler.profiler.cores", lambda: 1)
+    result = invoke("profile", f"{source}:pair", "--device", "cpu", "--training")
+    assert result.exit_code == 0, result.output
+    assert "forward and backward" in result.output

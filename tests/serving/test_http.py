@@ -481,7 +481,7 @@ class TestLimits:
 
     def test_health_is_open_below_a_prefix_too(self) -> None:
         async def test() -> None:
-            app = application(Echo(), Limits(token="sesame"))
+            app = application(FakeService(), FakeLimits(token="sesame"))
             below = httpx.ASGITransport(app, root_path="/models")
             async with httpx.AsyncClient(transport=below, base_url="http://below") as web:
                 assert (await web.get("/models/v2/health/ready")).status_code == 200

@@ -1,4 +1,4 @@
-"""The commands: graphwright tune | run | serve | check | inspect | strategies | report.
+"""The commands: graphwright tune | run | serve | check | profile | inspect | strategies | report.
 
 Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture; 2, with one
 sentence, if the command, the target or the model is wrong, or results cannot be written, or if one
@@ -27,6 +27,7 @@ from .outputs import (
     deliver,
     report_writers,
     save_winner,
+    silently,
     write_text,
 )
 
@@ -491,6 +492,53 @@ def inspect(
         "svg": lambda name: write_text(name, nodes.to_svg()),
     }
     deliver(files, writers, lambda: click.echo(str(nodes)))
+
+
+@main.command()
+@click.argument("target")
+@_INPUTS
+@_DEVICE
+@click.option("--training", is_flag=True, help="Profile a forward and a backward pass.")
+@click.option("--json", "json_file", type=_FILE, help="Save all figures.")
+@click.option("--trace", "trace_file", type=_FILE, help="Save a trace for ui.perfetto.dev.")
+@click.option("--roofline", "roofline_file", type=_FILE, help="Save a roofline plot as SVG.")
+@click.option("--timeline", "timeline_file", type=_FILE, help="Save a timeline as SVG.")
+def profile(
+    target: str,
+    inputs: Sequence[str],
+    device: str | None,
+    training: bool,
+    json_file: str | None,
+    trace_file: str | None,
+    roofline_file: str | None,
+    timeline_file: str | None,
+) -> None:
+    """Find what bounds TARGET, and the most that each remedy can give, before any tuning.
+
+    TARGET is as for tune. Nothing is captured or compiled.
+    """
+    from ..profiler.profiler import profile as profiled
+    from .targets import load_target
+
+    files = {
+        "json": json_file,
+        "trace": trace_file,
+        "roofline": roofline_file,
+        "timeline": timeline_file,
+    }
+    check_files(files)
+    loaded = load_target(target, inputs, _device(device))
+    check_sources(files, loaded.file)
+    if training and hasattr(loaded.model, "train"):
+        loaded.model.train()
+    found = profiled(loaded.model, loaded.args, loaded.kwargs, training=training)
+    writers = {
+        "json": silently(found.save),
+        "trace": silently(found.save_trace),
+        "roofline": silently(found.save_roofline),
+        "timeline": silently(found.save_timeline),
+    }
+    deliver(files, writers, lambda: click.echo(str(found)))
 
 
 @main.command()

@@ -109,6 +109,16 @@ def write_text(name: str, text: str) -> str:
     return ""
 
 
+def silently(write: Callable[[str], object]) -> _Writer:
+    """A writer of which nothing is said."""
+
+    def written(name: str) -> str:
+        write(name)
+        return ""
+
+    return written
+
+
 def save_winner(tuned: Any, name: str) -> str:
     """Save what was chosen, or the best that can be saved; what is to be said of it."""
     from rich.console import Console

@@ -42,6 +42,7 @@ from .host_draws import Draw, DrawingRecording, generator_kept
 from .inspection.node import Node
 from .inspection.origins import Observer, Origins, observing
 from .journal import Copies, Journal
+from .marks import mark, wanted
 from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .python_state import PythonState
 from .recorder import Recorder, Recording
@@ -497,7 +498,8 @@ class CapturedCall(Graph):
                 # Draws on the host are put back where a call is given up.
                 pure = not (self.mutates or tree.generators)
                 try:
-                    with self.parts.joining():
+                    marked = mark(self.name) if wanted() else contextlib.nullcontext()
+                    with self.parts.joining(), marked:
                         made = tree.answer(
                             leaves,
                             finish,

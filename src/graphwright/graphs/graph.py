@@ -257,6 +257,7 @@ class Graph:
             before: bytes that the pool held before.
             predicted: bytes that it was expected to add.
         """
+        recording.name = self.name
         self._recording = recording
         self._held += recording.external
         recorder = self.pool._recorder_for(self.pool.device or torch.device("cpu"))

@@ -149,6 +149,15 @@ class DrawingRecording:
         self._draws = draws
 
     @property
+    def name(self) -> str:
+        """As the recording's."""
+        return self._recording.name
+
+    @name.setter
+    def name(self, value: str) -> None:
+        self._recording.name = value
+
+    @property
     def nodes(self) -> int:
         """As the recording's."""
         return self._recording.nodes

@@ -26,7 +26,13 @@ Prepared = TypeVar("Prepared")
 
 
 class Recording(Protocol):
-    """Work that was recorded once and can be replayed on the same memory."""
+    """Work that was recorded once and can be replayed on the same memory.
+
+    Attributes:
+        name: what profilers show of a replay.
+    """
+
+    name: str
 
     @property
     def nodes(self) -> int:

@@ -37,6 +37,7 @@ from ..conditions import garbage_collection_off, pretend_capturing
 from ..inspection.node import Node
 from ..inspection.origins import observer
 from ..journal import Journal
+from ..marks import mark, wanted
 from ..recorder import Allocate, Prepared, Work
 from . import reading
 from .arena import Arena, Block
@@ -320,6 +321,7 @@ class CpuRecording:
         on_close: Callable[[], None],
         order: Callable[[], None],
     ) -> None:
+        self.name = "graph"
         self.order = order
         self._on_close = on_close
         self._steps = tape.steps
@@ -334,6 +336,13 @@ class CpuRecording:
 
     def replay(self) -> None:
         """Repeat the operations in order, each where it was recorded."""
+        if wanted():
+            with mark(self.name):
+                self._replay()
+            return
+        self._replay()
+
+    def _replay(self) -> None:
         with torch.inference_mode(False), torch._C._DisableAutocast(), torch.no_grad():
             for step in self._steps:
                 if isinstance(step, Block):

@@ -12,6 +12,7 @@ import torch
 
 from ...errors import CaptureError
 from ..inspection.node import Node
+from ..marks import mark, wanted
 from ..static_tensors import byte_view
 from . import driver, reading, timing
 from .driver import CopyNode
@@ -34,6 +35,7 @@ class CudaRecording:
         on_close: Callable[[], None],
         order: Callable[[], None],
     ) -> None:
+        self.name = "graph"
         self.order = order
         self.external = external
         self._graph: torch.cuda.CUDAGraph | None = graph
@@ -121,10 +123,21 @@ class CudaRecording:
         assert self._graph is not None
         if self._copying and self._nodes is not None:
             self._enable_copies(False)
+        if wanted():
+            with mark(self.name):
+                self._launch()
+            return
         self._launch()
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         """Launch the graph with its copies between the caller's memory and its own."""
+        if wanted():
+            with mark(self.name):
+                self._run(sources, targets)
+            return
+        self._run(sources, targets)
+
+    def _run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
         assert self._graph is not None
         nodes = self._nodes
         if nodes is not None:

@@ -167,5 +167,6 @@ class RecordingTracer(Tracer):
         assert segment_recorder is not None
         if node.steps or drained or (node.parent is None and self._feeds):
             node.recording = segment_recorder.recording
+            node.recording.name = f"segment {len([*node.path()])}"
         else:
             segment_recorder.recording.close()

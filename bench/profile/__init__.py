@@ -1,0 +1,1 @@
+"""profile() beside what its remedies then gain."""

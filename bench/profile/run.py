@@ -1,0 +1,199 @@
+"""What profile() predicts beside what is then measured, on twenty models.
+
+    scripts/bench profile [--out DIR] [--only MODEL ...] [--seconds S] [--quick]
+
+Each model is profiled, which captures nothing. Then calls of the model, of its graph, of a graph of
+it fused and of a graph of it in bfloat16 are timed in turns. The gain of a plain graph is that over
+the model; those of fusion and precision are over the graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+import graphwright as gw
+from graphwright.errors import first_line
+from graphwright.evaluation.measurement import Timer, interleave
+from graphwright.report.environment import environment
+
+from ..common.record import SCHEMA, commit, write
+from .models import MODELS, TINY, built
+
+Row = dict[str, Any]
+
+# What is asked: the predicted gain of a graph this near to the measured one, on so many of the
+# models; measured gains inside of ranges, on as many; ranges at most so wide; seconds of profile().
+NEAR, WIDEST, LIMIT_S = 0.15, 1.5, 10.0
+ASKED = 16 / 20
+EAGER, GRAPH, FUSED, BF16 = "eager", "graph", "fused+graph", "bf16+graph"
+# Ranges by the way that they are about.
+RANGES = {FUSED: "fusion", BF16: "bf16"}
+
+
+def benchmark(
+    out: Path, *, only: Sequence[str] = (), seconds: float = 540.0, quick: bool = False
+) -> int:
+    """Every model until the time is up; the number of targets that are missed."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    names = list(only) or [*(TINY if quick else MODELS)]
+    result: dict[str, Any] = {
+        "schema": SCHEMA,
+        "schema_version": 1,
+        "benchmark": "profile",
+        "commit": commit(),
+        "quick": quick,
+        "environment": environment(device),
+        "models": {},
+    }
+    where = out / "profile.json"
+    began = time.monotonic()
+    if not quick:
+        built_first = nn.Linear(8, 8).to(device)
+        gw.profile(built_first, (torch.randn(4, 8, device=device),))  # The roofs are measured here.
+    for name in names:
+        if time.monotonic() - began > seconds:
+            result["models"][name] = {"failed": "the time was up"}
+            continue
+        try:
+            row = measured(name, device, budget_s=0.2 if quick else 1.0)
+        except Exception as error:
+            row = {"failed": first_line(error)}
+        result["models"][name] = row
+        result["targets"] = targets(result["models"])
+        write(where, result)
+        print(line(name, row), flush=True)
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    write(where, result)
+    for target in result.get("targets", []):
+        print(f"{'met' if target['met'] else 'missed'}: {target['target']}: {target['found']}")
+    print(f"wrote {where}")
+    return sum(not target["met"] for target in result.get("targets", []))
+
+
+def measured(name: str, device: torch.device, *, budget_s: float) -> Row:
+    """Predictions and measurements of one model."""
+    model, args, kwargs = built(name, device)
+    with torch.no_grad():
+        model(*args, **kwargs)
+    profile = gw.profile(model, args, kwargs)
+    row: Row = {
+        "causes": list(map(str, profile.verdict.causes)),
+        "seconds": profile.seconds,
+        "remedies": {remedy.name: remedy.to_dict() for remedy in profile.remedies},
+        "figures": profile.figures.to_dict(),
+        "notes": list(profile.notes),
+        "missing": {},
+    }
+    ways: dict[str, Callable[[], object]] = {EAGER: lambda: model(*args, **kwargs)}
+    makers: dict[str, Callable[[], Callable[[], object]]] = {
+        GRAPH: lambda: _graphed(model, args, kwargs),
+        FUSED: lambda: _graphed(gw.fuse(model, args, kwargs), args, kwargs),
+        BF16: lambda: _in_bf16(model, args, kwargs),
+    }
+    with torch.no_grad():
+        for way, make in makers.items():
+            try:
+                ways[way] = make()
+                ways[way]()
+            except Exception as error:
+                ways.pop(way, None)
+                row["missing"][way] = first_line(error)
+        found = interleave(ways, Timer(device), budget_s=budget_s)
+    row["samples"] = {way: each.latency for way, each in found.items()}
+    row["latency_s"] = {way: each.typical().median for way, each in found.items()}
+    row["gains"] = {}
+    for way in ways:
+        base = EAGER if way == GRAPH else GRAPH
+        if way != EAGER and base in found:
+            row["gains"][way] = statistics.median(found[base].ratios(found[way]))
+    return row
+
+
+def _graphed(model: nn.Module, args: Any, kwargs: Any) -> Callable[[], object]:
+    fast = gw.graph(model)
+    for _ in range(3):
+        fast(*args, **kwargs)
+    return lambda: fast(*args, **kwargs)
+
+
+def _in_bf16(model: nn.Module, args: Any, kwargs: Any) -> Callable[[], object]:
+    def half(value: torch.Tensor) -> torch.Tensor:
+        return value.bfloat16() if value.is_floating_point() else value
+
+    args, kwargs = pytree.tree_map_only(torch.Tensor, half, (args, kwargs))
+    return _graphed(copy.deepcopy(model).bfloat16(), args, kwargs)
+
+
+def targets(models: dict[str, Row]) -> list[dict[str, Any]]:
+    """What is asked, with what was found and whether that meets it."""
+    rows = [row for row in models.values() if "gains" in row]
+    near = [
+        abs(row["remedies"]["graph"]["likely"] / row["gains"][GRAPH] - 1)
+        for row in rows
+        if GRAPH in row["gains"] and row["remedies"]["graph"]["likely"] is not None
+    ]
+    found = [
+        _target(
+            f"the graph's gain is predicted within {NEAR:.0%} on 16 of 20 models",
+            sum(each <= NEAR for each in near),
+            len(near),
+        )
+    ]
+    for way, remedy in RANGES.items():
+        pairs = [
+            (row["remedies"][remedy]["under_graph"], row["gains"][way])
+            for row in rows
+            if way in row["gains"] and row["remedies"][remedy]["under_graph"]
+        ]
+        inside = sum(low <= gain <= high for (low, high), gain in pairs)
+        found.append(_target(f"the gain of {remedy} lies inside on 16 of 20", inside, len(pairs)))
+        wide = sum(high > WIDEST * low for (low, high), _ in pairs)
+        found.append(
+            {
+                "target": f"ranges of {remedy} are at most {WIDEST:g} wide",
+                "found": f"{wide} of {len(pairs)} are wider",
+                "met": not wide,
+            }
+        )
+    slow = [row["seconds"] for row in rows if row["seconds"] > LIMIT_S]
+    found.append(
+        {
+            "target": f"profile() takes under {LIMIT_S:g} s",
+            "found": f"{len(slow)} of {len(rows)} take longer",
+            "met": not slow,
+        }
+    )
+    return found
+
+
+def _target(text: str, count: int, of: int) -> dict[str, Any]:
+    return {"target": text, "found": f"{count} of {of}", "met": of == 0 or count >= ASKED * of}
+
+
+def line(name: str, row: Row) -> str:
+    """One model in one line."""
+    if "failed" in row:
+        return f"{name}: {row['failed']}"
+    parts = [f"{name}: {' or '.join(row['causes'])}"]
+    likely = row["remedies"]["graph"]["likely"]
+    if GRAPH in row["gains"]:
+        said = "no prediction" if likely is None else f"{likely:.2f}× predicted"
+        parts.append(f"graph {said}, {row['gains'][GRAPH]:.2f}× measured")
+    for way, remedy in RANGES.items():
+        span = row["remedies"][remedy]["under_graph"]
+        if way in row["gains"]:
+            said = "no range" if span is None else f"{span[0]:.2f}–{span[1]:.2f}×"
+            parts.append(f"{remedy} {said}, {row['gains'][way]:.2f}×")
+    return "; ".join(parts)

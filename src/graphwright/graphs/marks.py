@@ -1,0 +1,35 @@
+"""Marks for profilers: a replay bears the name of what was captured.
+
+Under torch.profiler a mark is a `record_function`, under torch.autograd.profiler.emit_nvtx a range
+of NVTX. Nsight Systems sees such ranges too where it runs this process (it sets a variable of the
+environment) or GRAPHWRIGHT_NVTX is 1. Else there are no marks, and looking takes nanoseconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+from torch.autograd import profiler
+
+# What Nsight Systems sets in processes that it profiles, and the user's own switch.
+_SESSION, _SWITCH = "NSYS_PROFILING_SESSION_ID", "GRAPHWRIGHT_NVTX"
+_NVTX = _SESSION in os.environ or os.environ.get(_SWITCH) == "1"
+
+
+def wanted() -> bool:
+    """Whether anybody would see a mark."""
+    return profiler._is_profiler_enabled or _NVTX
+
+
+@contextlib.contextmanager
+def mark(name: str) -> Iterator[None]:
+    """Mark what runs inside the block."""
+    with contextlib.ExitStack() as stack:
+        if profiler._is_profiler_enabled:
+            stack.enter_context(torch.profiler.record_function(name))
+        if _NVTX and torch.cuda.is_initialized():
+            stack.enter_context(torch.cuda.nvtx.range(name.replace("{", "(").replace("}", ")")))
+        yield

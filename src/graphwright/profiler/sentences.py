@@ -1,0 +1,71 @@
+"""A verdict in words."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..report.table import duration
+from .observation import Operation
+from .trace import Traced
+from .verdict import Cause, CpuFigures, GpuFigures, Verdict
+
+_NAMES = {
+    Cause.LAUNCHES: "launch-bound",
+    Cause.PYTHON: "host-bound in Python",
+    Cause.WAITS: "bound by synchronisation",
+    Cause.TRANSFERS: "bound by transfers",
+    Cause.MEMORY: "bound by memory bandwidth",
+    Cause.ARITHMETIC: "bound by arithmetic",
+    Cause.CHAIN: "bound by a serial chain of small kernels",
+    Cause.NEITHER: "bound by operations that reach neither roof",
+    Cause.DISPATCH: "bound by dispatch",
+    Cause.TOO_FEW_THREADS: "bound by too few threads",
+    Cause.TOO_MANY_THREADS: "bound by too many threads",
+}
+
+
+def told(
+    verdict: Verdict,
+    figures: GpuFigures | CpuFigures,
+    operations: Sequence[Operation],
+    trace: Traced,
+) -> str:
+    """The verdict as a sentence or two, with the figures that decide it."""
+    if len(verdict.causes) == 1:
+        head = f"The call is {_NAMES[verdict.cause]}."
+    else:
+        one, other = verdict.causes
+        head = f"The verdict is between {one} and {other}, which are too close to tell."
+    why = _on_gpu(figures, trace) if isinstance(figures, GpuFigures) else _on_cpu(figures)
+    starts = sum(not operation.view for operation in operations)
+    if isinstance(figures, CpuFigures) and Cause.DISPATCH in verdict.causes:
+        why += f" It runs {starts} operations."
+    return f"{head} {why}"
+
+
+def _on_gpu(figures: GpuFigures, trace: Traced) -> str:
+    parts = [
+        f"Of {duration(figures.call_s)}, the device works {duration(figures.device_s)}",
+        f"the host {duration(figures.work_s)}",
+    ]
+    if figures.python_s:
+        parts[-1] += f", {duration(min(figures.python_s, figures.work_s))} of it in Python"
+    if figures.waiting_s > 0.02 * figures.call_s:
+        parts.append(f"and waits {duration(figures.waiting_s)} for values")
+    return f"{', '.join(parts)}; {trace.launches} launches."
+
+
+def _on_cpu(figures: CpuFigures) -> str:
+    text = (
+        f"Of the fastest call, {duration(figures.call_s)}, operations compute and move data for "
+        f"{duration(sum(figures.parts.values()))}, starting them takes "
+        f"{duration(figures.dispatch_s)}, Python between them {duration(figures.python_s)}."
+    )
+    threads = figures.threads
+    if threads is not None and threads.best != threads.current:
+        text += (
+            f" With {threads.best} thread{'s' * (threads.best > 1)} in place of "
+            f"{threads.current} it takes {duration(threads.seconds[threads.best])}, not "
+            f"{duration(threads.seconds[threads.current])}."
+        )
+    return text

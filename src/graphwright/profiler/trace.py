@@ -1,0 +1,410 @@
+"""One run under torch.profiler: what it says of the host and, by CUPTI, of the device's kernels.
+
+The figures are read from the profiler's own Chrome trace, whose form is stable. Some calls run as
+they are; in others every operation runs inside a mark, so that each kernel belongs to one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import json
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity
+
+from ..errors import GraphwrightError, first_line
+from .observation import MARK, Marker, Operation
+from .subject import Subject
+
+Event = dict[str, Any]
+Span = tuple[float, float]
+
+# Names of the marks of whole calls: as they are, and with a mark for each operation.
+CALL, MARKED = "graphwright.call.", "graphwright.marked."
+# Calls of each kind, and seconds after which there is no other one.
+_CALLS, _LIMIT_S = 3, 1.0
+_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+_RUNTIME = ("cuda_runtime", "cuda_driver")
+_WAITING = ("cudaMemcpy",)
+# Copies between host and device.
+_TRANSFERS = ("HtoD", "DtoH")
+# Copies of fewer bytes, or where that is not told of fewer microseconds, are reads of values.
+_LARGE_BYTES, _LARGE_US = 1 << 16, 10.0
+# Kernels of one launch that are this close, in microseconds, run as a chain: a graph's, say.
+_CHAIN_US = 4.0
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One piece of work on the device.
+
+    Attributes:
+        name: of the kernel or copy.
+        start_s: when it began, after the call did.
+        seconds: how long it took.
+        operation: index of the operation that launched it; None if none did.
+        kind: "kernel", "copy", "set", "to device" or "to host".
+        stream: of the device.
+    """
+
+    name: str
+    start_s: float
+    seconds: float
+    operation: int | None
+    kind: str
+    stream: int = 0
+
+
+@dataclass(frozen=True)
+class Traced:
+    """What the profiler says of a call; times in seconds.
+
+    Attributes:
+        kernels: of one call, in order.
+        busy_s: in which the device did something: the union of its work.
+        waiting_s: in which the host waited for the device.
+        copying_s: in which the host was inside of copies between host and device.
+        python_s: in which no operation and nothing of CUDA's runtime ran on any thread.
+        window_s: how long the call took under the profiler.
+        launches: kernels, copies and graphs that the host launched.
+        operation_s: of each operation on the device, by its index.
+        events: the profiler's own, of one call of each kind, for a Chrome trace.
+    """
+
+    kernels: tuple[Kernel, ...] = ()
+    busy_s: float = 0.0
+    waiting_s: float = 0.0
+    copying_s: float = 0.0
+    python_s: float = 0.0
+    window_s: float = 0.0
+    launches: int = 0
+    operation_s: dict[int, float] = field(default_factory=dict)
+    events: list[Event] = field(default_factory=list, repr=False)
+
+
+def traced(subject: Subject) -> Traced:
+    """Run some calls under torch.profiler.
+
+    Raises:
+        GraphwrightError: the profiler cannot run, as where another one does.
+    """
+    activities = [ProfilerActivity.CPU]
+    cuda = subject.device.type == "cuda"
+    if cuda:
+        activities.append(ProfilerActivity.CUDA)
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        file = Path(folder) / "trace.json"
+        try:
+            with torch.profiler.profile(activities=activities) as profiler:
+                _run(subject, cuda)
+            profiler.export_chrome_trace(str(file))
+            events = json.loads(file.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        except (RuntimeError, OSError, ValueError, KeyError, AssertionError) as error:
+            raise GraphwrightError(
+                f"torch.profiler cannot trace the call: {first_line(error)}.",
+                remedy="Run no other profiler in this process. On a GPU, CUPTI has to be allowed "
+                "to profile: NVIDIA's page ERR_NVGPUCTRPERM says how.",
+            ) from error
+    return parse(events)
+
+
+def _run(subject: Subject, cuda: bool) -> None:
+    def finish() -> None:
+        if cuda:
+            torch.cuda.synchronize(subject.device)
+
+    with subject.mode():
+        began = time.perf_counter()
+        for number in range(_CALLS + 1):  # The first one starts the profiler up.
+            if number > 1 and time.perf_counter() - began > _LIMIT_S:
+                break
+            call = subject.prepared()
+            finish()
+            with torch.profiler.record_function(f"{CALL}{number}"):
+                result = call()
+            finish()
+            del result
+        for number in range(_CALLS if cuda else 1):
+            call = subject.prepared()
+            finish()
+            with torch.profiler.record_function(f"{MARKED}{number}"), Marker():
+                result = call()
+            finish()
+            del result
+
+
+def parse(events: Sequence[Event]) -> Traced:
+    """Figures from the events of a Chrome trace of `_run`; microseconds become seconds."""
+    spans = [e for e in events if e.get("ph") == "X" and "ts" in e]
+    calls = _windows(spans, CALL)[1:] or _windows(spans, CALL)
+    marked = _windows(spans, MARKED)
+    runtime = [e for e in spans if e.get("cat") in _RUNTIME]
+    host = sorted(
+        (_span(e) for e in spans if e.get("cat") in (*_RUNTIME, "cpu_op") and not _is_mark(e)),
+    )
+    device = sorted((e for e in spans if e.get("cat") in _DEVICE), key=lambda e: float(e["ts"]))
+    launched = {number: e for e in runtime if (number := _correlation(e)) is not None}
+    waiting, copying, python, window, busy, launches = [], [], [], [], [], []
+    for begin, end in calls:
+        inside = [e for e in runtime if begin <= float(e["ts"]) < end]
+        waiting.append(sum(float(e["dur"]) for e in inside if _waits(e)))
+        mine = [e for e in device if _launch_time(e, launched) in Inside(begin, end)]
+        transfers = {_correlation(e) for e in mine if _is_transfer(e)}
+        copying.append(sum(float(e["dur"]) for e in inside if _correlation(e) in transfers))
+        covered = _length(_union((s for s in host if s[1] > begin and s[0] < end), 0.0))
+        python.append(max(0.0, end - begin - covered))
+        window.append(end - begin)
+        busy.append(_length(_busy(mine)))
+        launches.append(len({_correlation(e) for e in mine}))
+    kernels, operation_s = _by_operation(spans, device, launched, marked)
+    return Traced(
+        kernels=kernels,
+        busy_s=_median(busy) / 1e6,
+        waiting_s=_median(waiting) / 1e6,
+        copying_s=_median(copying) / 1e6,
+        python_s=_median(python) / 1e6,
+        window_s=_median(window) / 1e6,
+        launches=round(_median(launches)),
+        operation_s=operation_s,
+        events=_kept(events, calls, marked, device, launched),
+    )
+
+
+@dataclass(frozen=True)
+class Inside:
+    """The times from one to another."""
+
+    begin: float
+    end: float
+
+    def __contains__(self, time: object) -> bool:
+        return isinstance(time, float) and self.begin <= time < self.end
+
+
+def _windows(spans: Sequence[Event], prefix: str) -> list[Span]:
+    found = [
+        e
+        for e in spans
+        if str(e.get("name", "")).startswith(prefix) and e.get("cat") == "user_annotation"
+    ]
+    return sorted(map(_span, found))
+
+
+def _span(event: Event) -> Span:
+    begin = float(event["ts"])
+    return begin, begin + float(event.get("dur", 0.0))
+
+
+def _correlation(event: Event) -> Any:
+    """The number that a piece of work on the device shares with its launch."""
+    return event.get("args", {}).get("correlation")
+
+
+def _is_mark(event: Event) -> bool:
+    return str(event.get("name", "")).startswith((CALL, MARKED, MARK))
+
+
+def _waits(event: Event) -> bool:
+    name = str(event["name"])
+    return "Synchronize" in name or name in _WAITING
+
+
+def _is_transfer(event: Event) -> bool:
+    """Whether it copies more between host and device than a few values that are read."""
+    if not any(kind in str(event["name"]) for kind in _TRANSFERS):
+        return False
+    nbytes = event.get("args", {}).get("bytes")
+    return float(event["dur"]) > _LARGE_US if nbytes is None else int(nbytes) >= _LARGE_BYTES
+
+
+def _launch_time(event: Event, launched: dict[Any, Event]) -> float | None:
+    launch = launched.get(_correlation(event))
+    return None if launch is None else float(launch["ts"])
+
+
+def _union(spans: Iterable[Span], gap: float) -> list[Span]:
+    """Spans joined where they overlap or are no further apart than `gap`."""
+    found: list[Span] = []
+    for begin, end in sorted(spans):
+        if found and begin <= found[-1][1] + gap:
+            found[-1] = found[-1][0], max(found[-1][1], end)
+        else:
+            found.append((begin, end))
+    return found
+
+
+def _length(spans: Iterable[Span]) -> float:
+    return sum(end - begin for begin, end in spans)
+
+
+def _busy(events: Sequence[Event]) -> list[Span]:
+    """When the device works; the gaps inside of one launch, as of a graph, count as work."""
+    by_launch: dict[Any, list[Span]] = {}
+    for event in events:
+        by_launch.setdefault(_correlation(event), []).append(_span(event))
+    chains = [span for spans in by_launch.values() for span in _union(spans, _CHAIN_US)]
+    return _union(chains, 0.0)
+
+
+def _median(values: Sequence[float]) -> float:
+    return statistics.median(values) if values else 0.0
+
+
+def _by_operation(
+    spans: Sequence[Event], device: Sequence[Event], launched: dict[Any, Event], calls: list[Span]
+) -> tuple[tuple[Kernel, ...], dict[int, float]]:
+    """The kernels of one marked call, and the median device time of each operation in all."""
+    marks: dict[Any, list[tuple[float, float, int]]] = {}
+    for event in spans:
+        name = str(event.get("name", ""))
+        if name.startswith(MARK) and event.get("cat") == "user_annotation":
+            begin, end = _span(event)
+            marks.setdefault(event.get("tid"), []).append((begin, end, int(name[len(MARK) :])))
+    for several in marks.values():
+        several.sort()
+    found: list[tuple[Kernel, ...]] = []
+    for begin, end in calls:
+        kernels = []
+        for event in device:
+            launch = launched.get(_correlation(event))
+            if launch is None or not begin <= float(launch["ts"]) < end:
+                continue
+            index = _enclosing(marks.get(launch.get("tid"), []), float(launch["ts"]))
+            start, over = _span(event)
+            kernels.append(
+                Kernel(
+                    str(event["name"]),
+                    (start - begin) / 1e6,
+                    (over - start) / 1e6,
+                    index,
+                    _kind(event),
+                    int(event["args"].get("stream", 0) or 0),
+                )
+            )
+        found.append(tuple(kernels))
+    if not found:
+        return (), {}
+    totals: dict[int, list[float]] = {}
+    for kernels_of_call in found:
+        sums: dict[int, float] = {}
+        for kernel in kernels_of_call:
+            if kernel.operation is not None:
+                sums[kernel.operation] = sums.get(kernel.operation, 0.0) + kernel.seconds
+        for index, seconds in sums.items():
+            totals.setdefault(index, []).append(seconds)
+    return found[-1], {index: _median(values) for index, values in totals.items()}
+
+
+def _enclosing(marks: list[tuple[float, float, int]], time: float) -> int | None:
+    place = bisect.bisect_right(marks, (time, float("inf"), 0)) - 1
+    if place >= 0 and marks[place][0] <= time <= marks[place][1]:
+        return marks[place][2]
+    return None
+
+
+def _kind(event: Event) -> str:
+    if event["cat"] == "gpu_memset":
+        return "set"
+    if event["cat"] == "kernel":
+        return "kernel"
+    name = str(event["name"])
+    return "to device" if "HtoD" in name else "to host" if "DtoH" in name else "copy"
+
+
+def _kept(
+    events: Sequence[Event],
+    calls: list[Span],
+    marked: list[Span],
+    device: Sequence[Event],
+    launched: dict[Any, Event],
+) -> list[Event]:
+    """The events of the last call of each kind, and what names processes and threads."""
+    windows = [*calls[-1:], *marked[-1:]]
+    on_device = {
+        id(e)
+        for e in device
+        for begin, end in windows
+        if (time := _launch_time(e, launched)) is not None and begin <= time < end
+    }
+    found = []
+    for event in events:
+        if event.get("ph") == "M" or id(event) in on_device:
+            found.append(event)
+        elif event.get("cat") not in _DEVICE and "ts" in event:
+            time = float(event["ts"])
+            if any(begin <= time < end for begin, end in windows):
+                found.append(event)
+    return found
+
+
+def named(events: Sequence[Event], operations: Sequence[Operation]) -> Iterator[Event]:
+    """Events of a Chrome trace in which the marks bear the names of modules and operations."""
+    for event in events:
+        name = str(event.get("name", ""))
+        if not name.startswith(MARK):
+            yield event
+            continue
+        with contextlib.suppress(ValueError, IndexError):
+            operation = operations[int(name[len(MARK) :])]
+            args = dict(event.get("args", {}))
+            args |= {
+                "module": operation.module,
+                "line": str(operation.line or ""),
+                "bytes": operation.nbytes,
+                "FLOPs": operation.flops,
+            }
+            title = f"{operation.module}: {operation.name}" if operation.module else operation.name
+            yield {**event, "name": title, "args": args}
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A piece of a timeline: on which lane, what, from when and for how long in seconds."""
+
+    lane: str
+    name: str
+    start_s: float
+    seconds: float
+
+
+def timeline(events: Sequence[Event]) -> list[Bar]:
+    """A call as it ran without marks: operations and waits of the host, and work of the device."""
+    spans = [e for e in events if e.get("ph") == "X" and "ts" in e]
+    windows = _windows(spans, CALL)
+    if not windows:
+        return []
+    begin, end = windows[-1]
+    runtime = [e for e in spans if e.get("cat") in _RUNTIME]
+    launched = {number: e for e in runtime if (number := _correlation(e)) is not None}
+    found: list[Bar] = []
+    over: dict[Any, float] = {}
+    for event in sorted(spans, key=lambda e: (float(e["ts"]), -float(e.get("dur", 0.0)))):
+        start, stop = _span(event)
+        category, name = event.get("cat"), str(event["name"])
+        lane = ""
+        if category == "cpu_op" and begin <= start < end and not _is_mark(event):
+            if start >= over.get(event.get("tid"), begin):  # Not inside of another one.
+                over[event.get("tid")] = stop
+                lane = "host: operations"
+        elif category in _RUNTIME and begin <= start < end and _waits(event):
+            lane = "host: waiting"
+        elif category in _DEVICE:
+            time = _launch_time(event, launched)
+            if time is not None and begin <= time < end:
+                lane = f"device: {_LANES.get(_kind(event), 'kernels')}"
+        if lane:
+            found.append(Bar(lane, name, (start - begin) / 1e6, (stop - start) / 1e6))
+    return found
+
+
+_LANES = {"to device": "copies", "to host": "copies"}
