@@ -185,7 +185,7 @@ GPU = {
     "numbers in Python": Planted(lambda: (much_python, on_gpu((16,))), Cause.PYTHON, "slow Python"),
     "words in Python": Planted(lambda: (words, on_gpu((16,))), Cause.PYTHON, "words are counted"),
     "reads of a value": Planted(
-        lambda: (reads, on_gpu((512, 512), (512, 512))), Cause.WAITS, "a read"
+        lambda: (reads, on_gpu((768, 768), (768, 768))), Cause.WAITS, "a read"
     ),
     "shapes from values": Planted(
         lambda: (searches, on_gpu((512, 512), (512, 512))), Cause.WAITS, "a search"

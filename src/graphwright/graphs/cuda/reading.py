@@ -121,16 +121,17 @@ def edges_of(graph: int) -> Iterator[tuple[int, int]]:
     pointer = ctypes.c_void_p
     count = ctypes.c_size_t()
     asked = _pointer("cuGraphGetEdges_v2", count=5)
-    if asked is not None:
-        check(asked(graph, None, None, None, ctypes.byref(count)), "cuGraphGetEdges")
-        ends = [(pointer * max(1, count.value))() for _ in range(2)]
-        data = ctypes.create_string_buffer(8 * max(1, count.value))  # CUgraphEdgeData
-        check(asked(graph, *ends, data, ctypes.byref(count)), "cuGraphGetEdges")
-    else:
+    with_data = asked is not None
+    if not with_data:
         asked = _pointer("cuGraphGetEdges", count=4)
-        check(asked(graph, None, None, ctypes.byref(count)), "cuGraphGetEdges")
-        ends = [(pointer * max(1, count.value))() for _ in range(2)]
-        check(asked(graph, *ends, ctypes.byref(count)), "cuGraphGetEdges")
+    nothing = [None] * (3 if with_data else 2)
+    check(asked(graph, *nothing, ctypes.byref(count)), "cuGraphGetEdges")
+    if not count.value:  # The driver takes no room for no edges.
+        return
+    ends = [(pointer * count.value)() for _ in range(2)]
+    # CUgraphEdgeData has 8 bytes.
+    data = [ctypes.create_string_buffer(8 * count.value)] if with_data else []
+    check(asked(graph, *ends, *data, ctypes.byref(count)), "cuGraphGetEdges")
     for source, target in zip(*(each[: count.value] for each in ends), strict=True):
         if source and target:
             yield source, target

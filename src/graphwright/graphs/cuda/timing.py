@@ -53,6 +53,8 @@ def spans_of(launch: Callable[[], None], device: torch.device | None) -> list[Sp
 
 def _kind(event: Any) -> str | None:
     """The kind of node that an event belongs to; None for what is no node."""
+    if event.is_user_annotation():  # such as the mark of a replay
+        return None
     known = getattr(event, "activity_type", None)
     activity = "" if known is None else str(known())
     if any(word in activity for word in _NO_NODES):
