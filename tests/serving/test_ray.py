@@ -59,6 +59,8 @@ def cluster() -> Iterator[tuple[str, str]]:
     folder = tempfile.mkdtemp(prefix="ray")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_USAGE_STATS_ENABLED", "0")
+        # A proxy imports for longer than five seconds where other tests run beside it.
+        patch.setenv("RAY_SERVE_PROXY_READY_CHECK_TIMEOUT_S", str(WAIT_S))
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         try:
             ray.init(
