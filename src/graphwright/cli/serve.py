@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -87,7 +86,8 @@ def run_server(sources: Mapping[str, Source], options: ServerOptions) -> None:
     Raises:
         GraphwrightError: a model cannot be served, or a port is taken.
     """
+    from ..serving import interpreter
     from ..serving.server import serve_until_told
 
     click.echo(f"graphwright: preparing {', '.join(sources)} …", err=True)
-    asyncio.run(serve_until_told(dict(sources), options, click.echo))
+    interpreter.run(serve_until_told(dict(sources), options, click.echo))

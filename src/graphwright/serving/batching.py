@@ -11,12 +11,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ..shapes.padding import Sizes
 
 # How many waiting requests are looked at for one batch.
 _LOOKED_AT = 1024
+# For how many sizes is remembered what was found.
+_REMEMBERED = 1 << 14
+
+_Found = TypeVar("_Found")
 
 
 class Waiting(Protocol):
@@ -48,24 +52,26 @@ class Timings:
     seconds: Mapping[Sizes, float]
     exact: bool
     pads: bool = True
+    _points: dict[Sizes, list[Sizes]] = field(default_factory=dict, repr=False)
     _shares: dict[Sizes, float] = field(default_factory=dict, repr=False)
 
-    def points_for(self, sizes: Sizes) -> list[Sizes]:
+    def points_for(self, sizes: Sizes) -> Sequence[Sizes]:
         """The measured sizes that hold these."""
-        found = [point for point in self.seconds if _holds(point, sizes)]
-        if self.exact and not self.pads:
-            return [point for point in found if point[1:] == sizes[1:]]
-        return found
+        known = self._points.get(sizes)
+        if known is None:
+            known = [point for point in self.seconds if _holds(point, sizes)]
+            if self.exact and not self.pads:
+                known = [point for point in known if point[1:] == sizes[1:]]
+            _remember(self._points, sizes, known)
+        return known
 
     def share(self, sizes: Sizes) -> float:
         """The seconds that a request costs in the best batch of its own sizes."""
         known = self._shares.get(sizes)
         if known is None:
             found = (self.seconds[p] / p[0] * sizes[0] for p in self.points_for(sizes))
-            largest = max(self.seconds.values(), default=0.0)
-            known = self._shares[sizes] = min(found, default=largest)
-            if len(self._shares) > 1 << 14:
-                self._shares.clear()
+            known = min(found, default=max(self.seconds.values(), default=0.0))
+            _remember(self._shares, sizes, known)
         return known
 
     def sizes_alone(self, sizes: Sizes) -> Sizes:
@@ -182,6 +188,13 @@ def _sizes_of(members: Sequence[Waiting]) -> Sizes:
     rows = sum(each.sizes[0] for each in members)
     others = zip(*(each.sizes[1:] for each in members), strict=True)
     return (rows, *(max(column) for column in others))
+
+
+def _remember(known: dict[Sizes, _Found], sizes: Sizes, found: _Found) -> None:
+    """Keep what was found for sizes, of which clients may ask for any."""
+    if len(known) >= _REMEMBERED:
+        known.clear()
+    known[sizes] = found
 
 
 def _holds(point: Sizes, sizes: Sizes) -> bool:

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from ..calls.objects import flatten_result
@@ -20,7 +21,7 @@ from ..errors import OptionError
 from ..shapes.dimensions import BATCH, Axes, Bounds, Size, shape_at
 from ..shapes.padding import Sizes, Value, cut_to, memory_format
 from ..shapes.sampler import CallSampler
-from .protocol import DATATYPES, Kind, RequestError, TensorMetadata
+from .protocol import DATATYPES, DTYPES, Kind, RequestError, TensorMetadata
 from .requests import check_inputs
 
 
@@ -102,8 +103,13 @@ class Joiner:
         self._axes = [layout.axes[place] for place in self._places]
         # What was tuned or captured for images in channels last is called with such.
         self._formats = [memory_format(sample[place]) for place in self._places]
+        self._rows_axes = [_batch_axis(axes) for axes in self._axes]
         for axes in self._axes:
             self._refuse_offset("An input", axes)
+        self._pads = [
+            _array(torch.full((), layout.pads[place], dtype=sample[place].dtype))
+            for place in self._places
+        ]
         names = [input_name(layout.leaves[place]) for place in self._places]
         self.device = self.sampler.device
         _refuse_equal(names, "inputs")
@@ -220,7 +226,7 @@ class Joiner:
     def _joined(self, number: int, axes: Axes, parts: Sequence[Part], sizes: Sizes) -> torch.Tensor:
         first = parts[0].leaves[number]
         shape = shape_at(first.shape, axes, dict(zip(self.layout.names, sizes, strict=True)))
-        rows = _batch_axis(axes)
+        rows = self._rows_axes[number]
         format_ = self._formats[number]
         if first.shape == shape and format_ is torch.contiguous_format:
             # What has no rows belongs to several calls, one of which may write to it.
@@ -231,19 +237,20 @@ class Joiner:
             whole.fill_(self.layout.pads[self._places[number]])
             cut_to(whole, first.shape).copy_(first)
             return whole.to(self.device, non_blocking=True)
-        begin = 0
+        laid, pad = _array(whole), self._pads[number]
+        before = (slice(None),) * rows
+        end = 0
         for part in parts:
-            leaf = part.leaves[number]
-            place = whole.narrow(rows, begin, leaf.shape[rows])
-            if place.shape != leaf.shape:
-                place.fill_(self.layout.pads[self._places[number]])
-            cut_to(place, leaf.shape).copy_(leaf)
-            begin += leaf.shape[rows]
+            values = _array(part.leaves[number])
+            begin, end = end, end + values.shape[rows]
+            place = laid[(*before, slice(begin, end))]
+            if place.shape != values.shape:
+                place[...] = pad
+            place[tuple(map(slice, values.shape))] = values
         row = axes[rows].factor
-        if begin < shape[rows]:
-            rest = whole.narrow(rows, begin, shape[rows] - begin)
-            times = [rest.shape[rows] // row if axis == rows else 1 for axis in range(rest.dim())]
-            rest.copy_(whole.narrow(rows, 0, row).repeat(times))
+        first_row = laid[(*before, slice(row))]
+        for begin in range(end, shape[rows], row):
+            laid[(*before, slice(begin, begin + row))] = first_row
         return whole.to(self.device, non_blocking=True)
 
     def results(self, result: Any) -> list[torch.Tensor]:
@@ -267,8 +274,9 @@ class Joiner:
             RequestError: FAILED, the results are not as large as such a call's have to be.
         """
         self._check(results, sizes)
+        arrays = [_array(value) for value in results]
         begins = [0, *itertools.accumulate(part.sizes[0] for part in parts)]
-        return [self._own(results, part, begin) for part, begin in zip(parts, begins, strict=False)]
+        return [self._own(arrays, part, begin) for part, begin in zip(parts, begins, strict=False)]
 
     def _check(self, results: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Refuse results that cannot be cut apart: they depend on more than the call's sizes."""
@@ -288,17 +296,18 @@ class Joiner:
                 )
 
     def _own(
-        self, results: Sequence[torch.Tensor], part: Part, begin: int
+        self, arrays: Sequence[np.ndarray[Any, Any]], part: Part, begin: int
     ) -> dict[str, torch.Tensor]:
         named = dict(zip(self.layout.names, part.sizes, strict=True))
         found = {}
-        for output, axes, value in zip(self.outputs, self._results_axes, results, strict=True):
-            rows = _batch_axis(axes)
-            if rows is not None:
-                factor = axes[rows].factor
-                value = value.narrow(rows, begin * factor, part.sizes[0] * factor)
-            own = cut_to(value, shape_at(value.shape, axes, named))
-            found[output.name] = own.clone(memory_format=torch.contiguous_format)
+        for output, axes, array in zip(self.outputs, self._results_axes, arrays, strict=True):
+            index = list(map(slice, array.shape))
+            for axis, size in axes.items():
+                first = begin * size.factor if size.name == BATCH else 0
+                index[axis] = slice(first, first + size.of(named[size.name]))
+            own = torch.from_numpy(np.array(array[tuple(index)], order="C"))
+            dtype = DTYPES[output.datatype]
+            found[output.name] = own if own.dtype is dtype else own.view(dtype)
         return found
 
     def _results(self, fn: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
@@ -427,6 +436,18 @@ def _refuse_equal(names: Sequence[str], what: str) -> None:
                 f"Two {what} of the model are called {name!r}.",
                 remedy="Serve a function that gives them other names.",
             )
+
+
+def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
+    """A tensor's memory as an array.
+
+    Each of PyTorch's operations on a tensor lets another thread take its turn, which takes longer
+    than to copy the tensors of a request; NumPy's on small arrays do not.
+    """
+    found: np.ndarray[Any, Any] = (
+        tensor.view(torch.int16) if tensor.dtype is torch.bfloat16 else tensor
+    ).numpy()
+    return found
 
 
 def _batch_axis(axes: Axes) -> int | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -11,6 +10,7 @@ from torch import nn
 from ..calls.options import shown
 from ..dispatch.graphed_callable import GraphedCallable
 from ..errors import OptionError
+from . import interpreter
 from .model_config import ModelConfig
 from .options import Models, Source, options_of
 
@@ -46,7 +46,7 @@ def serve(
 
     if not block:
         return RunningServer(named, chosen)
-    asyncio.run(serve_until_told(named, chosen))
+    interpreter.run(serve_until_told(named, chosen))
     return None
 
 

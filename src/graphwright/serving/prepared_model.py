@@ -97,7 +97,8 @@ class PreparedModel:
         """
         whole = self.joiner.part(inputs, any_rows=self.splits)
         most = self.timings.most_rows(whole.sizes[1:]) or self._most_rows
-        parts = self.joiner.split(whole, most) if self.splits else [whole]
+        too_many = self.splits and whole.sizes[0] > most
+        parts = self.joiner.split(whole, most) if too_many else [whole]
         if self._reference is None and self.timings.exact:
             for part in parts:
                 self._refuse_unbuilt(part.sizes)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
-from . import grpc, http
+from . import grpc, http, interpreter
 from .options import ServerOptions, Source
 from .protocol import Kind, Parameters, RequestError
 from .repository import Repository
@@ -23,11 +24,14 @@ class Replica:
             {name: source_of(source) for name, source in sources.items()},
             max_queue=options.max_queue,
             drain_s=options.drain_s,
+            owns_process=True,
         )
         self._grpc = grpc.handlers_of(self._repository, options)
+        # Ray has one process for each replica, and ends it with that.
+        contextlib.ExitStack().enter_context(interpreter.short_turns())
         await self._repository.load_all()
 
-    def __serve_build_asgi_app__(self) -> Starlette:
+    def __serve_build_asgi_app__(self) -> ASGIApp:
         """What answers HTTP; Ray asks for it once the models are loaded."""
         return http.application(self._repository, self._options)
 

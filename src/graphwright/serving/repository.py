@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from .._version import __version__
 from ..calls.options import shown
 from ..errors import GraphwrightError, first_line
+from .interpreter import freeze_garbage_collector
 from .metrics import Metrics
 from .options import Source
 from .prepared_model import PreparedModel
@@ -59,14 +60,21 @@ class Repository:
         sources: what each model is made of, by its name.
         max_queue: how many requests may wait for each model.
         drain_s: how long to wait for answers before a model is dropped.
+        owns_process: whether the process is there for the server alone.
     """
 
     def __init__(
-        self, sources: Mapping[str, Source], *, max_queue: int, drain_s: float | None
+        self,
+        sources: Mapping[str, Source],
+        *,
+        max_queue: int,
+        drain_s: float | None,
+        owns_process: bool = False,
     ) -> None:
         self._entries = {name: _Entry(source, asyncio.Lock()) for name, source in sources.items()}
         self._max_queue, self._drain_s = max_queue, drain_s
         self._metrics = Metrics(device_memory)
+        self._owns_process = owns_process
         self._ending = False
         # One thread: models that are loaded at once would disturb each other's times, and each
         # thread that has loaded one keeps memory of malloc's.
@@ -83,6 +91,13 @@ class Repository:
         for name, entry in self._entries.items():
             async with entry.lock:
                 await self._load(name, entry)
+        await self._settle()
+
+    async def _settle(self) -> None:
+        """The models are others than before, and nothing here refers to those that were dropped."""
+        if self._owns_process and not self._ending:
+            loop = asyncio.get_running_loop()
+            await loop.run_in_executor(self._loading, freeze_garbage_collector)
 
     async def drain(self) -> None:
         """Take no new requests, and answer those that are there."""
@@ -187,6 +202,8 @@ class Repository:
                 raise RequestError(Kind.FAILED, f"{name} could not be loaded: {what}") from error
             if before is not None:
                 await self._retire(before)
+            before = None
+            await self._settle()
 
     async def unload(self, name: str) -> None:
         """Let a model answer what it was asked, then unload it."""
@@ -199,6 +216,8 @@ class Repository:
                     await self._retire(runner)
             finally:
                 entry.state, entry.reason = "UNAVAILABLE", "unloaded"
+            runner = None
+            await self._settle()
 
     def metrics(self) -> tuple[bytes, str]:
         """Prometheus' text and its content type."""

@@ -19,6 +19,7 @@ from ..calls.options import shown
 from ..errors import OptionError
 from . import grpc as grpc_transport
 from . import http as http_transport
+from . import interpreter
 from .model_config import ModelConfig
 from .options import Models, ServerOptions, Source
 from .prepared_model import PreparedModel
@@ -31,19 +32,28 @@ _LAST_ANSWERS_S = 5
 class Server:
     """A server on the running event loop.
 
+    Args:
+        models: by their names.
+        options: how to listen.
+        owns_process: whether the process is there for the server alone.
+
     Attributes:
         repository: its models.
         http_port: where it listens, once it was started.
         grpc_port: likewise.
     """
 
-    def __init__(self, models: Models, options: ServerOptions) -> None:
+    def __init__(
+        self, models: Models, options: ServerOptions, *, owns_process: bool = False
+    ) -> None:
         self.options = options
         self.repository = Repository(
             {name: source_of(model) for name, model in models.items()},
             max_queue=options.max_queue,
             drain_s=options.drain_s,
+            owns_process=owns_process,
         )
+        self._settings = contextlib.ExitStack()
         self.http_port: int | None = None
         self.grpc_port: int | None = None
         self._http: _Uvicorn | None = None
@@ -56,6 +66,7 @@ class Server:
         Raises:
             GraphwrightError: a model cannot be served, or an address cannot be listened on.
         """
+        self._settings.enter_context(interpreter.short_turns())
         try:
             # Listens first: a port that is taken is known at once, and health can be asked for.
             await self._listen()
@@ -79,6 +90,7 @@ class Server:
                 log_level="warning",
                 access_log=False,
                 timeout_graceful_shutdown=_LAST_ANSWERS_S,
+                proxy_headers=False,
                 server_header=False,
                 ssl_certfile=files[0] if files else None,
                 ssl_keyfile=files[1] if files else None,
@@ -112,6 +124,7 @@ class Server:
             self._http.should_exit = True
             await asyncio.gather(self._http_task, return_exceptions=True)
         await self.repository.close()
+        self._settings.close()
 
     def addresses(self) -> list[str]:
         """Where clients find it."""
@@ -156,7 +169,7 @@ class RunningServer:
             await server.stop()
 
         self._thread = threading.Thread(
-            target=lambda: asyncio.run(main()), name="graphwright-serve", daemon=True
+            target=lambda: interpreter.run(main()), name="graphwright-serve", daemon=True
         )
         self._thread.start()
         started.wait()
@@ -193,7 +206,7 @@ async def serve_until_told(
         options: of the server.
         tell: is told what is served and where.
     """
-    server, stop = Server(models, options), asyncio.Event()
+    server, stop = Server(models, options, owns_process=True), asyncio.Event()
     loop = asyncio.get_running_loop()
     if threading.current_thread() is threading.main_thread():
         for number in (signal.SIGTERM, signal.SIGINT):

@@ -1,0 +1,55 @@
+"""How the interpreter of a server runs: its event loop, its threads' turns, its garbage collector.
+
+Each of these is a setting of the whole process. `docs/explanation/serving.md` has the measurements.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import sys
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+# The thread that computes lets go of the GIL in each operation of PyTorch, and takes it back from
+# the event loop, which gives it up only after this time: 5 ms by default, several times a batch.
+_TURN_S = 1e-4
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    """`asyncio.run`, on uvloop where it is installed."""
+    with asyncio.Runner(loop_factory=_fastest_loop()) as runner:
+        runner.run(main)
+
+
+def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
+    try:
+        import uvloop
+    except ImportError:  # There is none for Windows.
+        return None
+    made: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return made
+
+
+@contextlib.contextmanager
+def short_turns() -> Iterator[None]:
+    """Threads give way to each other soon, as long as this lasts."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _TURN_S))
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def freeze_garbage_collector() -> None:
+    """Let the garbage collector look only at what will be made from now on.
+
+    A full collection looks at every object of PyTorch and of the models: a tenth of a second in
+    which nothing is answered. Call it again when models have been dropped: it takes in what is left
+    of them.
+    """
+    gc.unfreeze()
+    gc.collect()
+    gc.freeze()
