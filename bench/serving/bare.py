@@ -1,4 +1,8 @@
-"""Calls of a target without any server: `python -m bench.serving.bare REQUESTS JSON …`."""
+"""Calls of a target without any server: `python -m bench.serving.bare REQUESTS JSON …`.
+
+One after the other, and again with pauses, as under a low load: after a pause, caches are cold and
+cores asleep, and a call takes up to one and a half times as long.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,8 @@ from ..common.record import write
 from .apps.common import answers, imported
 from .traffic import load
 
-WARMUPS = 5
+# Calls before all others, and with pauses.
+WARMUPS, PAUSED = 5, 64
 
 
 def main() -> None:
@@ -22,6 +27,7 @@ def main() -> None:
     parser.add_argument("--target", required=True)
     parser.add_argument("--device", required=True)
     parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--pause-s", type=float, required=True, help="of a low load")
     parser.add_argument("--answers", type=Path, help="keep the answers in this file")
     given = parser.parse_args()
     target = imported(given.target, given.device, given.threads)
@@ -35,7 +41,15 @@ def main() -> None:
         seconds.append(time.perf_counter() - began)
     if given.answers is not None:
         np.save(given.answers, np.stack([np.frombuffer(one, np.float32) for one in found]))
-    write(given.where, {"p50_s": float(np.median(seconds)), "samples": seconds})
+    paused = []
+    for body in bodies[:PAUSED]:
+        time.sleep(given.pause_s)
+        began = time.perf_counter()
+        answers(target, given.device, [body])
+        paused.append(time.perf_counter() - began)
+    figures = {"p50_s": float(np.median(seconds)), "samples": seconds}
+    low = {"p50_s": float(np.median(paused)), "samples": paused}
+    write(given.where, figures | {"low": low})
 
 
 if __name__ == "__main__":

@@ -5,8 +5,8 @@
 Each server is started alone, with the same model, batch limit and threads of PyTorch: as it is
 ("eager", of which graphwright makes graphs on a GPU), and with `--tuned` as tune() made it. Every
 run is checked: each request has a known answer. Its figures are the latency of few requests beside
-that of a bare call, the rate of a closed loop, and the highest rate of an open loop (load.py) at
-which 99 of 100 answers come in time.
+that of bare calls with the same pauses, the rate of a closed loop, and the highest rate of an open
+loop (load.py) at which 99 of 100 answers come in time.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ def benchmark(out: Path, only: list[str], *, tuned: bool, seconds: float, thread
                 if "failed" in result["tuning"]:
                     sys.exit(f"tune: {result['tuning']['failed']}")
                 os.environ[FILE] = file
-            words = ["--target", target, *common]
+            words = ["--target", target, "--pause-s", str(1 / LOW), *common]
             if mode == "eager":
                 words += ["--answers", str(folder / "answers.npy")]
             bare = figures_of("bench.serving.bare", str(folder / "requests.npz"), words, BESIDE_S)
@@ -203,7 +203,7 @@ def to_text(result: Mapping[str, Any]) -> str:
                     f"{row['highest_rate']:.0f}",
                     f"{row['closed']['answered_per_s']:.0f}",
                     _ms(row["low"]),
-                    _ms(result["bare"][mode]),
+                    _ms(result["bare"][mode]["low"]),
                     str(row["wrong"]),
                 ]
             table.append([server, mode, *cells])

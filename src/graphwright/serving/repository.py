@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -76,9 +77,8 @@ class Repository:
         self._metrics = Metrics(device_memory)
         self._owns_process = owns_process
         self._ending = False
-        # One thread: models that are loaded at once would disturb each other's times, and each
-        # thread that has loaded one keeps memory of malloc's.
-        self._loading = ThreadPoolExecutor(1, "graphwright-load")
+        # Models that are loaded at once would disturb each other's times.
+        self._loading = threading.Lock()
         # Answer what they were asked before another took their place, and are closed then.
         self._retiring: dict[ModelRunner, asyncio.Task[None]] = {}
 
@@ -96,8 +96,7 @@ class Repository:
     async def _settle(self) -> None:
         """The models are others than before, and nothing here refers to those that were dropped."""
         if self._owns_process and not self._ending:
-            loop = asyncio.get_running_loop()
-            await loop.run_in_executor(self._loading, freeze_garbage_collector)
+            await asyncio.to_thread(freeze_garbage_collector)
 
     async def drain(self) -> None:
         """Take no new requests, and answer those that are there."""
@@ -114,7 +113,6 @@ class Repository:
                 await runner.close()
         await asyncio.gather(*(runner.close() for runner in self._retiring))
         await asyncio.gather(*self._retiring.values(), return_exceptions=True)
-        self._loading.shutdown(wait=False)  # A load that has begun ends by itself.
 
     async def _retire(self, runner: ModelRunner) -> None:
         """Let a model answer what it was asked, then close it, even if nobody waits for that."""
@@ -230,8 +228,7 @@ class Repository:
         if entry.runner is None:
             entry.state, entry.reason = "LOADING", "being loaded"
         try:
-            loop = asyncio.get_running_loop()
-            model = await loop.run_in_executor(self._loading, lambda: PreparedModel(entry.source()))
+            model = await self._prepared(entry.source)
             if self._ending:
                 raise _about_to_end()
         except BaseException as error:
@@ -242,6 +239,23 @@ class Repository:
             name, _VERSION, model, max_queue=self._max_queue, metrics=self._metrics
         )
         entry.state, entry.reason = "READY", ""
+
+    async def _prepared(self, source: Source) -> PreparedModel:
+        """A model, prepared in a thread that ends with that, even if nobody waits for it.
+
+        A thread that has called a model on the CPU keeps threads of OpenMP's; as long as these
+        exist, those of the thread that answers take up to 1.6 times as long.
+        """
+
+        def prepared() -> PreparedModel:
+            with self._loading:
+                return PreparedModel(source())
+
+        thread = ThreadPoolExecutor(1, "graphwright-load")
+        try:
+            return await asyncio.get_running_loop().run_in_executor(thread, prepared)
+        finally:
+            thread.shutdown(wait=False)
 
     def _entry(self, name: str, version: str) -> _Entry:
         entry = self._entries.get(name)
