@@ -34,6 +34,7 @@ from graphwright.serving.launch import serve
 ROOT = Path(gw.__file__).parents[2]
 TARGET = f"{Path(__file__).with_name('served.py')}:config"
 ANY = {"http_port": 0, "grpc_port": 0}
+REQUESTS = 2500
 
 
 def binary(model: str, tensors: dict[str, torch.Tensor]) -> tuple[str, bytes, dict[str, str]]:
@@ -330,8 +331,8 @@ def test_answers_are_right_on_each_device(device: torch.device) -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_requests_of_minilm_get_their_own_answers() -> None:
-    """Mixed lengths, 32 clients: none wrong, none lost, none swapped."""
+def test_thousands_of_requests_of_minilm_get_their_own_answers() -> None:
+    """Mixed lengths, 32 clients: none wrong, none lost, none swapped. `bench soak` has more."""
     from serve_minilm import embedder
 
     given = embedder()
@@ -368,11 +369,11 @@ def test_ten_thousand_requests_of_minilm_get_their_own_answers() -> None:
     with serve({"minilm": given}, block=False, **ANY) as server:
         begin = time.monotonic()
         address = f"http://127.0.0.1:{server.http_port}"
-        asyncio.run(asyncio.wait_for(swarm(address, 10_000, 32, ask), 900))
-        print(f"{10_000 / (time.monotonic() - begin):.0f} requests a second")
+        asyncio.run(asyncio.wait_for(swarm(address, REQUESTS, 32, ask), 900))
+        print(f"{REQUESTS / (time.monotonic() - begin):.0f} requests a second")
         text = httpx.get(f"{address}/metrics").text
-    assert sorted(right) == list(range(10_000))
-    assert 'outcome="answered",version="1"} 10000.0' in text
+    assert sorted(right) == list(range(REQUESTS))
+    assert f'outcome="answered",version="1"}} {REQUESTS:.1f}' in text
 
 
 def test_a_model_is_served_from_its_file(tmp_path: Path) -> None:

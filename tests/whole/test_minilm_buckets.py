@@ -1,4 +1,4 @@
-"""A real sentence-embedding model served over batch × length: a thousand calls, each one right."""
+"""A real sentence-embedding model served over batch × length: hundreds of calls, each one right."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.export import Dim
 
 import graphwright as gw
 
-CALLS = 1000
+CALLS = {"cpu": 300, "cuda": 1000}
 # On two cores all six layers would take an hour; one has every operation that six have.
 LAYERS = {"cpu": 1, "cuda": 6}
 LONGEST = {"cpu": 128, "cuda": 256}
@@ -67,15 +67,14 @@ def log_uniform(high: int, draw: random.Random) -> int:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_a_thousand_calls_are_right_and_none_is_captured(device: torch.device) -> None:
+def test_hundreds_of_calls_are_right_and_none_is_captured(device: torch.device) -> None:
     model, tokens = embedder(device)
+    calls = CALLS[device.type]
     draw = random.Random(0)
     longest = LONGEST[device.type]
     graphed, buckets = graphed_over(model, longest)
-    sizes = [(log_uniform(32, draw), log_uniform(longest, draw)) for _ in range(CALLS)]
-    batches, lengths = zip(*sizes, strict=True)
-    assert (min(batches), max(batches), min(lengths)) == (1, 32, 1)
-    assert max(lengths) >= longest - 1
+    drawn = ((log_uniform(32, draw), log_uniform(longest, draw)) for _ in range(calls - 2))
+    sizes = [(1, 1), (32, longest), *drawn]
     with torch.no_grad():
         graphed.prepare([call_of(tokens, 2, 20, draw, device)])
         prepared = graphed.statistics
@@ -91,9 +90,9 @@ def test_a_thousand_calls_are_right_and_none_is_captured(device: torch.device) -
     assert prepared.captures == told.captures == told.graphs == len(buckets.points)
     assert len(buckets.points) == {128: 24, 256: 30}[longest]
     assert told.proof_runs == prepared.proof_runs
-    assert told.hits == CALLS
+    assert told.hits == calls
     assert not told.eager
-    assert told.padded > CALLS / 2
+    assert told.padded > calls / 2
 
 
 def test_without_its_mask_the_length_is_exact_only(device: torch.device) -> None:

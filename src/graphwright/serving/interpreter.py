@@ -1,6 +1,6 @@
 """How the interpreter of a server runs: its event loop, its threads' turns, its garbage collector.
 
-Each of these is a setting of the whole process. `docs/explanation/serving.md` has the measurements.
+Each of these is a setting of the whole process. docs/how-to/serving.md has the measurements.
 """
 
 from __future__ import annotations
