@@ -593,7 +593,10 @@ def test_bad_sources_have_errors_of_their_own(case: str) -> None:
 
 TOOLS: dict[str, tuple[Callable[[pytest.MonkeyPatch], None], str]] = {
     "C++": (lambda patch: patch.setenv("CXX", "no-such-compiler"), "no C\\+\\+ compiler"),
-    "CUDA": (lambda patch: patch.setattr(building, "_nvcc", lambda: None), "no CUDA compiler"),
+    "CUDA": (
+        lambda patch: patch.setattr(building, "cuda_compiler", lambda: None),
+        "no CUDA compiler",
+    ),
     "ninja": (
         lambda patch: patch.setattr(
             building.shutil, "which", lambda name, **k: None if name == "ninja" else name

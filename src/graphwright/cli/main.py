@@ -1,6 +1,8 @@
-"""The commands: graphwright tune | run | serve | check | profile | inspect | strategies | report.
+"""The commands: graphwright tune | run | serve | check | profile | inspect | strategies | report |
+doctor.
 
-Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture; 2, with one
+Exit codes: 0 for success; 1 if check has found what blocks or breaks a capture, or doctor something
+that is there and does not work; 2, with one
 sentence, if the command, the target or the model is wrong, or results cannot be written, or if one
 of the targets of `tune --ray` failed; 130 if interrupted, after what was known by then was written
 and printed.
@@ -632,6 +634,30 @@ def strategies(device: str | None) -> None:
     )
     with printing():
         show_strategies(listed, closing)
+
+
+@main.command()
+@click.option("--json", "as_json", is_flag=True, help="Print JSON in place of a table.")
+@click.pass_context
+def doctor(ctx: click.Context, as_json: bool) -> None:
+    """Say what this machine has, what is missing for what, and how to get it.
+
+    Ends with 1 if something is there and does not work.
+    """
+    import json
+
+    from ..report.terminal import printing
+    from .doctor import State, examined, show, title
+
+    items = examined()
+    with printing():
+        if as_json:
+            found = {"title": title(), "items": [item.to_dict() for item in items]}
+            click.echo(json.dumps(found, indent=2))
+        else:
+            show(items)
+    if any(item.state is State.BROKEN for item in items):
+        ctx.exit(EXIT_FOUND)
 
 
 def _needs(compiler: Any) -> str:

@@ -163,7 +163,7 @@ def _build(unit: Unit, name: str, flags: Flags, place: Path, *, verbose: bool) -
 
 def _headers(source: Path) -> list[Path]:
     """What the compiler has read, but for system headers: those of the user's own."""
-    with _ninja_on_path():
+    with ninja_on_path():
         said = subprocess.run(
             ["ninja", "-t", "deps"], cwd=source.parent, capture_output=True, text=True, check=True
         )
@@ -190,7 +190,7 @@ def _module(key: str) -> str:
 
 def _compile(unit: Unit, name: str, flags: Flags, source: Path, *, verbose: bool) -> None:
     _require_compiler(unit, name)
-    with _ninja_on_path(), warnings.catch_warnings():
+    with ninja_on_path(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of architectures and of compilers that were not tested
         from torch.utils import cpp_extension
 
@@ -218,23 +218,23 @@ def _require_compiler(unit: Unit, name: str) -> None:
     Raises:
         ExtensionError: a compiler, ninja or setuptools is missing.
     """
-    if len(shlex.split(_cxx())) > 1:
+    if len(shlex.split(cpp_compiler())) > 1:
         raise ExtensionError(
-            f"CXX is {_cxx()!r}, of several words, which PyTorch takes for one.",
+            f"CXX is {cpp_compiler()!r}, of several words, which PyTorch takes for one.",
             remedy="Name the compiler alone, and pass its options in cflags.",
         )
-    if shutil.which(_cxx()) is None:
+    if shutil.which(cpp_compiler()) is None:
         raise ExtensionError(
-            f"There is no C++ compiler to build {name} with: {_cxx()} is not found.",
+            f"There is no C++ compiler to build {name} with: {cpp_compiler()} is not found.",
             remedy="Install g++ (on Debian and Ubuntu: apt install g++), or name one in CXX.",
         )
-    if unit.language == "CUDA" and _nvcc() is None:
+    if unit.language == "CUDA" and cuda_compiler() is None:
         raise ExtensionError(
             f"There is no CUDA compiler to build {name} with: nvcc is not found.",
             remedy=f"Install the CUDA toolkit {torch.version.cuda or ''} and put nvcc on the PATH, "
             "or name its folder in CUDA_HOME.",
         )
-    with _ninja_on_path():
+    with ninja_on_path():
         if shutil.which("ninja") is None:
             raise ExtensionError(
                 f"Ninja, which builds {name}, is not installed.",
@@ -247,11 +247,13 @@ def _require_compiler(unit: Unit, name: str) -> None:
         )
 
 
-def _cxx() -> str:
+def cpp_compiler() -> str:
+    """The C++ compiler's name or path, be it there or not."""
     return os.environ.get("CXX") or "c++"
 
 
-def _nvcc() -> str | None:
+def cuda_compiler() -> str | None:
+    """Where nvcc is; None if it is not found."""
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     if home and (path := shutil.which("nvcc", path=str(Path(home) / "bin"))):
         return path
@@ -259,7 +261,7 @@ def _nvcc() -> str | None:
 
 
 @contextlib.contextmanager
-def _ninja_on_path() -> Iterator[None]:
+def ninja_on_path() -> Iterator[None]:
     """Find ninja beside Python: an environment need not be activated to be used."""
     before = os.environ.get("PATH", "")
     scripts = sysconfig.get_path("scripts")
@@ -285,13 +287,13 @@ def _key(unit: Unit, name: str, flags: Flags) -> str:
         sys.version_info[:2],
         platform.machine(),
         [os.environ.get(variable) for variable in _VARIABLES],
-        _version(_cxx()),
+        _version(cpp_compiler()),
         _processor() if any("native" in flag for flag in (*flags.cpp, *flags.cuda)) else None,
     ]
     if unit.language == "CUDA":
         capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else None
         architectures = os.environ.get("TORCH_CUDA_ARCH_LIST")
-        parts += [_version(_nvcc()), architectures or capability]
+        parts += [_version(cuda_compiler()), architectures or capability]
     return hashlib.sha256(json.dumps(parts, default=str).encode()).hexdigest()[:40]
 
 
