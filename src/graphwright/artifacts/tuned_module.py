@@ -44,6 +44,7 @@ from ..graphs.turns import turns_of
 from ..ops import compiled_checks
 from ..report.report import Report
 from ..report.result import EAGER
+from ..report.table import ratio
 from ..strategies.base import Built, Candidate
 
 if TYPE_CHECKING:
@@ -484,9 +485,14 @@ class TunedModule(ModuleProxy):
             lines.append(f"last call that did not fit: {choice.last_difference}")
         return "\n".join(line for line in lines if line)
 
-    def extra_repr(self) -> str:
-        """Shown by repr()."""
-        return f"strategy={self._choice.report.chosen!r}"
+    def __repr__(self) -> str:
+        report, count = self._choice.report, sum(self.calls.values())
+        found = [report.model, report.chosen or EAGER]
+        row = report.chosen_row
+        speed = None if row is None or row.strategy == EAGER else report.speedup(row)
+        if speed is not None:
+            found.append(f"{ratio(speed[0])} eager")
+        return f"{type(self).__name__}({', '.join(found)}, {count:,} call{'s' * (count != 1)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
         # What was built holds for the original's weights: a copy is not tuned, and says so.

@@ -73,7 +73,7 @@ from .fast_path import MISS, Shortcut, shortcut
 from .graph_cache import CacheEntry, GraphCache, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
 from .payoff import Payoff
-from .statistics import CallStatistics, Tally, both, explained
+from .statistics import CallStatistics, Tally, both, explained, summary
 
 if TYPE_CHECKING:
     from ..shapes.verdicts import Verdicts
@@ -880,6 +880,9 @@ class GraphedCallable(StandIn):
             graphs=found.graphs + sum(part.graphs for part in parts),
             nbytes=found.nbytes + sum(part.nbytes for part in parts),
         )
+
+    def __repr__(self) -> str:
+        return f"GraphedCallable({name_of(self.fn)}, {summary(self.statistics)})"
 
     def explain(self) -> str:
         """What runs now and why, what it costs, and how the calls went so far."""

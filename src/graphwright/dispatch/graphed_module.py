@@ -18,8 +18,8 @@ from ..graphs.captured_call import Breaks, Outputs
 from ..graphs.graph import Graph
 from ..graphs.memory import MemoryPool
 from ..shapes.buckets import Buckets
-from .graphed_callable import GraphedCallable, OnMiss
-from .statistics import CallStatistics
+from .graphed_callable import GraphedCallable, OnMiss, name_of
+from .statistics import CallStatistics, summary
 
 
 class GraphedModule(ModuleProxy):
@@ -74,6 +74,9 @@ class GraphedModule(ModuleProxy):
     def close(self) -> None:
         """Close all graphs for good; calls then run the module itself."""
         self._graphs.close()
+
+    def __repr__(self) -> str:
+        return f"GraphedModule({name_of(self._graphs.fn)}, {summary(self.statistics)})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedModule:
         return GraphedModule(copy.deepcopy(self._graphs, memo))

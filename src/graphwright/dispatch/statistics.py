@@ -72,6 +72,19 @@ class CallStatistics:
     in_parts: int = 0
 
 
+def summary(statistics: CallStatistics) -> str:
+    """How the calls went, in a few words, for a repr."""
+    graphs, eager = statistics.graphs, sum(statistics.eager.values())
+    found = [
+        f"{graphs} graph{'s' * (graphs != 1)}",
+        format_bytes(statistics.nbytes),
+        f"{statistics.hits:,} hit{'s' * (statistics.hits != 1)}",
+    ]
+    if eager:
+        found.append(f"{eager:,} eager")
+    return ", ".join(found)
+
+
 def both(one: CallStatistics, other: CallStatistics) -> CallStatistics:
     """What two that have no buckets counted for one callable."""
     return replace(

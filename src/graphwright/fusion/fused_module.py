@@ -378,9 +378,10 @@ class FusedModule(ModuleProxy):
             lines.append("Call graphwright.fuse() again to fuse the module as it is now.")
         return "\n".join(lines)
 
-    def extra_repr(self) -> str:
-        """Shown by repr()."""
-        return f"fused={sum(len(region.done) for region in self.regions)}"
+    def __repr__(self) -> str:
+        done, count = sum(len(region.done) for region in self.regions), sum(self.calls.values())
+        changes = f"{done} change{'s' * (done != 1)}, {count:,} call{'s' * (count != 1)}"
+        return f"FusedModule({type(self._fusion.module).__name__}, {changes})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FusedModule:
         fusion = self._fusion

@@ -575,10 +575,8 @@ class BackgroundModule(TunedModule):
             lines += [f"{n} call{'s' * (n != 1)} {way}" for way, n in self.calls.most_common()]
         return "\n".join(lines)
 
-    def extra_repr(self) -> str:
-        """Shown by repr()."""
-        doing = "" if self.done else f", searching: {self._search.doing}"
-        return f"strategy={self._search.report.chosen!r}{doing}"
+    def __repr__(self) -> str:
+        return super().__repr__() + ("" if self.done else f", searching: {self._search.doing}")
 
 
 def _counted(answer: Callable[..., Any], calls: Counter[str]) -> Callable[..., Any]:
