@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import sys
+from html.parser import HTMLParser
 
+import pandas
 import pytest
 import torch
 from planted import Planted, Small, off_by_one_per_cent, raises
@@ -16,7 +19,7 @@ from graphwright.evaluation.measurement import Measurement
 from graphwright.report.markdown import to_markdown
 from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
-from graphwright.report.table import duration, memory
+from graphwright.report.table import blocks, columns, duration, memory, ordered
 from graphwright.report.terminal import render, to_svg, to_text
 
 
@@ -303,3 +306,78 @@ def test_a_real_report_can_be_saved_and_shown() -> None:
     assert "[bold]" in text
     assert "ValueError: planted failure (at " in text.replace("\n", "")
     assert render(report, 100)
+
+
+class _Cells(HTMLParser):
+    """The cells of tables; refuses what is opened and not closed."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.tables: list[list[list[str]]] = []
+        self.feed(text)
+        assert not self.open
+
+    def handle_starttag(self, tag: str, attrs: object) -> None:
+        assert not attrs
+        self.open.append(tag)
+        if tag == "table":
+            self.tables.append([])
+        elif tag == "tr":
+            self.tables[-1].append([])
+        elif tag in ("td", "th"):
+            self.tables[-1][-1].append("")
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        if {"td", "th"} & {*self.open}:
+            self.tables[-1][-1][-1] += data
+
+
+def test_html_has_the_tables_that_the_terminal_has(finished: Report) -> None:
+    found = _Cells(finished._repr_html_()).tables
+    assert len(found) == len(blocks(finished))
+    for table, block in zip(found, blocks(finished), strict=True):
+        shown = columns(finished, block.rows)
+        assert table[0] == [column.heading for column in shown]
+        assert table[1:] == [[c.cell(finished, row) for c in shown] for row in block.rows]
+
+
+def test_what_a_model_is_called_is_no_html(finished: Report) -> None:
+    finished.model, finished.reason = "<script>alert(1)</script>", "a < b & c"
+    text = finished._repr_html_()
+    assert "<script>" not in text
+    assert "a &lt; b &amp; c" in text
+    _Cells(text)
+
+
+def test_a_frame_has_a_row_for_each_strategy_in_the_order_of_the_tables(
+    finished: Report,
+) -> None:
+    frame = finished.to_frame()
+    assert isinstance(frame, pandas.DataFrame)
+    assert list(frame["strategy"]) == [row.strategy for row in ordered(finished)]
+    [chosen] = frame[frame["chosen"]].to_dict("records")
+    row = finished.chosen_row
+    assert row is not None
+    assert row.measurement is not None
+    assert chosen["strategy"] == finished.chosen
+    assert chosen["latency_s"] == row.measurement.typical().median
+    speed = finished.speedup(row)
+    assert speed is not None
+    assert chosen["vs_eager"] == speed[0]
+
+
+def test_without_pandas_the_remedy_is_named(
+    finished: Report,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(gw.GraphwrightError, match="pip install pandas"):
+        finished.to_frame()
+
+
+def test_a_dictionary_is_what_the_json_is(finished: Report) -> None:
+    assert finished.to_dict() == json.loads(finished.to_json())

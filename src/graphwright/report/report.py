@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from .result import Results
-from .table import duration, ratio
+from ..errors import GraphwrightError
+from .result import Results, Row
+from .table import duration, ordered, ratio
+
+if TYPE_CHECKING:
+    from pandas import DataFrame
 
 
 @dataclass
@@ -15,6 +20,44 @@ class Report(Results):
     def check(self) -> None:
         """Raise if it cannot be shown."""
         str(self)
+
+    def to_frame(self) -> DataFrame:
+        """A row for each strategy, as the tables order them: times in seconds, memory in bytes.
+
+        Raises:
+            GraphwrightError: pandas is not installed.
+        """
+        try:
+            import pandas
+        except ImportError as error:
+            raise GraphwrightError(
+                "A report becomes a data frame by pandas, which is not installed.",
+                remedy="pip install pandas, or use to_dict().",
+            ) from error
+        found: DataFrame = pandas.DataFrame([self._record(row) for row in ordered(self)])
+        return found
+
+    def _record(self, row: Row) -> dict[str, Any]:
+        samples = None if row.measurement is None else row.measurement.typical()
+        speed = self.speedup(row)
+        return {
+            "strategy": row.strategy,
+            "status": str(row.status),
+            "chosen": row.strategy == self.chosen,
+            "finalist": row.final is not None,
+            "latency_s": None if samples is None else samples.median,
+            "spread_s": None if samples is None else samples.spread,
+            "vs_eager": None if speed is None else speed[0],
+            "setup_s": row.setup_s,
+            "peak_bytes": row.peak_bytes,
+            "error": None if row.error is None else row.error.rms,
+            "reason": row.reason,
+        }
+
+    def _repr_html_(self) -> str:
+        from .html import to_html
+
+        return to_html(self)
 
     def __repr__(self) -> str:
         device = self.environment.get("gpu") or self.environment.get("processor")

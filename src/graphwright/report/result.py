@@ -207,8 +207,13 @@ class Results:
 
     def to_json(self) -> str:
         """The report as JSON, every raw sample included, in seconds."""
+        return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
+
+    def to_dict(self) -> dict[str, Any]:
+        """What `to_json` writes, as dictionaries and lists."""
         data = {"schema": SCHEMA, "schema_version": SCHEMA_VERSION, **dataclasses.asdict(self)}
-        return json.dumps(_finite(data), indent=1, ensure_ascii=False) + "\n"
+        found: dict[str, Any] = _finite(data)
+        return found
 
     @classmethod
     def from_json(cls, text: str) -> Self:

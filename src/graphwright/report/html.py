@@ -1,0 +1,51 @@
+"""A report as HTML, for a notebook."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from html import escape
+
+from .result import Results, Row
+from .table import blocks, closing, columns, explanations, shapes, title
+
+
+def to_html(report: Results) -> str:
+    """Title, the choice, the tables with all their columns; explanations and the machine folded.
+
+    It has no colours of its own, and so is readable in a dark notebook too.
+    """
+    parts = [f"<strong>{escape(title(report))}</strong>"]
+    if report.interrupted:
+        parts.append("<p><em>Interrupted: this is what was known by then.</em></p>")
+    if report.reason:
+        parts.append(f"<p>{escape(report.reason)}</p>")
+    for block in blocks(report):
+        if block.heading:
+            parts.append(f"<p><em>{escape(block.heading)}:</em></p>")
+        shown = columns(report, block.rows)
+        cells = [[column.cell(report, row) for column in shown] for row in block.rows]
+        parts.append(_table([c.heading for c in shown], cells, _chosen(report, block.rows)))
+    headings, *by_shape = shapes(report) or [[]]
+    if by_shape:
+        parts.append(_table(headings, by_shape, None))
+    notes = [f"<b>{escape(name)}</b>: {escape(text)}" for name, text in explanations(report)]
+    notes += map(escape, closing(report))
+    items = "".join(f"<li>{note}</li>" for note in notes)
+    parts.append(f"<details><summary>Why, and on which machine</summary><ul>{items}</ul></details>")
+    return "<div>" + "\n".join(parts) + "</div>"
+
+
+def _chosen(report: Results, rows: Sequence[Row]) -> int | None:
+    return next((i for i, row in enumerate(rows) if row.strategy == report.chosen), None)
+
+
+def _table(headings: Sequence[str], rows: Iterable[Sequence[str]], emphasized: int | None) -> str:
+    head = "".join(f"<th>{escape(heading)}</th>" for heading in headings)
+    lines = []
+    for number, row in enumerate(rows):
+        texts = [escape(cell) for cell in row]
+        if number == emphasized:
+            texts = [f"<b>{text}</b>" for text in texts]
+        lines.append("<tr>" + "".join(f"<td>{text}</td>" for text in texts) + "</tr>")
+    body = "".join(lines)
+    return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
