@@ -288,6 +288,48 @@ def test_any_datatype_is_joined_and_answered(dtype: torch.dtype) -> None:
         assert answer["output"].data_ptr() != part.leaves[0].data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int64, torch.bool], ids=str)
+def test_padding_is_of_the_value_and_the_datatype_that_were_said(dtype: torch.dtype) -> None:
+    seen: list[torch.Tensor] = []
+
+    class Seen(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            seen.append(x.clone())
+            return x[:, 0]
+
+    varying = {"x": {0: "batch", 1: "length"}}
+    value = True if dtype is torch.bool else -2
+    sample = torch.ones(2, 4).to(dtype)
+    found = PreparedModel(ModelConfig(Seen(), (sample,), dynamic_shapes=varying, pad={"x": value}))
+    rows = [torch.zeros(1, length).to(dtype) for length in (2, 4, 3)]
+    found.compute([found.joiner.part({"x": row}) for row in rows], (4, 4))
+    pad, nil = torch.tensor(value).to(dtype).item(), torch.tensor(0).to(dtype).item()
+    expected = [[nil] * 2 + [pad] * 2, [nil] * 4, [nil] * 3 + [pad], [nil] * 2 + [pad] * 2]
+    assert seen[-1].dtype is dtype
+    assert seen[-1].tolist() == expected
+
+
+def test_results_of_any_kind_of_memory_are_cut() -> None:
+    """Negative by a bit alone, without dimensions, transposed, expanded."""
+
+    def model(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        pairs = torch.view_as_complex(torch.stack([x, x], -1))
+        return {
+            "negative": pairs.conj().imag,
+            "number": torch.tensor(3.0),
+            "transposed": x.t().contiguous().t(),
+            "expanded": x[:, :1].expand(-1, 3),
+        }
+
+    found = PreparedModel(ModelConfig(model, (torch.randn(2, 4),)))
+    asked = [torch.randn(1, 4), torch.randn(3, 4)]
+    answers = found.compute([found.joiner.part({"x": x}) for x in asked], (4,))
+    for x, answer in zip(asked, answers, strict=True):
+        for name, value in model(x).items():
+            assert torch.equal(answer[name], value)
+            assert answer[name].is_contiguous()
+
+
 def test_images_are_laid_out_as_those_of_the_sample() -> None:
     """Else no graph that was captured for them would be found."""
     seen: list[tuple[int, ...]] = []

@@ -256,7 +256,9 @@ class Joiner:
     def results(self, result: Any) -> list[torch.Tensor]:
         """The tensors of what the function returned, on the CPU, in the order of the outputs."""
         leaves, _ = flatten_result(result)
-        return [leaf.detach().cpu() for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        # NumPy has no tensors that are negative by a bit alone.
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return [tensor.detach().cpu().resolve_neg() for tensor in tensors]
 
     def cut(
         self, results: Sequence[torch.Tensor], parts: Sequence[Part], sizes: Sizes
