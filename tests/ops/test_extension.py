@@ -128,6 +128,7 @@ def test_it_is_compiled_and_exported() -> None:
     assert torch.equal(exported.module()(X - 5), net(X - 5))
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_it_is_tuned() -> None:
     net = Net(demo()).eval()
@@ -152,6 +153,7 @@ def plus_one(**options: Any) -> gw.Extension:
     return gw.extension("demo", cpp=source, functions={"scaled_add": function}, cflags=["-O0"])
 
 
+@pytest.mark.slow
 def test_under_a_name_that_was_used_another_lies_beside_it() -> None:
     first = demo()
     graph = gw.capture(lambda x: first.scaled_add(x, x), X)
@@ -335,6 +337,7 @@ def test_headers_are_those_that_the_compiler_reads(
         assert made() is latest
 
 
+@pytest.mark.slow
 def test_a_folder_that_cannot_be_written_to_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     demo("read_only")
     monkeypatch.setattr(building, "_build", None)
@@ -623,6 +626,7 @@ def test_a_tool_that_is_missing_is_named(tool: str, monkeypatch: pytest.MonkeyPa
     assert "nstall" in str(raised.value)
 
 
+@pytest.mark.slow
 def test_tensors_on_a_device_without_a_source_are_told() -> None:
     demo("devices")
     with pytest.raises(gw.ExtensionError, match="has no source in CUDA"):

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-CLASSICS = ["mlp", "cnn", "rnn", pytest.param("conv_relu_pool", marks=pytest.mark.long)]
+CLASSICS = [
+    "mlp",
+    "cnn",
+    "rnn",
+    pytest.param("conv_relu_pool", marks=[pytest.mark.slow, pytest.mark.long]),
+]
 
 
 @pytest.fixture(autouse=True)
