@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import subprocess
@@ -52,7 +53,8 @@ def begin(model: Any, x: torch.Tensor, **options: Any) -> BackgroundModule:
 def children() -> set[int]:
     found: set[int] = set()
     for task in Path("/proc/self/task").iterdir():
-        found |= {int(pid) for pid in (task / "children").read_text().split()}
+        with contextlib.suppress(OSError):  # A thread that has just ended.
+            found |= {int(pid) for pid in (task / "children").read_text().split()}
     return found
 
 
