@@ -42,7 +42,7 @@ def test_the_second_run_recalls_the_choice_and_what_was_measured(
     assert second.report.recalled == first.created
     assert second.report.rows == first.rows
     assert second.report.chosen == first.chosen
-    assert "Remembered from" in str(second.report)
+    assert "From the choice cache" in str(second.report)
     torch.testing.assert_close(second(x), model(x).detach())
     assert second.calls == {"tuned": 1}
 

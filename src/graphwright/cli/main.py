@@ -142,6 +142,7 @@ def main() -> None:
 )
 @click.option("--here", is_flag=True, help="Try strategies in this process, not in ones of theirs.")
 @click.option("--fresh", is_flag=True, help="Tune though a choice of an earlier run is remembered.")
+@click.option("--details", is_flag=True, help="Print all columns and the reason for each row.")
 @click.option(
     "--json", "json_file", type=_FILE, help="Save the report with every time, for `report`."
 )
@@ -187,6 +188,7 @@ def tune(
     memory_limit: str | None,
     here: bool,
     fresh: bool,
+    details: bool,
     json_file: str | None,
     markdown_file: str | None,
     svg_file: str | None,
@@ -262,7 +264,7 @@ def tune(
     writers = report_writers(result)
     if tuned is not None:
         writers["save"] = lambda name: save_winner(tuned, name)
-    deliver(files, writers, lambda: show(result))
+    deliver(files, writers, lambda: show(result, details=details))
     if tuned is None:
         kept = "" if save_file is None else ": no winner was saved"
         click.echo(f"graphwright: interrupted{kept}.", err=True)
@@ -545,9 +547,10 @@ def profile(
 
 @main.command()
 @click.argument("file", type=_FILE)
+@click.option("--details", is_flag=True, help="Print all columns and the reason for each row.")
 @click.option("--markdown", is_flag=True, help="Print Markdown in place of a table.")
 @click.option("--svg", "svg_file", type=_FILE, help="Save a picture as well.")
-def report(file: str, markdown: bool, svg_file: str | None) -> None:
+def report(file: str, details: bool, markdown: bool, svg_file: str | None) -> None:
     """Print a report that `tune --json FILE` saved."""
     from ..errors import GraphwrightError, TargetError
     from ..report.markdown import to_markdown
@@ -571,7 +574,9 @@ def report(file: str, markdown: bool, svg_file: str | None) -> None:
     deliver(
         files,
         report_writers(saved),
-        (lambda: click.echo(to_markdown(saved), nl=False)) if markdown else lambda: show(saved),
+        (lambda: click.echo(to_markdown(saved), nl=False))
+        if markdown
+        else lambda: show(saved, details=details),
     )
 
 

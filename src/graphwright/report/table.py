@@ -11,6 +11,9 @@ from .result import COMPILE_DEFAULT, EAGER, Results, Row, Status
 
 # What a cell shows that has nothing to show.
 NO_FIGURE = "–"
+SCREENED = (
+    "Rows marked ~ are screening results without per-call checks; do not compare them directly."
+)
 _ORDER = list(Status)
 
 
@@ -37,12 +40,12 @@ def blocks(report: Results) -> list[Block]:
     others = [row for row in report.rows if row.final is None]
     found = []
     if finalists:
-        heading = "Finalists: timed together in common rounds, with the checks of every call"
+        heading = "Finalists: timed together, in turns, with per-call checks"
         found.append(Block(heading, _sorted(report, finalists)))
     if others:
         heading = ""
         if finalists:
-            heading = "Screening only: timed apart, each in turns with eager, without these checks"
+            heading = "Screening only: each timed in turns with eager, without per-call checks"
             if not any(row.measurement for row in others):
                 heading = "Not timed"
         found.append(Block(heading, _sorted(report, others)))
@@ -52,6 +55,11 @@ def blocks(report: Results) -> list[Block]:
 def ordered(report: Results) -> list[Row]:
     """All rows as they are shown."""
     return [row for block in blocks(report) for row in block.rows]
+
+
+def timed(report: Results) -> list[Row]:
+    """The rows that have figures, as they are shown."""
+    return [row for row in ordered(report) if row.measurement or row.cold_start_s is not None]
 
 
 def _sorted(report: Results, rows: list[Row]) -> list[Row]:
@@ -75,22 +83,26 @@ def _sorted(report: Results, rows: list[Row]) -> list[Row]:
 
 def columns(report: Results, rows: list[Row]) -> list[Column]:
     """The columns that some rows fill, in the order they are shown."""
+    best = {"memory": "peak memory", "throughput": "calls/s"}.get(report.objective)
     found = [
         Column("strategy", lambda report, row: row.strategy, 0),
-        Column("status", _status, 0),
+        Column("status", _status, 4),
         Column("first answer", lambda report, row: _seconds(row.cold_start_s), 0),
-        Column("latency", _latency, 0),
-        Column("vs eager", lambda report, row: _speedup(report, row, EAGER), 0),
-        Column("vs compile", lambda report, row: _speedup(report, row, COMPILE_DEFAULT), 1),
-        Column("calls/s", _throughput, 3),
+        Column("latency", _latency, 1),
+        Column("vs eager", lambda report, row: _speedup(report, row, EAGER), 1),
+        Column("vs compile", lambda report, row: _speedup(report, row, COMPILE_DEFAULT), 5),
+        Column("calls/s", _throughput, 6),
         Column("set-up", lambda report, row: _seconds(row.setup_s), 2),
-        Column("repaid vs eager", lambda report, row: _break_even(report, row, EAGER), 4),
+        Column("break-even calls", lambda report, row: _break_even(report, row, EAGER), 8),
         Column(
-            "repaid vs compile", lambda report, row: _break_even(report, row, COMPILE_DEFAULT), 7
+            "break-even vs compile",
+            lambda report, row: _break_even(report, row, COMPILE_DEFAULT),
+            9,
         ),
-        Column("peak memory", lambda report, row: memory(row.peak_bytes), 5),
-        Column("error", _error, 6),
+        Column("peak memory", lambda report, row: memory(row.peak_bytes), 7),
+        Column("error", _error, 3),
     ]
+    found = [replace(c, priority=0) if c.heading == best else c for c in found]
     return [c for c in found if any(c.cell(report, row) != NO_FIGURE for row in rows)]
 
 
@@ -152,7 +164,7 @@ def _break_even(report: Results, row: Row, other: str) -> str:
     calls = report.break_even(row, other)
     if calls is None:
         return "never"
-    return "at once" if calls <= 1 else f"{calls:,} calls"
+    return f"{max(calls, 1):,}"
 
 
 def _error(report: Results, row: Row) -> str:
@@ -164,12 +176,12 @@ def explanations(report: Results) -> list[tuple[str, str]]:
     reasons: dict[str, list[str]] = {}
     notes: dict[str, list[str]] = {}
     for row in ordered(report):
-        again = f"Repeat it with: {row.repeat}" if row.repeat else ""
+        again = f"To repeat: {row.repeat}" if row.repeat else ""
         text = ". ".join(part.rstrip(".") for part in (row.reason, row.remedy, again) if part)
         if text:
             reasons.setdefault(text, []).append(row.strategy)
         if row.unsteady:
-            notes.setdefault(f"unsteady, so in no ratio: {row.unsteady}", []).append(row.strategy)
+            notes.setdefault(f"unsteady, so not compared: {row.unsteady}", []).append(row.strategy)
         for note in row.notes:
             notes.setdefault(note, []).append(row.strategy)
     items = (*reasons.items(), *notes.items())
@@ -180,30 +192,30 @@ def closing(report: Results) -> list[str]:
     """The lines below the table: notes, the cost of the checks, eager's error, the machine."""
     lines = list(report.notes)
     if report.recalled:
-        lines.append(
-            f"Remembered from {report.recalled}, when this was measured; verified again now."
-        )
+        lines.append(f"From the choice cache: measured at {report.recalled}, verified again now.")
     peer = report.row(COMPILE_DEFAULT)
     if peer is not None and peer.bare is not None and not peer.unsteady:
         bare = duration(peer.bare.typical().median)
-        lines.append(f"vs compile: against torch.compile's default without these checks, {bare}.")
+        lines.append(
+            f"vs compile: against torch.compile's default without per-call checks, {bare}."
+        )
     if any(row.cold_start_s is not None for row in report.rows):
         lines.append(
-            "First answer: from the start of a fresh process until it was right, the least of "
-            "some; what compiles found empty caches."
+            "First answer: from the start of a fresh process to its first right answer, the "
+            "shortest of several; compilers started with empty caches."
         )
     saved = _saved(report)
     if saved:
-        lines.append(f"Time that is saved against eager: {', '.join(saved)}.")
+        lines.append(f"Time saved against eager: {', '.join(saved)}.")
     if len(report.curve) > 1:
         steps = [
             f"{step.strategy} {ratio(step.speedup)} after {step.seconds:.0f} s"
             for step in report.curve
         ]
-        lines.append(f"Best known, when it was screened: {', '.join(steps)}.")
+        lines.append(f"Best so far during the search: {', '.join(steps)}.")
     if report.eager_error is not None:
         lines.append(
-            f"Error: root mean square, relative to float64; eager's own is "
+            f"Error: root mean square relative to float64; eager's own is "
             f"{report.eager_error.rms:.1e}."
         )
     kept = ("gpu", "processor", "threads", "torch", "cuda", "driver")

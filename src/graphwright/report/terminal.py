@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -17,7 +18,18 @@ from rich.text import Text
 
 from ..errors import GraphwrightError
 from .result import Results, Row, Status
-from .table import Column, blocks, closing, columns, explanations, shapes, title
+from .table import (
+    SCREENED,
+    Column,
+    blocks,
+    closing,
+    columns,
+    explanations,
+    ordered,
+    shapes,
+    timed,
+    title,
+)
 
 _STYLES = {
     Status.OK: "",
@@ -33,23 +45,12 @@ _STYLES = {
 _WIDE = 160
 
 
-def render(report: Results, width: int) -> RenderableType:
-    """The tables with what belongs below them; columns that find no room are named there."""
+def render(report: Results, width: int, *, details: bool = True) -> RenderableType:
+    """A report of a given width; without `details`, what matters on one screen."""
     parts: list[RenderableType] = []
     if report.rows:
         parts.append(Text(title(report), style="bold"))
-    left_out: dict[str, None] = {}
-    for block in blocks(report):
-        shown = columns(report, block.rows)
-        while _width(report, block.rows, shown) > width:
-            last = max(shown, key=lambda column: column.priority)
-            if last.priority == 0:
-                break
-            left_out[last.heading] = None
-            shown.remove(last)
-        if block.heading:
-            parts.append(Text(f"{block.heading}:", style="italic"))
-        parts.append(_table(report, block.rows, shown))
+    parts += _detailed_tables(report, width) if details else _short_table(report, width)
     headings, *cells_by_shape = shapes(report) or [[]]
     if cells_by_shape:
         by_shape = Table()
@@ -62,19 +63,79 @@ def render(report: Results, width: int) -> RenderableType:
         parts.append(Text("Interrupted: this is what was known by then.", style="yellow"))
     if report.reason:
         parts.append(Text(report.reason, style="bold"))
-    for name, text in explanations(report):
-        parts.append(Padding(Text.assemble((name, "bold"), ": ", text), (0, 0, 0, 2)))
-    parts += [Text(line, style="dim") for line in closing(report)]
-    if left_out:
-        text = f"No room for: {', '.join(left_out)}. A wider terminal shows them."
-        parts.append(Text(text, style="dim"))
+    if details:
+        for name, text in explanations(report):
+            parts.append(Padding(Text.assemble((name, "bold"), ": ", text), (0, 0, 0, 2)))
+        parts += [Text(line, style="dim") for line in closing(report)]
+    else:
+        parts += _short_notes(report, width)
     return Group(*parts)
+
+
+def _detailed_tables(report: Results, width: int) -> Iterator[RenderableType]:
+    for block in blocks(report):
+        if block.heading:
+            yield Text(f"{block.heading}:", style="italic")
+        rest = columns(report, block.rows)
+        while rest:
+            shown = _fitting(report, block.rows, rest, width)
+            yield _table(report, block.rows, shown)
+            others = [column for column in rest if column not in shown]
+            rest = [rest[0], *others] if others else []
+
+
+def _short_table(report: Results, width: int) -> Iterator[RenderableType]:
+    """The rows with figures; ~ marks those whose figures are of their screening."""
+    rows = timed(report)
+    if rows:
+        found = columns(report, rows)
+        if all(row.status in (Status.OK, Status.SLOWER) and not row.unsteady for row in rows):
+            found = [column for column in found if column.heading != "status"]
+        mixed = any(row.final for row in rows)
+        found = [_marked(column) if mixed else column for column in found]
+        yield _table(report, rows, _fitting(report, rows, found, width))
+    if any(row.final for row in rows) and not all(row.final for row in rows):
+        yield Text(SCREENED, style="dim")
+
+
+def _marked(column: Column) -> Column:
+    def cell(report: Results, row: Row) -> str:
+        text = column.cell(report, row)
+        screened = row.final is None and row.measurement is not None
+        return f"~{text}" if screened and column.heading == "latency" else text
+
+    return Column(column.heading, cell, column.priority)
+
+
+def _short_notes(report: Results, width: int) -> Iterator[RenderableType]:
+    """A line for each row that went wrong, one for all that did not run, then the notes."""
+    absent: dict[Status, list[str]] = {}
+    for row in ordered(report):
+        if row.status in (Status.UNAVAILABLE, Status.NOT_TRIED):
+            absent.setdefault(row.status, []).append(row.strategy)
+        elif row.status not in (Status.OK, Status.SLOWER):
+            text = Text.assemble("  ", (row.strategy, "bold"), f" {row.status}: ", row.reason)
+            text.truncate(width, overflow="ellipsis")
+            yield text
+    for status, names in absent.items():
+        yield Text(f"{str(status).capitalize()}: {', '.join(names)}.", style="dim")
+    for note in report.notes:
+        yield Text(note, style="dim")
+
+
+def _fitting(report: Results, rows: list[Row], found: list[Column], width: int) -> list[Column]:
+    """As many columns as there is room for, the most important ones; never none."""
+    shown = list(found)
+    while _width(report, rows, shown) > width and len(shown) > 2:
+        shown.remove(max(shown[1:], key=lambda column: column.priority))
+    return shown
 
 
 def _table(report: Results, rows: list[Row], shown: list[Column]) -> Table:
     table = Table()
-    for index, column in enumerate(shown):
-        table.add_column(column.heading, justify="left" if index < 2 else "right", no_wrap=True)
+    for column in shown:
+        text = column.heading in ("strategy", "status")
+        table.add_column(column.heading, justify="left" if text else "right", no_wrap=True)
     for row in rows:
         chosen = row.strategy == report.chosen
         cells = [escape(column.cell(report, row)) for column in shown]
@@ -90,13 +151,13 @@ def _width(report: Results, rows: list[Row], shown: list[Column]) -> int:
     return total
 
 
-def show(report: Results, console: Console | None = None) -> None:
+def show(report: Results, console: Console | None = None, *, details: bool = True) -> None:
     """Print a report; where there is no terminal, at a width that holds all columns."""
     console = console or Console()
     if not console.is_terminal:
         needed = [_width(report, b.rows, columns(report, b.rows)) for b in blocks(report)]
         console = Console(file=console.file, width=max([_WIDE, *needed]))
-    console.print(render(report, console.width))
+    console.print(render(report, console.width, details=details))
 
 
 @contextlib.contextmanager
@@ -181,8 +242,9 @@ def show_strategies(
         console.print(Text(text, style="dim"), soft_wrap=whole)
 
 
-def to_text(report: Results, width: int = _WIDE) -> str:
-    """A report as plain text."""
+def to_text(report: Results, width: int | None = None) -> str:
+    """A report as plain text, by default as wide as the terminal, or 160 without one."""
+    width = width or shutil.get_terminal_size((_WIDE, 24)).columns
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(report, width))
     file = console.file
@@ -190,8 +252,8 @@ def to_text(report: Results, width: int = _WIDE) -> str:
     return file.getvalue()
 
 
-def to_svg(report: Results, width: int = 132) -> str:
+def to_svg(report: Results, width: int = 100) -> str:
     """A picture of the table as a terminal shows it."""
     console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
-    console.print(render(report, width))
+    console.print(render(report, width, details=False))
     return console.export_svg(title="graphwright tune")
