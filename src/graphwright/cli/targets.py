@@ -7,7 +7,9 @@ import importlib.util
 import inspect
 import math
 import os
+import socket
 import sys
+import urllib.error
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -80,7 +82,10 @@ def load_target(
     notes = []
     if isinstance(model, nn.Module) and should_be_in_eval_mode(model):
         model.eval()
-        notes.append("The model came in training mode; it was tuned in eval mode.")
+        notes.append(
+            "The model was in training mode, and was tuned in eval mode: call model.eval() where "
+            "you use it; to train it under graphs, see gw.graph_step()."
+        )
     model, args, kwargs = _put_on(device, text, model, args, kwargs)
     return Target(name, file, model, args, kwargs, tuple(notes))
 
@@ -240,11 +245,30 @@ def _remedy_of(error: Exception, function: Callable[..., Any]) -> str:
         return "It is called without arguments; wrap it in a function that gives them."
     except ValueError:  # It has no signature.
         pass
+    if _wants_network(error):
+        return (
+            "There seems to be no network: load the weights from a local folder, or download them "
+            "once on a machine that has one, and copy its cache."
+        )
     if isinstance(error, OSError):
         return f"Relative paths begin in {Path.cwd()}, where the command runs."
     if not torch.cuda.is_available() and ("CUDA" in str(error) or "NVIDIA" in str(error)):
         return "There is no CUDA device here: make the model on the CPU. It is moved to --device."
     return "Make it return a model by itself first: it is called as it is here, without arguments."
+
+
+def _wants_network(error: BaseException | None) -> bool:
+    """Whether an error, or one that led to it, is that of a connection."""
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        if isinstance(error, ConnectionError | socket.gaierror | urllib.error.URLError):
+            return True
+        # Those of requests, httpx and huggingface_hub are of classes of their own.
+        if "connect" in type(error).__name__.lower() or "couldn't connect to" in str(error):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _parts(text: str, result: Any) -> tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]:

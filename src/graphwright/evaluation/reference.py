@@ -302,6 +302,12 @@ def reference(
         state.restore()
 
 
+def _remedy(error: Exception) -> str:
+    if isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+        return "Eager itself needs more memory than there is: give smaller inputs or a lower dtype."
+    return "Make the plain call work first; graphwright changes only how fast it runs."
+
+
 def _reference(
     model: Model,
     module: nn.Module,
@@ -319,7 +325,7 @@ def _reference(
         raise ModelFailed(
             f"The model fails in eager with the sample inputs: {first_line(error)}",
             where=user_frame(error),
-            remedy="Make the plain call work first; graphwright changes only how fast it runs.",
+            remedy=_remedy(error),
         ) from error
     if not any(isinstance(v, torch.Tensor) for v in first.outputs.values()):
         raise SignatureError(
