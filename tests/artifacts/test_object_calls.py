@@ -153,7 +153,10 @@ print(*loaded._choice.loaded)
 """
 
 
-@pytest.mark.parametrize("strategy", ["torchscript", "aot_autograd", "eager"])
+@pytest.mark.parametrize(
+    "strategy",
+    ["eager", *(pytest.param(n, marks=pytest.mark.slow) for n in ("torchscript", "aot_autograd"))],
+)
 def test_what_was_saved_answers_calls_with_objects_in_another_process(
     strategy: str, tmp_path: Path
 ) -> None:

@@ -146,7 +146,11 @@ def sample(name: str, device: torch.device) -> tuple[nn.Module, tuple[Any, ...],
     return model.eval().to(device), *moved
 
 
-@pytest.mark.parametrize("compiler", [ONNXRUNTIME, GRAPH], ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "compiler",
+    [ONNXRUNTIME, pytest.param(GRAPH, marks=pytest.mark.slow)],
+    ids=lambda c: c.name,
+)
 @pytest.mark.parametrize("name", SAMPLES)
 def test_it_computes_the_same(name: str, compiler: OnnxRuntime, device: torch.device) -> None:
     if compiler.cuda_graphs and device.type == "cpu":

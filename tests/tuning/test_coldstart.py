@@ -126,7 +126,7 @@ def test_torch_compile_is_timed_with_empty_and_with_filled_caches() -> None:
     assert any(note.startswith("first answer with filled caches: ") for note in row.notes)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_what_goes_wrong_in_a_fresh_process_is_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
     harms = {
         "raise": (elsewhere(stops), Status.FAILED, "not in a process of its own"),

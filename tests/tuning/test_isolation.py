@@ -90,6 +90,7 @@ def test_a_leak_past_the_limit_is_a_row() -> None:
     assert report.chosen == "quick"
 
 
+@pytest.mark.slow
 def test_a_slow_leak_is_found_without_a_limit() -> None:
     row = tune([Planted("leak", planted.leaks)]).row("leak")
     assert row is not None
@@ -178,6 +179,7 @@ def test_a_session_apart_does_not_outlive_the_candidate(tmp_path: Path) -> None:
     assert not _alive(int(file.read_text()))
 
 
+@pytest.mark.slow
 def test_what_is_aimed_at_the_watch_is_a_row_too(before: set[int]) -> None:
     harms = {
         "kill": (planted.kills_its_parent, Status.CRASHED),

@@ -110,6 +110,7 @@ def test_a_worker_that_is_clean_serves_the_next_candidate(tmp_path: Path) -> Non
     assert {row.status, after.status} <= {Status.OK, Status.SLOWER}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("as_ours")
 def test_where_memory_is_the_objective_each_has_a_worker_of_its_own(tmp_path: Path) -> None:
     _, _, same_before, same_after = served(tmp_path, torch.no_grad(), objective="memory")
@@ -136,10 +137,14 @@ HARMS = {
     "print": (planted.prints_without_end, Status.FAILED),
     "kill the server": (planted.kills_its_parent, Status.CRASHED),
 }
+# One of each kind: killed by us, in its own process, by an error, in the worker's parent.
+QUICK = {"hang", "segfault", "raise", "kill the server"}
 
 
 @pytest.mark.usefixtures("as_ours")
-@pytest.mark.parametrize("name", HARMS)
+@pytest.mark.parametrize(
+    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in HARMS]
+)
 def test_after_a_harm_the_next_candidate_has_a_new_worker(name: str, tmp_path: Path) -> None:
     make, status = HARMS[name]
     with short_for("between") if "hang" in name else contextlib.nullcontext():
@@ -152,7 +157,12 @@ def test_after_a_harm_the_next_candidate_has_a_new_worker(name: str, tmp_path: P
 @pytest.mark.usefixtures("as_ours")
 @pytest.mark.parametrize(
     "make",
-    [planted.leaves_a_flag, planted.vandalises, planted.CorruptsAtItsEnd, planted.keeps_a_gib],
+    [
+        planted.leaves_a_flag,
+        pytest.param(planted.vandalises, marks=pytest.mark.slow),
+        planted.CorruptsAtItsEnd,
+        pytest.param(planted.keeps_a_gib, marks=pytest.mark.slow),
+    ],
 )
 def test_what_is_right_and_leaves_something_behind_is_no_harm_to_the_next(
     make: Callable[[nn.Module], Any], tmp_path: Path

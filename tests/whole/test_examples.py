@@ -66,6 +66,7 @@ def test_a_resnet_is_fused(capsys: pytest.CaptureFixture[str]) -> None:
     assert "times as fast" in printed
 
 
+@pytest.mark.slow
 def test_minilm_embeds_real_sentences(capsys: pytest.CaptureFixture[str]) -> None:
     minilm = importlib.import_module("minilm")
     similarity = minilm.main(["eager:no_grad"], 30.0)
