@@ -25,6 +25,7 @@ import click
 from .outputs import (
     EXIT_BAD_INPUT,
     check_files,
+    check_plots,
     check_sources,
     deliver,
     report_writers,
@@ -47,6 +48,9 @@ _DEVICE = click.option(
     "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; by default a GPU if there is one."
 )
 _FILE = click.Path(dir_okay=False)
+_WITH_SAMPLES = click.option(
+    "--with-samples", is_flag=True, help="With --html: have every raw sample in the page, too."
+)
 
 
 class _Seconds(click.ParamType[float]):
@@ -149,6 +153,10 @@ def main() -> None:
 @click.option("--markdown", "markdown_file", type=_FILE, help="Save the report as Markdown.")
 @click.option("--svg", "svg_file", type=_FILE, help="Save the report as a picture.")
 @click.option(
+    "--html", "html_file", type=_FILE, help="Save the report as a page with plots, for a browser."
+)
+@_WITH_SAMPLES
+@click.option(
     "--save", "save_file", type=_FILE, help="Save the winner, for `run`, or the best that can be."
 )
 @click.option(
@@ -192,6 +200,8 @@ def tune(
     json_file: str | None,
     markdown_file: str | None,
     svg_file: str | None,
+    html_file: str | None,
+    with_samples: bool,
     save_file: str | None,
     on_ray: bool,
     ray_address: str | None,
@@ -209,13 +219,20 @@ def tune(
     from ..tuning.tuner import Tuning
     from .targets import load_target
 
-    files = {"json": json_file, "markdown": markdown_file, "svg": svg_file, "save": save_file}
+    files = {
+        "json": json_file,
+        "markdown": markdown_file,
+        "svg": svg_file,
+        "html": html_file,
+        "save": save_file,
+    }
     if on_ray:
         _tune_on_ray(targets, files, ray_address, accelerators, out, device)
     if len(targets) > 1 or accelerators or out is not None:
         raise click.UsageError("Several TARGETs, --accelerator and --out are for --ray.")
     (target,) = targets
     check_files(files)
+    check_plots(html_file)
     names = None if strategies is None else _split([strategies])
     if names == ():
         raise click.BadParameter(
@@ -261,7 +278,7 @@ def tune(
     ):
         tuned = tuning.run(listener)
     result = tuning.report
-    writers = report_writers(result)
+    writers = report_writers(result, with_samples=with_samples)
     if tuned is not None:
         writers["save"] = lambda name: save_winner(tuned, name)
     deliver(files, writers, lambda: show(result, details=details))
@@ -550,30 +567,52 @@ def profile(
 @click.option("--details", is_flag=True, help="Print all columns and the reason for each row.")
 @click.option("--markdown", is_flag=True, help="Print Markdown in place of a table.")
 @click.option("--svg", "svg_file", type=_FILE, help="Save a picture as well.")
-def report(file: str, details: bool, markdown: bool, svg_file: str | None) -> None:
-    """Print a report that `tune --json FILE` saved."""
+@click.option("--html", "html_file", type=_FILE, help="Save a page with plots, for a browser.")
+@_WITH_SAMPLES
+def report(
+    file: str,
+    details: bool,
+    markdown: bool,
+    svg_file: str | None,
+    html_file: str | None,
+    with_samples: bool,
+) -> None:
+    """Print a report that `tune --json FILE` saved, or make a page of it.
+
+    With --html, FILE may also be a result of scripts/bench that holds models with times.
+    """
     from ..errors import GraphwrightError, TargetError
+    from ..report.benchmark_page import benchmark_to_page, is_benchmark
     from ..report.markdown import to_markdown
     from ..report.report import Report
     from ..report.terminal import show
 
+    files = {"svg": svg_file, "html": html_file}
     try:
         text = Path(file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise TargetError(f"{file} cannot be read: {error}.") from error
     try:
+        if html_file is not None and is_benchmark(text):
+            check_files(files)
+            check_sources(files, Path(file))
+            check_plots(html_file)
+            made = benchmark_to_page(text, with_samples=with_samples)
+            page_writer = {"html": lambda name: write_text(name, made)}
+            deliver({"html": html_file}, page_writer, lambda: None)
+            return
         saved = Report.from_json(text)
     except GraphwrightError as error:
         raise TargetError(
             f"{file} cannot be shown: {error.what}",
             remedy=error.remedy or "Reports are written by `graphwright tune --json FILE`.",
         ) from error
-    files = {"svg": svg_file}
     check_files(files)
     check_sources(files, Path(file))
+    check_plots(html_file)
     deliver(
         files,
-        report_writers(saved),
+        report_writers(saved, with_samples=with_samples),
         (lambda: click.echo(to_markdown(saved), nl=False))
         if markdown
         else lambda: show(saved, details=details),

@@ -63,6 +63,14 @@ def _holds(path: Path, member: str) -> bool:
     return False
 
 
+def check_plots(*files: str | None) -> None:
+    """Likewise: can plots be drawn for these files, if any is named?"""
+    from ..report.plots import need_matplotlib
+
+    if any(files):
+        need_matplotlib()
+
+
 def check_sources(files: Mapping[str, str | None], source: Path | None) -> None:
     """No result may take the place of what it comes from."""
     from ..errors import TargetError
@@ -91,8 +99,8 @@ def _unwritten(option: str, name: str, error: OSError) -> Exception:
     )
 
 
-def report_writers(result: Any) -> dict[str, _Writer]:
-    """How a report is written, by option."""
+def report_writers(result: Any, *, with_samples: bool = False) -> dict[str, _Writer]:
+    """How a report is written, by option; a page has every raw sample only if that is asked for."""
     from ..report.markdown import to_markdown
     from ..report.terminal import to_svg
 
@@ -100,6 +108,7 @@ def report_writers(result: Any) -> dict[str, _Writer]:
         "json": lambda name: write_text(name, result.to_json()),
         "markdown": lambda name: write_text(name, to_markdown(result)),
         "svg": lambda name: write_text(name, to_svg(result)),
+        "html": lambda name: write_text(name, result.to_html(with_samples=with_samples)),
     }
 
 

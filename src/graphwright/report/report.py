@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GraphwrightError
+from .files import save_as
 from .result import Results, Row
 from .table import duration, ordered, ratio
 
@@ -20,6 +22,43 @@ class Report(Results):
     def check(self) -> None:
         """Raise if it cannot be shown."""
         str(self)
+
+    def to_html(self, *, with_samples: bool = False) -> str:
+        """A page that opens offline: the verdict, plots, tables, what was refused, the machine.
+
+        Args:
+            with_samples: whether every raw sample is in it, too.
+
+        Raises:
+            GraphwrightError: matplotlib is not installed.
+        """
+        from .tune_page import to_page
+
+        return to_page(self, with_samples=with_samples)
+
+    def save(self, path: str | os.PathLike[str], *, with_samples: bool = False) -> None:
+        """Write it as a page, as JSON, as Markdown or as a picture of its tables.
+
+        Args:
+            path: of a file whose suffix is .html, .json, .md or .svg. JSON has every sample.
+            with_samples: whether a page has them, too.
+
+        Raises:
+            GraphwrightError: the suffix is another one, the file cannot be written, or a page's
+                plots cannot be drawn, since matplotlib is not installed.
+        """
+        from .markdown import to_markdown
+        from .terminal import to_svg
+
+        save_as(
+            path,
+            {
+                ".html": lambda: self.to_html(with_samples=with_samples),
+                ".json": self.to_json,
+                ".md": lambda: to_markdown(self),
+                ".svg": lambda: to_svg(self),
+            },
+        )
 
     def to_frame(self) -> DataFrame:
         """A row for each strategy, as the tables order them: times in seconds, memory in bytes.

@@ -1,0 +1,485 @@
+"""The page of a benchmark's results: many models, each in several ways, beside eager.
+
+Read are results of `scripts/bench` that hold models with reports of `tune`, with ways to call them,
+or rows with medians: tune, engines, training, capture, breaks and others of their form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import GraphwrightError
+from ..evaluation.measurement import Samples
+from .markup import Html, element, facts, join, table
+from .page import CHOSEN, PLAIN, Section, Tile, figure, legend, page, paragraphs, plots
+from .plots import Curve, Group, Line, Mark, Point, curves, rows, series, tradeoff
+from .report import Report
+from .result import EAGER
+from .table import NO_FIGURE, duration, memory, ratio
+from .tune_page import drawn
+from .tune_page import sections as sections_of_report
+
+SCHEMA = "graphwright.bench"
+# What graphwright's own ways begin with.
+_OURS = "graphwright."
+_TUNE = "graphwright.tune"
+# Ways that show what is possible, and are nobody's to choose.
+_BOUNDS = ("floor", "hand")
+# Benchmarks whose figure is the time of calls back to back.
+_BACK_TO_BACK = ("training",)
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to call a model: what became of it, its samples in seconds, and what else is known.
+
+    `off` is how far its results are from eager's, in the benchmark's own measure.
+    """
+
+    name: str
+    status: str
+    samples: Samples | None
+    setup_s: float | None = None
+    peak_bytes: int | None = None
+    off: float | None = None
+    notes: Sequence[str] = ()
+    losses: Sequence[float] = ()
+
+    @property
+    def seconds(self) -> float | None:
+        """The median; None if there is none."""
+        return None if self.samples is None else self.samples.median
+
+    @property
+    def ours(self) -> bool:
+        """Whether it is graphwright's."""
+        return self.name.startswith(_OURS)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model: the ways to call it, and the report of `tune` where there is one."""
+
+    name: str
+    ways: Sequence[Way]
+    inputs: str = ""
+    report: Report | None = None
+
+    def way(self, name: str) -> Way | None:
+        """The way of a name."""
+        return next((way for way in self.ways if way.name == name), None)
+
+    def best(self, *, ours: bool) -> Way | None:
+        """The fastest of graphwright's, or of the others."""
+        found = [
+            way
+            for way in self.ways
+            if way.samples is not None and way.ours == ours and way.name not in _BOUNDS
+        ]
+        return min(found, key=lambda way: way.seconds or 0.0, default=None)
+
+    def gain(self, way: Way | None, other: Way | None = None) -> float | None:
+        """How many times as fast a way is as another one, or as eager."""
+        other = other or self.way(EAGER)
+        if way is None or other is None or way.seconds is None or other.seconds is None:
+            return None
+        return other.seconds / way.seconds
+
+
+def is_benchmark(text: str) -> bool:
+    """Whether a file's text is the result of a benchmark."""
+    return f'"schema": "{SCHEMA}"' in text[:200]
+
+
+def benchmark_to_page(text: str, *, with_samples: bool = False) -> str:
+    """The results of a benchmark as a page.
+
+    Args:
+        text: of the file that `scripts/bench` wrote.
+        with_samples: whether the file itself, with every raw sample, is in it.
+
+    Raises:
+        GraphwrightError: it is no such file, or holds nothing that can be drawn.
+    """
+    try:
+        data = json.loads(text)
+        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+            raise GraphwrightError(
+                "This is no result of a benchmark.", remedy="scripts/bench writes them."
+            )
+        cases = _cases(data)
+        if not any(case.ways for case in cases):
+            raise GraphwrightError(
+                f"A result of the benchmark {data.get('benchmark', '')} has no page: it holds no "
+                "models with times.",
+                remedy="docs/reference/results.md shows it.",
+            )
+        return _page(data, cases, text if with_samples else "")
+    except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        raise GraphwrightError(f"The result of the benchmark is damaged: {error!r}.") from error
+
+
+# ------------------------------------------------------------ reading
+
+
+def _cases(data: Mapping[str, Any]) -> list[Case]:
+    models = data.get("models", {})
+    back_to_back = data.get("benchmark") in _BACK_TO_BACK
+    if isinstance(models, Mapping) and models:
+        return [_case(name, model, back_to_back) for name, model in models.items()]
+    return [_row(row) for row in data.get("rows", []) if isinstance(row, Mapping)]
+
+
+def _case(name: str, model: Mapping[str, Any], back_to_back: bool) -> Case:
+    report = None
+    if "report" in model:
+        report = Report.from_json(json.dumps(model["report"]))
+    held = model.get("memory", {})
+    ways = [
+        _way(way, found, held.get(way, {}), back_to_back)
+        for way, found in model.get("ways", {}).items()
+        if isinstance(found, Mapping) and found.get("status") != "unavailable"
+    ]
+    if report is not None and not ways:
+        ways = _ways_of(report)
+    inputs = model.get("inputs", report.inputs if report else [])
+    if isinstance(inputs, Mapping):
+        inputs = [f"{key}: {value}" for key, value in inputs.items()]
+    return Case(name, ways, "; ".join(map(str, inputs)), report)
+
+
+def _way(name: str, found: Mapping[str, Any], held: Any, back_to_back: bool) -> Way:
+    kept = found.get("back_to_back_samples" if back_to_back else "latency_samples") or []
+    samples = [
+        statistics.median(each) if isinstance(each, list) else float(each) for each in kept if each
+    ]
+    peak = held.get("with_setup", {}).get("reserved") if isinstance(held, Mapping) else None
+    return Way(
+        name,
+        str(found.get("status", "ok")),
+        Samples(tuple(samples)) if samples else None,
+        found.get("setup_s"),
+        peak,
+        found.get("loss_relative_difference", found.get("max_abs_difference")),
+        found.get("notes", ()),
+        found.get("losses", ()),
+    )
+
+
+def _ways_of(report: Report) -> list[Way]:
+    """A report's rows as ways, in eager's time at the ratios of their own rounds."""
+    found = []
+    for row in report.rows:
+        samples = None if row.measurement is None else row.measurement.typical(report.figure)
+        name = _OURS + row.strategy if row.strategy == report.chosen else row.strategy
+        error = None if row.error is None else row.error.rms
+        found.append(Way(name, str(row.status), samples, row.setup_s, row.peak_bytes, error))
+    return found
+
+
+def _row(row: Mapping[str, Any]) -> Case:
+    """A row of a benchmark that has a median and a spread for each way."""
+    ways = []
+    for name, figures in row.items():
+        if isinstance(figures, Mapping) and {"median", "spread"} <= figures.keys():
+            low, high = (figures["median"] + sign * figures["spread"] for sign in (-1, 1))
+            samples = Samples((low, low, figures["median"], high, high))
+            plain = name in (EAGER, *_BOUNDS)
+            ways.append(Way(name if plain else _OURS + name, "ok", samples))
+    return Case(str(row.get("model", row.get("name", ""))), ways)
+
+
+# ------------------------------------------------------------ showing
+
+
+def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
+    environment = {str(k): str(v) for k, v in data.get("environment", {}).items()}
+    where = environment.get("gpu") or environment.get("processor", "")
+    kind = str(data.get("benchmark", "")).capitalize()
+    timed = [case for case in cases if any(way.samples for way in case.ways)]
+    sections = [Section("All models", _overview(timed, kind))]
+    for number, case in enumerate(timed):
+        gain = case.gain(case.best(ours=True))
+        aside = "" if gain is None else f"{ratio(gain)} as fast as eager"
+        body = _of_case(case, f"case{number}")
+        sections.append(Section(case.name, body, aside, folded=True, anchor=f"case{number}"))
+    if targets := data.get("targets"):
+        met = sum(bool(each.get("met")) for each in targets)
+        aside = f"{met} of {len(targets)} met"
+        sections.append(Section("Targets", _targets(targets), aside, folded=True))
+    known = environment | ({"commit": str(data["commit"])} if "commit" in data else {})
+    sections.append(Section("Environment", facts(known), folded=True))
+    if text:
+        sections.append(Section("Every sample, as JSON", element("pre", text), folded=True))
+    verdict, tiles = _verdict(timed)
+    many = f"{len(timed)} model{'s' * (len(timed) != 1)}"
+    return page(
+        "graphwright benchmark",
+        f"{kind} on {where}" if where else kind,
+        f"{many}; torch {environment.get('torch', 'unknown')}",
+        verdict,
+        sections,
+        tiles=tiles,
+    )
+
+
+def _verdict(cases: Sequence[Case]) -> tuple[Html, list[Tile]]:
+    gains = [g for case in cases if (g := case.gain(case.best(ours=True))) is not None]
+    beside = [
+        g
+        for case in cases
+        if (g := case.gain(case.best(ours=True), case.best(ours=False))) is not None
+    ]
+    if not gains:
+        return join([f"{len(cases)} models were timed."]), []
+    mean = statistics.geometric_mean(gains)
+    over = f"over {len(gains)} models" if len(gains) > 1 else "on its one model"
+    parts: list[str] = ["graphwright is ", element("strong", f"{ratio(mean)} as fast as eager")]
+    tiles = [Tile("times as fast as eager", ratio(mean), f"{ratio(min(gains))} to "
+                  f"{ratio(max(gains))}")]  # fmt: skip
+    if beside:
+        other = statistics.geometric_mean(beside)
+        strong = element("strong", f"{ratio(other)} as fast as the best other way")
+        parts += [" and ", strong]
+        span = f"{ratio(min(beside))} to {ratio(max(beside))}"
+        tiles.append(Tile("as fast as the best other way", ratio(other), span))
+    parts.append(f" {over}{' (geometric means)' * (len(gains) > 1)}.")
+    return join(parts), tiles
+
+
+def _chosen_name(case: Case, way: Way) -> str:
+    """A way's name; of tune's, what was chosen."""
+    if case.report is not None and case.report.chosen and way.name == _TUNE:
+        return case.report.chosen
+    return _short(way.name)
+
+
+def _short(way: str) -> str:
+    return way.removeprefix(_OURS)
+
+
+def _overview(cases: Sequence[Case], kind: str) -> Html:
+    lines, cells = [], []
+    for number, case in enumerate(cases):
+        eager, ours, other = case.way(EAGER), case.best(ours=True), case.best(ours=False)
+        gain, theirs = case.gain(ours), case.gain(other)
+        marks = []
+        if ours is not None and gain is not None:
+            marks.append(Mark(gain, color=CHOSEN, hint=f"{_short(ours.name)}: {ratio(gain)}"))
+        if other is not None and theirs is not None:
+            marks.append(Mark(theirs, color="s1", hint=f"{other.name}: {ratio(theirs)}"))
+        text = " / ".join(ratio(each) for each in (gain, theirs) if each is not None)
+        lines.append(Line(case.name, text, marks))
+        link = element("a", case.name, href=f"#case{number}")
+        cells.append(
+            [
+                link,
+                NO_FIGURE if ours is None else _chosen_name(case, ours),
+                NO_FIGURE if other is None else other.name,
+                _seconds(eager),
+                _seconds(other),
+                _seconds(ours),
+                NO_FIGURE if gain is None else ratio(gain),
+                NO_FIGURE if (g := case.gain(ours, other)) is None else ratio(g),
+            ]
+        )
+    plot = rows(
+        "overview",
+        f"Bars: times as fast as eager, graphwright's best and the best other way, of {kind}",
+        [Group("", [line for line in lines if line.marks])],
+        "times as fast as eager",
+        lambda value: f"{value:.3g}×",
+        reference=(1.0, EAGER),
+    )
+    colors = legend([(CHOSEN, "graphwright"), ("s1", "best other way")])
+    headings = ["model", "graphwright's best", "best other way", "eager", "other", "graphwright",
+                "vs eager", "vs other"]  # fmt: skip
+    found = plots([figure("Times as fast as eager", plot, "The dashed line is eager.", colors)])
+    return join([found, table(headings, cells, texts=3)])
+
+
+def _seconds(way: Way | None) -> str:
+    if way is None or way.samples is None:
+        return NO_FIGURE
+    samples = way.samples
+    return f"{duration(samples.median)} ± {samples.spread / samples.median:.0%}"
+
+
+def _color(case: Case, way: Way) -> str:
+    if way is case.best(ours=True):
+        return CHOSEN
+    return PLAIN if way.name in (EAGER, *_BOUNDS) else "s2" if way.ours else "s1"
+
+
+def _of_case(case: Case, name: str) -> Html:
+    found = [_times(case, name)]
+    if made := _against_memory(case, name):
+        found.append(made)
+    if made := _losses(case, name):
+        found.append(made)
+    if made := _differences(case, name):
+        found.append(made)
+    parts = [_lead(case), plots(found), _table(case)]
+    noted: dict[str, list[str]] = {}
+    for way in case.ways:
+        for text in way.notes:
+            noted.setdefault(text, []).append(_short(way.name))
+    parts.append(paragraphs(f"{', '.join(names)}: {text}" for text, names in noted.items()))
+    if case.report is not None:
+        parts.append(element("h3", "The report of tune"))
+        parts.append(element("p", case.report.reason))
+        parts.append(plots(drawn(case.report, name)))
+        parts += [
+            section.body
+            for section in sections_of_report(case.report, f"{name}-tables")[1:-1]
+        ]  # fmt: skip
+    return join(parts)
+
+
+def _lead(case: Case) -> Html:
+    return element("p", case.inputs, class_="note") if case.inputs else Html("")
+
+
+def _times(case: Case, name: str) -> Html:
+    lines = []
+    timed = [way for way in case.ways if way.samples is not None]
+    for way in sorted(timed, key=lambda way: way.seconds or 0.0):
+        assert way.samples is not None
+        middle, spread = way.samples.median, way.samples.spread
+        tone = _color(case, way)
+        mark = Mark(middle, middle - spread, middle + spread, tone)
+        gain = case.gain(way)
+        beside = "" if gain is None or way.name == EAGER else f", {ratio(gain)}"
+        lines.append(Line(way.name, duration(middle) + beside, [mark], tone == CHOSEN))
+    eager = case.way(EAGER)
+    plot = rows(
+        f"{name}-ways",
+        f"Bars: the time of a call or step of {case.name} in each way",
+        [Group("", lines)],
+        "time",
+        duration,
+        reference=None if eager is None or eager.seconds is None else (eager.seconds, EAGER),
+    )
+    colors = [(CHOSEN, "graphwright's best"), ("s2", "graphwright"), (PLAIN, "eager"),
+              ("s1", "other ways")]  # fmt: skip
+    met = {_color(case, way) for way in timed}
+    return figure("Time", plot, "Median over the rounds; whiskers: half of the interquartile range "
+                  "either way.", legend(each for each in colors if each[0] in met))  # fmt: skip
+
+
+def _against_memory(case: Case, name: str) -> Html | None:
+    points = [
+        Point(_short(way.name), way.seconds, float(way.peak_bytes), _color(case, way))
+        for way in case.ways
+        if way.seconds is not None and way.peak_bytes is not None
+    ]
+    if len(points) < 2 or not any(held.peak_bytes for held in case.ways):
+        return None
+    plot = tradeoff(
+        f"{name}-held",
+        f"Points: peak memory over the time of {case.name} in each way",
+        points,
+        "time",
+        "peak memory",
+        duration,
+        lambda value: memory(int(value)),
+        binary=True,
+    )
+    return figure("Time against memory", plot, "Lower left is better; the dashed line joins those "
+                  "that no other beats in both.")  # fmt: skip
+
+
+def _losses(case: Case, name: str) -> Html | None:
+    found = [
+        Curve(_short(way.name), range(1, len(way.losses) + 1), way.losses, series(number))
+        for number, way in enumerate(way for way in case.ways if len(way.losses) > 1)
+    ]
+    if not found:
+        return None
+    plot = curves(
+        f"{name}-loss",
+        f"Curves: the loss of {case.name} over its first steps, in each way",
+        found,
+        "step",
+        "loss",
+        lambda value: f"{value:.0f}",
+        lambda value: f"{value:.3g}",
+        floating=True,
+    )
+    colors = legend((curve.color, curve.name) for curve in found)
+    caption = "Curves that lie on each other are the same training."
+    return figure("Loss of the first steps", plot, caption, colors)
+
+
+def _differences(case: Case, name: str) -> Html | None:
+    known = [way for way in case.ways if way.off is not None and way.name != EAGER]
+    if not known or not any(way.off for way in known):
+        return None
+    lines = [
+        Line(
+            way.name,
+            f"{way.off:.1e}" if way.off else "equal",
+            [Mark(way.off or float("nan"), color=_color(case, way))],
+        )
+        for way in known
+    ]
+    plot = rows(
+        f"{name}-off",
+        f"Dots: how far the results of {case.name} are from eager's, in each way",
+        [Group("", lines)],
+        "difference from eager",
+        lambda value: f"{value:.0e}",
+        dots=True,
+        logarithmic=True,
+    )
+    return figure("Difference from eager", plot)
+
+
+def _table(case: Case) -> Html:
+    best = case.best(ours=True)
+    chosen = next((i for i, way in enumerate(case.ways) if way is best), None)
+    found = [
+        ("way", [way.name for way in case.ways]),
+        ("status", [way.status for way in case.ways]),
+        ("time", [_seconds(way) for way in case.ways]),
+        ("vs eager", [_of(case.gain(way), ratio) for way in case.ways]),
+        ("set-up", [_of(way.setup_s, duration) for way in case.ways]),
+        ("peak memory", [memory(way.peak_bytes) for way in case.ways]),
+        ("off eager's", [_of(way.off, lambda value: f"{value:.1e}") for way in case.ways]),
+    ]
+    kept = [(name, cells) for name, cells in found if any(cell != NO_FIGURE for cell in cells)]
+    lines = [list(cells) for cells in zip(*(cells for _, cells in kept), strict=True)]
+    return table([name for name, _ in kept], lines, emphasized=chosen, texts=2)
+
+
+def _of(value: float | None, form: Any) -> str:
+    return NO_FIGURE if value is None else str(form(value))
+
+
+def _targets(targets: Sequence[Mapping[str, Any]]) -> Html:
+    cells = []
+    for each in targets:
+        met = each.get("met")
+        word, tone = ("not measured", "dim") if met is None else (
+            ("met", "good") if met else ("missed", "bad")
+        )  # fmt: skip
+        unit = str(each.get("unit", ""))
+        figures = [_target_figure(each.get(key), unit) for key in ("value", "limit")]
+        state = element("span", word, class_=tone)
+        cells.append([str(each.get("model", "")), str(each.get("target", "")), state, *figures])
+    return table(["model", "target", "result", "figure", "limit"], cells, texts=3)
+
+
+def _target_figure(value: Any, unit: str) -> str:
+    if not isinstance(value, int | float):
+        return NO_FIGURE
+    if unit == "s":
+        return duration(value)
+    if unit == "B":
+        return memory(int(value))
+    return re.sub(r"\.?0+$", "", f"{value:,.3f}")

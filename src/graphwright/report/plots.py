@@ -1,0 +1,625 @@
+"""Plots as SVG, drawn by matplotlib and coloured by style sheets, so that dark mode is theirs too.
+
+Figures are made by matplotlib's object interface: no backend is chosen and no figure is kept. Its
+settings are a global of its own; while a plot is drawn they are its defaults, one thread at a time,
+and then the caller's again.
+
+Lengths are in units of the picture, of which a phone shows one a pixel.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import math
+import re
+import threading
+import warnings
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GraphwrightError
+from .markup import Html
+from .page import CHOSEN, PLAIN, SERIES
+
+if TYPE_CHECKING:
+    from matplotlib.artist import Artist
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+# A plot's width: what a phone has room for, and a picture of its own.
+WIDTH, WIDE = 380, 720
+# Of text; of names that are cut short.
+SIZE, LONGEST = 11.0, 46
+# Colours that stand for those of style sheets while matplotlib draws, and what these are where a
+# picture stands alone: on paper, and in the dark.
+_COLORS = {
+    "ink": ("#010101", "#1b2026", "#e7ebf0"),
+    "muted": ("#010102", "#5a6470", "#a3adb9"),
+    "line": ("#010103", "#dce1e7", "#303843"),
+    "paper": ("#010104", "#ffffff", "#171b21"),
+    PLAIN: ("#010105", "#9aa5b1", "#6f7b88"),
+    CHOSEN: ("#010106", "#0a7a4d", "#4cd195"),
+    "s1": ("#010111", "#2f6fd0", "#74a9ff"),
+    "s2": ("#010112", "#c2570c", "#ff9d5c"),
+    "s3": ("#010113", "#0a7a4d", "#4cd195"),
+    "s4": ("#010114", "#8a4fbf", "#c79bf2"),
+    "s5": ("#010115", "#7a6a00", "#d6c34a"),
+    "s6": ("#010116", "#b3306b", "#f58ab8"),
+    "s7": ("#010117", "#3b7f8c", "#7cc4d1"),
+}
+INK, MUTED, LINE, PAPER = (_COLORS[name][0] for name in ("ink", "muted", "line", "paper"))
+_NAME_OF = {sentinel: name for name, (sentinel, _, _) in _COLORS.items()}
+_SENTINEL = re.compile("|".join(_NAME_OF))
+# What keeps text legible over lines, as style.
+HALO = "paint-order: stroke; stroke: var(--paper); stroke-width: 3px; stroke-linejoin: round"
+# What an artist's group id begins with if the rest is a hint for whoever points at it.
+_HINT = "hint:"
+_NUMBERS = re.compile(r"-?\d+\.\d{3,}")
+# What matplotlib writes of each text and need not: the page has a font of its own.
+_FONT = re.compile(r"font-family: [^;]*;? ?")
+_DRAWING = threading.Lock()
+# Settings that choose how matplotlib shows figures; they are left alone.
+_OF_BACKENDS = ("backend", "interactive", "toolbar", "webagg", "tk.", "macosx", "figure.max_open")
+
+
+def need_matplotlib() -> None:
+    """Raise unless plots can be drawn.
+
+    Raises:
+        GraphwrightError: matplotlib is not installed.
+    """
+    if importlib.util.find_spec("matplotlib") is None:
+        raise GraphwrightError(
+            "Plots are drawn by matplotlib, which is not installed.",
+            remedy='pip install "graphwright[report]"',
+        )
+
+
+def color(name: str) -> str:
+    """A colour for matplotlib that becomes the style sheet's."""
+    return _COLORS[name][0]
+
+
+def series(number: int) -> str:
+    """The name of the colour of a plot's series, by its number."""
+    return SERIES[number % len(SERIES)]
+
+
+def hint(artist: Artist, text: str) -> None:
+    """Show a text to whoever points at something drawn."""
+    artist.set_gid(_HINT + text)
+
+
+def short(text: str, longest: int = LONGEST) -> str:
+    """A name that fits: what is cut is its middle."""
+    if len(text) <= longest:
+        return text
+    half = (longest - 1) // 2
+    return f"{text[:half]}…{text[-half:]}"
+
+
+def draw(
+    name: str,
+    label: str,
+    height: float,
+    paint: Callable[[Figure], None],
+    *,
+    width: float = WIDTH,
+    alone: bool = False,
+) -> Html:
+    """A plot as SVG; the same one is the same text.
+
+    Args:
+        name: unlike that of any other plot in the page.
+        label: what it shows, for those who cannot see it.
+        height: in units.
+        paint: draws into an empty figure.
+        width: in units.
+        alone: whether it is a picture of its own, which brings its colours.
+
+    Raises:
+        GraphwrightError: matplotlib is not installed.
+    """
+    need_matplotlib()
+    with _settings(name):
+        from matplotlib.figure import Figure
+
+        figure = Figure((width / 72, height / 72), dpi=72, layout="constrained")
+        figure.patch.set_visible(False)
+        paint(figure)
+        text = io.StringIO()
+        unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
+        figure.savefig(text, format="svg", metadata=unsaid)
+    return _clean(text.getvalue(), name, label, width, height, alone=alone)
+
+
+@contextlib.contextmanager
+def _settings(salt: str) -> Iterator[None]:
+    """Matplotlib's default settings, with ours, for a while."""
+    import matplotlib
+
+    with warnings.catch_warnings():
+        # The browser has glyphs that matplotlib has not: it only measures here.
+        warnings.filterwarnings("ignore", message="Glyph .* missing")
+        with _DRAWING, matplotlib.rc_context():
+            defaults = {
+                key: value
+                for key, value in matplotlib.rcParamsDefault.items()
+                if not key.startswith(_OF_BACKENDS)
+            }
+            dict.update(matplotlib.rcParams, defaults)
+            matplotlib.rcParams.update(
+                {
+                    "svg.fonttype": "none",
+                    "svg.hashsalt": salt,
+                    "font.size": SIZE,
+                    "text.parse_math": False,
+                    "text.color": INK,
+                    "axes.edgecolor": LINE,
+                    "axes.labelcolor": MUTED,
+                    "axes.labelsize": SIZE,
+                    "axes.facecolor": "none",
+                    "axes.spines.top": False,
+                    "axes.spines.right": False,
+                    "axes.axisbelow": True,
+                    "grid.color": LINE,
+                    "grid.linewidth": 0.8,
+                    "xtick.color": LINE,
+                    "xtick.labelcolor": MUTED,
+                    "ytick.color": LINE,
+                    "ytick.labelcolor": MUTED,
+                    "xtick.minor.visible": False,
+                    "ytick.minor.visible": False,
+                }
+            )
+            yield
+
+
+def _clean(text: str, name: str, label: str, width: float, height: float, *, alone: bool) -> Html:
+    """The picture with colours of a style sheet, and with ids that no other picture has."""
+    root = ET.fromstring(text)
+    used = set(re.findall(r"#([\w-]+)", " ".join(_references(root))))
+    prefix = re.sub(r"\W", "-", name)
+    for node in root.iter():
+        node.tag = node.tag.rpartition("}")[2]
+        node.tail = None
+        if node.tag != "text":
+            node.text = None
+        attributes = {key.rpartition("}")[2]: value for key, value in node.attrib.items()}
+        own = attributes.pop("id", "")
+        if own.startswith(_HINT):
+            title = ET.Element("title")
+            title.text = own.removeprefix(_HINT)
+            node.insert(0, title)
+        elif own in used:
+            attributes["id"] = f"{prefix}-{own}"
+        for key in ("d", "x", "y", "transform", "width", "height"):
+            if key in attributes:
+                attributes[key] = _NUMBERS.sub(lambda m: f"{float(m[0]):.2f}", attributes[key])
+        if attributes.get("transform", "").startswith("rotate(-0 "):
+            del attributes["transform"]
+        if "d" in attributes:
+            attributes["d"] = " ".join(attributes["d"].split())
+        if "style" in attributes:
+            attributes["style"] = _FONT.sub("", attributes["style"])
+        for key in ("style", "fill", "stroke"):
+            if key in attributes:
+                attributes[key] = _SENTINEL.sub(
+                    lambda m: f"var(--{_NAME_OF[m[0]]})", attributes[key]
+                )
+        for key in ("href", "clip-path"):
+            if key in attributes:
+                attributes[key] = attributes[key].replace("#", f"#{prefix}-")
+        node.attrib.clear()
+        node.attrib.update(attributes)
+    root.attrib.clear()
+    for node in root.findall("defs"):  # A style sheet, which would be the whole page's.
+        root.remove(node)
+    root.set("viewBox", f"0 0 {width:g} {height:g}")
+    root.set("role", "img")
+    root.set("aria-label", label)
+    if alone:
+        root.set("xmlns", "http://www.w3.org/2000/svg")
+        root.set("width", f"{width:g}")
+        root.set("height", f"{height:g}")
+        for node in _ground(label, width, height):
+            root.insert(0, node)
+    return Html(ET.tostring(root, encoding="unicode"))
+
+
+def _references(root: ET.Element) -> Iterator[str]:
+    for node in root.iter():
+        for key, value in node.attrib.items():
+            if key.endswith(("href", "clip-path")):
+                yield value
+
+
+def _ground(label: str, width: float, height: float) -> Iterator[ET.Element]:
+    """What a picture of its own has beneath it, the last first."""
+    rect = ET.Element("rect", width=f"{width:g}", height=f"{height:g}", fill="var(--paper)")
+    yield rect
+    light, dark = (
+        " ".join(f"--{name}: {colors[which]};" for name, colors in _COLORS.items())
+        for which in (1, 2)
+    )
+    style = ET.Element("style")
+    style.text = (
+        f":root {{ {light} }} @media screen and (prefers-color-scheme: dark) "
+        f"{{ :root {{ {dark} }} }} text {{ font-family: sans-serif !important; "
+        f"{HALO} }}"
+    )
+    yield style
+    title = ET.Element("title")
+    title.text = label
+    yield title
+
+
+# ------------------------------------------------------------ rows of bars
+
+
+@dataclass(frozen=True)
+class Mark:
+    """A bar or a dot: its figure, where its whisker begins and ends, its colour, and a hint.
+
+    `start` is where a bar begins; None at the axis.
+    """
+
+    value: float
+    low: float | None = None
+    high: float | None = None
+    color: str = PLAIN
+    hint: str = ""
+    start: float | None = None
+
+
+@dataclass(frozen=True)
+class Line:
+    """A row: its name, a text at the right, and its marks one below the other."""
+
+    name: str
+    text: str
+    marks: Sequence[Mark]
+    strong: bool = False
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows under a heading; the heading may be empty."""
+
+    heading: str
+    lines: Sequence[Line]
+
+
+_TEXT_HEIGHT, _MARK_HEIGHT, _GAP, _HEADING, _FOOT = 17.0, 11.0, 8.0, 24.0, 46.0
+
+
+def rows(
+    name: str,
+    label: str,
+    groups: Sequence[Group],
+    axis: str,
+    form: Callable[[float], str],
+    *,
+    dots: bool = False,
+    logarithmic: bool = False,
+    reference: tuple[float, str] | None = None,
+) -> Html:
+    """Rows of horizontal bars, or of dots, with whiskers; each below its own name.
+
+    Args:
+        name: of the plot.
+        label: what it shows.
+        groups: of rows, from top to bottom.
+        axis: what is measured.
+        form: a figure of the axis as text.
+        dots: draw dots in place of bars.
+        logarithmic: whether the axis is.
+        reference: a figure to mark by a line, and what it is.
+    """
+    height = _FOOT
+    for group in groups:
+        height += _HEADING * bool(group.heading)
+        height += sum(_TEXT_HEIGHT + _MARK_HEIGHT * len(r.marks) + _GAP for r in group.lines)
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        _span(axes, groups, reference, logarithmic=logarithmic)
+        at = 0.0
+        for group in groups:
+            if group.heading:
+                axes.text(0, at + 15, group.heading, color=MUTED, style="italic",
+                          transform=axes.get_yaxis_transform())  # fmt: skip
+                at += _HEADING
+            for line in group.lines:
+                _row(axes, line, at, dots=dots)
+                at += _TEXT_HEIGHT + _MARK_HEIGHT * len(line.marks) + _GAP
+        axes.set_ylim(at, 0)
+        axes.set_yticks([])
+        axes.spines["left"].set_visible(False)
+        axes.grid(axis="x")
+        _ticks(axes, form, logarithmic=logarithmic)
+        axes.set_xlabel(axis)
+        if reference is not None:
+            axes.axvline(reference[0], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
+
+    return draw(name, label, height, paint)
+
+
+def _span(
+    axes: Axes,
+    groups: Sequence[Group],
+    reference: tuple[float, str] | None,
+    *,
+    logarithmic: bool,
+) -> None:
+    """Choose what the axis shows: all marks, and nothing but them."""
+    marks = [mark for group in groups for line in group.lines for mark in line.marks]
+    ends = [v for m in marks for v in (m.value, m.low, m.high, m.start) if v is not None]
+    ends += [] if reference is None else [reference[0]]
+    ends = [value for value in ends if math.isfinite(value)]
+    if logarithmic:
+        axes.set_xscale("log")
+        positive = [value for value in ends if value > 0] or [1.0]
+        axes.set_xlim(min(positive) / 1.8, max(positive) * 1.8)
+    else:
+        axes.set_xlim(0, max([*ends, 0.0]) * 1.03 or 1.0)
+
+
+def _row(axes: Axes, line: Line, at: float, *, dots: bool) -> None:
+    across = axes.get_yaxis_transform()
+    weight = "bold" if line.strong else "normal"
+    ink = color(CHOSEN) if line.strong else INK
+    room = LONGEST - len(line.text)
+    found = axes.text(0, at + 13, short(line.name, max(room, 12)), color=ink, weight=weight,
+                      transform=across)  # fmt: skip
+    if found.get_text() != line.name:
+        hint(found, line.name)
+    axes.text(1, at + 13, line.text, color=ink, weight=weight, ha="right", transform=across)
+    for number, mark in enumerate(line.marks):
+        middle = at + _TEXT_HEIGHT + _MARK_HEIGHT * (number + 0.5)
+        if not math.isfinite(mark.value):
+            continue
+        if dots:
+            (drawn,) = axes.plot([mark.value], [middle], "o", color=color(mark.color), markersize=8)
+            axes.axhline(middle, color=LINE, linewidth=0.8, zorder=0)
+        else:
+            start = 0.0 if mark.start is None else mark.start
+            bars = axes.barh(middle, mark.value - start, _MARK_HEIGHT - 2, left=start,
+                             color=color(mark.color), linewidth=0)  # fmt: skip
+            drawn = bars[0]
+        if mark.hint:
+            hint(drawn, mark.hint)
+        if mark.low is not None and mark.high is not None:
+            axes.plot([mark.low, mark.high], [middle, middle], color=INK, linewidth=1.4,
+                      marker="|", markersize=6, markeredgewidth=1.4)  # fmt: skip
+
+
+def _ticks(
+    axes: Axes,
+    form: Callable[[float], str],
+    *,
+    logarithmic: bool = False,
+    which: str = "x",
+    binary: bool = False,
+) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(FuncFormatter(lambda value, _: form(value) if value else "0"))
+    if logarithmic and binary:
+        axis.set_major_locator(LogLocator(base=2, numticks=6))
+        axis.set_minor_locator(NullLocator())
+    elif logarithmic:
+        low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
+        decades = math.log10(high / low)
+        steps = (1.0, 2.0, 5.0) if decades < 1.3 else (1.0, 3.0) if decades < 2 else (1.0,)
+        axis.set_major_locator(LogLocator(subs=steps, numticks=5 if len(steps) == 1 else 20))
+        axis.set_minor_locator(NullLocator())
+    else:
+        axis.set_major_locator(MaxNLocator(4 if which == "x" else 5))
+
+
+# ------------------------------------------------------------ points with names
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point with its name; `strong` ones are labelled first."""
+
+    name: str
+    x: float
+    y: float
+    color: str = "s1"
+    strong: bool = False
+    hollow: bool = False
+
+
+def tradeoff(
+    name: str,
+    label: str,
+    points: Sequence[Point],
+    x_axis: str,
+    y_axis: str,
+    x_form: Callable[[float], str],
+    y_form: Callable[[float], str],
+    *,
+    binary: bool = False,
+) -> Html:
+    """Points of which less is better both ways, with the line of those that none beats in both.
+
+    Args:
+        name: of the plot.
+        label: what it shows.
+        points: with their names.
+        x_axis: what is measured across.
+        y_axis: what is measured upwards.
+        x_form: a figure as text.
+        y_form: likewise.
+        binary: whether the vertical figures are bytes, whose round numbers are powers of two.
+    """
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        _scale(axes, "x", [p.x for p in points])
+        _scale(axes, "y", [p.y for p in points])
+        axes.grid(visible=True)
+        front = _front(points)
+        if len(front) > 1:
+            axes.step([p.x for p in front], [p.y for p in front], where="post", color=MUTED,
+                      linewidth=1, linestyle=(0, (4, 3)), zorder=1)  # fmt: skip
+        for point in points:
+            ink = color(point.color)
+            (drawn,) = axes.plot([point.x], [point.y], "o", color=ink, markersize=8,
+                                 markeredgewidth=1.5,
+                                 markerfacecolor=PAPER if point.hollow else ink)  # fmt: skip
+            hint(drawn, f"{point.name}: {x_form(point.x)}, {y_form(point.y)}")
+        _ticks(axes, x_form, logarithmic=axes.get_xscale() == "log")
+        _ticks(axes, y_form, logarithmic=axes.get_yscale() == "log", which="y", binary=binary)
+        axes.set_xlabel(x_axis)
+        axes.set_ylabel(y_axis)
+        ordered = sorted(points, key=lambda p: (not p.strong, p not in front))
+        _labels(figure, axes, [(p.name, p.x, p.y, p.color) for p in ordered])
+
+    return draw(name, label, 290, paint)
+
+
+def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
+    """A scale on which all figures can be told apart, with room for names."""
+    low, high = min(values), max(values)
+    limits = axes.set_xlim if which == "x" else axes.set_ylim
+    if low > 0 and high / low > 8:
+        (axes.set_xscale if which == "x" else axes.set_yscale)("log")
+        room = (high / low) ** 0.12 * 1.25
+        limits(low / room, high * room)
+    else:
+        room = (high - low or abs(high) or 1.0) * 0.16
+        limits(max(0.0, low - room) if low >= 0 else low - room, high + room)
+
+
+def _front(points: Sequence[Point]) -> list[Point]:
+    """Those that no other point beats in one and equals in the other, by x."""
+    found: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.x, p.y)):
+        if not found or point.y < found[-1].y:
+            found.append(point)
+    return found
+
+
+# Where a name may stand: how far from its point, and which of its corners is there.
+_PLACES = (
+    *((8, 0, "left", "center"), (-8, 0, "right", "center")),
+    *((0, 8, "center", "bottom"), (0, -8, "center", "top")),
+    *((6, 8, "left", "bottom"), (6, -8, "left", "top")),
+    *((-6, 8, "right", "bottom"), (-6, -8, "right", "top")),
+    *((8, 18, "left", "bottom"), (8, -18, "left", "top")),
+    *((-8, 18, "right", "bottom"), (-8, -18, "right", "top")),
+    *((8, 32, "left", "bottom"), (8, -32, "left", "top")),
+    *((-8, 32, "right", "bottom"), (-8, -32, "right", "top")),
+)
+
+
+def _labels(figure: Figure, axes: Axes, items: Sequence[tuple[str, float, float, str]]) -> None:
+    """Names beside their points, none over another or a point; those without room are left out."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.transforms import Bbox
+
+    measuring: Any = FigureCanvasAgg(figure)  # Its methods have no annotations.
+    renderer = measuring.get_renderer()
+    figure.draw_without_rendering()
+    inside = axes.get_window_extent(renderer).padded(2)
+    taken: list[Bbox] = []
+    for _, x, y, _ in items:
+        across, up = axes.transData.transform((x, y))
+        taken.append(Bbox.from_bounds(across - 5, up - 5, 10, 10))
+    for name, x, y, tone in items:
+        chosen = tone == CHOSEN
+        for right, up, horizontal, vertical in _PLACES:
+            far = abs(up) > 10
+            text = axes.annotate(
+                short(name, 30),
+                (x, y),
+                (right, up),
+                textcoords="offset points",
+                ha=horizontal,
+                va=vertical,
+                fontsize=SIZE - 1,
+                color=color(CHOSEN) if chosen else INK,
+                weight="bold" if chosen else "normal",
+                arrowprops={"arrowstyle": "-", "color": LINE, "shrinkB": 4} if far else None,
+            )
+            text.set_in_layout(False)
+            box = text.get_window_extent(renderer)
+            fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 + 4
+            fits = fits and inside.y0 <= box.y0 and box.y1 <= inside.y1
+            if fits and not any(box.overlaps(other) for other in taken):
+                taken.append(box)
+                break
+            text.remove()
+
+
+# ------------------------------------------------------------ curves
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line through points, or steps from one to the next."""
+
+    name: str
+    xs: Sequence[float]
+    ys: Sequence[float]
+    color: str
+
+
+def curves(
+    name: str,
+    label: str,
+    found: Sequence[Curve],
+    x_axis: str,
+    y_axis: str,
+    x_form: Callable[[float], str],
+    y_form: Callable[[float], str],
+    *,
+    steps: bool = False,
+    names: Sequence[tuple[str, float, float]] = (),
+    floating: bool = False,
+) -> Html:
+    """Curves over a common axis, with names at some places.
+
+    Args:
+        name: of the plot.
+        label: what it shows.
+        found: the curves.
+        x_axis: what is measured across.
+        y_axis: what is measured upwards.
+        x_form: a figure as text.
+        y_form: likewise.
+        steps: whether a curve stays where it is until its next point.
+        names: texts beside some points.
+        floating: whether the vertical axis need not begin at zero.
+    """
+
+    def paint(figure: Figure) -> None:
+        axes = figure.add_subplot()
+        axes.grid(visible=True)
+        for curve in found:
+            (drawn,) = axes.plot(curve.xs, curve.ys, color=color(curve.color), linewidth=2,
+                                 drawstyle="steps-post" if steps else "default")  # fmt: skip
+            hint(drawn, curve.name)
+        for what, x, y in names:
+            (drawn,) = axes.plot([x], [y], "o", color=color(found[0].color), markersize=7)
+            hint(drawn, f"{what}: {y_form(y)} after {x_form(x)}")
+        if not floating:
+            high = max(max(curve.ys) for curve in found)
+            axes.set_ylim(0, high * 1.15 or 1.0)
+        axes.set_xlim(left=0)
+        _ticks(axes, x_form)
+        _ticks(axes, y_form, which="y")
+        axes.set_xlabel(x_axis)
+        axes.set_ylabel(y_axis)
+        _labels(figure, axes, [(what, x, y, PLAIN) for what, x, y in names])
+
+    return draw(name, label, 260, paint)
