@@ -42,9 +42,10 @@ from ..graphs.conditions import captured_by_others, capturing_now
 from ..graphs.taken_apart import ApartCall, key_with_objects, kind_of, with_objects
 from ..graphs.turns import turns_of
 from ..ops import compiled_checks
+from ..report.html import short_table
 from ..report.report import Report
 from ..report.result import EAGER
-from ..report.table import ratio
+from ..report.table import duration, ratio
 from ..strategies.base import Built, Candidate
 
 if TYPE_CHECKING:
@@ -493,6 +494,20 @@ class TunedModule(ModuleProxy):
         if speed is not None:
             found.append(f"{ratio(speed[0])} eager")
         return f"{type(self).__name__}({', '.join(found)}, {count:,} call{'s' * (count != 1)})"
+
+    def _repr_html_(self) -> str:
+        report, row = self._choice.report, self._choice.report.chosen_row
+        pairs = [("strategy", report.chosen or EAGER)]
+        if row is not None and row.measurement is not None:
+            seconds = row.measurement.typical(report.figure).median
+            pairs.append(("time of a call", duration(seconds)))
+        speed = None if row is None or row.strategy == EAGER else report.speedup(row)
+        if speed is not None:
+            pairs.append(("as fast as eager", f"{ratio(speed[0])} ({ratio(speed[1])} to "
+                          f"{ratio(speed[2])})"))  # fmt: skip
+        pairs.append(("tuned for", "; ".join(report.inputs)))
+        pairs += [(f"calls: {way}", f"{count:,}") for way, count in self.calls.most_common()]
+        return short_table(f"{type(self).__name__} of {report.model}", pairs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TunedModule:
         # What was built holds for the original's weights: a copy is not tuned, and says so.

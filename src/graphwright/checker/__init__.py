@@ -8,3 +8,4 @@ from .checker import check as check
 from .finding import Finding as Finding
 from .finding import Place as Place
 from .finding import Severity as Severity
+from .report import CheckReport as CheckReport

@@ -21,6 +21,7 @@ from ..calls.modules import FunctionModule
 from ..calls.objects import apart
 from ..calls.options import args_problem, callable_problem, count_problem, kwargs_problem, refuse
 from ..calls.signature import argument_names, flatten, refuse_weights, unflatten
+from ..dispatch.graphed_callable import name_of
 from ..errors import (
     CaptureError,
     GraphwrightError,
@@ -47,6 +48,7 @@ from .functions import FunctionObserver
 from .obstacles import Findings
 from .operations import OperationObserver
 from .placement import Origin, Side, Sides
+from .report import CheckReport
 from .side_effects import clear_grown_caches, hooks_of, sizes_of_caches, watch_cuda, watch_python
 
 # A call with at most this many kernels is too small for a graph.
@@ -76,7 +78,7 @@ def check(
     kwargs: Mapping[str, Any] | None = None,
     *,
     runs: int = 2,
-) -> list[Finding]:
+) -> CheckReport:
     """Find what keeps a call from being captured as a graph, or would make its replays wrong.
 
     The call runs `runs` times under `torch.no_grad()`, while
@@ -92,7 +94,8 @@ def check(
             graph could repeat.
 
     Returns:
-        The obstacles in the order in which they are met, each once; empty if there are none.
+        The obstacles in the order in which they are met, each once: a list, which is empty if there
+        are none. A notebook shows it as a table, and its `save` writes a page.
 
     Raises:
         OptionError: an option makes no sense.
@@ -107,7 +110,7 @@ def check(
     )
     named = dict(kwargs or {})
     module = fn if isinstance(fn, nn.Module) else FunctionModule(fn)
-    return _Checker(fn, module, tuple(args), named).run(runs)
+    return CheckReport(name_of(fn), _Checker(fn, module, tuple(args), named).run(runs))
 
 
 class _Checker:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Sequence
 
 from rich.console import Console, Group, RenderableType
@@ -11,6 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from .finding import SCHEMA, SCHEMA_VERSION, Finding, Severity
+from .meanings import MEANINGS, summary
 
 _STYLES = {
     Severity.BLOCKS: "bold red",
@@ -18,13 +18,6 @@ _STYLES = {
     Severity.HOISTED: "bold blue",
     Severity.FROZEN: "bold magenta",
     Severity.SLOW: "bold cyan",
-}
-_MEANINGS = {
-    Severity.BLOCKS: "cannot be captured",
-    Severity.BREAKS: "ends the graph: the host has to see a value, and graph() goes on in another",
-    Severity.HOISTED: "stops a plain capture; graph() prepares it beforehand",
-    Severity.FROZEN: "captured; replays silently repeat what was so then",
-    Severity.SLOW: "captured; costs time",
 }
 
 
@@ -42,22 +35,6 @@ def to_json(name: str, findings: Sequence[Finding]) -> str:
 def to_lines(findings: Sequence[Finding]) -> str:
     """One line a finding: file:line:column: severity: message."""
     return "".join(f"{finding}\n" for finding in findings)
-
-
-def summary(name: str, findings: Sequence[Finding]) -> str:
-    """How many findings there are of each severity, and what a capture and graph() would do."""
-    if not findings:
-        return f"{name}: nothing found that keeps it from being captured."
-    counts = Counter(finding.severity for finding in findings)
-    listed = ", ".join(
-        f"{counts[severity]} {severity}" for severity in Severity if counts[severity]
-    )
-    stops = any(finding.severity.stops for finding in findings)
-    outcome = "A plain capture fails" if stops else "A plain capture works"
-    if stops and not counts[Severity.BLOCKS]:
-        divided = counts[Severity.BREAKS]
-        outcome += "; graph() divides the call" if divided else "; graph() keeps what is constant"
-    return f"{name}: {listed}. {outcome}."
 
 
 def render(name: str, findings: Sequence[Finding]) -> RenderableType:
@@ -83,7 +60,7 @@ def render(name: str, findings: Sequence[Finding]) -> RenderableType:
             body.append(Text(finding.replacement, "green"))
         parts += [head, Padding(Group(*body), (0, 0, 1, 4))]
     met = {finding.severity for finding in findings}
-    parts += [Text(f"{s}: {_MEANINGS[s]}", "dim") for s in Severity if s in met]
+    parts += [Text(f"{s}: {MEANINGS[s]}", "dim") for s in Severity if s in met]
     parts.append(Text(summary(name, findings), "bold"))
     return Group(*parts)
 

@@ -450,8 +450,14 @@ def serve(
     help="How many calls to observe: what differs between them cannot be captured.",
 )
 @click.option("--json", "json_file", type=_FILE, help="Save the findings.")
+@click.option("--html", "html_file", type=_FILE, help="Save them as a page, for a browser.")
 def check(
-    target: str, inputs: Sequence[str], device: str | None, runs: int, json_file: str | None
+    target: str,
+    inputs: Sequence[str],
+    device: str | None,
+    runs: int,
+    json_file: str | None,
+    html_file: str | None,
 ) -> None:
     """Find what keeps TARGET from being captured as a CUDA graph: where, why, and the mend.
 
@@ -460,15 +466,19 @@ def check(
     """
     from ..checker.checker import check as checked
     from ..checker.finding import Severity
+    from ..checker.page import to_page
     from ..checker.rendering import show, to_json
     from .targets import load_target
 
-    files = {"json": json_file}
+    files = {"json": json_file, "html": html_file}
     check_files(files)
     loaded = load_target(target, inputs, _device(device))
     check_sources(files, loaded.file)
     found = checked(loaded.model, loaded.args, loaded.kwargs, runs=runs)
-    writers = {"json": lambda name: write_text(name, to_json(loaded.name, found))}
+    writers = {
+        "json": lambda name: write_text(name, to_json(loaded.name, found)),
+        "html": lambda name: write_text(name, to_page(loaded.name, found)),
+    }
     deliver(files, writers, lambda: show(loaded.name, found))
     if any(finding.severity in (Severity.BLOCKS, Severity.BREAKS) for finding in found):
         raise SystemExit(EXIT_FOUND)
@@ -521,6 +531,9 @@ def inspect(
 @_DEVICE
 @click.option("--training", is_flag=True, help="Profile a forward and a backward pass.")
 @click.option("--json", "json_file", type=_FILE, help="Save all figures.")
+@click.option(
+    "--html", "html_file", type=_FILE, help="Save the profile as a page with plots, for a browser."
+)
 @click.option("--trace", "trace_file", type=_FILE, help="Save a trace for ui.perfetto.dev.")
 @click.option("--roofline", "roofline_file", type=_FILE, help="Save a roofline plot as SVG.")
 @click.option("--timeline", "timeline_file", type=_FILE, help="Save a timeline as SVG.")
@@ -530,6 +543,7 @@ def profile(
     device: str | None,
     training: bool,
     json_file: str | None,
+    html_file: str | None,
     trace_file: str | None,
     roofline_file: str | None,
     timeline_file: str | None,
@@ -543,18 +557,21 @@ def profile(
 
     files = {
         "json": json_file,
+        "html": html_file,
         "trace": trace_file,
         "roofline": roofline_file,
         "timeline": timeline_file,
     }
     check_files(files)
+    check_plots(html_file, roofline_file, timeline_file)
     loaded = load_target(target, inputs, _device(device))
     check_sources(files, loaded.file)
     if training and hasattr(loaded.model, "train"):
         loaded.model.train()
     found = profiled(loaded.model, loaded.args, loaded.kwargs, training=training)
     writers = {
-        "json": silently(found.save),
+        "json": lambda name: write_text(name, found.to_json()),
+        "html": lambda name: write_text(name, found.to_html()),
         "trace": silently(found.save_trace),
         "roofline": silently(found.save_roofline),
         "timeline": silently(found.save_timeline),

@@ -73,7 +73,7 @@ from .fast_path import MISS, Shortcut, shortcut
 from .graph_cache import CacheEntry, GraphCache, StateGraphs
 from .graphed_parts import GraphedParts, refuse_talk
 from .payoff import Payoff
-from .statistics import CallStatistics, Tally, both, explained, summary
+from .statistics import CallStatistics, Tally, both, explained, summary, to_html
 
 if TYPE_CHECKING:
     from ..shapes.verdicts import Verdicts
@@ -883,6 +883,9 @@ class GraphedCallable(StandIn):
 
     def __repr__(self) -> str:
         return f"GraphedCallable({name_of(self.fn)}, {summary(self.statistics)})"
+
+    def _repr_html_(self) -> str:
+        return to_html(type(self).__name__, name_of(self.fn), self.statistics)
 
     def explain(self) -> str:
         """What runs now and why, what it costs, and how the calls went so far."""

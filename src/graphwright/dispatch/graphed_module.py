@@ -19,7 +19,7 @@ from ..graphs.graph import Graph
 from ..graphs.memory import MemoryPool
 from ..shapes.buckets import Buckets
 from .graphed_callable import GraphedCallable, OnMiss, name_of
-from .statistics import CallStatistics, summary
+from .statistics import CallStatistics, summary, to_html
 
 
 class GraphedModule(ModuleProxy):
@@ -77,6 +77,9 @@ class GraphedModule(ModuleProxy):
 
     def __repr__(self) -> str:
         return f"GraphedModule({name_of(self._graphs.fn)}, {summary(self.statistics)})"
+
+    def _repr_html_(self) -> str:
+        return to_html(type(self).__name__, name_of(self._graphs.fn), self.statistics)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GraphedModule:
         return GraphedModule(copy.deepcopy(self._graphs, memo))

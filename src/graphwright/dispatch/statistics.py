@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from ..calls.places import carried_by
 from ..graphs.memory import MemoryPool, format_bytes
+from ..report.html import short_table
 from ..shapes.buckets import SizesSeen
 from .graph_cache import CacheEntry
 
@@ -83,6 +84,25 @@ def summary(statistics: CallStatistics) -> str:
     if eager:
         found.append(f"{eager:,} eager")
     return ", ".join(found)
+
+
+def to_html(kind: str, name: str, statistics: CallStatistics) -> str:
+    """How the calls went, for a notebook."""
+    pairs = [
+        ("graphs", f"{statistics.graphs:,}"),
+        ("their memory", format_bytes(statistics.nbytes)),
+        ("captures", f"{statistics.captures:,}"),
+        ("calls answered by graphs", f"{statistics.hits:,}"),
+    ]
+    if statistics.in_parts:
+        pairs.append(("calls answered in parts", f"{statistics.in_parts:,}"))
+    if statistics.sizes is not None:
+        padding = f"{statistics.padded:,}; padding is {statistics.waste:.1%} of what was computed"
+        pairs.append(("of these padded to a bucket", padding))
+    if statistics.split:
+        pairs.append(("calls answered in chunks", f"{statistics.split:,}"))
+    pairs += [(f"eager calls: {why}", f"{n:,}") for why, n in Counter(statistics.eager).items()]
+    return short_table(f"{kind} of {name}", pairs)
 
 
 def both(one: CallStatistics, other: CallStatistics) -> CallStatistics:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from ..calls.options import kind_problem, refuse
 from ..errors import GraphwrightError
+from ..report.files import save_as
 from ..report.result import Results
 from .comparison import Comparison, compared
+from .page import to_page, to_short_html
 from .plots import drawn_timeline, roofline
 from .profile_data import ProfileData
 from .rendering import to_text
@@ -43,13 +46,25 @@ class Profile(ProfileData):
         """All of it as JSON."""
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False) + "\n"
 
-    def save(self, file: str | Path) -> None:
-        """Write all of it as JSON.
+    def to_html(self) -> str:
+        """A page that opens offline: the verdict, plots, remedies, tables, the machine's roofs.
 
         Raises:
-            GraphwrightError: the file cannot be written.
+            GraphwrightError: matplotlib is not installed.
         """
-        _write(file, self.to_json())
+        return to_page(self, self._measured, timeline(self._events))
+
+    def save(self, file: str | os.PathLike[str]) -> None:
+        """Write all of it as JSON, or as a page for a browser.
+
+        Args:
+            file: its suffix is .json or .html.
+
+        Raises:
+            GraphwrightError: the suffix is another one, the file cannot be written, or a page's
+                plots cannot be drawn, since matplotlib is not installed.
+        """
+        save_as(file, {".json": self.to_json, ".html": self.to_html})
 
     def save_trace(self, file: str | Path) -> None:
         """Write a Chrome trace, for chrome://tracing or ui.perfetto.dev.
@@ -68,7 +83,7 @@ class Profile(ProfileData):
         """Write a roofline plot as SVG: matrix products and convolutions below the machine's roofs.
 
         Raises:
-            GraphwrightError: the file cannot be written.
+            GraphwrightError: the file cannot be written, or matplotlib is not installed.
         """
         _write(file, roofline(self.name, self._measured, self.roofs))
 
@@ -76,9 +91,12 @@ class Profile(ProfileData):
         """Write a timeline of one call as SVG: the host's operations, its waits, the device's work.
 
         Raises:
-            GraphwrightError: the file cannot be written.
+            GraphwrightError: the file cannot be written, or matplotlib is not installed.
         """
         _write(file, drawn_timeline(self.name, timeline(self._events)))
+
+    def _repr_html_(self) -> str:
+        return to_short_html(self)
 
     def __str__(self) -> str:
         return to_text(self)

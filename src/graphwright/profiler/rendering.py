@@ -70,12 +70,13 @@ def _wrapped(text: str, indent: str = "", first: str | None = None) -> list[str]
 def _of_remedy(remedy: Remedy) -> list[str]:
     if not remedy.applies:
         return _wrapped(f"{remedy.name}: {remedy.why}", indent="      ", first="  ")
-    beside = "" if remedy.under_graph is None else _span(*remedy.under_graph)
-    head = f"  {remedy.name:28}{_span(remedy.low, remedy.high):>14}{beside:>18}"
+    beside = "" if remedy.under_graph is None else span(*remedy.under_graph)
+    head = f"  {remedy.name:28}{span(remedy.low, remedy.high):>14}{beside:>18}"
     return [head, *_wrapped(remedy.why, indent="      ")]
 
 
-def _span(low: float, high: float) -> str:
+def span(low: float, high: float) -> str:
+    """A range of gains."""
     first, last = (f"{value:.2f}" if value < 10 else f"{value:.0f}" for value in (low, high))
     return f"{first}×" if first == last else f"{first}–{last}×"
 
@@ -88,7 +89,7 @@ def _table(by: str, rows: Sequence[Row], *, gpu: bool) -> list[str]:
         number = row.launches if gpu else row.operations
         lines.append(
             f"  {key:35}{duration(row.seconds):>9}{row.share:7.0%}{number:9}"
-            f"{_bytes(row.nbytes):>9}{row.of_roof:9.0%}"
+            f"{byte_count(row.nbytes):>9}{row.of_roof:9.0%}"
         )
     if len(rows) > _ROWS:
         rest = rows[_ROWS:]
@@ -98,7 +99,8 @@ def _table(by: str, rows: Sequence[Row], *, gpu: bool) -> list[str]:
     return lines
 
 
-def _bytes(count: float) -> str:
+def byte_count(count: float) -> str:
+    """Bytes with three figures and a unit that suits them."""
     for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= size:
             return f"{count / size:.3g} {unit}"

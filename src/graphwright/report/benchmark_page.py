@@ -10,7 +10,7 @@ import json
 import re
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import GraphwrightError
@@ -145,8 +145,8 @@ def _case(name: str, model: Mapping[str, Any], back_to_back: bool) -> Case:
         for way, found in model.get("ways", {}).items()
         if isinstance(found, Mapping) and found.get("status") != "unavailable"
     ]
-    if report is not None and not ways:
-        ways = _ways_of(report)
+    if report is not None:
+        ways = [_with_memory(way, report) for way in ways] or _ways_of(report)
     inputs = model.get("inputs", report.inputs if report else [])
     if isinstance(inputs, Mapping):
         inputs = [f"{key}: {value}" for key, value in inputs.items()]
@@ -169,6 +169,14 @@ def _way(name: str, found: Mapping[str, Any], held: Any, back_to_back: bool) -> 
         found.get("notes", ()),
         found.get("losses", ()),
     )
+
+
+def _with_memory(way: Way, report: Report) -> Way:
+    """A way with the memory that `tune` has measured of it."""
+    row = report.chosen_row if way.name == _TUNE else report.row(way.name)
+    if row is None or way.peak_bytes is not None:
+        return way
+    return replace(way, peak_bytes=row.peak_bytes)
 
 
 def _ways_of(report: Report) -> list[Way]:
@@ -299,8 +307,32 @@ def _overview(cases: Sequence[Case], kind: str) -> Html:
     colors = legend([(CHOSEN, "graphwright"), ("s1", "best other way")])
     headings = ["model", "graphwright's best", "best other way", "eager", "other", "graphwright",
                 "vs eager", "vs other"]  # fmt: skip
-    found = plots([figure("Times as fast as eager", plot, "The dashed line is eager.", colors)])
-    return join([found, table(headings, cells, texts=3)])
+    found = [figure("Times as fast as eager", plot, "The dashed line is eager.", colors)]
+    found += _memory_of_all(cases, kind)
+    return join([plots(found), table(headings, cells, texts=3)])
+
+
+def _memory_of_all(cases: Sequence[Case], kind: str) -> list[Html]:
+    lines = []
+    for case in cases:
+        ours, eager = case.best(ours=True), case.way(EAGER)
+        if ours is None or ours.peak_bytes is None or eager is None or eager.peak_bytes is None:
+            continue
+        counts = (ours.peak_bytes, eager.peak_bytes)
+        marks = [Mark(float(n), color=c) for n, c in zip(counts, (CHOSEN, PLAIN), strict=True)]
+        lines.append(Line(case.name, " / ".join(map(memory, counts)), marks))
+    if not lines:
+        return []
+    plot = rows(
+        "memory",
+        f"Bars: peak memory, graphwright's best and eager, of {kind}",
+        [Group("", lines)],
+        "peak memory",
+        lambda value: memory(int(value)),
+        binary=True,
+    )
+    colors = legend([(CHOSEN, "graphwright"), (PLAIN, EAGER)])
+    return [figure("Peak memory", plot, legend=colors)]
 
 
 def _seconds(way: Way | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
+from .markup import element
 from .result import Results, Row
 from .table import blocks, closing, columns, explanations, shapes, title
 
@@ -33,6 +34,12 @@ def to_html(report: Results) -> str:
     items = "".join(f"<li>{note}</li>" for note in notes)
     parts.append(f"<details><summary>Why, and on which machine</summary><ul>{items}</ul></details>")
     return "<div>" + "\n".join(parts) + "</div>"
+
+
+def short_table(title: str, pairs: Iterable[tuple[str, str]]) -> str:
+    """A title with a few names and their values, for a notebook; without colours of its own."""
+    rows = (element("tr", element("th", name), element("td", value)) for name, value in pairs)
+    return element("div", element("strong", title), element("table", element("tbody", *rows)))
 
 
 def _chosen(report: Results, rows: Sequence[Row]) -> int | None:

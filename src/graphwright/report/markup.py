@@ -24,6 +24,9 @@ _UNITS = {
     "GiB": 2.0**30,
 }
 _FIGURE = re.compile(r"~?\s*([+-]?[\d,]*\.?\d+(?:e[+-]?\d+)?)\s*([a-zµA-Z]*)")
+_TAG = re.compile(r"<[^>]*>")
+# A cell with more characters than this has lines of a fair width.
+_LONG = 40
 _WORDS = {"at once": 0.0, "never": math.inf}
 
 
@@ -113,7 +116,8 @@ def table(
 def _cell(text: str, *, figure: bool) -> Html:
     key = sort_key(text) if figure else None
     sorted_by = None if key is None else repr(key)
-    return element("td", text, class_="figure" if figure else None, data_sort=sorted_by)
+    kind = "figure" if figure else "prose" if len(_TAG.sub("", text)) > _LONG else None
+    return element("td", text, class_=kind, data_sort=sorted_by)
 
 
 def facts(pairs: Mapping[str, str] | Iterable[tuple[str, str]]) -> Html:

@@ -306,6 +306,7 @@ def rows(
     *,
     dots: bool = False,
     logarithmic: bool = False,
+    binary: bool = False,
     reference: tuple[float, str] | None = None,
 ) -> Html:
     """Rows of horizontal bars, or of dots, with whiskers; each below its own name.
@@ -318,6 +319,7 @@ def rows(
         form: a figure of the axis as text.
         dots: draw dots in place of bars.
         logarithmic: whether the axis is.
+        binary: whether the figures are bytes, whose round numbers are powers of two.
         reference: a figure to mark by a line, and what it is.
     """
     height = _FOOT
@@ -341,7 +343,7 @@ def rows(
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
-        _ticks(axes, form, logarithmic=logarithmic)
+        _ticks(axes, form, logarithmic=logarithmic, binary=binary)
         axes.set_xlabel(axis)
         if reference is not None:
             axes.axvline(reference[0], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
@@ -365,6 +367,9 @@ def _span(
         axes.set_xscale("log")
         positive = [value for value in ends if value > 0] or [1.0]
         axes.set_xlim(min(positive) / 1.8, max(positive) * 1.8)
+    elif all(mark.start is not None for mark in marks):  # Ranges need not begin at zero.
+        room = 0.06 * (max(ends) - min(ends))
+        axes.set_xlim(max(0.0, min(ends) - room), max(ends) + room)
     else:
         axes.set_xlim(0, max([*ends, 0.0]) * 1.03 or 1.0)
 
@@ -406,7 +411,7 @@ def _ticks(
     which: str = "x",
     binary: bool = False,
 ) -> None:
-    from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullLocator
+    from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, MaxNLocator, NullLocator
 
     axis = axes.xaxis if which == "x" else axes.yaxis
     axis.set_major_formatter(FuncFormatter(lambda value, _: form(value) if value else "0"))
@@ -419,6 +424,11 @@ def _ticks(
         steps = (1.0, 2.0, 5.0) if decades < 1.3 else (1.0, 3.0) if decades < 2 else (1.0,)
         axis.set_major_locator(LogLocator(subs=steps, numticks=5 if len(steps) == 1 else 20))
         axis.set_minor_locator(NullLocator())
+    elif binary:
+        low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
+        unit = 2.0 ** (10 * (int(math.log2(max(high, 1.0))) // 10))
+        places = [unit * each for each in MaxNLocator(5).tick_values(low / unit, high / unit)]
+        axis.set_major_locator(FixedLocator([each for each in places if low <= each <= high]))
     else:
         axis.set_major_locator(MaxNLocator(4 if which == "x" else 5))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -17,7 +18,6 @@ from .table import (
     closing,
     columns,
     duration,
-    explanations,
     memory,
     ordered,
     ratio,
@@ -415,32 +415,49 @@ def _gains_by_shape(report: Results, name: str) -> list[Html]:
 
 
 def _refused(report: Results) -> Section | None:
-    found = explanations(report)
-    if not found:
+    """Rows with a reason, those with the same one together, then remarks on rows."""
+    reasons: dict[tuple[str, str, str], list[Row]] = {}
+    remarks: dict[str, list[Row]] = {}
+    for row in ordered(report):
+        if row.reason or row.remedy:
+            key = (str(row.status), row.reason, row.remedy)
+            reasons.setdefault(key, []).append(row)
+        if row.unsteady:
+            remarks.setdefault(f"unsteady, so not compared: {row.unsteady}", []).append(row)
+        for text in row.notes:
+            remarks.setdefault(text, []).append(row)
+    if not reasons and not remarks:
         return None
-    statuses = {row.strategy: str(row.status) for row in report.rows}
-    cells = []
-    for names, text in found:
-        states = dict.fromkeys(statuses.get(name, NO_FIGURE) for name in names.split(", "))
-        faults = any(state in states for state in map(str, _FAULTS))
-        tone = "bad" if faults else "dim"
-        state = element("span", ", ".join(states), class_=tone)
-        cells.append([element("code", names), state, _lines(text)])
-    counts: dict[str, int] = {}
-    for row in report.rows:
-        if row.status is not Status.OK:
-            counts[str(row.status)] = counts.get(str(row.status), 0) + 1
+    cells = [
+        [
+            _names(found),
+            element("span", status, class_="bad" if status in map(str, _FAULTS) else "dim"),
+            reason,
+            _remedy(remedy, found),
+        ]
+        for (status, reason, remedy), found in reasons.items()
+    ]
+    cells += [
+        [_names(found), element("span", "remark", class_="dim"), text, NO_FIGURE]
+        for text, found in remarks.items()
+    ]
+    counts = Counter(str(row.status) for row in report.rows if row.status is not Status.OK)
     aside = ", ".join(f"{count} {status}" for status, count in counts.items())
-    body = table(["strategies", "status", "why, and what would change it"], cells, texts=3)
-    return Section("Refused, and other remarks", body, aside, folded=True)
+    body = table(["strategies", "status", "why", "what would change it"], cells, texts=4)
+    return Section("Refused, and remarks", body, aside, folded=True)
 
 
-def _lines(text: str) -> Html:
-    """A reason; the command that repeats it in type of its own."""
-    head, mark, command = text.partition("Repeat it with: ")
-    if not mark:
-        return join([text])
-    return join([head, mark, element("code", command)])
+def _names(found: Sequence[Row]) -> Html:
+    return join((element("code", row.strategy) for row in found), ", ")
+
+
+def _remedy(remedy: str, found: Sequence[Row]) -> Html:
+    """What to do, and the commands that repeat these rows alone."""
+    again = [row.repeat for row in found if row.repeat]
+    if not remedy and not again:
+        return join([NO_FIGURE])
+    commands = (element("pre", command) for command in again)
+    return join([remedy, " Repeat it with:" if again else "", *commands])
 
 
 def _environment(report: Results) -> Html:

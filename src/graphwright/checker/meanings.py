@@ -1,0 +1,32 @@
+"""What severities mean, and what findings come to, in words."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from .finding import Finding, Severity
+
+MEANINGS = {
+    Severity.BLOCKS: "cannot be captured",
+    Severity.BREAKS: "ends the graph: the host has to see a value, and graph() goes on in another",
+    Severity.HOISTED: "stops a plain capture; graph() prepares it beforehand",
+    Severity.FROZEN: "captured; replays silently repeat what was so then",
+    Severity.SLOW: "captured; costs time",
+}
+
+
+def summary(name: str, findings: Sequence[Finding]) -> str:
+    """How many findings there are of each severity, and what a capture and graph() would do."""
+    if not findings:
+        return f"{name}: nothing found that keeps it from being captured."
+    counts = Counter(finding.severity for finding in findings)
+    listed = ", ".join(
+        f"{counts[severity]} {severity}" for severity in Severity if counts[severity]
+    )
+    stops = any(finding.severity.stops for finding in findings)
+    outcome = "A plain capture fails" if stops else "A plain capture works"
+    if stops and not counts[Severity.BLOCKS]:
+        divided = counts[Severity.BREAKS]
+        outcome += "; graph() divides the call" if divided else "; graph() keeps what is constant"
+    return f"{name}: {listed}. {outcome}."
