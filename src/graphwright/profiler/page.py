@@ -152,7 +152,7 @@ def _remedies(remedies: Sequence[Remedy]) -> Html:
         ]
         for remedy in ordered
     ]
-    return table(["remedy", "times as fast", "beside a graph", "why"], cells, texts=4)
+    return table(["remedy", "times as fast", "beside a graph", "why"], cells, texts=4, stacked=True)
 
 
 def _table(by: str, listed: Sequence[Row], *, gpu: bool) -> Html:

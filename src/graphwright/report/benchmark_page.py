@@ -21,8 +21,7 @@ from .plots import Curve, Group, Line, Mark, Point, curves, rows, series, tradeo
 from .report import Report
 from .result import EAGER
 from .table import NO_FIGURE, duration, memory, ratio
-from .tune_page import drawn
-from .tune_page import sections as sections_of_report
+from .tune_page import drawn, tables
 
 SCHEMA = "graphwright.bench"
 # What graphwright's own ways begin with.
@@ -63,12 +62,16 @@ class Way:
 
 @dataclass(frozen=True)
 class Case:
-    """One model: the ways to call it, and the report of `tune` where there is one."""
+    """One model: the ways to call it, and the report of `tune` where there is one.
+
+    `measured` says whether the ways were timed beside the report, and not by it.
+    """
 
     name: str
     ways: Sequence[Way]
     inputs: str = ""
     report: Report | None = None
+    measured: bool = True
 
     def way(self, name: str) -> Way | None:
         """The way of a name."""
@@ -145,12 +148,13 @@ def _case(name: str, model: Mapping[str, Any], back_to_back: bool) -> Case:
         for way, found in model.get("ways", {}).items()
         if isinstance(found, Mapping) and found.get("status") != "unavailable"
     ]
+    measured = bool(ways)
     if report is not None:
         ways = [_with_memory(way, report) for way in ways] or _ways_of(report)
     inputs = model.get("inputs", report.inputs if report else [])
     if isinstance(inputs, Mapping):
         inputs = [f"{key}: {value}" for key, value in inputs.items()]
-    return Case(name, ways, "; ".join(map(str, inputs)), report)
+    return Case(name, ways, "; ".join(map(str, inputs)), report, measured)
 
 
 def _way(name: str, found: Mapping[str, Any], held: Any, back_to_back: bool) -> Way:
@@ -349,32 +353,27 @@ def _color(case: Case, way: Way) -> str:
 
 
 def _of_case(case: Case, name: str) -> Html:
-    found = [_times(case, name)]
-    if made := _against_memory(case, name):
-        found.append(made)
-    if made := _losses(case, name):
-        found.append(made)
-    if made := _differences(case, name):
-        found.append(made)
-    parts = [_lead(case), plots(found), _table(case)]
+    parts = [element("p", case.inputs, class_="note")]
+    if case.measured:
+        makers = (_times, _against_memory, _losses, _differences)
+        made = [plot for make in makers if (plot := make(case, name))]
+        parts += [plots(made), _table(case), _notes(case)]
+    if case.report is not None:
+        if case.measured:
+            parts.append(element("h3", "The report of tune"))
+        parts.append(element("p", case.report.reason))
+        parts.append(plots(drawn(case.report, name)))
+        for section in tables(case.report, name):
+            parts += [element("h3", section.title), section.body]
+    return join(parts)
+
+
+def _notes(case: Case) -> Html:
     noted: dict[str, list[str]] = {}
     for way in case.ways:
         for text in way.notes:
             noted.setdefault(text, []).append(_short(way.name))
-    parts.append(paragraphs(f"{', '.join(names)}: {text}" for text, names in noted.items()))
-    if case.report is not None:
-        parts.append(element("h3", "The report of tune"))
-        parts.append(element("p", case.report.reason))
-        parts.append(plots(drawn(case.report, name)))
-        parts += [
-            section.body
-            for section in sections_of_report(case.report, f"{name}-tables")[1:-1]
-        ]  # fmt: skip
-    return join(parts)
-
-
-def _lead(case: Case) -> Html:
-    return element("p", case.inputs, class_="note") if case.inputs else Html("")
+    return paragraphs(f"{', '.join(names)}: {text}" for text, names in noted.items())
 
 
 def _times(case: Case, name: str) -> Html:
@@ -504,7 +503,7 @@ def _targets(targets: Sequence[Mapping[str, Any]]) -> Html:
         figures = [_target_figure(each.get(key), unit) for key in ("value", "limit")]
         state = element("span", word, class_=tone)
         cells.append([str(each.get("model", "")), str(each.get("target", "")), state, *figures])
-    return table(["model", "target", "result", "figure", "limit"], cells, texts=3)
+    return table(["model", "target", "result", "figure", "limit"], cells, texts=3, stacked=True)
 
 
 def _target_figure(value: Any, unit: str) -> str:

@@ -83,6 +83,7 @@ def table(
     *,
     emphasized: int | None = None,
     texts: int = 1,
+    stacked: bool = False,
 ) -> Html:
     """A table whose columns can be sorted; on a narrow screen it scrolls inside its own box.
 
@@ -91,6 +92,7 @@ def table(
         rows: their cells, HTML or text.
         emphasized: the number of a row that stands out.
         texts: how many columns at the left hold text; the others hold figures.
+        stacked: whether cells stand one below the other on a narrow screen, as long texts have to.
     """
     head = join(
         element(
@@ -109,7 +111,12 @@ def table(
         )
         for number, row in enumerate(rows)
     )
-    whole = element("table", element("thead", element("tr", head)), element("tbody", body))
+    whole = element(
+        "table",
+        element("thead", element("tr", head)),
+        element("tbody", body),
+        class_="stacked" if stacked else None,
+    )
     return element("div", whole, class_="scroll", tabindex="0", role="region", aria_label="Table")
 
 

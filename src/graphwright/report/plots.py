@@ -126,14 +126,16 @@ def draw(
     """
     need_matplotlib()
     with _settings(name):
+        from matplotlib.backends.backend_svg import FigureCanvasSVG
         from matplotlib.figure import Figure
 
         figure = Figure((width / 72, height / 72), dpi=72, layout="constrained")
+        canvas: Any = FigureCanvasSVG(figure)  # Its methods have no annotations.
         figure.patch.set_visible(False)
         paint(figure)
         text = io.StringIO()
         unsaid = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-        figure.savefig(text, format="svg", metadata=unsaid)
+        canvas.print_svg(text, metadata=unsaid)
     return _clean(text.getvalue(), name, label, width, height, alone=alone)
 
 
@@ -187,7 +189,7 @@ def _clean(text: str, name: str, label: str, width: float, height: float, *, alo
     for node in root.iter():
         node.tag = node.tag.rpartition("}")[2]
         node.tail = None
-        if node.tag != "text":
+        if node.tag not in ("text", "title"):
             node.text = None
         attributes = {key.rpartition("}")[2]: value for key, value in node.attrib.items()}
         own = attributes.pop("id", "")
@@ -217,8 +219,9 @@ def _clean(text: str, name: str, label: str, width: float, height: float, *, alo
         node.attrib.clear()
         node.attrib.update(attributes)
     root.attrib.clear()
-    for node in root.findall("defs"):  # A style sheet, which would be the whole page's.
-        root.remove(node)
+    for node in root.findall("defs"):
+        if node.find("style") is not None:  # It would be the whole page's.
+            root.remove(node)
     root.set("viewBox", f"0 0 {width:g} {height:g}")
     root.set("role", "img")
     root.set("aria-label", label)
@@ -430,7 +433,7 @@ def _ticks(
         places = [unit * each for each in MaxNLocator(5).tick_values(low / unit, high / unit)]
         axis.set_major_locator(FixedLocator([each for each in places if low <= each <= high]))
     else:
-        axis.set_major_locator(MaxNLocator(4 if which == "x" else 5))
+        axis.set_major_locator(MaxNLocator(4 if which == "x" else 5, steps=[1, 2, 2.5, 5, 10]))
 
 
 # ------------------------------------------------------------ points with names
@@ -530,9 +533,16 @@ _PLACES = (
     *((8, 32, "left", "bottom"), (8, -32, "left", "top")),
     *((-8, 32, "right", "bottom"), (-8, -32, "right", "top")),
 )
+# The same where lines lead away from points to both sides.
+_APART = tuple(place for place in _PLACES if place[1])
 
 
-def _labels(figure: Figure, axes: Axes, items: Sequence[tuple[str, float, float, str]]) -> None:
+def _labels(
+    figure: Figure,
+    axes: Axes,
+    items: Sequence[tuple[str, float, float, str]],
+    places: Sequence[tuple[int, int, str, str]] = _PLACES,
+) -> None:
     """Names beside their points, none over another or a point; those without room are left out."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.transforms import Bbox
@@ -547,7 +557,7 @@ def _labels(figure: Figure, axes: Axes, items: Sequence[tuple[str, float, float,
         taken.append(Bbox.from_bounds(across - 5, up - 5, 10, 10))
     for name, x, y, tone in items:
         chosen = tone == CHOSEN
-        for right, up, horizontal, vertical in _PLACES:
+        for right, up, horizontal, vertical in places:
             far = abs(up) > 10
             text = axes.annotate(
                 short(name, 30),
@@ -630,6 +640,6 @@ def curves(
         _ticks(axes, y_form, which="y")
         axes.set_xlabel(x_axis)
         axes.set_ylabel(y_axis)
-        _labels(figure, axes, [(what, x, y, PLAIN) for what, x, y in names])
+        _labels(figure, axes, [(what, x, y, PLAIN) for what, x, y in names], _APART)
 
     return draw(name, label, 260, paint)

@@ -13,7 +13,6 @@ from .page import CHOSEN, PLAIN, Section, Tile, figure, legend, note, page, para
 from .plots import Curve, Group, Line, Mark, Point, curves, rows, short, tradeoff
 from .result import EAGER, Results, Row, Status
 from .table import (
-    NO_FIGURE,
     blocks,
     closing,
     columns,
@@ -28,6 +27,7 @@ from .table import (
 # Shapes that a plot shows.
 _SHAPES = 24
 _FAULTS = (Status.WRONG, Status.FAILED, Status.CRASHED, Status.TIMED_OUT, Status.MEMORY_EXCEEDED)
+_WITHOUT_FIGURES = (Status.UNAVAILABLE, Status.NOT_TRIED)
 
 
 def to_page(report: Results, *, with_samples: bool = False) -> str:
@@ -127,16 +127,23 @@ def sections(report: Results, name: str, *, with_samples: bool = False) -> list[
         name: what the names of its plots begin with.
         with_samples: whether every raw sample is among them.
     """
-    found = [Section("What was measured", plots(drawn(report, name)))]
-    found.append(Section("Strategies", _tables(report), f"{len(report.rows)} rows"))
+    found = [Section("What was measured", plots(drawn(report, name))), *tables(report, name)]
+    found.append(Section("Environment", _environment(report), folded=True))
+    if with_samples:
+        pre = element("pre", report.to_json())
+        found.append(Section("Every sample, as JSON", pre, folded=True))
+    return found
+
+
+def tables(report: Results, name: str) -> list[Section]:
+    """The sections with rows: figures, those by shape, and what was refused."""
+    timed = sum(row.measurement is not None for row in report.rows)
+    aside = f"{timed} of {len(report.rows)} timed"
+    found = [Section("Strategies", _tables(report), aside)]
     if by_shape := _by_shape(report, name):
         found.append(by_shape)
     if refused := _refused(report):
         found.append(refused)
-    found.append(Section("Environment", _environment(report), folded=True))
-    if with_samples:
-        found.append(Section("Every sample, as JSON", element("pre", report.to_json()),
-                             folded=True))  # fmt: skip
     return found
 
 
@@ -333,15 +340,17 @@ def _search(report: Results, name: str) -> Html | None:
 
 
 def _tables(report: Results) -> Html:
+    """Rows with figures; those without stand with their reasons in a section of their own."""
     parts: list[Html] = []
     for block in blocks(report):
+        kept = [row for row in block.rows if row.status not in _WITHOUT_FIGURES or not row.reason]
+        if not kept:
+            continue
         if block.heading:
             parts.append(element("h3", block.heading))
-        shown = columns(report, block.rows)
-        cells = [[column.cell(report, row) for column in shown] for row in block.rows]
-        chosen = next(
-            (i for i, row in enumerate(block.rows) if row.strategy == report.chosen), None
-        )
+        shown = columns(report, kept)
+        cells = [[column.cell(report, row) for column in shown] for row in kept]
+        chosen = next((i for i, row in enumerate(kept) if row.strategy == report.chosen), None)
         parts.append(table([c.heading for c in shown], cells, emphasized=chosen, texts=2))
     return join([*parts, paragraphs(closing(report)[:-1] or [])])
 
@@ -438,12 +447,14 @@ def _refused(report: Results) -> Section | None:
         for (status, reason, remedy), found in reasons.items()
     ]
     cells += [
-        [_names(found), element("span", "remark", class_="dim"), text, NO_FIGURE]
+        [_names(found), element("span", "remark", class_="dim"), text, ""]
         for text, found in remarks.items()
     ]
     counts = Counter(str(row.status) for row in report.rows if row.status is not Status.OK)
     aside = ", ".join(f"{count} {status}" for status, count in counts.items())
-    body = table(["strategies", "status", "why", "what would change it"], cells, texts=4)
+    body = table(
+        ["strategies", "status", "why", "what would change it"], cells, texts=4, stacked=True
+    )
     return Section("Refused, and remarks", body, aside, folded=True)
 
 
@@ -455,7 +466,7 @@ def _remedy(remedy: str, found: Sequence[Row]) -> Html:
     """What to do, and the commands that repeat these rows alone."""
     again = [row.repeat for row in found if row.repeat]
     if not remedy and not again:
-        return join([NO_FIGURE])
+        return Html("")
     commands = (element("pre", command) for command in again)
     return join([remedy, " Repeat it with:" if again else "", *commands])
 
@@ -463,7 +474,8 @@ def _remedy(remedy: str, found: Sequence[Row]) -> Html:
 def _environment(report: Results) -> Html:
     pairs = dict(report.environment)
     if report.created:
-        pairs["measured"] = f"{report.created}, in {report.seconds:.0f} s"
+        when = report.created.replace("T", " ").replace("+00:00", " UTC")
+        pairs["measured"] = f"{when}, in {report.seconds:.0f} s"
     if report.recalled:
         pairs["remembered from"] = report.recalled
     pairs["inputs"] = "; ".join(report.inputs)
