@@ -365,7 +365,7 @@ def test_a_model_that_is_served_twice_is_called_in_turns() -> None:
     second = PreparedModel(replace(first.config))
     (part,) = parts_of(first, [(1, 4)])
     with ThreadPoolExecutor(1) as pool:
-        with first._lock:
+        with first.instances[0].lock:
             computing = pool.submit(second.compute, [part], (1, 4))
             assert not wait([computing], timeout=0.1).done
         assert computing.result(30)

@@ -28,6 +28,9 @@ class ModelConfig:
         dynamic_shapes: which dimensions vary, as `graph()` takes them; by default dimension 0 of
             every tensor is the batch.
         pad: what tensors are padded with, as `graph()` takes it.
+        instances: how many batches of a plain module are computed side by side on a CPU, each with
+            its share of the threads, by copies of the module that have its parameters. By default
+            1, or where the process is the server's own as many as pay when they are timed.
         preprocess: makes the model's inputs of a request's, by name; it runs beside the event loop.
         postprocess: makes the outputs that are sent of the model's, by name; likewise.
         inputs: what clients send, where there is a `preprocess`.
@@ -40,6 +43,7 @@ class ModelConfig:
     buckets: Buckets | None = None
     dynamic_shapes: Any = None
     pad: Any = None
+    instances: int | None = None
     preprocess: Callable[[Mapping[str, Value]], Mapping[str, torch.Tensor]] | None = None
     postprocess: Callable[[Tensors], Mapping[str, Value]] | None = None
     inputs: Sequence[TensorMetadata] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import math
@@ -18,6 +19,7 @@ from torch import nn
 
 from ..artifacts.tuned_module import Absent, TunedModule
 from ..calls.dependencies import Called
+from ..calls.options import count_problem, refuse
 from ..calls.signature import Args, CallSignature, Kwargs, flatten, unflatten
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule, graph
@@ -29,6 +31,7 @@ from ..shapes.dimensions import BATCH, Bounds, Dimensions, named
 from ..shapes.dynamic_signature import DynamicSignature
 from ..shapes.padding import Sizes
 from .batching import Timings
+from .instances import Instance, best_count, instances, problem
 from .joining import Joiner, Layout, Part, layout_of_samples
 from .model_config import ModelConfig, Tensors
 from .protocol import Kind, RequestError
@@ -55,16 +58,22 @@ class PreparedModel:
         outputs: what clients get.
         joins: whether requests are joined: no answer depends on other rows.
         splits: whether a request with more rows than a call can have is answered in parts.
+        instances: what computes batches, side by side if there are several.
         notes: what was found wanting, in sentences.
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, *, threads: int | None = None) -> None:
         """Capture or run each size, check that joining changes no answer, and time it.
+
+        Args:
+            config: what is served.
+            threads: of PyTorch, if all of them are this server's; None if others need them too.
 
         Raises:
             OptionError: the configuration makes no sense.
         """
         _refuse_undone(config)
+        refuse("ModelConfig", count_problem("instances", config.instances, optional=True))
         self.config = config
         self.notes: list[str] = []
         args, kwargs, layout, points = _described(config)
@@ -75,15 +84,19 @@ class PreparedModel:
                 "The model is called without tensors.", remedy="Give args or kwargs that hold some."
             )
         self.call = _callable_on(device, config, points)
-        self._lock = _lock_of(config.model)
+        lock = _lock_of(config.model)
+        self.instances = [Instance(self.call, lock, threads if device.type == "cpu" else None)]
         self._reference = _reference_of(config.model)
         own = _own_sizes(sample, layout)
         at = _different_sizes(own, points, anywhere=self._reference is not None, layout=layout)
         self.joiner = Joiner(self._reference or self.call, args, kwargs, layout, at)
         exact = config.buckets is not None or _has_sizes_of_its_own(self.call)
+        if threads is not None or config.instances is not None:
+            self.instances = self._several(device, points, threads or torch.get_num_threads())
         self.timings = Timings(self._measured(points, exact), exact)
         self.joins = True
         self._check()
+        self._check_copies()
         self.splits = self.joins and self._rows_are_apart()
         self.inputs = tuple(config.inputs) or self.joiner.inputs
         self.outputs = tuple(config.outputs) or self.joiner.outputs
@@ -128,30 +141,59 @@ class PreparedModel:
             remedy="Send one of these sizes, or let the server load the file with its model.",
         )
 
+    def _several(
+        self, device: torch.device, points: Sequence[Sizes], threads: int
+    ) -> list[Instance]:
+        """As many instances as are asked for, or else as pay."""
+        (first,), count = self.instances, self.config.instances
+        why = problem(self.config.model, device)
+        if count is None:
+            if why is not None:
+                return [first]
+            ends = sorted(points, key=lambda point: (point[0], math.prod(point)))
+            ends = [point for point in ends if point[0] == ends[0][0]]
+            calls = [
+                unflatten(self.joiner.sampler.at(point), self._spec)
+                for point in dict.fromkeys((ends[0], ends[-1]))
+            ]
+            works = [functools.partial(_called_with, args, kwargs) for args, kwargs in calls]
+            count = best_count(first, works, threads)
+        elif count > 1 and why is not None:
+            raise OptionError(f"instances={count} cannot be: {why}.", remedy="Leave instances out.")
+        return instances(first, count, threads) if count > 1 else [first]
+
     def compute(
-        self, parts: Sequence[Part], sizes: Sizes, passed: Callable[[], object] = lambda: None
+        self,
+        parts: Sequence[Part],
+        sizes: Sizes,
+        passed: Callable[[], object] = lambda: None,
+        instance: int = 0,
     ) -> list[Tensors]:
         """The answers to requests, computed together.
 
         Args:
             parts: the requests.
             sizes: of the call.
+            instance: which of `instances` computes them.
             passed: called when they are joined, when the model was called, and when its results
                 are cut apart.
         """
         args, kwargs = self.joiner.join(parts, sizes)
         passed()
-        with self._lock:
-            results = self._run(args, kwargs)
+        chosen = self.instances[instance]
+        with chosen.lock:
+            results = self._run(args, kwargs, chosen)
             passed()
             answers = self.joiner.cut(results, parts, sizes)
         passed()
         return answers
 
-    def _run(self, args: Args, kwargs: Kwargs) -> list[torch.Tensor]:
+    def _run(
+        self, args: Args, kwargs: Kwargs, instance: Instance | None = None
+    ) -> list[torch.Tensor]:
         """Call the model, and fetch its results, which its next call may overwrite."""
-        with torch.no_grad():
-            return self.joiner.results(self.call(*args, **kwargs))
+        run = (instance or self.instances[0]).run
+        return run(lambda call: self.joiner.results(call(*args, **kwargs)))
 
     def _measured(self, points: Sequence[Sizes], exact: bool) -> dict[Sizes, float]:
         """The median time of a call of each size, in seconds, with its copies."""
@@ -159,13 +201,13 @@ class PreparedModel:
         # Graphs are captured, and others built, largest first: that takes the least memory.
         largest_first = sorted(points, key=math.prod, reverse=True)
         for point in largest_first if exact else largest_first[-1:]:
-            with self._lock:
+            with self.instances[0].lock:
                 self._run(*calls[point])
         found: dict[Sizes, float] = {}
         for point in sorted(points):
             times: list[float] = []
             while len(times) < _TIMED and sum(times) < _TIMING_S:
-                with self._lock:
+                with self.instances[0].lock:
                     begin = time.perf_counter()
                     self._run(*calls[point])
                 times.append(time.perf_counter() - begin)
@@ -205,6 +247,36 @@ class PreparedModel:
     def _note(self, text: str) -> None:
         self.notes.append(text)
         _LOGGER.warning(text)
+
+    def _check_copies(self) -> None:
+        """Compare the answers of copies with the model's own; drop them if they differ.
+
+        Raises:
+            OptionError: they differ, and instances were asked for.
+        """
+        why = self._difference_of_copies()
+        if why is None:
+            return
+        if self.config.instances is not None:
+            raise OptionError(
+                f"instances={self.config.instances} cannot be: {why}",
+                remedy="Leave instances out.",
+            )
+        del self.instances[1:]
+        self._note(f"Batches are computed one after the other: {why}")
+
+    def _difference_of_copies(self) -> str | None:
+        largest = max(self.timings.seconds, key=math.prod)
+        parts = self._requests(largest, 0, mixed=False)
+        own = self.compute(parts, largest)
+        for number in range(1, len(self.instances)):
+            copied = self.compute(parts, largest, instance=number)
+            for part, answer, other in zip(parts, own, copied, strict=True):
+                for name, value in answer.items():
+                    why = difference(other[name], value, other_kernels=True)
+                    if why is not None:
+                        return f"{self._words(name, part)} is {why} by a copy of the model."
+        return None
 
     def _difference(self, *, mixed: bool) -> str | None:
         """How the answers of joined requests differ from those of each alone; None if not.
@@ -260,9 +332,13 @@ class PreparedModel:
         if call is None:
             call, sizes = self.call, min(self.timings.points_for(sizes), key=math.prod)
         args, kwargs = self.joiner.join([part], sizes)
-        with torch.no_grad(), self._lock:
+        with torch.no_grad(), self.instances[0].lock:
             results = self.joiner.results(call(*args, **kwargs))
             return self.joiner.cut(results, [part], sizes)[0]
+
+
+def _called_with(args: Args, kwargs: Kwargs, call: Callable[..., Any]) -> Any:
+    return call(*args, **kwargs)
 
 
 def _lock_of(model: Any) -> threading.RLock:

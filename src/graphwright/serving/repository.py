@@ -9,6 +9,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+import torch
+
 from .._version import __version__
 from ..calls.options import shown
 from ..errors import GraphwrightError, first_line
@@ -76,6 +78,7 @@ class Repository:
         self._max_queue, self._drain_s = max_queue, drain_s
         self._metrics = Metrics(device_memory)
         self._owns_process = owns_process
+        self._threads = torch.get_num_threads()
         self._ending = False
         # Models that are loaded at once would disturb each other's times.
         self._loading = threading.Lock()
@@ -249,7 +252,13 @@ class Repository:
 
         def prepared() -> PreparedModel:
             with self._loading:
-                return PreparedModel(source())
+                if not self._owns_process:
+                    return PreparedModel(source())
+                # Other models' instances may have changed it; what makes this one may, too.
+                torch.set_num_threads(self._threads)
+                config = source()
+                self._threads = torch.get_num_threads()
+                return PreparedModel(config, threads=self._threads)
 
         thread = ThreadPoolExecutor(1, "graphwright-load")
         try:

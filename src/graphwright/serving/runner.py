@@ -127,8 +127,10 @@ class ModelRunner:
         self._answering = 0
         self._preparing = 0  # requests that are in the user's preprocess
         self._closing = False
-        # A thread of its own: graphs are replayed one after the other.
-        self._thread = ThreadPoolExecutor(1, f"graphwright-serve-{name}")
+        # Threads of its own, one for each instance: graphs are replayed one after the other.
+        self._threads = ThreadPoolExecutor(len(model.instances), f"graphwright-serve-{name}")
+        self._free = list(range(len(model.instances)))
+        self._computing: set[asyncio.Task[None]] = set()
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"serve {name}")
         self._counted: Counter[str] = Counter()
 
@@ -304,7 +306,7 @@ class ModelRunner:
         """Compute batch after batch, for as long as the runner lives."""
         while not self._closing:
             self._drop_the_late()
-            if not self._queue:
+            if not self._queue or not self._free:
                 self._work.clear()
                 await self._work.wait()
                 continue
@@ -312,24 +314,40 @@ class ModelRunner:
             try:
                 choice = self._choice()
                 batch = [batch[index] for index in choice.members]
-                await self._answer_batch(batch, choice.sizes)
             except Exception as error:
-                # A defect of ours: other requests are answered all the same.
-                _LOGGER.exception("a batch of %s failed", self.name)
-                failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
-                _settle(batch, [failed] * len(batch))
-            finally:
+                self._fail(batch, error)
                 self._queue = [each for each in self._queue if not each.answer.done()]
+                continue
+            chosen = {id(pending) for pending in batch}
+            self._queue = [each for each in self._queue if id(each) not in chosen]
+            self._metrics.waiting(len(self._queue))
+            # The one that was busy last: its memory is still in caches.
+            answering = self._answer_batch(batch, choice.sizes, self._free.pop())
+            task = asyncio.create_task(answering, name=f"compute {self.name}")
+            self._computing.add(task)
+            task.add_done_callback(self._computing.discard)
 
-    async def _answer_batch(self, batch: Sequence[_Pending], sizes: Sizes) -> None:
-        """Take requests out of the queue, compute them together, and answer each."""
-        chosen = {id(pending) for pending in batch}
-        self._queue = [each for each in self._queue if id(each) not in chosen]
+    def _fail(self, batch: Sequence[_Pending], error: Exception) -> None:
+        """A defect of ours: other requests are answered all the same."""
+        _LOGGER.error("a batch of %s failed", self.name, exc_info=error)
+        failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
+        _settle(batch, [failed] * len(batch))
+
+    async def _answer_batch(self, batch: Sequence[_Pending], sizes: Sizes, instance: int) -> None:
+        """Compute requests together by one of the instances, and answer each."""
+        try:
+            await self._answered(batch, sizes, instance)
+        except Exception as error:
+            self._fail(batch, error)
+        finally:
+            self._free.append(instance)
+            self._work.set()
+
+    async def _answered(self, batch: Sequence[_Pending], sizes: Sizes, instance: int) -> None:
         now = time.monotonic()
-        self._metrics.waiting(len(self._queue))
         parts = [pending.part for pending in batch]
         loop = asyncio.get_running_loop()
-        computed = await loop.run_in_executor(self._thread, self._compute, parts, sizes)
+        computed = await loop.run_in_executor(self._threads, self._compute, parts, sizes, instance)
         for pending in batch:
             pending.seconds = {"queue": now - pending.since, **computed.seconds}
         _settle(batch, computed.answers)
@@ -348,24 +366,26 @@ class ModelRunner:
             if not pending.answer.done():
                 pending.answer.set_exception(_too_late(self.name))
 
-    def _compute(self, parts: Sequence[Part], sizes: Sizes) -> _Computed:
+    def _compute(self, parts: Sequence[Part], sizes: Sizes, instance: int) -> _Computed:
         """Answer a batch; if that fails, each of its requests alone. Runs in the thread."""
         try:
-            return self._computed_together(parts, sizes)
+            return self._computed_together(parts, sizes, instance)
         except Exception as error:
             if len(parts) == 1:
                 _LOGGER.exception("a request of %s failed", self.name)
                 failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
                 return _Computed([failed], {}, sizes)
         alone = self.model.timings.sizes_alone
-        each = [self._compute([part], alone(part.sizes)) for part in parts]
+        each = [self._compute([part], alone(part.sizes), instance) for part in parts]
         answers = [answer for one in each for answer in one.answers]
         seconds = {stage: sum(one.seconds.get(stage, 0.0) for one in each) for stage in _STAGES}
         return _Computed(answers, seconds, sizes)
 
-    def _computed_together(self, parts: Sequence[Part], sizes: Sizes) -> _Computed:
+    def _computed_together(self, parts: Sequence[Part], sizes: Sizes, instance: int) -> _Computed:
         times = [time.perf_counter()]
-        answers = self.model.compute(parts, sizes, lambda: times.append(time.perf_counter()))
+        answers = self.model.compute(
+            parts, sizes, lambda: times.append(time.perf_counter()), instance
+        )
         took = (end - begin for begin, end in itertools.pairwise(times))
         return _Computed(answers, dict(zip(_STAGES, took, strict=True)), sizes)
 
@@ -422,7 +442,7 @@ class ModelRunner:
         return True
 
     async def close(self) -> None:
-        """End the thread; what it computes is answered, and requests that still wait are refused.
+        """End the threads; what they compute is answered, and requests that still wait are refused.
 
         May be called again.
         """
@@ -430,8 +450,8 @@ class ModelRunner:
         self._work.set()
         _settle(self._queue, [_unloaded(self.name) for _ in self._queue])
         self._queue.clear()
-        await asyncio.wait([self._task])
-        await asyncio.to_thread(self._thread.shutdown)
+        await asyncio.wait([self._task, *self._computing])
+        await asyncio.to_thread(self._threads.shutdown)
 
 
 def _settle(batch: Sequence[_Pending], answers: Sequence[Tensors | Exception]) -> None:

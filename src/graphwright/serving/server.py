@@ -283,6 +283,14 @@ def _description(name: str, model: PreparedModel) -> str:
     lines = [
         f"{name}: {of(model.inputs)} -> {of(model.outputs)}",
         f"  {len(sizes)} sizes ({names}), {computed} {found}{more}",
+        *_side_by_side(model),
         *(f"  {note}" for note in model.notes),
     ]
     return "\n".join(lines)
+
+
+def _side_by_side(model: PreparedModel) -> list[str]:
+    count, threads = len(model.instances), model.instances[0].threads
+    if count == 1:
+        return []
+    return [f"  {count} batches at a time, with {threads} thread{'s' * (threads != 1)} each"]
