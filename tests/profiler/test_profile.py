@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 import random
 import sys
@@ -309,3 +310,24 @@ def test_replays_on_a_gpu_bear_the_name_of_what_was_captured(tmp_path: Path) -> 
     assert graph.name in {event.name for event in profiler.events()}
     with torch.autograd.profiler.emit_nvtx():
         graph(x)
+
+
+def test_a_page_holds_the_verdict_remedies_and_tables(profiled: gw.Profile, tmp_path: Path) -> None:
+    profiled.save(tmp_path / "profile.html")
+    page = (tmp_path / "profile.html").read_text(encoding="utf-8")
+    for heading in ("Shares of the time", "Roofline", "One call", "Remedies", "By module", "Roofs"):
+        assert f">{heading}<" in page
+    assert page.count("<svg") in (3, 4)  # Where no remedy gains anything there is no plot of them.
+
+
+def test_a_profile_is_saved_by_its_suffix(profiled: gw.Profile, tmp_path: Path) -> None:
+    profiled.save(tmp_path / "profile.json")
+    assert (tmp_path / "profile.json").read_text(encoding="utf-8") == profiled.to_json()
+    with pytest.raises(gw.GraphwrightError, match=r"End it with \.json or \.html\."):
+        profiled.save(tmp_path / "profile")
+
+
+def test_a_notebook_shows_the_verdict(profiled: gw.Profile) -> None:
+    shown = profiled._repr_html_()
+    assert html.escape(profiled.verdict.text) in shown
+    assert "<script" not in shown

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from ..report.markup import Html
 from ..report.plots import INK, LINE, MUTED, SIZE, WIDE, color, draw, hint, series, short
@@ -88,14 +88,24 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
             text = f"{each.operation.module}: {each.operation.name}, {duration(each.seconds)}"
             hint(drawn, text)
         _named_axes(axes, "FLOPs a byte", "FLOP/s")
+        if alone:
+            _title(axes, title, rest)
 
-    rest = 1 - sum(each.seconds for each in points) / whole
-    label = (
-        f"Roofline of {name} on {roofs.device}; operations without counted FLOPs, "
-        f"{rest:.0%} of the time, are not shown"
-    )
+    missing = 1 - sum(each.seconds for each in points) / whole
+    title = f"Roofline of {short(name)} on {roofs.device}"
+    rest = f"Not shown: operations without counted FLOPs, {missing:.0%} of the time"
     alone = width >= WIDE
-    return draw("roofline", label, 440 if alone else 320, paint, width=width, alone=alone)
+    height = 460 if alone else 320
+    return draw("roofline", f"{title}. {rest}", height, paint, width=width, alone=alone)
+
+
+def _title(axes: Axes, title: str, rest: str = "") -> None:
+    """What a picture of its own is called."""
+    styles: dict[str, Any] = {"xycoords": "axes fraction", "textcoords": "offset points"}
+    up = 24 if rest else 8
+    axes.annotate(title, (0, 1), (0, up), weight="bold", fontsize=SIZE + 3, color=INK, **styles)
+    if rest:
+        axes.annotate(rest, (0, 1), (0, 8), color=MUTED, **styles)
 
 
 def _named_axes(axes: Axes, across: str, up: str) -> None:
@@ -148,10 +158,13 @@ def drawn_timeline(name: str, bars: Sequence[Bar], *, width: float = WIDE) -> Ht
             FuncFormatter(lambda value, _: duration(value) if value > 0 else "0")
         )
         axes.set_xlabel("time, under the profiler")
+        if alone:
+            _title(axes, title)
 
-    height = _AXES + _LANE * max(1, len(lanes))
-    label = f"One call of {name} over time"
-    return draw("timeline", label, height, paint, width=width, alone=width >= WIDE)
+    alone = width >= WIDE
+    title = f"One call of {short(name)}"
+    height = _AXES + _LANE * max(1, len(lanes)) + 30 * alone
+    return draw("timeline", f"{title} over time", height, paint, width=width, alone=alone)
 
 
 def _joined(bars: Sequence[Bar], narrow_s: float) -> list[Bar]:
