@@ -7,6 +7,7 @@ import json
 import math
 import re
 import threading
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -169,6 +170,10 @@ def test_reports_without_figures_have_pages() -> None:
     alone = report()
     alone.rows, alone.chosen, alone.curve = alone.rows[:1], "eager", []
     assert "Stay with <strong>eager</strong>" in alone.to_html()
+    same = report()
+    same.chosen = "eager+graph"
+    same.rows.append(replace(same.rows[0], strategy="eager+graph"))
+    assert "as fast as eager within the noise: 2.00 ms a call, eager 2.00 ms." in same.to_html()
     unsteady = report()
     for each in unsteady.rows:
         each.unsteady = "its rounds disagree by a factor of 4"

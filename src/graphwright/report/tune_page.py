@@ -77,6 +77,9 @@ def verdict(report: Results) -> Html:
     if speed is None or mine is None:
         return join([name, " was chosen."])
     beside = "" if theirs is None else f" instead of {duration(theirs)}"
+    if speed[1] <= 1 <= speed[2] and theirs is not None:
+        same = "as fast as eager within the noise"
+        return join([name, f" is {same}: {duration(mine)} a call, eager {duration(theirs)}."])
     gain = element("strong", f"{ratio(speed[0])} as fast as eager")
     return join([name, " is ", gain, f": {duration(mine)} a call{beside}."])
 
