@@ -1,0 +1,75 @@
+"""The documentation as a site: whole, offline, and with a heading where one looks for it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from pages import ROOT
+
+import graphwright as gw
+
+DOCS = ROOT / "docs"
+# About two screens.
+LONG = 90
+DIRECTIVE = re.compile(r"^::: graphwright\.([\w.]+)$", re.MULTILINE)
+
+
+def described() -> list[str]:
+    """What the reference describes, as it is written there."""
+    pages = sorted((DOCS / "reference" / "api").glob("*.md"))
+    return [name for page in pages for name in DIRECTIVE.findall(page.read_text("utf-8"))]
+
+
+def test_the_reference_covers_every_public_name_once() -> None:
+    found = described()
+    assert len(found) == len(set(found))
+    assert {name for name in found if "." not in name} == set(gw.__all__) - {"__version__"}
+
+
+@pytest.mark.parametrize("page", sorted(DOCS.rglob("*.md")), ids=lambda p: str(p.relative_to(DOCS)))
+def test_a_page_is_short_or_has_a_table_of_contents(page: Path) -> None:
+    """The site makes one of the headings."""
+    text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.MULTILINE | re.DOTALL)
+    assert len(re.findall(r"^# ", text, re.MULTILINE)) == 1
+    if len(text.splitlines()) > LONG:
+        assert len(re.findall(r"^##+ ", text, re.MULTILINE)) >= 3
+
+
+class _Loads(HTMLParser):
+    """What a page loads when it is opened."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        given = dict(attrs)
+        loads = {"script": "src", "img": "src", "source": "src", "iframe": "src", "object": "data"}
+        if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preconnect", "preload"):
+            loads["link"] = "href"
+        if given.get(loads.get(tag, "")):
+            self.found.append(str(given[loads[tag]]))
+
+
+@pytest.mark.long
+def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: Path) -> None:
+    pytest.importorskip("material", reason="the site is built where scripts/docs has run")
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    pages = sorted(tmp_path.rglob("*.html"))
+    assert len(pages) > 30
+    for page in pages:
+        loads = _Loads()
+        loads.feed(page.read_text("utf-8"))
+        assert loads.found, page
+        assert not [url for url in loads.found if re.match(r"(https?:)?//", url)], page
+    # Names of other modules lead to their descriptions.
+    tune = (tmp_path / "reference" / "api" / "tune" / "index.html").read_text("utf-8")
+    assert 'id="graphwright.tune"' in tune
+    assert "exhaustive" in tune
