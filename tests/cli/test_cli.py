@@ -788,3 +788,16 @@ def test_profile_of_a_backward_pass(source: Path, monkeypatch: pytest.MonkeyPatc
     result = invoke("profile", f"{source}:pair", "--device", "cpu", "--training")
     assert result.exit_code == 0, result.output
     assert "forward and backward" in result.output
+
+
+def test_tune_ends_with_three_lines_of_what_to_do_next(source: Path, tmp_path: Path) -> None:
+    saved, report = tmp_path / "out.gw", tmp_path / "out.json"
+    target = f"{source}:pair"
+    *_, first, second, third = invoke("tune", target, *QUICK).stdout.splitlines()
+    assert first.startswith("Next, in Python:  fast = gw.tune(")
+    assert second.endswith(f"graphwright tune {target} --save pair.gw")
+    assert third.endswith(f"graphwright tune {target} --details")
+    done = invoke("tune", target, *QUICK, "--save", saved, "--json", report)
+    assert f"      serve it:   graphwright serve {saved}\n" in done.stdout
+    assert f"      see more:   graphwright report {report} --details\n" in done.stdout
+    assert "Next" not in invoke("tune", target, *QUICK, "--details").stdout

@@ -281,11 +281,32 @@ def tune(
     writers = report_writers(result, with_samples=with_samples)
     if tuned is not None:
         writers["save"] = lambda name: save_winner(tuned, name)
-    deliver(files, writers, lambda: show(result, details=details))
+
+    def printed() -> None:
+        show(result, details=details)
+        if tuned is not None and not details:
+            _show_next_steps(target, save_file, json_file)
+
+    deliver(files, writers, printed)
     if tuned is None:
         kept = "" if save_file is None else ": no winner was saved"
         click.echo(f"graphwright: interrupted{kept}.", err=True)
         raise SystemExit(EXIT_INTERRUPTED)
+
+
+def _show_next_steps(target: str, saved: str | None, report: str | None) -> None:
+    """Three lines: how to use what was found in Python, how to save or serve it, and see more."""
+    again = f"graphwright tune {shlex.quote(target)}"
+    name = (target.rpartition(":")[2] or "model").rpartition(".")[2]
+    click.echo("Next, in Python:  fast = gw.tune(model, args)   # this choice, from the cache")
+    if saved is not None:
+        click.echo(f"      serve it:   graphwright serve {shlex.quote(saved)}")
+    else:
+        click.echo(f"      save it:    {again} --save {name}.gw")
+    if report is not None:
+        click.echo(f"      see more:   graphwright report {shlex.quote(report)} --details")
+    else:
+        click.echo(f"      see more:   {again} --details")
 
 
 def _tune_on_ray(
