@@ -1239,14 +1239,14 @@ def test_what_check_says_of_a_capture_is_what_capture_does(name: str, device: to
     stops = [finding for finding in found if finding.severity.stops]
     kinds = [finding.kind for finding in stops]
     assert STOPPED[name] in kinds if name in STOPPED else kinds == []
-    assert all(finding.what and finding.mend for finding in stops)
+    assert all(finding.what and finding.fix for finding in stops)
     if device.type == "cpu" and name in JUDGED_AS_ON_A_GPU:
         return
     fn, args = fresh(name, device)
     if stops:
         with pytest.raises(gw.CaptureError) as caught:
             gw.capture(fn, *args)
-        told = {f.what: f.mend for f in stops if f.kind == "refused"}
+        told = {f.what: f.fix for f in stops if f.kind == "refused"}
         assert told in ({}, {caught.value.what: caught.value.remedy})
         return
     eager, _ = fresh(name, device)

@@ -338,7 +338,7 @@ def test_an_obstacle_is_found_at_its_line(fn: Fn, device: torch.device) -> None:
     assert here[0].severity is severity
     assert here[0].place.file.endswith("test_check.py")
     assert here[0].place.source == source
-    assert here[0].mend
+    assert here[0].fix
     assert "torch/" not in "".join(f.place.file for f in found)
     assert torch.equal(x, kept)
     assert torch.equal(before[0], torch.random.get_rng_state())
@@ -717,7 +717,7 @@ def test_findings_as_text() -> None:
     assert to_lines(found).startswith(f"{place}: breaks: bool(tensor) decides")
     assert "Write: torch.where(x.sum() > 0, a, b)" in to_lines(found)
     saved = json.loads(to_json("decides", found))
-    assert (saved["schema"], saved["schema_version"]) == ("graphwright.check", 1)
+    assert (saved["schema"], saved["schema_version"]) == ("graphwright.check", 2)
     assert saved["findings"][0]["place"]["expression"] == "x.sum() > 0"
     assert (
         summary("decides", found)

@@ -42,7 +42,7 @@ FACES = {
     "Diagnosis": "cause compared error graph index kernel line module notes ok operation seconds "
     "what",
     "Extension": "libraries name",
-    "Finding": "count kind mend operation place replacement severity to_dict what",
+    "Finding": "count fix kind operation place replacement severity to_dict what",
     "FusedModule": "calls explain module regions untraced",
     "Graph": "branches close dump inputs memory mutates name nbytes node_count nodes outputs pool "
     "random replay state",

@@ -16,7 +16,7 @@ from typing import Any
 
 from ..errors import is_the_user_s
 
-SCHEMA, SCHEMA_VERSION = "graphwright.check", 1
+SCHEMA, SCHEMA_VERSION = "graphwright.check", 2
 
 _STANDARD = tuple(sysconfig.get_path(name) for name in ("stdlib", "platstdlib"))
 _INSTALLED = tuple(sysconfig.get_path(name) for name in ("purelib", "platlib"))
@@ -73,7 +73,7 @@ class Finding:
         severity: what it does to a capture.
         operation: what was called, as the user wrote it if that is known.
         what: what is wrong, as one sentence.
-        mend: how to fix it, as one sentence.
+        fix: how to fix it, as one sentence.
         replacement: code to write in place of the expression; empty if there is none.
         place: where it is in the user's own source.
         count: how often it happens in one call.
@@ -83,7 +83,7 @@ class Finding:
     severity: Severity
     operation: str
     what: str
-    mend: str
+    fix: str
     replacement: str = ""
     place: Place = Place()
     count: int = 1
@@ -92,7 +92,7 @@ class Finding:
         at = f"{self.place.file}:{self.place.line}:{self.place.column}: " if self.place.file else ""
         often = f" ({self.count} times)" if self.count > 1 else ""
         code = f" Write: {self.replacement}" if self.replacement else ""
-        return f"{at}{self.severity}: {self.what}{often} {self.mend}{code}"
+        return f"{at}{self.severity}: {self.what}{often} {self.fix}{code}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, for JSON."""

@@ -21,7 +21,7 @@ class Obstacle:
         name: the name of the kind; several obstacles may share one.
         severity: what it does to a capture.
         what: the message, with {operation} and {detail}.
-        mend: the suggested fix, as a sentence.
+        fix: the suggested fix, as a sentence.
         replacement: code that shows the fix; empty if `propose` makes it or none fits all cases.
         propose: makes such code from the expression and the line that it is in.
     """
@@ -29,7 +29,7 @@ class Obstacle:
     name: str
     severity: Severity
     what: str
-    mend: str
+    fix: str
     replacement: str = ""
     propose: Callable[[str, str], str] | None = None
 
@@ -237,7 +237,7 @@ class Findings:
         self._found: dict[tuple[Any, ...], Finding] = {}
 
     def add(
-        self, obstacle: Obstacle, place: Place, operation: str, detail: str = "", mend: str = ""
+        self, obstacle: Obstacle, place: Place, operation: str, detail: str = "", fix: str = ""
     ) -> None:
         """Note an obstacle.
 
@@ -246,7 +246,7 @@ class Findings:
             place: where it is.
             operation: what was called.
             detail: what the message of its kind leaves open.
-            mend: a fix to suggest instead of the one of its kind.
+            fix: a fix to suggest instead of the one of its kind.
         """
         key = obstacle.name, obstacle.severity, operation, place, detail
         known = self._found.get(key)
@@ -261,7 +261,7 @@ class Findings:
             obstacle.severity,
             operation,
             obstacle.what.format(operation=operation, detail=detail),
-            mend or obstacle.mend,
+            fix or obstacle.fix,
             code,
             place,
         )

@@ -56,7 +56,7 @@ def _of_finding(finding: Finding) -> Html:
     parts = [element("p", *head)]
     if place.source:
         parts.append(element("pre", _marked(place.source, place.expression)))
-    parts.append(element("p", f"{finding.what} {finding.mend}"))
+    parts.append(element("p", f"{finding.what} {finding.fix}"))
     if finding.replacement:
         parts.append(element("pre", finding.replacement, class_="suggested"))
     return element("article", *parts, class_="finding")
@@ -98,7 +98,7 @@ def to_short_html(name: str, findings: Sequence[Finding]) -> str:
             element("td", f"{finding.place.file}:{finding.place.line}" * bool(finding.place.file),
                     element("br"), element("code", finding.place.source)),
             element("td", finding.what),
-            element("td", finding.mend, element("br"), element("code", finding.replacement)),
+            element("td", finding.fix, element("br"), element("code", finding.replacement)),
         )
         for finding in findings
     ]  # fmt: skip

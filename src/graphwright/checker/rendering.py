@@ -55,7 +55,7 @@ def render(name: str, findings: Sequence[Finding]) -> RenderableType:
             if place.expression:
                 source.highlight_words([place.expression], f"not dim {style}")
             body.append(source)
-        body.append(Text(f"{finding.what} {finding.mend}"))
+        body.append(Text(f"{finding.what} {finding.fix}"))
         if finding.replacement:
             body.append(Text(finding.replacement, "green"))
         parts += [head, Padding(Group(*body), (0, 0, 1, 4))]

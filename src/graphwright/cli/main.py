@@ -208,7 +208,7 @@ def tune(
     accelerators: Sequence[str],
     out: str | None,
 ) -> None:
-    """Try every way to run TARGET that this machine has, verify each, and name the best.
+    """Benchmark every available backend for TARGET, verify each, and report the fastest.
 
     TARGET is path/to/file.py:function or package.module:function. The function takes no arguments
     and returns (model, args) or (model, args, kwargs). A module class does too, with --input.
@@ -480,7 +480,7 @@ def check(
     json_file: str | None,
     html_file: str | None,
 ) -> None:
-    """Find what keeps TARGET from being captured as a CUDA graph: where, why, and the mend.
+    """Find what keeps TARGET from being captured as a CUDA graph: file, line and suggested fix.
 
     Needs no GPU: a model on the CPU is judged as if it were on one. TARGET is as for tune. Exit
     code 1 where something blocks a capture or breaks it.

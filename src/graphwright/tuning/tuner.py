@@ -97,7 +97,7 @@ def tune(
     progress: bool | None = None,
     background: bool = False,
 ) -> TunedModule:
-    """Try every way to run a model that this machine has, verify each, and take the best.
+    """Benchmark every available backend for a model, verify each, and return the fastest.
 
     The winner answers calls like the sample's (same shapes, dtypes, devices, plain values). Any
     other call falls back to the model itself and is counted. Eager always competes, so the result
