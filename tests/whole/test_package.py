@@ -52,7 +52,8 @@ FACES = {
     "MemoryPool": "close closed device evict evictions graphs high_water in_use limit release "
     "reserved",
     "FallbackWarning": "",
-    "ModelConfig": "buckets dynamic_shapes inputs kwargs model outputs pad postprocess preprocess",
+    "ModelConfig": "buckets dynamic_shapes inputs instances kwargs model outputs pad postprocess "
+    "preprocess",
     "Node": "block branch bytes duration_us grid index kind line module name operation "
     "predecessors registers segment shape shared_bytes start_us",
     "Nodes": "branches idle_us kinds name notes to_dot to_json to_svg",
