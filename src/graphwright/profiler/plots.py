@@ -40,7 +40,8 @@ def roofline(name: str, measured: Sequence[Measured], roofs: Roofs, *, width: fl
     intensities = [(each.operation.flops or 0) / each.operation.nbytes for each in points]
     top = max([*ceilings.values(), *rates]) * 2.5
     x_low = 10 ** math.floor(math.log10(min([1.0, *intensities])))
-    x_high = 10 ** math.ceil(math.log10(max([top / roofs.bandwidth, *intensities])))
+    # Right of all dots there is room for the names of the roofs.
+    x_high = max([top / roofs.bandwidth, *intensities]) * (8 if width >= WIDE else 20)
     y_low = min([roofs.bandwidth * x_low, *(rate / 2 for rate in rates)])
     scale = width / WIDE
 

@@ -62,6 +62,8 @@ _NUMBERS = re.compile(r"-?\d+\.\d{3,}")
 # What matplotlib writes of each text and need not: the page has a font of its own.
 _FONT = re.compile(r"font-family: [^;]*;? ?")
 _DRAWING = threading.Lock()
+# Bytes of the unit that memory is shown in; and how far apart figures are on a logarithmic axis.
+_MIB, _FAR_APART = 2.0**20, 8.0
 # Settings that choose how matplotlib shows figures; they are left alone.
 _OF_BACKENDS = ("backend", "interactive", "toolbar", "webagg", "tk.", "macosx", "figure.max_open")
 
@@ -321,7 +323,7 @@ def rows(
         axis: what is measured.
         form: a figure of the axis as text.
         dots: draw dots in place of bars.
-        logarithmic: whether the axis is.
+        logarithmic: whether the axis is, if figures are far apart.
         binary: whether the figures are bytes, whose round numbers are powers of two.
         reference: a figure to mark by a line, and what it is.
     """
@@ -330,9 +332,17 @@ def rows(
         height += _HEADING * bool(group.heading)
         height += sum(_TEXT_HEIGHT + _MARK_HEIGHT * len(r.marks) + _GAP for r in group.lines)
 
+    ends = _ends(groups, reference)
+    positive = [value for value in ends if value > 0] or [1.0]
+    log_axis = logarithmic and max(positive) > _FAR_APART * min(positive)
+
     def paint(figure: Figure) -> None:
         axes = figure.add_subplot()
-        _span(axes, groups, reference, logarithmic=logarithmic)
+        if log_axis:
+            axes.set_xscale("log")
+            axes.set_xlim(min(positive) / 1.8, max(positive) * 1.8)
+        else:
+            axes.set_xlim(*_span(groups, ends))
         at = 0.0
         for group in groups:
             if group.heading:
@@ -346,7 +356,7 @@ def rows(
         axes.set_yticks([])
         axes.spines["left"].set_visible(False)
         axes.grid(axis="x")
-        _ticks(axes, form, logarithmic=logarithmic, binary=binary)
+        _ticks(axes, form, logarithmic=log_axis, binary=binary)
         axes.set_xlabel(axis)
         if reference is not None:
             axes.axvline(reference[0], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
@@ -354,27 +364,21 @@ def rows(
     return draw(name, label, height, paint)
 
 
-def _span(
-    axes: Axes,
-    groups: Sequence[Group],
-    reference: tuple[float, str] | None,
-    *,
-    logarithmic: bool,
-) -> None:
-    """Choose what the axis shows: all marks, and nothing but them."""
+def _ends(groups: Sequence[Group], reference: tuple[float, str] | None) -> list[float]:
+    """All figures that an axis has to show."""
     marks = [mark for group in groups for line in group.lines for mark in line.marks]
     ends = [v for m in marks for v in (m.value, m.low, m.high, m.start) if v is not None]
     ends += [] if reference is None else [reference[0]]
-    ends = [value for value in ends if math.isfinite(value)]
-    if logarithmic:
-        axes.set_xscale("log")
-        positive = [value for value in ends if value > 0] or [1.0]
-        axes.set_xlim(min(positive) / 1.8, max(positive) * 1.8)
-    elif all(mark.start is not None for mark in marks):  # Ranges need not begin at zero.
+    return [value for value in ends if math.isfinite(value)]
+
+
+def _span(groups: Sequence[Group], ends: Sequence[float]) -> tuple[float, float]:
+    """Where an axis begins and ends: at zero, unless all it shows are ranges."""
+    marks = [mark for group in groups for line in group.lines for mark in line.marks]
+    if marks and all(mark.start is not None for mark in marks):
         room = 0.06 * (max(ends) - min(ends))
-        axes.set_xlim(max(0.0, min(ends) - room), max(ends) + room)
-    else:
-        axes.set_xlim(0, max([*ends, 0.0]) * 1.03 or 1.0)
+        return max(0.0, min(ends) - room), max(ends) + room
+    return 0.0, max([*ends, 0.0]) * 1.03 or 1.0
 
 
 def _row(axes: Axes, line: Line, at: float, *, dots: bool) -> None:
@@ -429,8 +433,8 @@ def _ticks(
         axis.set_minor_locator(NullLocator())
     elif binary:
         low, high = axes.get_xlim() if which == "x" else axes.get_ylim()
-        unit = 2.0 ** (10 * (int(math.log2(max(high, 1.0))) // 10))
-        places = [unit * each for each in MaxNLocator(5).tick_values(low / unit, high / unit)]
+        whole = MaxNLocator(4 if which == "x" else 5, steps=[1, 2, 2.5, 5, 10])
+        places = [_MIB * each for each in whole.tick_values(low / _MIB, high / _MIB)]
         axis.set_major_locator(FixedLocator([each for each in places if low <= each <= high]))
     else:
         axis.set_major_locator(MaxNLocator(4 if which == "x" else 5, steps=[1, 2, 2.5, 5, 10]))
@@ -504,7 +508,7 @@ def _scale(axes: Axes, which: str, values: Sequence[float]) -> None:
     """A scale on which all figures can be told apart, with room for names."""
     low, high = min(values), max(values)
     limits = axes.set_xlim if which == "x" else axes.set_ylim
-    if low > 0 and high / low > 8:
+    if low > 0 and high / low > _FAR_APART:
         (axes.set_xscale if which == "x" else axes.set_yscale)("log")
         room = (high / low) ** 0.12 * 1.25
         limits(low / room, high * room)
@@ -550,7 +554,7 @@ def _labels(
     measuring: Any = FigureCanvasAgg(figure)  # Its methods have no annotations.
     renderer = measuring.get_renderer()
     figure.draw_without_rendering()
-    inside = axes.get_window_extent(renderer).padded(2)
+    inside = axes.get_window_extent(renderer)
     taken: list[Bbox] = []
     for _, x, y, _ in items:
         across, up = axes.transData.transform((x, y))
@@ -573,7 +577,7 @@ def _labels(
             )
             text.set_in_layout(False)
             box = text.get_window_extent(renderer)
-            fits = inside.x0 <= box.x0 and box.x1 <= inside.x1 + 4
+            fits = inside.x0 <= box.x0 and box.x1 <= inside.x1
             fits = fits and inside.y0 <= box.y0 and box.y1 <= inside.y1
             if fits and not any(box.overlaps(other) for other in taken):
                 taken.append(box)
