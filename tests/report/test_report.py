@@ -325,7 +325,9 @@ def test_markdown_and_svg(report: Report) -> None:
     assert text.count("| --- |") == 1
     columns = {line.count("|") for line in text.splitlines() if line.startswith("|")}
     assert len(columns) == 1
-    assert "<svg" in to_svg(report)
+    picture = to_svg(report)
+    assert "<svg" in picture
+    assert "url(http" not in picture
 
 
 def test_an_interrupted_report_says_so(report: Report) -> None:

@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.padding import Padding
@@ -256,4 +258,6 @@ def to_svg(report: Results, width: int = 100) -> str:
     """A picture of the table as a terminal shows it."""
     console = Console(file=io.StringIO(), record=True, width=width, force_terminal=True)
     console.print(render(report, width, details=False))
-    return console.export_svg(title="graphwright tune")
+    # Its fonts would be fetched from elsewhere.
+    template = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    return console.export_svg(title="graphwright tune", code_format=template)
