@@ -357,7 +357,7 @@ def test_report_makes_pages_of_saved_reports(tmp_path: Path) -> None:
     assert "would overwrite" in done.output
 
 
-@pytest.mark.parametrize("name", ["training-h200", "breaks-h200", "capture-h200"])
+@pytest.mark.parametrize("name", ["training-h200", "breaks-h200", "buckets-h200", "capture-h200"])
 def test_benchmarks_have_pages(name: str, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     command = ["report", str(RESULTS / f"{name}.json"), "--html", str(page)]
@@ -394,6 +394,25 @@ def test_a_page_of_many_reports_has_one_section_for_each() -> None:
 def test_other_files_are_refused(data: str, said: str) -> None:
     with pytest.raises(GraphwrightError, match=said):
         benchmark_to_page(data)
+
+
+def test_the_best_other_way_is_none_where_there_is_eager_alone() -> None:
+    ways = {name: {"status": "ok", "latency_samples": [[seconds]] * 3}
+            for name, seconds in (("eager", 2e-3), ("graphwright.graph", 1e-3))}  # fmt: skip
+    models = {"net": {"ways": ways}}
+    data = {"schema": "graphwright.bench", "benchmark": "x", "models": models}
+    text = "".join(Reader(benchmark_to_page(json.dumps(data))).text)
+    assert "graphwright is 2.00× as fast as eager for net." in text
+    ways["torch.compile"] = {"latency_samples": [[1.5e-3]] * 3}
+    text = "".join(Reader(benchmark_to_page(json.dumps(data))).text)
+    assert "2.00× as fast as eager and 1.50× as fast as the best other way for net." in text
+
+
+def test_a_benchmark_is_shown_as_a_page_only() -> None:
+    done = CliRunner().invoke(main, ["report", str(RESULTS / "breaks-h200.json")])
+    assert done.exit_code == 2
+    assert "it is the result of a benchmark" in done.output
+    assert "Add --html PAGE." in done.output
 
 
 def test_only_benchmarks_are_taken_for_one() -> None:

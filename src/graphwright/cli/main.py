@@ -639,6 +639,11 @@ def report(
             page_writer = {"html": lambda name: write_text(name, made)}
             deliver({"html": html_file}, page_writer, lambda: None)
             return
+        if is_benchmark(text):
+            raise GraphwrightError(
+                "it is the result of a benchmark, which is shown as a page.",
+                remedy="Add --html PAGE.",
+            )
         saved = Report.from_json(text)
     except GraphwrightError as error:
         raise TargetError(

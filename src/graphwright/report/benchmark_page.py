@@ -1,7 +1,8 @@
 """The page of a benchmark's results: many models, each in several ways, beside eager.
 
 Read are results of `scripts/bench` that hold models with reports of `tune`, with ways to call them,
-or rows with medians: tune, engines, training, capture, breaks and others of their form.
+or rows with medians: tune, engines, training, capture, breaks and others of their form. Those of
+buckets are read, too.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import json
 import re
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -23,12 +24,19 @@ from .result import EAGER
 from .table import NO_FIGURE, duration, memory, ratio
 from .tune_page import drawn, tables
 
-SCHEMA = "graphwright.bench"
+SCHEMAS = ("graphwright.bench", "graphwright.benchmark")
 # What graphwright's own ways begin with.
 _OURS = "graphwright."
 _TUNE = "graphwright.tune"
 # Ways that show what is possible, and are nobody's to choose.
-_BOUNDS = ("floor", "hand")
+_OWN_GRAPH = "a graph of its own"
+_BOUNDS = ("floor", "hand", _OWN_GRAPH)
+# What the benchmark of buckets calls its ways to answer a call that is smaller than a bucket.
+_PADDED = {
+    "below it, eager": EAGER,
+    "below it, filled up": "graphwright.padded to a bucket",
+    "below it, a graph of its own": _OWN_GRAPH,
+}
 # Benchmarks whose figure is the time of calls back to back.
 _BACK_TO_BACK = ("training",)
 
@@ -78,13 +86,15 @@ class Case:
         return next((way for way in self.ways if way.name == name), None)
 
     def best(self, *, ours: bool) -> Way | None:
-        """The fastest of graphwright's, or of the others."""
+        """The fastest of graphwright's, or of the others; None if eager alone is another."""
         found = [
             way
             for way in self.ways
             if way.samples is not None and way.ours == ours and way.name not in _BOUNDS
         ]
-        return min(found, key=lambda way: way.seconds or 0.0, default=None)
+        if all(way.name == EAGER for way in found):
+            return None
+        return min(found, key=lambda way: way.seconds or 0.0)
 
     def gain(self, way: Way | None, other: Way | None = None) -> float | None:
         """How many times as fast a way is as another one, or as eager."""
@@ -93,10 +103,15 @@ class Case:
             return None
         return other.seconds / way.seconds
 
+    def gain_over_others(self) -> float | None:
+        """How many times as fast graphwright's best way is as the best other one."""
+        other = self.best(ours=False)
+        return None if other is None else self.gain(self.best(ours=True), other)
+
 
 def is_benchmark(text: str) -> bool:
     """Whether a file's text is the result of a benchmark."""
-    return f'"schema": "{SCHEMA}"' in text[:200]
+    return any(f'"schema": "{schema}"' in text[:200] for schema in SCHEMAS)
 
 
 def benchmark_to_page(text: str, *, with_samples: bool = False) -> str:
@@ -111,7 +126,7 @@ def benchmark_to_page(text: str, *, with_samples: bool = False) -> str:
     """
     try:
         data = json.loads(text)
-        if not isinstance(data, dict) or data.get("schema") != SCHEMA:
+        if not isinstance(data, dict) or data.get("schema") not in SCHEMAS:
             raise GraphwrightError(
                 "This is no result of a benchmark.", remedy="scripts/bench writes them."
             )
@@ -131,6 +146,8 @@ def benchmark_to_page(text: str, *, with_samples: bool = False) -> str:
 
 
 def _cases(data: Mapping[str, Any]) -> list[Case]:
+    if data.get("benchmark") == "buckets":
+        return list(_of_buckets(data["figures"]))
     models = data.get("models", {})
     back_to_back = data.get("benchmark") in _BACK_TO_BACK
     if isinstance(models, Mapping) and models:
@@ -194,6 +211,30 @@ def _ways_of(report: Report) -> list[Way]:
     return found
 
 
+def _of_buckets(figures: Mapping[str, Any]) -> Iterator[Case]:
+    """Many calls of random sizes, then single calls of models, each in a bucket and without."""
+    seconds = figures["seconds"]
+    ways = [
+        Way(EAGER, "ok", Samples(tuple(seconds["eager"]))),
+        Way("graphwright.buckets", "ok", Samples(tuple(seconds["graph"]))),
+    ]
+    what = "MiniLM, batch and length at random"
+    yield Case(f"{figures['calls']:,} calls", ways, what)
+    for model, found in figures["padding"].items():
+        ways = [_way(name, found[key], {}, False) for key, name in _PADDED.items()]
+        yield Case(f"{model}, one call", ways, "a call that is smaller than its bucket")
+
+
+def _by_bucket(figures: Mapping[str, Any]) -> Html:
+    cells = [
+        [bucket, f"{exact:,}", f"{padded:,}", f"{waste:.1%}"]
+        for bucket, (exact, padded, waste) in figures["by_bucket"].items()
+    ]
+    whole = f"Over all calls, {figures['waste']:.1%} of what was computed was padding."
+    headings = ["batch × length", "exact calls", "padded calls", "padding"]
+    return join([table(headings, cells), paragraphs([whole])])
+
+
 def _row(row: Mapping[str, Any]) -> Case:
     """A row of a benchmark that has a median and a spread for each way."""
     ways = []
@@ -213,13 +254,18 @@ def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
     environment = {str(k): str(v) for k, v in data.get("environment", {}).items()}
     where = environment.get("gpu") or environment.get("processor", "")
     kind = str(data.get("benchmark", "")).capitalize()
+    noun = "case" if data.get("benchmark") == "buckets" else "model"
     timed = [case for case in cases if any(way.samples for way in case.ways)]
-    sections = [Section("All models", _overview(timed, kind))]
+    sections = [Section(f"All {noun}s", _overview(timed, kind))]
     for number, case in enumerate(timed):
         gain = case.gain(case.best(ours=True))
         aside = "" if gain is None else f"{ratio(gain)} as fast as eager"
         body = _of_case(case, f"case{number}")
         sections.append(Section(case.name, body, aside, folded=True, anchor=f"case{number}"))
+    if data.get("benchmark") == "buckets":
+        figures = data["figures"]
+        aside = f"{len(figures['by_bucket'])} buckets"
+        sections.append(Section("By bucket", _by_bucket(figures), aside, folded=True))
     if targets := data.get("targets"):
         met = sum(bool(each.get("met")) for each in targets)
         aside = f"{met} of {len(targets)} met"
@@ -228,8 +274,9 @@ def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
     sections.append(Section("Environment", facts(known), folded=True))
     if text:
         sections.append(Section("Every sample, as JSON", element("pre", text), folded=True))
-    verdict, tiles = _verdict(timed)
-    many = f"{len(timed)} model{'s' * (len(timed) != 1)}"
+    # Of buckets, single calls come after the calls that it is about.
+    verdict, tiles = _verdict(timed[:1] if data.get("benchmark") == "buckets" else timed)
+    many = f"{len(timed)} {noun}{'s' * (len(timed) != 1)}"
     return page(
         "graphwright benchmark",
         f"{kind} on {where}" if where else kind,
@@ -242,26 +289,24 @@ def _page(data: Mapping[str, Any], cases: Sequence[Case], text: str) -> str:
 
 def _verdict(cases: Sequence[Case]) -> tuple[Html, list[Tile]]:
     gains = [g for case in cases if (g := case.gain(case.best(ours=True))) is not None]
-    beside = [
-        g
-        for case in cases
-        if (g := case.gain(case.best(ours=True), case.best(ours=False))) is not None
-    ]
+    beside = [g for case in cases if (g := case.gain_over_others()) is not None]
     if not gains:
         return join([f"{len(cases)} models were timed."]), []
     mean = statistics.geometric_mean(gains)
-    over = f"over {len(gains)} models" if len(gains) > 1 else "on its one model"
+    over = f"over {len(gains)} models" if len(gains) > 1 else f"for {cases[0].name}"
     parts: list[str] = ["graphwright is ", element("strong", f"{ratio(mean)} as fast as eager")]
-    tiles = [Tile("times as fast as eager", ratio(mean), f"{ratio(min(gains))} to "
-                  f"{ratio(max(gains))}")]  # fmt: skip
+    tiles = [Tile("times as fast as eager", ratio(mean), _range(gains))]
     if beside:
         other = statistics.geometric_mean(beside)
         strong = element("strong", f"{ratio(other)} as fast as the best other way")
         parts += [" and ", strong]
-        span = f"{ratio(min(beside))} to {ratio(max(beside))}"
-        tiles.append(Tile("as fast as the best other way", ratio(other), span))
+        tiles.append(Tile("as fast as the best other way", ratio(other), _range(beside)))
     parts.append(f" {over}{' (geometric means)' * (len(gains) > 1)}.")
     return join(parts), tiles
+
+
+def _range(gains: Sequence[float]) -> str:
+    return f"{ratio(min(gains))} to {ratio(max(gains))}" if len(gains) > 1 else ""
 
 
 def _chosen_name(case: Case, way: Way) -> str:
@@ -297,7 +342,7 @@ def _overview(cases: Sequence[Case], kind: str) -> Html:
                 _seconds(other),
                 _seconds(ours),
                 NO_FIGURE if gain is None else ratio(gain),
-                NO_FIGURE if (g := case.gain(ours, other)) is None else ratio(g),
+                NO_FIGURE if (g := case.gain_over_others()) is None else ratio(g),
             ]
         )
     plot = rows(
@@ -308,12 +353,18 @@ def _overview(cases: Sequence[Case], kind: str) -> Html:
         lambda value: f"{value:.3g}×",
         reference=(1.0, EAGER),
     )
-    colors = legend([(CHOSEN, "graphwright"), ("s1", "best other way")])
+    colors = [(CHOSEN, "graphwright")]
+    if any(case.best(ours=False) for case in cases):
+        colors.append(("s1", "best other way"))
     headings = ["model", "graphwright's best", "best other way", "eager", "other", "graphwright",
                 "vs eager", "vs other"]  # fmt: skip
-    found = [figure("Times as fast as eager", plot, "The dashed line is eager.", colors)]
+    found = [figure("Times as fast as eager", plot, "The dashed line is eager.", legend(colors))]
     found += _memory_of_all(cases, kind)
-    return join([plots(found), table(headings, cells, texts=3)])
+    # Without other ways their columns are empty.
+    kept = [i for i in range(len(headings)) if any(line[i] != NO_FIGURE for line in cells)]
+    lines_kept = [[line[i] for i in kept] for line in cells]
+    texts = sum(i < 3 for i in kept)
+    return join([plots(found), table([headings[i] for i in kept], lines_kept, texts=texts)])
 
 
 def _memory_of_all(cases: Sequence[Case], kind: str) -> list[Html]:
@@ -396,7 +447,9 @@ def _times(case: Case, name: str) -> Html:
         duration,
         reference=None if eager is None or eager.seconds is None else (eager.seconds, EAGER),
     )
-    colors = [(CHOSEN, "graphwright's best"), ("s2", "graphwright"), (PLAIN, "eager"),
+    bounds = any(way.name in _BOUNDS for way in timed)
+    plain = "eager, and what is possible" if bounds else EAGER
+    colors = [(CHOSEN, "graphwright's best"), ("s2", "graphwright"), (PLAIN, plain),
               ("s1", "other ways")]  # fmt: skip
     met = {_color(case, way) for way in timed}
     return figure("Time", plot, "Median over the rounds; whiskers: half of the interquartile range "
