@@ -90,8 +90,9 @@ def _wrong(prepared: PreparedModel) -> int:
         x = torch.full((1, 3), float(number))
         (part,) = prepared.parts({"x": x})
         for _ in range(5):
-            (answer,) = prepared.compute([part], (1,), instance=number)
-            expected = prepared.instances[number].call.linear(x)  # type: ignore[attr-defined]  # Keeps
+            instance = prepared.instances[number]
+            (answer,) = prepared.compute([part], (1,), instance=instance)
+            expected = instance.call.linear(x)  # type: ignore[attr-defined]  # Keeps
             wrong.append(not torch.allclose(answer["output"], expected))
 
     calls = [threading.Thread(target=ask, args=(number,)) for number in range(4)]
@@ -106,30 +107,30 @@ MEETING = threading.Barrier(2)
 
 
 class Meets(Encoder):
-    """Once it is told so, a call ends only while another one is there."""
-
-    meeting = False
+    """A call whose first token is 77 ends only while another one is there."""
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
-        if Meets.meeting:
+        if ids[0, 0] == 77:
             MEETING.wait(20)
         return super().forward(ids, mask)
 
 
-def test_two_batches_are_computed_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_batches_are_computed_side_by_side() -> None:
     async def test() -> None:
         given = replace(config(Meets), instances=2)
+        asked = [request(seed=1), request(seed=2)]
         async with serving(given) as repository:
-            monkeypatch.setattr(Meets, "meeting", True)
-            # One after the other, so that they are not one batch.
-            first = asyncio.create_task(repository.infer(request(seed=1)))
-            await asyncio.sleep(0.05)
-            second = asyncio.create_task(repository.infer(request(seed=2)))
-            answers = await asyncio.gather(first, second)
-            monkeypatch.setattr(Meets, "meeting", False)
-            for seed, answer in zip((1, 2), answers, strict=True):
-                assert_answers(given.model, request(seed=seed), answer.outputs)
+            tasks = []
+            for each in asked:
+                each.inputs["ids"][0, 0] = 77
+                tasks.append(asyncio.create_task(repository.infer(each)))
+                await asyncio.sleep(0.05)  # So that they are not one batch.
+            answers = await asyncio.gather(*tasks)
             assert repository.statistics("net", "")[0].execution_count == 2
+        for each, answer in zip(asked, answers, strict=True):
+            expected = Encoder.forward(given.model, **each.inputs)  # type: ignore[arg-type]  # a Meets
+            for name, value in answer.outputs.items():
+                torch.testing.assert_close(value, expected[name], rtol=1e-4, atol=1e-5)
 
     run(test)
 
@@ -140,22 +141,21 @@ def test_hundreds_of_requests_are_answered_by_all_instances() -> None:
         asked = [request(1 + n % 3, 1 + n % 16, n) for n in range(300)]
         async with serving(given) as repository:
             (prepared,) = repository.prepared().values()
-            calls = [0] * 3
-            for number, each in enumerate(prepared.instances):
-                _count_calls(each.call, calls, number)
+            used: set[int] = set()
+            compute = prepared.compute
+
+            def seen(parts: Any, sizes: Any, passed: Any, instance: Instance) -> Any:
+                used.add(id(instance))
+                return compute(parts, sizes, passed, instance)
+
+            prepared.compute = seen  # type: ignore[method-assign]  # to see by what it is called
             answers = await asyncio.gather(*map(repository.infer, asked))
         for each, answer in zip(asked, answers, strict=True):
             assert_answers(given.model, each, answer.outputs)
-        assert all(calls), calls
+        assert used == {*map(id, prepared.instances)}
+        assert len(used) == 3
 
     run(test)
-
-
-def _count_calls(module: Any, calls: list[int], number: int) -> None:
-    def count(*_: object) -> None:
-        calls[number] += 1
-
-    module.register_forward_pre_hook(count)
 
 
 def test_each_has_its_share_of_the_threads() -> None:
@@ -169,8 +169,8 @@ def test_each_has_its_share_of_the_threads() -> None:
     prepared = PreparedModel(several(Sees(), torch.randn(1, 3)), threads=4)
     seen.clear()
     (part,) = prepared.parts({"x": torch.randn(1, 3)})
-    for number in (0, 1):
-        prepared.compute([part], (1,), instance=number)
+    for instance in prepared.instances:
+        prepared.compute([part], (1,), instance=instance)
     assert seen == {2}
 
 
@@ -288,3 +288,44 @@ def test_what_cannot_have_several_says_why() -> None:
     # Where nobody asked for more, one that cannot be copied is served all the same.
     prepared = PreparedModel(ModelConfig(Locked().eval(), (x,)), threads=4)
     assert len(prepared.instances) == 1
+
+
+# A model that changes after its copies were made.
+
+
+def _attribute(model: Encoder) -> None:
+    model.head.bias = nn.Parameter(torch.ones(5))
+
+
+def _weight(model: Encoder) -> None:
+    with torch.no_grad():
+        model.head.weight.mul_(2)
+
+
+@pytest.mark.parametrize("change", [_attribute, _weight])
+@pytest.mark.filterwarnings("ignore")
+def test_a_model_that_changes_answers_as_it_is_now(change: Callable[[Encoder], None]) -> None:
+    async def test() -> None:
+        given = replace(config(), instances=3)
+        asked = [request(1 + n % 3, 1 + n % 16, n) for n in range(40)]
+        async with serving(given) as repository:
+            (prepared,) = repository.prepared().values()
+            await asyncio.gather(*map(repository.infer, asked))
+            assert len(prepared.instances) == 3
+            change(given.model)  # type: ignore[arg-type]  # an Encoder
+            answers = await asyncio.gather(*map(repository.infer, asked))
+            assert len(prepared.instances) == 1
+            assert any("since the model changed" in note for note in prepared.notes)
+        for each, answer in zip(asked, answers, strict=True):
+            assert_answers(given.model, each, answer.outputs)  # type: ignore[arg-type]  # an Encoder
+
+    run(test)
+
+
+def test_a_model_that_its_own_calls_change_has_one_unless_more_are_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("graphwright.serving.prepared_model.best_count", lambda *_: 2)
+    x = torch.randn(1, 3)
+    assert len(PreparedModel(ModelConfig(Keeps().eval(), (x,)), threads=4).instances) == 1
+    assert len(PreparedModel(several(Keeps(), x), threads=4).instances) == 2

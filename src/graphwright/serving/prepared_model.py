@@ -21,6 +21,7 @@ from ..artifacts.tuned_module import Absent, TunedModule
 from ..calls.dependencies import Called
 from ..calls.options import count_problem, refuse
 from ..calls.signature import Args, CallSignature, Kwargs, flatten, unflatten
+from ..calls.watch import ModuleWatch
 from ..dispatch.graphed_callable import GraphedCallable
 from ..dispatch.graphed_module import GraphedModule, graph
 from ..errors import OptionError
@@ -86,6 +87,7 @@ class PreparedModel:
         self.call = _callable_on(device, config, points)
         lock = _lock_of(config.model)
         self.instances = [Instance(self.call, lock, threads if device.type == "cpu" else None)]
+        self._watch: ModuleWatch | None = None
         self._reference = _reference_of(config.model)
         own = _own_sizes(sample, layout)
         at = _different_sizes(own, points, anywhere=self._reference is not None, layout=layout)
@@ -147,40 +149,60 @@ class PreparedModel:
         """As many instances as are asked for, or else as pay."""
         (first,), count = self.instances, self.config.instances
         why = problem(self.config.model, device)
-        if count is None:
-            if why is not None:
-                return [first]
-            ends = sorted(points, key=lambda point: (point[0], math.prod(point)))
-            ends = [point for point in ends if point[0] == ends[0][0]]
-            calls = [
-                unflatten(self.joiner.sampler.at(point), self._spec)
-                for point in dict.fromkeys((ends[0], ends[-1]))
-            ]
-            works = [functools.partial(_called_with, args, kwargs) for args, kwargs in calls]
-            count = best_count(first, works, threads)
-        elif count > 1 and why is not None:
+        if count is None and why is not None:
+            return [first]
+        if count is not None and count > 1 and why is not None:
             raise OptionError(f"instances={count} cannot be: {why}.", remedy="Leave instances out.")
-        return instances(first, count, threads) if count > 1 else [first]
+        # The shortest and the longest request.
+        ends = sorted(points, key=lambda point: (point[0], math.prod(point)))
+        ends = [point for point in ends if point[0] == ends[0][0]]
+        works = [
+            functools.partial(_called_with, *unflatten(self.joiner.sampler.at(point), self._spec))
+            for point in dict.fromkeys((ends[0], ends[-1]))
+        ]
+        if count is None:
+            count = best_count(first, works, threads)
+        if count == 1:
+            return [first]
+        assert isinstance(self.config.model, nn.Module)
+        self._watch = ModuleWatch(self.config.model, values=True)
+        first.run(works[0])
+        if self._watch.changed() is not None:  # It is changed by its own calls.
+            self._watch = None
+            if self.config.instances is None:
+                return [first]
+        return instances(first, count, threads)
+
+    def use_current_instances(self) -> None:
+        """Drop the copies of a model that has changed since they were made."""
+        if len(self.instances) == 1 or self._watch is None:
+            return
+        if (change := self._watch.changed()) is not None:
+            del self.instances[1:]
+            self._watch = None
+            self._note(
+                f"Batches are computed one after the other, since the model changed: {change}"
+            )
 
     def compute(
         self,
         parts: Sequence[Part],
         sizes: Sizes,
         passed: Callable[[], object] = lambda: None,
-        instance: int = 0,
+        instance: Instance | None = None,
     ) -> list[Tensors]:
         """The answers to requests, computed together.
 
         Args:
             parts: the requests.
             sizes: of the call.
-            instance: which of `instances` computes them.
+            instance: which of `instances` computes them, by default the first.
             passed: called when they are joined, when the model was called, and when its results
                 are cut apart.
         """
         args, kwargs = self.joiner.join(parts, sizes)
         passed()
-        chosen = self.instances[instance]
+        chosen = instance or self.instances[0]
         with chosen.lock:
             results = self._run(args, kwargs, chosen)
             passed()
@@ -269,8 +291,8 @@ class PreparedModel:
         largest = max(self.timings.seconds, key=math.prod)
         parts = self._requests(largest, 0, mixed=False)
         own = self.compute(parts, largest)
-        for number in range(1, len(self.instances)):
-            copied = self.compute(parts, largest, instance=number)
+        for instance in self.instances[1:]:
+            copied = self.compute(parts, largest, instance=instance)
             for part, answer, other in zip(parts, own, copied, strict=True):
                 for name, value in answer.items():
                     why = difference(other[name], value, other_kernels=True)

@@ -22,6 +22,7 @@ from ..dispatch.graphed_module import GraphedModule
 from ..errors import first_line
 from ..shapes.padding import Sizes
 from .batching import Choice, choose
+from .instances import Instance
 from .joining import Part
 from .metrics import Metrics, ModelMetrics
 from .model_config import Tensors
@@ -129,7 +130,7 @@ class ModelRunner:
         self._closing = False
         # Threads of its own, one for each instance: graphs are replayed one after the other.
         self._threads = ThreadPoolExecutor(len(model.instances), f"graphwright-serve-{name}")
-        self._free = list(range(len(model.instances)))
+        self._free = list(model.instances)
         self._computing: set[asyncio.Task[None]] = set()
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"serve {name}")
         self._counted: Counter[str] = Counter()
@@ -312,6 +313,10 @@ class ModelRunner:
                 continue
             batch = list(self._queue)
             try:
+                self.model.use_current_instances()
+                self._free = [each for each in self._free if self._is_used(each)]
+                if not self._free:
+                    continue
                 choice = self._choice()
                 batch = [batch[index] for index in choice.members]
             except Exception as error:
@@ -333,17 +338,23 @@ class ModelRunner:
         failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
         _settle(batch, [failed] * len(batch))
 
-    async def _answer_batch(self, batch: Sequence[_Pending], sizes: Sizes, instance: int) -> None:
+    def _is_used(self, instance: Instance) -> bool:
+        return any(instance is each for each in self.model.instances)
+
+    async def _answer_batch(
+        self, batch: Sequence[_Pending], sizes: Sizes, instance: Instance
+    ) -> None:
         """Compute requests together by one of the instances, and answer each."""
         try:
             await self._answered(batch, sizes, instance)
         except Exception as error:
             self._fail(batch, error)
         finally:
-            self._free.append(instance)
+            if self._is_used(instance):
+                self._free.append(instance)
             self._work.set()
 
-    async def _answered(self, batch: Sequence[_Pending], sizes: Sizes, instance: int) -> None:
+    async def _answered(self, batch: Sequence[_Pending], sizes: Sizes, instance: Instance) -> None:
         now = time.monotonic()
         parts = [pending.part for pending in batch]
         loop = asyncio.get_running_loop()
@@ -366,7 +377,7 @@ class ModelRunner:
             if not pending.answer.done():
                 pending.answer.set_exception(_too_late(self.name))
 
-    def _compute(self, parts: Sequence[Part], sizes: Sizes, instance: int) -> _Computed:
+    def _compute(self, parts: Sequence[Part], sizes: Sizes, instance: Instance) -> _Computed:
         """Answer a batch; if that fails, each of its requests alone. Runs in the thread."""
         try:
             return self._computed_together(parts, sizes, instance)
@@ -381,7 +392,9 @@ class ModelRunner:
         seconds = {stage: sum(one.seconds.get(stage, 0.0) for one in each) for stage in _STAGES}
         return _Computed(answers, seconds, sizes)
 
-    def _computed_together(self, parts: Sequence[Part], sizes: Sizes, instance: int) -> _Computed:
+    def _computed_together(
+        self, parts: Sequence[Part], sizes: Sizes, instance: Instance
+    ) -> _Computed:
         times = [time.perf_counter()]
         answers = self.model.compute(
             parts, sizes, lambda: times.append(time.perf_counter()), instance
