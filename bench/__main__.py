@@ -39,12 +39,8 @@ from pathlib import Path
 from typing import Any
 
 from .common.processes import figures_of, run_all
-from .common.record import RESULTS, ROOT, SCHEMA, commit, write
+from .common.record import RESULTS, SCHEMA, commit, write
 
-# The pages that are made of results.
-PAGES = ROOT / "docs" / "reference"
-# The case that README shows.
-PICTURE = "minilm"
 # Seconds after which a model of the capture benchmark is given up.
 CAPTURE_LIMIT_S = 150
 # The same for a model of the tune benchmark.
@@ -303,74 +299,10 @@ def _process(what: str, options: list[str]) -> dict[str, Any]:
 
 
 def tables() -> None:
-    """docs/reference/results.md from every result in bench/results/, and a page for some alone."""
-    from graphwright.report.terminal import to_svg
+    """docs/results/ from every result in bench/results/."""
+    from .pages import write_pages
 
-    from .architectures.table import to_markdown as architectures_to_markdown
-    from .breaks.run import to_markdown as breaks_to_markdown
-    from .buckets.run import to_markdown as buckets_to_markdown
-    from .capture.table import to_markdown as capture_to_markdown
-    from .check.run import to_markdown as check_to_markdown
-    from .cold_start.run import to_markdown as answers_to_markdown
-    from .engines.run import to_markdown as engines_to_markdown
-    from .fusion.run import to_markdown as fusion_to_markdown
-    from .objects.run import to_markdown as objects_to_markdown
-    from .operators.run import to_markdown as operators_to_markdown
-    from .search.table import to_markdown as search_to_markdown
-    from .training.table import to_markdown as training_to_markdown
-    from .tune.table import read, reports
-    from .tune.table import to_markdown as tune_to_markdown
-    from .unseen.run import to_markdown as unseen_to_markdown
-
-    lines = [
-        "# Results",
-        "",
-        "Made by `scripts/bench tables` from the files under `bench/results/`, which hold every",
-        "raw sample. [How the figures are taken](../explanation/measuring.md).",
-        "",
-    ]
-    for file in sorted(RESULTS.glob("tune*.json")):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        lines += [f"## `{file.name}`, commit {data['commit']}", ""]
-        lines += [tune_to_markdown(data)]
-        shown = read(reports(data).get(PICTURE, {}))
-        if shown is not None:
-            (ROOT / "docs" / "images").mkdir(exist_ok=True)
-            picture = ROOT / "docs" / "images" / f"{PICTURE}.svg"
-            picture.write_text(to_svg(shown), encoding="utf-8")
-    sections = {
-        "capture": capture_to_markdown,
-        "buckets": buckets_to_markdown,
-        "operators": operators_to_markdown,
-        "fusion": fusion_to_markdown,
-        "engines": engines_to_markdown,
-        "answers": answers_to_markdown,
-        "objects": objects_to_markdown,
-        "unseen": unseen_to_markdown,
-        "search": search_to_markdown,
-    }
-    for benchmark, to_markdown in sections.items():
-        for file in sorted(RESULTS.glob(f"{benchmark}*.json")):
-            data = json.loads(file.read_text(encoding="utf-8"))
-            if data["benchmark"] == benchmark:
-                lines += [f"## `{file.name}`, commit {data['commit']}", "", to_markdown(data)]
-    text = "\n".join(lines).rstrip() + "\n"
-    (PAGES / "results.md").write_text(text, encoding="utf-8")
-    for file in RESULTS.glob("architectures*.json"):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        page = architectures_to_markdown(data, file.name)
-        (PAGES / "architectures.md").write_text(page, encoding="utf-8")
-    for file in RESULTS.glob("check*.json"):
-        data = json.loads(file.read_text(encoding="utf-8"))
-        page = check_to_markdown(data, file.name)
-        for other in sorted(RESULTS.glob("breaks*.json")):
-            page += "\n" + breaks_to_markdown(json.loads(other.read_text("utf-8")), other.name)
-        (PAGES / "capturable.md").write_text(page, encoding="utf-8")
-    trained = [
-        training_to_markdown(json.loads(file.read_text(encoding="utf-8")), file.name)
-        for file in sorted(RESULTS.glob("training*.json"))
-    ]
-    (PAGES / "training-results.md").write_text("\n".join(trained), encoding="utf-8")
+    write_pages()
 
 
 def _check(parser: argparse.ArgumentParser, given: argparse.Namespace) -> None:

@@ -292,7 +292,7 @@ def targets(result: Row) -> list[Row]:
 
 
 def to_markdown(result: Row, file: str) -> str:
-    """The part of docs/reference/capturable.md."""
+    """The part of docs/results/capturable.md."""
     environment, rows = result["environment"], result["rows"]
     machine = environment.get("gpu") or environment.get("processor", "")
     lines = [

@@ -275,7 +275,7 @@ def benchmark(out: Path, commit: str, *, quick: bool) -> bool:
 
 
 def to_markdown(result: Mapping[str, Any]) -> str:
-    """The figures as a section of docs/reference/results.md."""
+    """The figures as a section of docs/results/buckets.md."""
     figures = result["figures"]
     latency, captures = figures["latency"], figures["captures"]
     model = f"MiniLM, {figures['dtype'].removeprefix('torch.')}"

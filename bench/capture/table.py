@@ -180,7 +180,7 @@ def to_text(result: Result) -> str:
 
 
 def to_markdown(result: Result) -> str:
-    """What docs/reference/results.md shows of a result."""
+    """What docs/results/capture.md shows of a result."""
     shown = ("eager", "hand", "graphwright.graph", "reduce-overhead", "make_graphed_callables")
     lines = [
         "### Capture: latency and host time in µs, memory in MiB",

@@ -200,7 +200,7 @@ def to_text(result: Result) -> str:
 
 
 def to_markdown(result: Result) -> str:
-    """What docs/reference/results.md shows."""
+    """What docs/results/search.md shows."""
     lines = [
         "### The default search: latency of its choice and of its peers in µs",
         "",

@@ -221,7 +221,7 @@ def to_text(result: Result) -> str:
 
 
 def to_markdown(result: Result, file: str) -> str:
-    """docs/reference/training-results.md."""
+    """docs/results/training.md."""
     lines = [
         "# Training steps",
         "",

@@ -156,7 +156,7 @@ def to_text(result: Result) -> str:
 
 
 def to_markdown(result: Result) -> str:
-    """What docs/reference/results.md shows: targets, an overview, and each report folded up."""
+    """What docs/results/tune.md shows: targets, an overview, and each report folded up."""
     if result["schema_version"] == 1:  # Reports alone, by model.
         return "\n".join(_folded(name, report) for name, report in reports(result).items())
     means = [t for t in result["targets"] if t["unit"] == "" and t["value"] is not None]

@@ -135,7 +135,7 @@ def benchmark_to_page(text: str, *, with_samples: bool = False) -> str:
             raise GraphwrightError(
                 f"A result of the benchmark {data.get('benchmark', '')} has no page: it holds no "
                 "models with times.",
-                remedy="docs/reference/results.md shows it.",
+                remedy="docs/results/ shows it.",
             )
         return _page(data, cases, text if with_samples else "")
     except (KeyError, TypeError, ValueError, AttributeError, ArithmeticError) as error:

@@ -313,6 +313,7 @@ def rows(
     logarithmic: bool = False,
     binary: bool = False,
     reference: tuple[float, str] | None = None,
+    alone: bool = False,
 ) -> Html:
     """Rows of horizontal bars, or of dots, with whiskers; each below its own name.
 
@@ -326,6 +327,7 @@ def rows(
         logarithmic: whether the axis is, if figures are far apart.
         binary: whether the figures are bytes, whose round numbers are powers of two.
         reference: a figure to mark by a line, and what it is.
+        alone: whether it is a picture of its own, which brings its colours.
     """
     height = _FOOT
     for group in groups:
@@ -361,7 +363,7 @@ def rows(
         if reference is not None:
             axes.axvline(reference[0], color=MUTED, linewidth=1, linestyle=(0, (4, 3)), zorder=1)
 
-    return draw(name, label, height, paint)
+    return draw(name, label, height, paint, alone=alone)
 
 
 def _ends(groups: Sequence[Group], reference: tuple[float, str] | None) -> list[float]:

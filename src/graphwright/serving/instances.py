@@ -21,8 +21,8 @@ from torch import nn
 from ..errors import OptionError, first_line
 
 # Side by side they have to answer so many times as many calls as fewer of them, and a single call
-# may take so many times as long as with all threads.
-WORTH, LONGER = 1.15, 2.0
+# may take so many times as long as with all threads: under a low load, that is all there is.
+WORTH, LONGER = 1.15, 1.25
 _TIMED = 5
 
 _Result = TypeVar("_Result")
