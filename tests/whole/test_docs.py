@@ -22,6 +22,8 @@ ELSEWHERE = {
     "README.md": {"slow": 1},
     "docs/how-to/operators.md": {"slow": 1, "gpu": 1},
     "docs/index.md": {"slow": 1},
+    "docs/moving-from/make-graphed-callables.md": {"gpu": 1},
+    "docs/moving-from/reduce-overhead.md": {"slow": 2},
 }
 # Text that no block above it prints: output of commands, and tables of measured times.
 NOT_COMPARED = {"docs/how-to/several-shapes.md": 1, "docs/how-to/operators.md": 1}
