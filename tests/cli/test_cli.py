@@ -665,7 +665,7 @@ def test_what_cannot_be_remembered_is_a_sentence_with_its_remedy(
         warnings.simplefilter("default", RuntimeWarning)
         result = invoke("tune", f"{source}:pair", *QUICK, "--fresh")
     assert result.exit_code == 0
-    assert "graphwright: The choice cannot be remembered as" in result.stderr
+    assert "graphwright: The choice cannot be cached as" in result.stderr
     assert "Set GRAPHWRIGHT_CACHE_DIR to a folder" in result.stderr
     assert "RuntimeWarning" not in result.stderr
 

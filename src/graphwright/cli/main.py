@@ -145,7 +145,7 @@ def main() -> None:
     "--memory-limit", metavar="BYTES", help="What one strategy may take beside the model: 2GiB."
 )
 @click.option("--here", is_flag=True, help="Try strategies in this process, not in ones of theirs.")
-@click.option("--fresh", is_flag=True, help="Tune though a choice of an earlier run is remembered.")
+@click.option("--fresh", is_flag=True, help="Tune again, and replace the cached choice.")
 @click.option("--details", is_flag=True, help="Print all columns and the reason for each row.")
 @click.option(
     "--json", "json_file", type=_FILE, help="Save the report with every time, for `report`."
@@ -815,7 +815,7 @@ def _warnings_on_stderr() -> Iterator[None]:
             usual(message, category, filename, lineno, file, line)
             return
         remedy = ""
-        if "cannot be remembered" in str(message):
+        if "cannot be cached" in str(message):
             remedy = "\nSet GRAPHWRIGHT_CACHE_DIR to a folder that can be written to."
         click.echo(f"graphwright: {message}.{remedy}", err=True)
 

@@ -480,6 +480,6 @@ def _environment(report: Results) -> Html:
         when = report.created.replace("T", " ").replace("+00:00", " UTC")
         pairs["measured"] = f"{when}, in {report.seconds:.0f} s"
     if report.recalled:
-        pairs["remembered from"] = report.recalled
+        pairs["cached on"] = report.recalled
     pairs["inputs"] = "; ".join(report.inputs)
     return join([facts(pairs), *map(note, report.notes)])

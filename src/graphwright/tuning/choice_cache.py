@@ -48,7 +48,7 @@ def recall(key: Fingerprint) -> Report | None:
     except FileNotFoundError:
         return None
     except Exception as error:  # A damaged file may raise anything.
-        _warn(f"The remembered choice {path or ''} is ignored, and tuning goes on", error)
+        _warn(f"The cached choice {path or ''} is ignored, and tuning goes on", error)
         return None
     with contextlib.suppress(OSError):
         os.utime(path)
@@ -58,7 +58,7 @@ def recall(key: Fingerprint) -> Report | None:
 def _read(path: Path, key: Fingerprint) -> Report:
     data = json.loads(path.read_bytes())
     if not isinstance(data, dict) or data.get("schema") != SCHEMA:
-        raise GraphwrightError("This is no choice that graphwright remembered.")
+        raise GraphwrightError("This is not a choice that graphwright cached.")
     if data.get("schema_version") != SCHEMA_VERSION:
         raise GraphwrightError(f"Its schema version is not {SCHEMA_VERSION}.")
     if data.get("key") != key.digest or digest_of(data.get("parts")) != key.digest:
@@ -94,7 +94,7 @@ def remember(key: Fingerprint, report: Report) -> Path | None:
         os.replace(temporary, path)
         temporary = None
     except Exception as error:  # Whatever it is, do not lose the result of tuning over it.
-        _warn(f"The choice cannot be remembered as {path or 'a file'}", error)
+        _warn(f"The choice cannot be cached as {path or 'a file'}", error)
         return None
     finally:
         if temporary is not None:
