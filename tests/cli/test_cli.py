@@ -19,7 +19,7 @@ from click import unstyle
 from click.testing import CliRunner, Result
 from rich.console import Console
 
-from graphwright.cli.main import main
+from graphwright.cli.main import _serving, main
 from graphwright.cli.targets import load_target, parse_input
 from graphwright.errors import GraphwrightError, TargetError
 from graphwright.report.terminal import printing
@@ -798,6 +798,22 @@ def test_tune_ends_with_three_lines_of_what_to_do_next(source: Path, tmp_path: P
     assert second.endswith(f"graphwright tune {target} --save pair.gw")
     assert third.endswith(f"graphwright tune {target} --details")
     done = invoke("tune", target, *QUICK, "--save", saved, "--json", report)
-    assert f"      serve it:   graphwright serve {saved}\n" in done.stdout
+    assert f"      serve it:   graphwright serve {saved} --model {target}\n" in done.stdout
     assert f"      see more:   graphwright report {report} --details\n" in done.stdout
     assert "Next" not in invoke("tune", target, *QUICK, "--details").stdout
+
+
+@pytest.mark.parametrize(
+    ("strategy", "model", "options"),
+    [
+        ("fused", False, ""),
+        ("torchscript:freeze", False, " --trust"),
+        ("channels_last+inductor+graph", True, " --model net.py:net --trust"),
+        ("eager:no_grad", True, " --model net.py:net"),
+    ],
+)
+def test_the_command_that_serves_a_file_has_what_loading_needs(
+    strategy: str, model: bool, options: str
+) -> None:
+    command = _serving("out.gw", strategy, "net.py:net", model=model)
+    assert command == f"graphwright serve out.gw{options}"

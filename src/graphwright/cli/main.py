@@ -279,13 +279,21 @@ def tune(
         tuned = tuning.run(listener)
     result = tuning.report
     writers = report_writers(result, with_samples=with_samples)
+    serving = None
+
+    def save(name: str) -> str:
+        nonlocal serving
+        saved, text = save_winner(tuned, name)
+        serving = _serving(name, saved.strategy, target, model=saved.needs_model)
+        return text
+
     if tuned is not None:
-        writers["save"] = lambda name: save_winner(tuned, name)
+        writers["save"] = save
 
     def printed() -> None:
         show(result, details=details)
         if tuned is not None and not details:
-            _show_next_steps(target, save_file, json_file)
+            _show_next_steps(target, serving, json_file)
 
     deliver(files, writers, printed)
     if tuned is None:
@@ -294,13 +302,24 @@ def tune(
         raise SystemExit(EXIT_INTERRUPTED)
 
 
-def _show_next_steps(target: str, saved: str | None, report: str | None) -> None:
+def _serving(file: str, strategy: str, target: str, *, model: bool) -> str:
+    """The command that serves a file."""
+    from ..strategies.registry import COMPILERS
+
+    words = ["graphwright", "serve", file]
+    words += ["--model", target] if model else []
+    parts = strategy.split("+")
+    code = any("trust" in _needs(each) for each in COMPILERS if each.name in parts)
+    return shlex.join([*words, *["--trust"] * code])
+
+
+def _show_next_steps(target: str, serving: str | None, report: str | None) -> None:
     """Three lines: how to use what was found in Python, how to save or serve it, and see more."""
     again = f"graphwright tune {shlex.quote(target)}"
     name = (target.rpartition(":")[2] or "model").rpartition(".")[2]
     click.echo("Next, in Python:  fast = gw.tune(model, args)   # this choice, from the cache")
-    if saved is not None:
-        click.echo(f"      serve it:   graphwright serve {shlex.quote(saved)}")
+    if serving is not None:
+        click.echo(f"      serve it:   {serving}")
     else:
         click.echo(f"      save it:    {again} --save {name}.gw")
     if report is not None:

@@ -7,9 +7,12 @@ import tempfile
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+if TYPE_CHECKING:
+    from ..artifacts.saving import Saved
 
 EXIT_BAD_INPUT = 2
 # Writes a file, and returns what is to be said of it.
@@ -128,8 +131,8 @@ def silently(write: Callable[[str], object]) -> _Writer:
     return written
 
 
-def save_winner(tuned: Any, name: str) -> str:
-    """Save what was chosen, or the best that can be saved; what is to be said of it."""
+def save_winner(tuned: Any, name: str) -> tuple[Saved, str]:
+    """Save what was chosen, or the best that can be saved; and what is to be said of it."""
     from rich.console import Console
 
     from ..artifacts.saving import save_best
@@ -142,7 +145,7 @@ def save_winner(tuned: Any, name: str) -> str:
         f"Saved as {name}, {memory(Path(name).stat().st_size)}.",
         "It is built again from the model: run it with --model." * saved.needs_model,
     ]
-    return " ".join(filter(None, parts))
+    return saved, " ".join(filter(None, parts))
 
 
 def deliver(
