@@ -26,6 +26,7 @@ from ..tuning.choice_cache import folder
 PACKAGE = "graphwright"
 # What each extra is for; those for its developers are left out.
 _EXTRAS = {
+    "report": "pages with plots: --html, --roofline, --timeline",
     "serve": "graphwright serve",
     "ray": "replicas on many machines, tune --ray",
     "onnx": "the strategy onnxruntime",

@@ -246,7 +246,9 @@ def show_strategies(
 
 def to_text(report: Results, width: int | None = None) -> str:
     """A report as plain text, by default as wide as the terminal, or 160 without one."""
-    width = width or shutil.get_terminal_size((_WIDE, 24)).columns
+    if width is None:
+        on_terminal = sys.stdout is not None and sys.stdout.isatty()
+        width = shutil.get_terminal_size((_WIDE, 24)).columns if on_terminal else _WIDE
     console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(render(report, width))
     file = console.file
