@@ -817,3 +817,15 @@ def test_the_command_that_serves_a_file_has_what_loading_needs(
 ) -> None:
     command = _serving("out.gw", strategy, "net.py:net", model=model)
     assert command == f"graphwright serve out.gw{options}"
+
+
+def test_run_writes_a_page(source: Path, tmp_path: Path) -> None:
+    file, page = tmp_path / "out.gw", tmp_path / "out.html"
+    assert invoke("tune", f"{source}:pair", *QUICK, "--fresh", "--save", file).exit_code == 0
+    options = ("--model", f"{source}:Net", "--device", "cpu", "--calls", 2)
+    result = invoke("run", file, *options, "--html", page)
+    assert result.exit_code == 0, result.output
+    text = page.read_text("utf-8")
+    for part in ("It answers in ", "How it was loaded", "eager, when it was tuned", "<svg"):
+        assert part in text
+    assert "overwrite" in invoke("run", file, *options, "--html", file).stderr

@@ -371,19 +371,32 @@ def _tune_on_ray(
     show_default=True,
     help="How many calls to time, of each sample input.",
 )
-def run(artifact: str, target: str | None, trust: bool, device: str | None, calls: int) -> None:
+@click.option(
+    "--html", "html_file", type=_FILE, help="Save the times as a page with a plot, for a browser."
+)
+def run(
+    artifact: str,
+    target: str | None,
+    trust: bool,
+    device: str | None,
+    calls: int,
+    html_file: str | None,
+) -> None:
     """Load ARTIFACT, which `tune --save` wrote, and time its answers to its own sample inputs."""
-    from ..report.terminal import printing
-    from .run import run_artifact, show
+    from .run import run_artifact, show, to_page
     from .targets import load_target
 
+    files = {"html": html_file}
+    check_files(files)
+    check_sources(files, Path(artifact))
+    check_plots(html_file)
     place, model = None if device is None else _device(device), None
     if target is not None:
         place = place or _device(None)
         model = load_target(target, (), place, inputs_needed=False).model
     trial = run_artifact(Path(artifact), model, trust=trust, device=place, calls=calls)
-    with printing():
-        show(trial)
+    writers = {"html": lambda name: write_text(name, to_page(trial))}
+    deliver(files, writers, lambda: show(trial))
 
 
 @main.command()

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +116,63 @@ def show(trial: ArtifactRun, console: Console | None = None) -> None:
     lines = Table.grid(padding=(0, 2))
     lines.add_column(style="dim", no_wrap=True)
     lines.add_column()
+    for name, text in _facts(trial).items():
+        lines.add_row(name, escape(text))
+    console.print(lines)
+    table = Table("call")
+    table.add_column("latency here", justify="right", no_wrap=True)
+    table.add_column("eager, when tuned", justify="right", no_wrap=True)
+    for words, samples, eager in _times(trial):
+        table.add_row(escape(words), _spread(samples), _spread(eager))
+    console.print(table)
+
+
+def to_page(trial: ArtifactRun) -> str:
+    """The same as a page: the times beside eager's of the tuning, how it was loaded, the report."""
+    from ..report import markup, plots, tune_page
+    from ..report.page import CHOSEN, PLAIN, Section, figure, legend, page
+
+    report, lines = trial.report, []
+    for words, samples, eager in _times(trial):
+        marks = [_mark(samples, CHOSEN)] + ([] if eager is None else [_mark(eager, PLAIN)])
+        text = " / ".join(duration(each.median) for each in (samples, eager) if each is not None)
+        lines.append(plots.Line(words, text, marks))
+    plot = plots.rows(
+        "run", "Bars: the time of a call here, and eager's when it was tuned",
+        [plots.Group("", lines)], "time of a call", duration,
+    )  # fmt: skip
+    colors = legend([(CHOSEN, "here"), (PLAIN, "eager, when it was tuned")])
+    caption = "Median of the calls; whiskers: half of the interquartile range either way."
+    _, first, _ = next(iter(_times(trial)))
+    return page(
+        "graphwright run",
+        report.model,
+        f"{trial.file.name}, {report.chosen}, on {trial.device}",
+        f"It answers in {duration(first.median)}, {duration(trial.load_s)} after the load began.",
+        [
+            Section("What was measured", figure("Latency", plot, caption, colors)),
+            Section("How it was loaded", markup.facts(_facts(trial))),
+            *(replace(each, folded=True) for each in tune_page.tables(report, "tuning")),
+        ],
+    )
+
+
+def _mark(samples: Samples, color: str) -> Any:
+    from ..report.plots import Mark
+
+    middle, half = samples.median, samples.spread
+    return Mark(middle, max(0.0, middle - half), middle + half, color)
+
+
+def _times(trial: ArtifactRun) -> Iterator[tuple[str, Samples, Samples | None]]:
+    """Each sample, its times here, and eager's when the model was tuned."""
+    for name, samples in trial.latencies.items():
+        words = name if len(trial.latencies) > 1 else "; ".join(trial.report.inputs)
+        yield words, samples, eager_samples(trial.report, name)
+
+
+def _facts(trial: ArtifactRun) -> dict[str, str]:
+    report = trial.report
     kept = ("gpu", "processor", "threads", "torch", "cuda")
     machine = [f"{k} {report.environment[k]}" for k in kept if k in report.environment]
     facts = {
@@ -127,17 +184,7 @@ def show(trial: ArtifactRun, console: Console | None = None) -> None:
         "first answer": duration(trial.first_s),
         "fallbacks": "; ".join(trial.fallbacks),
     }
-    for name, text in facts.items():
-        if text:
-            lines.add_row(name, escape(text))
-    console.print(lines)
-    table = Table("call")
-    table.add_column("latency here", justify="right", no_wrap=True)
-    table.add_column("eager, when tuned", justify="right", no_wrap=True)
-    for name, samples in trial.latencies.items():
-        words = name if len(trial.latencies) > 1 else "; ".join(report.inputs)
-        table.add_row(escape(words), _spread(samples), _spread(eager_samples(report, name)))
-    console.print(table)
+    return {name: text for name, text in facts.items() if text}
 
 
 def eager_samples(report: Report, sample: str) -> Samples | None:
