@@ -723,7 +723,7 @@ def test_findings_as_text() -> None:
         summary("decides", found)
         == "decides: 1 breaks. A plain capture fails; graph() divides the call."
     )
-    assert "nothing found" in summary("decides", [])
+    assert "found nothing" in summary("decides", [])
 
 
 def test_equal_code_in_two_files_is_told_apart(tmp_path: Path) -> None:

@@ -162,7 +162,7 @@ def test_a_model_that_cannot_be_pickled(source: Path, monkeypatch: pytest.Monkey
     result = tune(source, "locked")
     assert result.exit_code == 0, result.output
     text = " ".join(result.stdout.split())
-    assert "tried in this process, without a worker process of their own: it cannot be" in text
+    assert "tried in this process, not in worker processes: it cannot be" in text
     assert "cannot pickle '_thread.lock' object" in text
 
 

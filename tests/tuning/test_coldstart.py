@@ -112,7 +112,7 @@ def test_the_least_is_chosen_and_stands_in_table_and_reason() -> None:
     least = min(seconds for seconds in times.values() if seconds is not None)
     assert times[str(report.chosen)] <= 1.01 * least  # type: ignore[operator]  # asserted above
     assert f"first answer: {row_of(report, str(report.chosen)).cold_start_s:.1f} s" in report.reason
-    assert "its first answer is that of what was saved of it" in row_of(report, "fused").notes
+    assert "its first answer was measured from the saved file" in row_of(report, "fused").notes
     assert Report.from_json(report.to_json()) == report
     assert "first answer" in str(report)
     torch.testing.assert_close(tuned(torch.ones(4, 16)).shape, torch.Size((4, 4)))
@@ -192,7 +192,7 @@ def test_a_spent_budget_leaves_eager() -> None:
     assert report.chosen == "eager"
     assert row_of(report, "quick").status is Status.NOT_TRIED
     assert report.reason == (
-        "eager was chosen: no first answer was timed. The budget did not suffice for 1 more."
+        "eager was chosen: no first answer was timed. The budget was too small for 1 more."
     )
 
 

@@ -86,7 +86,7 @@ def test_a_choice_that_is_wrong_by_now_is_tuned_again(monkeypatch: pytest.Monkey
     again = gw.tune(model, (x,), strategies=["torchscript:freeze"]).report
     assert not again.recalled
     assert again.chosen == "eager"
-    assert any("not right any more" in note for note in again.notes)
+    assert any("no longer right" in note for note in again.notes)
     row = again.row("torchscript:freeze")
     assert row is not None
     assert row.status is Status.WRONG

@@ -11,7 +11,7 @@ MEANINGS = {
     Severity.BLOCKS: "cannot be captured",
     Severity.BREAKS: "ends the graph: the host has to see a value, and graph() goes on in another",
     Severity.HOISTED: "stops a plain capture; graph() prepares it beforehand",
-    Severity.FROZEN: "captured; replays silently repeat what was so then",
+    Severity.FROZEN: "captured; replays silently repeat the value from the capture",
     Severity.SLOW: "captured; costs time",
 }
 
@@ -19,7 +19,7 @@ MEANINGS = {
 def summary(name: str, findings: Sequence[Finding]) -> str:
     """How many findings there are of each severity, and what a capture and graph() would do."""
     if not findings:
-        return f"{name}: nothing found that keeps it from being captured."
+        return f"{name}: found nothing that prevents a capture."
     counts = Counter(finding.severity for finding in findings)
     listed = ", ".join(
         f"{counts[severity]} {severity}" for severity in Severity if counts[severity]
@@ -28,5 +28,9 @@ def summary(name: str, findings: Sequence[Finding]) -> str:
     outcome = "A plain capture fails" if stops else "A plain capture works"
     if stops and not counts[Severity.BLOCKS]:
         divided = counts[Severity.BREAKS]
-        outcome += "; graph() divides the call" if divided else "; graph() keeps what is constant"
+        outcome += (
+            "; graph() divides the call"
+            if divided
+            else "; graph() keeps the constants on the device"
+        )
     return f"{name}: {listed}. {outcome}."

@@ -56,7 +56,7 @@ TRANSFER = Obstacle(
 SHAPE = Obstacle(
     "dynamic shape",
     Severity.BREAKS,
-    "{operation} gives a tensor whose shape depends on values: the host waits for its size.",
+    "The result shape of {operation} depends on values: the host waits for its size.",
     "Use an operation of fixed shape: torch.where, masked_fill, a sum over a mask.",
 )
 NONZERO = Obstacle(
@@ -76,7 +76,7 @@ REPEAT = Obstacle(
 MASKED_WRITE = Obstacle(
     "dynamic shape",
     Severity.BREAKS,
-    "{operation} writes to the places of a mask: the host waits for how many there are.",
+    "{operation} writes through a mask: the host waits for the number of elements.",
     "Choose on the GPU.",
     "x = torch.where(mask, values, x)",
 )
@@ -90,7 +90,7 @@ CONSTANT_COPY = Obstacle(
 CHANGING_COPY = Obstacle(
     "copy of a host value",
     Severity.BREAKS,
-    "{operation} copies what the host has computed anew to the GPU; a graph would keep the first.",
+    "{operation} copies a newly computed host value to the GPU; a graph would keep the first one.",
     "Pass it to the call as an argument that is on the GPU, or compute it there.",
 )
 INPUT_COPY = Obstacle(
@@ -103,8 +103,8 @@ INPUT_COPY = Obstacle(
 PINNED_COPY = Obstacle(
     "copy from pinned memory",
     Severity.FROZEN,
-    "{operation} copies from pinned memory: each replay reads it again, whatever is there by then.",
-    "Copy before the call, or keep that memory and fill it.",
+    "{operation} copies from pinned memory: each replay reads it again, whatever it holds then.",
+    "Copy before the call, or keep that memory and write new values into it.",
 )
 MIXED = Obstacle(
     "mixed devices",
@@ -116,7 +116,7 @@ WAIT = Obstacle(
     "synchronisation",
     Severity.BLOCKS,
     "{operation} waits for the GPU, which cannot be captured.",
-    "Leave it out: whoever calls can wait.",
+    "Remove it; the caller can wait.",
 )
 STREAM = Obstacle(
     "streams and events",
@@ -153,7 +153,7 @@ STATE_WRITE = Obstacle(
 CLOCK = Obstacle(
     "clock",
     Severity.FROZEN,
-    "{operation} is asked once: replays keep the answer.",
+    "{operation} is read once, at the capture: replays keep that value.",
     "Take the time where the graph is called.",
 )
 HOST_RANDOM = Obstacle(
@@ -180,7 +180,7 @@ SEQUENCE = Obstacle(
     "other operations",
     Severity.BLOCKS,
     "The operations of two runs of the same call differ from {operation} on ({detail}).",
-    "Let no state of Python decide what is computed.",
+    "Do not let Python state decide what is computed.",
 )
 HOOK = Obstacle(
     "hook",
@@ -199,7 +199,7 @@ FAILS = Obstacle(
     Severity.BLOCKS,
     "The call works by itself and fails once it is told that it is on a GPU and being captured: "
     "{detail}.",
-    "It asks for the device, or torch.cuda.is_current_stream_capturing(), and takes another way.",
+    "It checks the device or torch.cuda.is_current_stream_capturing(), and takes another branch.",
 )
 OTHERWISE = Obstacle(
     "another way",
@@ -211,7 +211,7 @@ OTHERWISE = Obstacle(
 VARIES = Obstacle(
     "changing state",
     Severity.BLOCKS,
-    "The call returns something else in each run, for a reason that is not seen.",
+    "The call returns something else in each run, for an unknown reason.",
     "Look for a state that it keeps outside of tensors: a global, an iterator, a generator.",
 )
 SEED = Obstacle(

@@ -42,7 +42,7 @@ _INPUTS = click.option(
     "inputs",
     multiple=True,
     metavar="SHAPE:DTYPE",
-    help="A random argument, such as 8x128:float32 or 8x128:int64:30522; once an argument.",
+    help="A random argument, such as 8x128:float32 or 8x128:int64:30522; repeat for each argument.",
 )
 _DEVICE = click.option(
     "--device", metavar="DEVICE", help="cpu, cuda or cuda:1; by default a GPU if there is one."
@@ -113,7 +113,7 @@ def main() -> None:
     type=click.Choice(["latency", "throughput", "memory", "cold_start"]),
     default="latency",
     show_default=True,
-    help="What the best is best in.",
+    help="What to optimize for.",
 )
 @click.option(
     "--allow", multiple=True, metavar="NAME", help="A lossy rewrite to try: tf32, bf16, fp16."
@@ -133,18 +133,24 @@ def main() -> None:
     type=_Seconds(),
     help="Take no longer than this: 120s or 2m; by default 55s.",
 )
-@click.option("--exhaustive", is_flag=True, help="Try what cannot win too, however long it takes.")
+@click.option(
+    "--exhaustive", is_flag=True, help="Also try strategies that cannot win, with no time limit."
+)
 @click.option(
     "--timeout",
     type=_Seconds(),
     default="10m",
     show_default=True,
-    help="Give a strategy up whose set-up or timing takes longer.",
+    help="Give up on a strategy whose set-up or timing takes longer.",
 )
 @click.option(
-    "--memory-limit", metavar="BYTES", help="What one strategy may take beside the model: 2GiB."
+    "--memory-limit",
+    metavar="BYTES",
+    help="Memory that one strategy may take in addition to the model: 2GiB.",
 )
-@click.option("--here", is_flag=True, help="Try strategies in this process, not in ones of theirs.")
+@click.option(
+    "--here", is_flag=True, help="Try strategies in this process, not in worker processes."
+)
 @click.option("--fresh", is_flag=True, help="Tune again, and replace the cached choice.")
 @click.option("--details", is_flag=True, help="Print all columns and the reason for each row.")
 @click.option(
@@ -157,7 +163,10 @@ def main() -> None:
 )
 @_WITH_SAMPLES
 @click.option(
-    "--save", "save_file", type=_FILE, help="Save the winner, for `run`, or the best that can be."
+    "--save",
+    "save_file",
+    type=_FILE,
+    help="Save the winner for `run`, or else the best strategy that can be saved.",
 )
 @click.option(
     "--ray", "on_ray", is_flag=True, help="Tune each TARGET in a task of Ray, side by side."
@@ -173,7 +182,7 @@ def main() -> None:
     "accelerators",
     multiple=True,
     metavar="KIND",
-    help="With --ray: tune on this kind of GPU, as Ray names it, such as H100; once a kind.",
+    help="With --ray: tune on this kind of GPU, named as in Ray: H100; repeat for each kind.",
 )
 @click.option(
     "--out",
@@ -211,7 +220,7 @@ def tune(
     """Benchmark every available backend for TARGET, verify each, and report the fastest.
 
     TARGET is path/to/file.py:function or package.module:function. The function takes no arguments
-    and returns (model, args) or (model, args, kwargs). A module class does too, with --input.
+    and returns (model, args) or (model, args, kwargs). A module class also works, with --input.
     Several are tuned with --ray and --out.
     """
     from ..report.progress import shown

@@ -17,7 +17,7 @@ def to_html(report: Results) -> str:
     """
     parts = [f"<strong>{escape(title(report))}</strong>"]
     if report.interrupted:
-        parts.append("<p><em>Interrupted: this is what was known by then.</em></p>")
+        parts.append("<p><em>Interrupted: these are the results so far.</em></p>")
     if report.reason:
         parts.append(f"<p>{escape(report.reason)}</p>")
     for block in blocks(report):

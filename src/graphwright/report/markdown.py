@@ -20,7 +20,7 @@ def to_markdown(report: Results) -> str:
         lines += ["| " + " | ".join(map(_escaped, cells)) + " |" for cells in by_shape]
         lines.append("")
     if report.interrupted:
-        lines += ["Interrupted: this is what was known by then.", ""]
+        lines += ["Interrupted: these are the results so far.", ""]
     if report.reason:
         lines += [report.reason, ""]
     found = explanations(report)

@@ -62,7 +62,7 @@ def render(report: Results, width: int, *, details: bool = True) -> RenderableTy
             by_shape.add_row(*map(escape, cells))
         parts.append(by_shape)
     if report.interrupted:
-        parts.append(Text("Interrupted: this is what was known by then.", style="yellow"))
+        parts.append(Text("Interrupted: these are the results so far.", style="yellow"))
     if report.reason:
         parts.append(Text(report.reason, style="bold"))
     if details:
@@ -180,7 +180,7 @@ def printing() -> Iterator[None]:
         _mute(sys.stdout)
         raise GraphwrightError(
             f"The results cannot be printed: {error.strerror or error}.",
-            remedy="Make room, or lead stdout elsewhere.",
+            remedy="Free some space, or redirect stdout.",
         ) from error
 
 

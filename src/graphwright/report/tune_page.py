@@ -206,7 +206,7 @@ def _latencies(report: Results, name: str) -> Html | None:
     )
     caption = "Median over the rounds; whiskers: half of the interquartile range either way."
     if len(groups) > 1:
-        caption += " Times of the screening are of other moments, without checks of each call."
+        caption += " Do not compare screening times with those of finalists."
     heading = "Latency" if report.figure == "latency" else "Time of a call, back to back"
     colors = [(CHOSEN, "chosen"), (PLAIN, "eager"), ("s1", "other strategies")]
     return figure(heading, plot, caption, legend(colors))
@@ -339,7 +339,7 @@ def _search(report: Results, name: str) -> Html | None:
         steps=True,
         names=[(step.strategy, step.seconds, step.speedup) for step in steps],
     )
-    return figure("The search", plot, "The best that was known, by the times of the screening.")
+    return figure("The search", plot, "The best so far, by screening times.")
 
 
 def _tables(report: Results) -> Html:

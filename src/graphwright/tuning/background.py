@@ -121,7 +121,7 @@ def begin_search(
     _import_what_draws()
     refuse(
         "tune(background=True)",
-        "the objective cold_start is of new processes, and this one has begun"
+        "the objective cold_start measures new processes, and this one is already running"
         if asked.objective == "cold_start"
         else None,
         "buckets are only for the foreground; pass a call of each size as samples=[…]"
@@ -295,7 +295,7 @@ class Search:
                 self._answer_eagerly()
                 self._notes.append(f"The module changed during the search: {error}.")
                 if attempt == _RESTARTS or self._cancelled:
-                    self._conclude(f"The module goes on changing: {error}.")
+                    self._conclude(f"The module keeps changing: {error}.")
                     return
                 self._watch()
 
@@ -638,7 +638,9 @@ def _disagreement(module: nn.Module, samples: Sequence[Sample]) -> str | None:
             outcome = Outcome(spec, keep(outputs), keep(after), {})
             verdict = compare(outcome, case, sample.reference)
             if not verdict.ok:
-                return f"the model's copy in another process computes otherwise: {verdict.reason}"
+                return (
+                    f"the model's copy in another process computes something else: {verdict.reason}"
+                )
     return None
 
 

@@ -139,7 +139,7 @@ class ColdStarts:
                 if compiles:
                     again.append(self._time_process(folder, caches, saved))
         if saved:
-            row.notes.append("its first answer is that of what was saved of it")
+            row.notes.append("its first answer was measured from the saved file")
         if again:
             row.notes.append(f"first answer with filled caches: {duration(min(again))}")
         return found

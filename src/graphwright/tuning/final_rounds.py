@@ -58,7 +58,7 @@ class FinalRounds:
             late = self.deadline is not None and time.monotonic() > self.deadline
             if late and len(self.kept) > 1:
                 for row in missing:
-                    row.notes.append("a finalist, but the budget was spent: not timed again")
+                    row.notes.append("a finalist, but not timed again: the budget was spent")
                 break
             # One at a time: if it fails, others may be near the best.
             self._build_here(min(missing, key=self.report.cost), on_failure)

@@ -156,7 +156,7 @@ class Request:
         )
         if CANDIDATE in os.environ:
             raise OptionError(
-                "tune() was called in the process of a candidate of another tune().",
+                "tune() was called inside a worker process of another tune().",
                 remedy="Call it in a function or under `if __name__ == '__main__':`, not where a "
                 "module of the model's is imported.",
             )
@@ -340,7 +340,7 @@ def samples_of(
     if samples is None:
         if weights is not None:
             raise OptionError(
-                "weights are those of several samples, and there is one call.",
+                "weights needs several samples, and there is only one call.",
                 remedy="Leave weights out, or pass the calls as samples=[…].",
             )
         return [(1.0, Call("the sample inputs", tuple(args), dict(kwargs or {})))]
@@ -350,7 +350,7 @@ def samples_of(
         )
     if isinstance(weights, Mapping):
         raise OptionError(
-            "weights by size are those of buckets, and there are none.",
+            "weights by size needs buckets, and there are none.",
             remedy="Pass a list with a weight for each sample, or buckets.",
         )
     if (

@@ -131,9 +131,7 @@ class Screening:
             self.search.put_back(handed_out)
 
     def _note_not_isolated(self, why: str) -> None:
-        note = (
-            f"Candidates were tried in this process, without a worker process of their own: {why}."
-        )
+        note = f"Candidates were tried in this process, not in worker processes: {why}."
         if note not in self.notes:
             self.notes.append(note)
 

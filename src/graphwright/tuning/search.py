@@ -124,7 +124,7 @@ class Search:
         if not fine or 2 * self.report.input_bytes / _COPIED > _COPIES_SHARE * graphed:
             return ""
         return (
-            f"cannot win: {twin} runs its kernels without the host, which is the limit here "
+            f"cannot win: {twin} runs the same kernels as a graph, and the host is the limit here "
             f"(eager takes {duration(eager)}, and {duration(graphed)} in a graph)"
         )
 
@@ -141,7 +141,7 @@ class Search:
         if best is None or least <= self._share(best.strategy) * eager:
             return ""
         return (
-            f"cannot win: it runs eager's kernels, which take at least {duration(least)} of "
+            f"cannot win: it runs eager's kernels, which alone take at least {duration(least)} of "
             f"eager's {duration(eager)}, and {best.strategy} takes "
             f"{duration(self._share(best.strategy) * eager)}"
         )

@@ -110,14 +110,14 @@ def _reason(report: Report, chosen: Row, finalists: list[Row]) -> str:
     if chosen.strategy == EAGER:
         others = len([row for row in report.rows if row.measurement is not None]) - 1
         late = len([row for row in report.rows if row.status is Status.NOT_TRIED])
-        untried = f" The budget did not suffice for {late} more." if late else ""
+        untried = f" The budget was too small for {late} more." if late else ""
         if others < 1:
             return f"eager was chosen: nothing else could be measured here.{untried}"
         beaten = f"none of the {others} others that were measured beats it"
         if others == 1:
             beaten = "the other one that was measured does not beat it"
         if chosen.unsteady:
-            beaten = "its own time is unsteady, so that nothing can be said to beat it"
+            beaten = "its own time is unsteady, so no strategy can be shown to beat it"
         return f"eager was chosen: {beaten} beyond the noise.{untried}"
     text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
     speed = report.speedup(chosen)
@@ -134,7 +134,7 @@ def _reason_for_cold_start(report: Report, chosen: Row) -> str:
     """Why a candidate was chosen for its early first answer."""
     text = f"{chosen.strategy} was chosen"
     late = len([row for row in report.rows if row.status is Status.NOT_TRIED])
-    untried = f" The budget did not suffice for {late} more." if late else ""
+    untried = f" The budget was too small for {late} more." if late else ""
     if chosen.cold_start_s is None:
         return f"{text}: no first answer was timed.{untried}"
     text += f": the earliest first answer: {chosen.cold_start_s:.1f} s from the start of a process"

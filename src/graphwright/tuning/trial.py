@@ -197,7 +197,9 @@ class CandidateEvaluator:
             built, seconds = self._build(ranged.build, largest.call)
         except Exception as error:
             why = in_words(error)[0]
-            trial.row.notes.append(f"built for each size, as for all at once it fails: {why}")
+            trial.row.notes.append(
+                f"built separately for each size, since building once for all sizes failed: {why}"
+            )
             self.restore()
             return None
         built.ranged = True
@@ -265,7 +267,7 @@ class CandidateEvaluator:
                         part.unsteady = f"of eager beside it, {beside}"
                     grown = trial.meter.kept() - before
                     if grown > _LEAK and row.strategy != EAGER:
-                        why = f"it leaks: {memory(grown)} are kept of calls that are over"
+                        why = f"it leaks: {memory(grown)} stay allocated after the calls"
                         raise _Refused(Status.MEMORY_EXCEEDED, why)
         except _IsOut:
             trial.builts.clear()

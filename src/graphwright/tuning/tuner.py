@@ -65,7 +65,7 @@ _FINALISTS_SHARE = 0.25
 # Calls with objects of what was chosen, and of the model itself, before either is taken.
 _ROUNDS_WITH_OBJECTS = 21
 # How notes about calls between the buckets begin.
-_BETWEEN = "Some calls between the buckets will be eager:"
+_BETWEEN = "Some calls between the buckets will fall back to eager:"
 _RANGE = "What was built for all sizes at once answers the buckets alone:"
 
 
@@ -546,8 +546,7 @@ class Tuning:
         trial = self.evaluator.set_up(self._by_name[name])
         if not trial.builts:
             self.report.notes.append(
-                f"The choice of an earlier run, {name}, is not right any more "
-                f"({trial.row.reason}): tuned again."
+                f"The cached choice {name} is no longer right ({trial.row.reason}): tuned again."
             )
             return None
         found.recalled = found.created
