@@ -1,4 +1,4 @@
-"""Run the benchmarks, or make the tables of docs/reference/ from their results.
+"""Run the benchmarks, or make the pages of docs/results/ from their results.
 
 scripts/bench tune [--out DIR] [CASE ...]             tune each model beside PyTorch's own ways
 scripts/bench capture [--out DIR] [--only MODEL ...]  capture each model in a process of its own
@@ -24,7 +24,7 @@ scripts/bench serving [--out DIR] [--only SERVER ...] MiniLM behind servers, und
 scripts/bench soak [--out DIR] [--seconds S]          a server under a long mixed load
 scripts/bench replicas [--replicas N ...] [--out DIR] requests/s by replicas on Ray Serve
 scripts/bench compare A.json B.json                   two results of tune, capture or training
-scripts/bench tables                                  bench/results/*.json -> docs/reference/
+scripts/bench tables                                  bench/results/*.json -> docs/results/
 """
 
 from __future__ import annotations

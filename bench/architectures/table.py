@@ -50,7 +50,7 @@ def counts(result: Result) -> Iterator[str]:
     wrong = sum(len(found["wrong"]) for found in accepted)
     worst = max((found["error"] for found in accepted), default=0.0)
     yield (
-        f"{calls:,} calls that were filled up gave eager's results, {wrong} did not; the largest "
+        f"{calls:,} padded calls gave eager's results, {wrong} did not; the largest "
         f"error is {worst:.0e} of an output's root mean square."
     )
 
@@ -109,8 +109,6 @@ def to_markdown(result: Result, file: str) -> str:
     lines = [
         "# Architectures that take buckets",
         "",
-        f"Made by `scripts/bench tables` from `bench/results/{file}`, commit {result['commit']}.",
-        "",
         *(f"- {sentence}" for sentence in counts(result)),
         "",
         "Each is an architecture of transformers, tiny and with random weights, that can be",
@@ -118,10 +116,10 @@ def to_markdown(result: Result, file: str) -> str:
         f"{result['buckets']['batch']}, a length of 16 (of",
         "sound: 40 frames or 2,400 samples), or both. Where that is accepted, "
         f"{result['calls']} calls of other sizes,",
-        "1 among them, are filled up and compared with what eager gives for them as they are.",
-        "*Exact-only* means that graphs are for the very size that was captured. Padding is",
-        "declared as `pad={'attention_mask': 0}`, and where a text ends at its largest id, or",
-        "tokens have boxes, for these too.",
+        "size 1 among them, are padded, and compared with eager's results for the unpadded calls.",
+        "*Exact-only* means that a graph answers only the size that was captured. Padding is",
+        "declared as `pad={'attention_mask': 0}`; where a text ends at its largest id, or tokens",
+        "have boxes, for these too.",
         "",
         "## Exact-only, and why",
         "",
@@ -130,10 +128,10 @@ def to_markdown(result: Result, file: str) -> str:
     ]
     if beside := _beside(rows):
         lines += [
-            f"{', '.join(beside)}: right for every token that the call's own mask keeps. Where",
-            "a call brings padding along on the left, its tokens attend to nothing, and attention",
-            "spreads over the whole bucket: what these models return in such places is not",
-            "eager's.",
+            f"{', '.join(beside)}: right for every token that the call's own mask keeps. If a call",
+            "itself has padding on the left, these tokens attend to nothing, and their attention",
+            "spreads over the whole bucket: what these models return at such positions differs",
+            "from eager.",
             "",
         ]
     table = [["model", "batch", "length", "both", "padding", "runs", "s"]]
@@ -148,8 +146,8 @@ def to_markdown(result: Result, file: str) -> str:
     lines += [
         "## All of them",
         "",
-        "*Runs* of the model and seconds are what the proofs of the three took, seconds with the",
-        "captures. A dash stands for calls without a sequence.",
+        "*Runs* is how often the model ran for the three proofs, *s* the seconds that they took,",
+        "captures included. A dash: calls without a sequence.",
         "",
         *_marked(table),
         "",

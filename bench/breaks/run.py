@@ -296,13 +296,13 @@ def to_markdown(result: Row, file: str) -> str:
     environment, rows = result["environment"], result["rows"]
     machine = environment.get("gpu") or environment.get("processor", "")
     lines = [
-        "## What `graph()` makes of them",
+        "## Calls in segments",
         "",
-        f"From `bench/results/{file}`, commit {result['commit']}, {machine}: calls that a plain",
-        "capture does not take, batch 2, microseconds of a synchronised call (median). The floor",
-        "is the bare replay of the segments with the reads between them.",
+        f"Calls that no single capture can hold, batch 2, on {machine}: microseconds of a",
+        "synchronised call (median). The *floor* is the bare replay of the segments with the",
+        "reads between them.",
         "",
-        "| model | ways | segments | results equal to eager's | eager | graph | floor |",
+        "| model | paths | segments | results equal to eager's | eager | graph | floor |",
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for row in rows:

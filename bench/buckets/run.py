@@ -282,24 +282,25 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     lines = [
         f"{model}, {figures['calls']:,} calls of random batch and length, twice: "
         f"{figures['hits']:,} answered by {captures['prepared']} graphs, {figures['padded']:,} of "
-        f"these filled up; {captures['after']} captures after `prepare`; largest difference from "
+        f"these padded; {captures['after']} captures after `prepare`; largest difference from "
         f"eager {figures['largest_difference']:.1e} of its largest value.",
         "",
-        "| | median at sizes met before | 99th percentile | median of a first pass |",
+        "| | median, sizes seen before | 99th percentile | median, first pass |",
         "| --- | ---: | ---: | ---: |",
         f"| eager | {_ms(latency['eager_s'])} | {_ms(latency['eager_p99_s'])} "
         f"| {_ms(latency['first_eager_s'])} |",
         f"| buckets | {_ms(latency['graph_s'])} | {_ms(latency['graph_p99_s'])} "
         f"| {_ms(latency['first_graph_s'])} |",
         "",
-        f"Median of the factors {latency['ratio']:.2f}, factor of the sums "
-        f"{latency['sum_ratio']:.2f}. `prepare` took {figures['prepare_s']:.1f} s, "
-        f"{figures['proof_s']:.1f} s of them {figures['proof_runs']} runs that prove padding "
-        f"harmless. The graphs hold {figures['reserved_bytes'] / 2**20:.0f} MiB. Padding is "
-        f"{figures['waste']:.1%} of what was computed; with as many buckets chosen by "
-        f"`Buckets.from_sizes` it would be {figures['from_sizes']['waste']:.1%}.",
+        f"Eager's time over that of buckets: {latency['ratio']:.2f} (median of the calls), "
+        f"{latency['sum_ratio']:.2f} (sum of the calls). `prepare` took "
+        f"{figures['prepare_s']:.1f} s, {figures['proof_s']:.1f} s of them "
+        f"{figures['proof_runs']} runs that prove padding harmless. The graphs hold "
+        f"{figures['reserved_bytes'] / 2**20:.0f} MiB. Padding is {figures['waste']:.1%} of what "
+        "was computed; with as many buckets chosen by `Buckets.from_sizes` it would be "
+        f"{figures['from_sizes']['waste']:.1%}.",
         "",
-        "| batch × length | exact | filled up | padding |",
+        "| batch × length | exact | padded | padding |",
         "| ---: | ---: | ---: | ---: |",
     ]
     for bucket, (exact, padded, waste) in figures["by_bucket"].items():

@@ -187,10 +187,10 @@ def to_markdown(result: Result) -> str:
         "",
         *marked(overview(result, shown, ("replay", "hand", "graphwright.graph"))),
         "",
-        "Latency is a single synchronised call; *host* is the host's share of a call that nobody",
-        "waits for, *replay* that of a bare `CUDAGraph.replay()`. *Hand* is a capture written by",
-        "hand: copy in, replay, clone what comes out. Memory is what an empty pool predicts for",
-        "the capture, and by how much it grows.",
+        "Latency is that of a single synchronised call. *host* is the host's time in a call that",
+        "nobody waits for, *replay* that of a bare `CUDAGraph.replay()`. *hand* is a capture",
+        "written by hand: copy the inputs, replay, clone the outputs. Memory is what an empty",
+        "pool predicts for the capture, and how much it grows.",
         "",
     ]
     batches = result["batches"]

@@ -214,14 +214,13 @@ def to_markdown(result: Row, file: str) -> str:
     machine = environment.get("gpu") or environment.get("processor", "")
     captured = any("capture" in row for row in rows)
     then = ", and what a plain capture on a GPU then did" if captured else ""
-    headings = ["model", "the first that stops a capture", "where", "others"]
+    headings = ["model", "the first obstacle", "where", "others"]
     headings += ["plain capture"] * captured
     lines = [
         "# Models that can be captured",
         "",
-        f"Made by `scripts/bench tables` from `bench/results/{file}`, commit {result['commit']}:",
-        f"what [`check()`](findings.md) finds in each model on the CPU{then}. Tiny configurations "
-        "and\nrandom weights; the last ones are the reference models of the benchmarks.",
+        f"What [`check()`](findings.md) finds in each model on the CPU{then}. Tiny configurations",
+        "and random weights; the last ones are the reference models of the benchmarks.",
         "",
         *(f"- {line.strip()}" for line in counts(result)),
         "",

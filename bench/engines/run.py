@@ -79,8 +79,8 @@ def to_markdown(result: Figures) -> str:
     ways = WAYS["cuda" if "gpu" in where else "cpu"]
     place = where.get("gpu", f"{where['processor']}, {where['threads']} threads")
     lines = [
-        f"Milliseconds of a synchronised call ({place}, PyTorch {where['torch']}), and over "
-        "eager's, in turns with it. Each was verified against float64.",
+        f"Milliseconds of a synchronised call ({place}, PyTorch {where['torch']}). In brackets: "
+        "the ratio to eager, timed in turns. All results were verified against float64.",
         "",
         f"| model | eager | {' | '.join(ways)} | chosen |",
         "| --- |" + " ---: |" * (len(ways) + 1) + " --- |",

@@ -248,8 +248,8 @@ def to_markdown(result: Row) -> str:
     place = where.get("gpu", f"{where['processor']}, {where['threads']} threads")
     how = ", each as a CUDA graph" if gpu else ""
     lines = [
-        f"`fuse()` beside other ways ({place}, PyTorch {where['torch']}){how}: medians in ms.",
-        "Set-up in seconds, with Triton's and Inductor's caches filled (at first in brackets).",
+        f"`fuse()` and its alternatives ({place}, PyTorch {where['torch']}){how}: medians in ms.",
+        "Set-up in seconds with Triton's and Inductor's caches filled (in brackets: empty).",
         "",
         "| model | "
         + " | ".join(used)

@@ -206,9 +206,9 @@ def to_markdown(result: Result) -> str:
         "",
         *marked(overview(result)),
         "",
-        "Default options, empty caches of compilers; each model in one process, all ways in turns.",
-        f"The ten models without a slash are our reference models; the others were chosen by the"
-        f" seed {result['seed']} among those that no benchmark had used.",
+        "Default options, empty compiler caches; each model in one process, all in turns.",
+        "The ten models without a slash are our reference models; the others were drawn by the"
+        f" seed {result['seed']} from models that no benchmark had used.",
         "",
         verdict(result["targets"]),
         "",
@@ -216,7 +216,7 @@ def to_markdown(result: Result) -> str:
         "",
     ]
     if result["passed_over"]:
-        lines += [f"Passed over ({len(result['passed_over'])}):", ""]
+        lines += [f"Skipped ({len(result['passed_over'])}):", ""]
         lines += [f"- {name}: {why}" for name, why in sorted(result["passed_over"].items())]
         lines += [""]
     lines += [curve for name, m in result["models"].items() for curve in _curve(name, m)]

@@ -225,11 +225,10 @@ def to_markdown(result: Result, file: str) -> str:
     lines = [
         "# Training steps",
         "",
-        f"Made by `scripts/bench tables` from `bench/results/{file}`, commit {result['commit']}:",
-        "one whole training step, forward, backward and a fused optimizer, by `graph_step()` and",
-        "by PyTorch's own ways, timed in turns in one process on batches that change. *Inductor+*",
+        "One whole training step, forward, backward and a fused optimizer, by `graph_step()` and",
+        "by PyTorch's own methods, timed in turns in one process on changing batches. *inductor+*",
         "is `graph_step()` of a model under `torch.compile`. *GPU idle in eager* is the share of",
-        "an eager step that plain `graph_step()` does without.",
+        "an eager step that plain `graph_step()` saves.",
         "",
         # What turned out later about a run.
         *(f"**{remark}**\n" for remark in result.get("remarks", ())),
@@ -237,9 +236,9 @@ def to_markdown(result: Result, file: str) -> str:
     for title, table in HEADINGS.items():
         lines += [f"## {title[0].upper()}{title[1:]}", "", *marked(table(result)), ""]
     lines += [
-        "Set-up and memory include the first steps. What `torch.compile` has compiled for the one",
-        "way may serve another of the same process: only the first set-up with it is a cold one.",
-        "Memory is measured for each way in a process of its own.",
+        "Set-up and memory include the first steps. Code that `torch.compile` compiled for one",
+        "column may be reused by another in the same process: only the first set-up is cold.",
+        "Memory is measured in a separate process for each column.",
         "",
         *(f"- {why}" for why in _whys(result)),
     ]

@@ -151,9 +151,9 @@ def to_markdown(result: Row) -> str:
     where = result["environment"]
     place = where.get("gpu", f"{where['processor']}, {where['threads']} threads")
     lines = [
-        f"Models that nobody had tuned for, chosen by the seed {result['seed']}, default",
-        f"configurations, random weights ({place}, PyTorch {where['torch']}). Milliseconds of a",
-        "replay, batch 1 and 8; set-up of `fuse` with its passes timed, in seconds.",
+        f"Drawn by the seed {result['seed']}; default configurations, random weights ({place},",
+        f"PyTorch {where['torch']}). Milliseconds of a replay at batch 1 and 8; seconds of",
+        "`fuse`'s set-up, which times its passes.",
         "",
         "| model | graph, 1 | fused, 1 | ratio | graph, 8 | fused, 8 | ratio | set-up |",
         "| --- |" + " ---: |" * 7,
@@ -166,7 +166,7 @@ def to_markdown(result: Row) -> str:
         cells.append(", ".join(f"{row['setup_s']:.1f}" for row in sizes.values()))
         lines.append(f"| {key} | {' | '.join(cells)} |")
     passed = sorted(result["passed_over"].items())
-    lines += ["", f"Passed over ({len(passed)}):", ""]
+    lines += ["", f"Skipped ({len(passed)}):", ""]
     lines += [f"- {key}: {why}" for key, why in passed]
     return "\n".join([*lines, ""])
 
