@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from pages import ROOT
+from test_package import FACES
 
 import graphwright as gw
 
@@ -41,18 +42,25 @@ def test_a_page_is_short_or_has_a_table_of_contents(page: Path) -> None:
         assert len(re.findall(r"^##+ ", text, re.MULTILINE)) >= 2
 
 
-class _Loads(HTMLParser):
-    """What a page loads when it is opened."""
+class _Page(HTMLParser):
+    """What a page loads when it is opened, the places that links can lead to, and its text."""
 
-    def __init__(self) -> None:
+    def __init__(self, page: Path) -> None:
         super().__init__()
         self.found: list[str] = []
+        self.places: set[str] = set()
+        self.text = ""
+        self.feed(page.read_text("utf-8"))
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         given = dict(attrs)
         loads = {"script": "src", "img": "src", "source": "src", "iframe": "src", "object": "data"}
         if tag == "link" and given.get("rel") in ("stylesheet", "icon", "preconnect", "preload"):
             loads["link"] = "href"
+        self.places.add(given.get("id") or "")
         if given.get(loads.get(tag, "")):
             self.found.append(str(given[loads[tag]]))
 
@@ -63,14 +71,13 @@ def test_the_site_is_built_strictly_and_loads_nothing_from_elsewhere(tmp_path: P
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "-q", "-d", str(tmp_path)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    pages = sorted(tmp_path.rglob("*.html"))
+    pages = {path: _Page(path) for path in sorted(tmp_path.rglob("*.html"))}
     assert len(pages) > 30
-    for page in pages:
-        loads = _Loads()
-        loads.feed(page.read_text("utf-8"))
-        assert loads.found, page
-        assert not [url for url in loads.found if re.match(r"(https?:)?//", url)], page
-    # Names of other modules lead to their descriptions.
-    tune = (tmp_path / "reference" / "api" / "tune" / "index.html").read_text("utf-8")
-    assert 'id="graphwright.tune"' in tune
-    assert "exhaustive" in tune
+    for path, page in pages.items():
+        assert page.found, path
+        assert not [url for url in page.found if re.match(r"(https?:)?//", url)], path
+    api = [page for path, page in pages.items() if path.parts[-3] == "api"]
+    for name in {*gw.__all__} - {"__version__"}:
+        [page] = [page for page in api if f"graphwright.{name}" in page.places]
+        words = {*re.findall(r"\w+", page.text)}
+        assert {*FACES.get(name, "").split()} <= words, name

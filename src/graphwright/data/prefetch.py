@@ -79,7 +79,13 @@ def _device(given: torch.device | str | int | None) -> torch.device:
 
 
 class Prefetcher(Generic[Batch]):
-    """What `prefetch` returns: the loader's batches, loaded ahead. Each loop has its own thread."""
+    """What `prefetch` returns: the loader's batches, loaded ahead. Each loop has its own thread.
+
+    Attributes:
+        loader: what was given.
+        device: where tensors go.
+        depth: batches that are at most loaded and not yet taken.
+    """
 
     def __init__(self, loader: Iterable[Batch], device: torch.device, depth: int) -> None:
         self.loader, self.device, self.depth = loader, device, depth
