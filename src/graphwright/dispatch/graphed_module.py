@@ -143,14 +143,14 @@ def graph(
         audit: every `audit` calls, run `fn` beside the graph and compare, if the call changes
             nothing and draws no random numbers.
         breaks: what to do with a call that copies from the host, or lets the host read values from
-            the device, so that one graph cannot hold it: "auto" keeps such constants on the device
-            and divides the call into several graphs at such reads, where the value that was read
-            decides which graph follows, and answers a module that cannot be captured as a whole
-            in parts, where that is faster; "never" runs the call eagerly.
-        checks: what is looked at before a graph answers: "full" looks at the call and the module;
-            "signature" at the call alone, for a module that nobody changes; "none" at the number
-            of arguments alone, for calls that are all alike: for others, and where gradients are
-            wanted, results are wrong without a word. `explain()` says what looking takes.
+            the device, so that one graph cannot hold it. "auto" keeps such constants on the device
+            and divides the call into segments at such reads, whose values decide which segment
+            follows. A module that cannot be captured as a whole is answered in parts, if that is
+            faster. "never" runs the call eagerly.
+        checks: what is checked before a graph answers: "full" checks the call and the module;
+            "signature" only the call, for a module that never changes; "none" only the number of
+            arguments, for calls that are all alike: other calls, and calls that want gradients,
+            then get silently wrong results. `explain()` reports what the checks cost.
         dynamic_shapes: which dimensions of the arguments vary, as for `torch.export`: a dictionary
             by argument, or a tuple for the positional ones, that has for each tensor a dictionary
             from axis to `Dim` (or its name), or a tuple with one entry per dimension, or None.

@@ -222,7 +222,7 @@ class _Fusion:
 
 
 class FusedModule(ModuleProxy):
-    """A module with fewer and fatter kernels; made by `fuse()`.
+    """A module with fewer, larger kernels; made by `fuse()`.
 
     It shares the module's attributes: parameters(), state_dict(), to(), train(), hooks and all else
     read and change the one module. A call of another kind (shapes, dtypes, plain values, switches)
@@ -434,33 +434,33 @@ def fuse(
     measure: bool | None = None,
     checks: Checks = "full",
 ) -> FusedModule:
-    """Rewrite a model for inference into fewer, fatter kernels, without a compiler.
+    """Rewrite a model for inference into fewer, larger kernels, without a compiler.
 
-    The model is run, its operations are taken down as a graph, and passes rewrite that: batch norms
-    folded into weights, convolutions and linear layers with what follows them, memory layout,
-    attention and norms written out by hand. The result is verified against float64 on several
-    inputs. If its numbers are off, passes are verified one by one, and those that are wrong are
-    left out. Where a call cannot be a graph, because the host reads a value, say, or a submodule
-    has hooks, the submodules are taken one by one. What takes more than two seconds shows progress
-    on stderr.
+    The model is run, its operations are recorded as a graph, and passes rewrite the graph. They
+    fold batch norms into weights, fuse convolutions and linear layers with what follows them,
+    choose the memory layout, and replace attention and norms that are written out by hand. The
+    result is verified against float64 on several inputs. If its numbers are off, passes are
+    verified one by one, and those that are wrong are left out. If a call cannot be one graph, for
+    example because the host reads a value or a submodule has hooks, its submodules are fused one
+    by one. After two seconds, progress is shown on stderr.
 
     Args:
         fn_or_module: a module in eval mode, or a function.
         args: sample arguments; without any, the first call is the sample.
         kwargs: sample arguments by name.
         passes: names of passes, or passes of your own, in order; None for all.
-        verify: whether passes are verified. Without, their conditions alone protect the numbers.
-        audit: every so many calls, compare a checksum of the weights' values with what it was: it
+        verify: verify the passes. If False, only their conditions protect the numbers.
+        audit: every `audit` calls, compare a checksum of the weights with the earlier one. This
             finds writes that PyTorch does not report (`weight.data.mul_()`, NumPy, a pointer).
         budget_s: seconds that fusing for one kind of call may take; passes and parts that there is
             no time for are left out, and `explain()` names them. What was begun is finished and
             verified. None for no limit.
-        measure: whether groups of passes are timed, on a GPU as a graph replays them, and left out
-            where they lose time; `explain()` tells what each wins. None does so on a GPU, unless
-            passes are named.
-        checks: what is looked at before what was fused answers a call: "full" looks at the call and
-            the module; "signature" at the call alone, for a module that nobody changes; "none" at
-            nothing, if one kind of call was fused: others are then answered wrongly without a word.
+        measure: time groups of passes, on a GPU as a graph replays them, and leave out those that
+            lose time; `explain()` reports what each one gains. None does so on a GPU, unless passes
+            are named.
+        checks: what is checked before the fused module answers a call: "full" checks the call and
+            the module; "signature" only the call, for a module that never changes; "none" nothing,
+            if one kind of call was fused: other calls then get silently wrong results.
 
     Returns:
         a module to be called like the model, under no_grad.

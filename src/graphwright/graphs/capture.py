@@ -52,7 +52,7 @@ def capture(
         kwargs: sample keyword arguments.
 
     Returns:
-        a Graph: call it like `fn`, or replay it on its static inputs.
+        a graph, which is called like `fn`, or replayed on its static inputs.
 
     Raises:
         CaptureError: the call cannot be captured; names the operation, the line and the remedy.

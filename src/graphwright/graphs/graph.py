@@ -177,7 +177,7 @@ class Graph:
         """Replay with other values of the arguments that the graph was captured with.
 
         Returns:
-            what the function returns: tensors that the caller owns, or with outputs="static" the
+            the function's results, as tensors that the caller owns, or with outputs="static" as the
             graph's own, which the next replay overwrites. They never require grad.
 
         Raises:

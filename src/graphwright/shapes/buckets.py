@@ -136,12 +136,12 @@ class Buckets:
         In one dimension no other choice of as many buckets wastes less: the least padding is found
         by dynamic programming over the distinct sizes (Bellman, "On the approximation of curves by
         line segments using dynamic programming", CACM 4(6), 1961). In several dimensions the choice
-        is the best among nested buckets: one dimension is cut into intervals, and each interval has
-        buckets of its own of the other dimensions, which are cut in turn; a size is padded to the
-        end of its interval. Every order of the dimensions and every division of the graphs is
+        is the best among nested buckets: one dimension is divided into intervals, and each interval
+        has its own buckets in the other dimensions, which are divided in turn; a size is padded to
+        the end of its interval. Every order of the dimensions and every division of the graphs is
         covered. All combinations of some sizes of each dimension are such buckets, so none that
-        holds what was observed wastes less with as many. The result can waste less than was
-        reckoned, as each size takes the smallest bucket that holds it, in whichever interval.
+        holds what was observed wastes less with as many. The result can waste less than
+        computed, as each size takes the smallest bucket that holds it, in whichever interval.
 
         The time grows with the number of graphs and with the square of the number of distinct sizes
         of each dimension.

@@ -145,15 +145,15 @@ def tune(
             and versions, after verifying it again, and to store the choice of this run.
         fresh: tune even if a choice is stored, and replace it.
         audit: if the winner holds a copy of the weights, compare a checksum of the module's weights
-            every so many calls. This finds writes that PyTorch does not report
+            every `audit` calls. This finds writes that PyTorch does not report
             (`weight.data.mul_()`, NumPy, a pointer).
         on_miss: what is done with a call that was not tuned, of another shape, say, or of a module
             that has changed: it goes to the model itself, is counted, and the first of each kind
             warns ("eager"), or it raises ("error"). Calls that want gradients always go there.
-        checks: what is looked at before the winner answers a call: "full" looks at the call and the
-            module; "signature" at the call alone, for a module that nobody changes; "none" at the
-            number of arguments alone, if one call was tuned and its graph takes tensors: other
-            calls than that are then answered wrongly without a word.
+        checks: what is checked before the winner answers a call: "full" checks the call and the
+            module; "signature" only the call, for a module that never changes; "none" only the
+            number of arguments, if one call was tuned and its graph takes tensors: other calls then
+            get silently wrong results.
         progress: whether to show progress on stderr: a bar on a terminal and in a notebook, else a
             line each ten seconds, or, if the logger `graphwright` takes INFO, there. None does so;
             True has a line for each candidate too.

@@ -1,4 +1,4 @@
-"""extension(): turn a source in C++ or CUDA into operators of PyTorch."""
+"""extension(): turn a source in C++ or CUDA into PyTorch operators."""
 
 from __future__ import annotations
 
@@ -187,30 +187,29 @@ def extension(
     include_dirs: Iterable[str | os.PathLike[str]] = (),
     verbose: bool = False,
 ) -> Extension:
-    """Make operators of PyTorch of functions in C++ and CUDA.
+    """Turn functions in C++ and CUDA into PyTorch operators.
 
-    The sources hold plain functions of tensors, with neither bindings nor registrations; where a
-    function is for the CPU and for the GPU, both sources have one of that name. They are compiled
-    once (torch.utils.cpp_extension) and kept, by their content, the flags, the compiler and
-    PyTorch's version. The operators can be captured, compiled by torch.compile, exported, tuned
-    and pickled.
+    The sources hold plain functions of tensors, without bindings or registrations. A function for
+    both the CPU and the GPU has the same name in both sources. They are compiled once
+    (torch.utils.cpp_extension) and cached by their content, the flags, the compiler and PyTorch's
+    version. The operators can be captured, compiled by torch.compile, exported, tuned and pickled.
 
-    The same once more is the same extension. Other sources or functions under a name that this
-    process has used are others beside it: the second `f` is `torch.ops.<name>.f__2`, and what was
-    made with the first one goes on with that.
+    The same call again returns the same extension. If a name is used again in this process with
+    other sources or functions, both exist side by side: the second `f` is `torch.ops.<name>.f__2`,
+    and whatever was made with the first one keeps it.
 
     Args:
         name: the namespace of the operators.
         cpp: source for the CPU: a text, a file, or a list of these.
         cuda: source for CUDA devices, likewise. It is left out on a machine without a GPU, if
             there is one for the CPU.
-        functions: by the name of the operator what is to be known of it: a `Function`, or a schema
-            alone for one that returns nothing.
+        functions: for each operator, by its name, a `Function`; for one that returns nothing, a
+            schema is enough.
         cflags: options of the C++ compiler.
         cuda_cflags: options of nvcc.
         ldflags: options of the linker.
-        include_dirs: where headers are looked for beside the folders of the files.
-        verbose: whether the commands of the build are shown.
+        include_dirs: folders to search for headers, in addition to those of the files.
+        verbose: show the commands of the build.
 
     Raises:
         ExtensionError: the sources do not compile, are not what the schemas say or fail

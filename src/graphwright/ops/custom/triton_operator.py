@@ -1,4 +1,4 @@
-"""triton_op(): turn a function that launches Triton kernels into an operator of PyTorch."""
+"""triton_op(): turn a function that launches Triton kernels into a PyTorch operator."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ def triton_op(
     setup_context: Callable[..., Any] | None = None,
     samples: Sequence[tuple[Any, ...]] = (),
 ) -> Operator:
-    """Make an operator of PyTorch of a function that launches Triton kernels.
+    """Turn a function that launches Triton kernels into a PyTorch operator.
 
-    It is torch.library.triton_op with what else an operator needs: torch.compile sees the kernels
-    and may put others around them, and the operator can be captured, exported, tuned and pickled.
+    It calls torch.library.triton_op, and adds what else an operator needs. torch.compile sees the
+    kernels and may fuse others around them; the operator can be captured, exported, tuned and
+    pickled.
 
     Args:
         name: `"space::name"`, a namespace of your own and a name.
@@ -47,7 +48,7 @@ def triton_op(
         backward: `backward(ctx, *gradients)`, as torch.library.register_autograd takes it. None: a
             backward through it is an error.
         setup_context: `setup_context(ctx, inputs, output)`, which keeps what `backward` needs.
-        samples: calls that torch.library.opcheck checks it with at once.
+        samples: calls with which torch.library.opcheck checks the operator at once.
 
     Raises:
         ExtensionError: its annotations make no schema, or a check of a sample fails.
