@@ -25,6 +25,7 @@ from graphwright.report.environment import environment
 
 from ..common.processes import command, variables
 from ..common.record import ROOT, SCHEMA, commit, write
+from ..common.rendering import machine, marked
 
 Row = dict[str, Any]
 
@@ -225,6 +226,51 @@ def targets(found: Row, facts: Row, *, gpu: bool) -> list[Row]:
         {"target": what, "figure": figure, "most": most, "met": figure <= most}
         for what, figure, most in rows
     ]
+
+
+def to_markdown(result: Row) -> str:
+    """What docs/results/calls.md shows: what a call takes, and how much of it is graphwright's."""
+    found, facts = result["rounds"], result["facts"]["now"]
+    turns = found["now"]
+    table = [
+        ["model", "modules", "eager", "chosen", "what was chosen", "tune()", "added"],
+    ]
+    table[0] += ["replay", "graph()", "added", "look at the module"]
+    for name, us in medians(turns).items():
+        tuned, graphed = added(turns, name)
+        row = [name, str(facts[name]["modules"]), _us(us["eager"]), facts[name]["chosen"]]
+        row += [_us(us["winner"]), _us(us["tune"]), f"{tuned:+.1f}"]
+        row += [_us(us["replay"]), _us(us["graph"]), f"{graphed:+.1f}", f"{us[LOOK]:.1f}"]
+        table.append(row)
+    targets = result["targets"]
+    missed = [target["target"] for target in targets if not target["met"]]
+    met = f"{len(targets) - len(missed)} of {len(targets)} targets met"
+    return "\n".join(
+        [
+            "Microseconds of a synchronised call: the median of "
+            f"{len(turns)} rounds. *what was chosen* is called without graphwright, *replay* is a "
+            "replay of the graph with its inputs copied, *look* is the check that the module has "
+            "not changed. *added* is the median of the differences within a round, so it is not "
+            "exactly the difference of the medians. Where a call takes milliseconds, the noise is "
+            "larger than what is added.",
+            "",
+            *marked(table),
+            "",
+            f"{met}; missed: {'; '.join(missed)}." if missed else f"{met}.",
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )
+
+
+def added(turns: list[Row], name: str) -> tuple[float, float]:
+    """Microseconds that tune() adds to what was chosen, and graph() to a replay."""
+    return gap(turns, name, "tune", "winner"), gap(turns, name, "graph", "replay")
+
+
+def _us(value: float) -> str:
+    return f"{value:,.1f}"
 
 
 def benchmark(out: Path, other: Path | None, count: int, strategies: list[str]) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,8 @@ def commit() -> str:
 
 
 def write(where: Path, result: dict[str, Any]) -> None:
-    """Write a result, whole or not at all."""
+    """Write a result with the date, whole or not at all."""
+    result = result | {"date": datetime.now(UTC).date().isoformat()}
     where.parent.mkdir(parents=True, exist_ok=True)
     beside = where.with_suffix(".new")
     beside.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")

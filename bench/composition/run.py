@@ -20,6 +20,7 @@ import graphwright as gw
 from graphwright.report.environment import environment
 
 from ..common.record import SCHEMA, commit, write
+from ..common.rendering import machine, marked
 from ..common.timing import times
 
 Row = dict[str, Any]
@@ -69,6 +70,27 @@ def measured(model: nn.Module, args: tuple[torch.Tensor, ...]) -> Row:
     row = times(found, CALLS)
     pairs = zip(row[BOTH]["samples"], row[TUNED]["samples"], strict=True)
     return {"ways": row, "ratio": statistics.median(a / b for a, b in pairs)}
+
+
+def to_markdown(result: Row) -> str:
+    """What docs/results/fusion.md shows of it."""
+    ways = ("eager", "graph", BOTH, TUNED)
+    table = [["model", *ways, f"{BOTH} of {TUNED}"]]
+    for name, model in result["models"].items():
+        figures = [f"{model['ways'][way]['median'] * 1e3:.3f}" for way in ways]
+        table.append([name, *figures, f"{model['ratio']:.3f}"])
+    return "\n".join(
+        [
+            "### `graph(fuse(model))` compared with `tune`'s `fused+graph`, ms",
+            "",
+            "Synchronised calls in half precision, in turns: both are the same graph.",
+            "",
+            *marked(table),
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )
 
 
 def benchmark(out: Path) -> int:

@@ -24,6 +24,7 @@ import graphwright as gw
 from graphwright.report.environment import environment
 
 from ..common.record import SCHEMA, commit, write
+from ..common.rendering import machine, marked
 
 BATCH, ROUNDS, COUNT = 64, 5, 200
 # Different batches, which a loop takes in turns.
@@ -128,6 +129,37 @@ def right(device: torch.device, data: Batches, model: Callable[..., Any]) -> boo
     mine = [model(x).clone() for x in gw.prefetch(loader, device)]
     theirs = [model(x.to(device)).clone() for x in loader]
     return all(torch.equal(a, b) for a, b in zip(mine, theirs, strict=True))
+
+
+# What the ways are, for a reader.
+SHOWN = {
+    "prefetch": "prefetch()",
+    "prefetch, pinned by the loader": "prefetch() over a loader with pin_memory",
+    "pinned": "pin_memory and non_blocking",
+    "plain": "a plain loop",
+    "computing": "computing alone",
+    "copying": "copying alone",
+}
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    """What docs/results/feeding.md shows."""
+    ways = result["ways"]
+    computing = ways["computing"]["median"]
+    table = [["loop", "ms a batch", "of computing alone"]]
+    for way, name in SHOWN.items():
+        median = ways[way]["median"]
+        table.append([name, f"{median * 1e3:.2f}", f"{median / computing:.2f}"])
+    return "\n".join(
+        [
+            f"Batches of 64 images, {result['batch_bytes'] / 1e6:.0f} MB each.",
+            "",
+            *marked(table),
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )
 
 
 def benchmark(out: Path, *, quick: bool) -> int:

@@ -23,6 +23,7 @@ import graphwright as gw
 from graphwright.report.environment import environment
 
 from ..common.record import SCHEMA, commit, write
+from ..common.rendering import machine, marked
 
 Row = dict[str, Any]
 Args = tuple[Any, ...]
@@ -97,6 +98,30 @@ def targets(rows: dict[str, Row]) -> list[Row]:
                 {"target": text, "figure": seconds["graph"] / seconds["eager"], "met": met}
             )
     return found
+
+
+def to_markdown(result: Row) -> str:
+    """What docs/results/breaks.md shows of it."""
+    table = [["model", "calls", "eager", "graph", "ratio", "mean of graph", "slowest first call"]]
+    for name, model in result["models"].items():
+        eager, graph = (model["median_s"][way] for way in ("eager", "graph"))
+        row = [name, f"{model['calls']:,}", f"{eager * 1e3:.2f}", f"{graph * 1e3:.2f}"]
+        row += [f"{graph / eager:.2f}", f"{model['mean_s']['graph'] * 1e3:.2f}"]
+        row += [f"{max(model['first_s']) * 1e3:,.0f}"]
+        table.append(row)
+    return "\n".join(
+        [
+            "### Calls that graph() must divide or refuse, ms",
+            "",
+            "Medians of calls in turns. The *mean* includes the first calls, which try a capture. "
+            "A module of 300 submodules counts its calls; the others are models of torchvision.",
+            "",
+            *marked(table),
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )
 
 
 def benchmark(out: Path, *, quick: bool) -> int:

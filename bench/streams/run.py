@@ -21,6 +21,7 @@ from graphwright.evaluation.accuracy import ROUNDING, error_of
 from graphwright.report.environment import environment
 
 from ..common.record import SCHEMA, commit, write
+from ..common.rendering import MIB, machine, marked
 from ..common.timing import in_turns, times
 
 STREAMS, ROUNDS, REPEATS, BATCHES = 4, 40, 10, (1, 8)
@@ -96,6 +97,30 @@ def _tensors(result: Any) -> list[torch.Tensor]:
     if isinstance(result, torch.Tensor):
         return [result]
     return [each for each in result if isinstance(each, torch.Tensor)]
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    """What docs/results/streams.md shows."""
+    table = [["model", "batch", "one stream, ms", "several, ms", "gain"]]
+    table[0] += ["branches", "graph on one, MiB", "on several, MiB"]
+    for name, batches in result["models"].items():
+        for batch, row in batches.items():
+            one, several = row["ways"]["one"], row["ways"]["several"]
+            table.append(
+                [name, batch, f"{one['median'] * 1e3:.3f}", f"{several['median'] * 1e3:.3f}"]
+                + [f"{row['gain']:.2f}×" if row["right"] else "wrong", str(several["branches"])]
+                + [f"{way['nbytes'] / MIB:.0f}" for way in (one, several)]
+            )
+    return "\n".join(
+        [
+            "A replay, the median; the head has four branches of convolutions.",
+            "",
+            *marked(table),
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )
 
 
 def benchmark(out: Path, *, quick: bool) -> int:

@@ -579,18 +579,3 @@ def test_predictions_are_counted_as_met_and_missed() -> None:
     assert (graph["found"], graph["met"]) == ("1 of 2", False)
     assert (fusion["found"], fusion["met"]) == ("1 of 2", False)
     assert not wide["met"]
-
-
-def test_the_pages_of_results_are_those_that_the_files_give(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
-    from bench.pages import TOPICS, write_pages
-
-    write_pages(tmp_path)
-    committed = Path(__file__).parents[2] / "docs"
-    names = {path.name for path in (tmp_path / "results").iterdir()}
-    assert names == {path.name for path in (committed / "results").iterdir()}
-    for name in names:
-        new, old = (folder / "results" / name for folder in (tmp_path, committed))
-        assert new.read_text("utf-8") == old.read_text("utf-8"), f"run scripts/bench tables: {name}"
-    for topic in TOPICS:
-        assert (committed / "images" / f"results-{topic.name}.svg").exists()
