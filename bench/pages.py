@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
+from datetime import datetime
 from pathlib import Path
 
 from .common.record import RESULTS, ROOT
@@ -75,12 +76,11 @@ def page_of(topic: Topic, results: Results) -> tuple[str, str, list[str]]:
                 _folded(_demoted(to_markdown(data, file.name))),
                 "",
             ]
-    machines = [f"{measured_on(data)}, {data['date']}" for data in results.values()]
+    machines = [f"{measured_on(data)}, {_day(data['date'])}" for data in results.values()]
     row = [
         f"[{topic.title}]({topic.name}.md)",
         outcome.says,
-        "; ".join(dict.fromkeys(machines)),
-        ", ".join(f"`{command}`" for command in topic.commands),
+        "<br>".join(dict.fromkeys(machines)),
     ]
     return "\n".join(lines).rstrip() + "\n", outcome.plot.to_svg(topic.name), row
 
@@ -95,17 +95,22 @@ def measured_on(data: Result) -> str:
     return f"CPU ({environment['processor']}, {threads} thread{'s' * (threads != 1)})"
 
 
+def _day(date: str) -> str:
+    """A date whose parts stay together in a narrow table."""
+    day = datetime.fromisoformat(date)
+    return f"{day.day}&nbsp;{day:%b&nbsp;%Y}"
+
+
 def _index(rows: list[list[str]]) -> str:
     lines = [
         "# Results",
         "",
-        "One page per topic, each with a plot. `scripts/bench NAME`, with a name from the last",
-        "column, measures a topic again; `scripts/bench tables` makes these pages from the files",
-        "under `bench/results/`, which hold every raw sample.",
-        "[How the figures are taken](../explanation/measuring.md).",
+        "One page per topic, each with a plot and the `scripts/bench NAME` that measures it again.",
+        "`scripts/bench tables` makes these pages from the files under `bench/results/`, which",
+        "hold every raw sample. [How the figures are taken](../explanation/measuring.md).",
         "",
-        "| topic | result | measured on | `scripts/bench` |",
-        "| --- | --- | --- | --- |",
+        "| topic | result | measured on |",
+        "| --- | --- | --- |",
         *(f"| {' | '.join(row)} |" for row in rows),
     ]
     return "\n".join(lines) + "\n"

@@ -5,6 +5,7 @@ Each is a picture of its own, as wide as a phone and legible on one; elsewhere i
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 # How wide it is drawn, in units of its text, and shown where there is room, in pixels.
-_DRAWN, _SHOWN = 400.0, 580.0
-_BAR, _BETWEEN, _AROUND, _LEGEND = 11.5, 6.0, 50.0, 20.0
+_DRAWN, _SHOWN = 352.0, 484.0
+_BAR, _BETWEEN, _AROUND, _LEGEND = 12.0, 6.0, 52.0, 17.0
 _COLORS = ("chosen", "s1", "plain", "s2")
-_NAME, _FIGURE = 10.0, 8.5
+_NAME, _FIGURE = 10.0, 9.0
+# Letters that a line of the legend has room for.
+_LETTERS = 54
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,16 @@ class Bars:
 
     def to_svg(self, name: str) -> str:
         """The picture; `name` is unlike that of any other."""
-        legend = len(self.series) > 1
         each = _BAR * len(self.series) + _BETWEEN
         rows = len(self.rows) * each
-        return _drawn(name, self.label, rows + _AROUND + _LEGEND * legend, self._paint)
+        lines = math.ceil(len(self.series) / self._columns) if len(self.series) > 1 else 0
+        return _drawn(name, self.label, rows + _AROUND + _LEGEND * lines, self._paint)
+
+    @property
+    def _columns(self) -> int:
+        """Of the legend: all in one line where there is room, else two."""
+        letters = sum(len(what) + 4 for what in self.series)
+        return len(self.series) if letters <= _LETTERS else 2
 
     def _paint(self, figure: Figure) -> None:
         from matplotlib.patches import Patch
@@ -87,9 +96,9 @@ class Bars:
                 Patch(facecolor=color(tone), label=what)
                 for tone, what in zip(_COLORS, self.series, strict=False)
             ]
-            figure.legend(handles=keys, loc="outside upper left", ncols=len(keys), frameon=False,
-                          fontsize=_NAME, labelcolor=INK, handlelength=1, handleheight=0.8,
-                          columnspacing=1.2, borderpad=0.1)  # fmt: skip
+            figure.legend(handles=keys, loc="outside upper left", ncols=self._columns,
+                          frameon=False, fontsize=_NAME, labelcolor=INK, handlelength=1,
+                          handleheight=0.8, columnspacing=1.2, borderpad=0.1)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -130,7 +139,8 @@ class Curve:
         axes.set_ylim(0, limit * 1.15)
         axes.grid(axis="y")
         axes.spines["left"].set_color(LINE)
-        axes.set_ylabel(self.y_axis)
+        axes.set_ylabel(self.y_axis, fontsize=_NAME)
+        axes.tick_params("y", labelsize=_FIGURE)
         _axis(axes, self.x_axis, "{:g}")
 
 
