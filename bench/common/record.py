@@ -27,8 +27,9 @@ def commit() -> str:
 
 
 def write(where: Path, result: dict[str, Any]) -> None:
-    """Write a result with the date, whole or not at all."""
-    result = result | {"date": datetime.now(UTC).date().isoformat()}
+    """Write a file, whole or not at all; the result of a benchmark with its date."""
+    if "schema" in result:
+        result = result | {"date": datetime.now(UTC).date().isoformat()}
     where.parent.mkdir(parents=True, exist_ok=True)
     beside = where.with_suffix(".new")
     beside.write_text(json.dumps(result, ensure_ascii=False) + "\n", encoding="utf-8")
