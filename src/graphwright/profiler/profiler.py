@@ -68,7 +68,7 @@ def profile(
     The call runs some dozens of times, under `torch.no_grad()` unless `training`; nothing is
     captured or compiled. Kernels are timed by torch.profiler (CUPTI), FLOPs counted by
     torch.utils.flop_counter, and both held against the machine's own roofs (Williams, Waterman and
-    Patterson, CACM 52(4), 2009), which are measured once and remembered. What the call changes
+    Patterson, CACM 52(4), 2009), which are measured once and cached. What the call changes
     (buffers, gradients, attributes, random numbers) is put back at the end.
 
     Args:

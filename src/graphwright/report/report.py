@@ -20,7 +20,7 @@ class Report(Results):
     """The result of one run of `tune`; `str()` and `print()` show it as tables."""
 
     def check(self) -> None:
-        """Raise if it cannot be shown."""
+        """Raise if the report cannot be displayed."""
         str(self)
 
     def to_html(self, *, with_samples: bool = False) -> str:
