@@ -95,7 +95,7 @@ def test_a_page_holds_what_was_measured_and_what_was_refused() -> None:
     text = " ".join(read.text)
     assert not read.open
     assert "8.00× as fast as eager" in text
-    for heading in ("Latency", "Latency against memory", "Latency against set-up", "The search",
+    for heading in ("Latency", "Latency against peak memory", "Latency against set-up", "The search",
                     "Error against float64", "Refused, and remarks", "Environment"):  # fmt: skip
         assert heading in read.text
     assert read.count("svg") == 5
@@ -412,7 +412,7 @@ def test_a_benchmark_is_shown_as_a_page_only() -> None:
     done = CliRunner().invoke(main, ["report", str(RESULTS / "breaks-h200.json")])
     assert done.exit_code == 2
     assert "it is the result of a benchmark" in done.output
-    assert "Add --html PAGE." in done.output
+    assert "Give --html PAGE" in done.output
 
 
 def test_only_benchmarks_are_taken_for_one() -> None:

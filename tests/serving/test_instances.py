@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -228,6 +229,44 @@ def test_a_process_of_the_server_s_own_has_as_many_as_pay(
     hooked = config()
     hooked.model.register_forward_hook(lambda *_: None)  # type: ignore[attr-defined]  # a module
     assert len(PreparedModel(hooked, threads=4).instances) == 1
+
+
+class FailsAsACopy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.copied = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> FailsAsACopy:
+        found = FailsAsACopy()
+        found.copied = True
+        return found
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.copied:
+            raise ValueError("there may be one of these")
+        return x + 1
+
+
+@pytest.mark.parametrize("count", [None, 2])
+def test_a_copy_that_fails_holds_nobody_up(count: int | None) -> None:
+    """The others wait for it at the beginning of each round."""
+    x = torch.randn(1, 3)
+    made = ModelConfig(FailsAsACopy().eval(), (x,), instances=count)
+    if count is None:
+        assert len(PreparedModel(made, threads=4).instances) == 1
+    else:
+        with pytest.raises(ValueError, match="there may be one"):
+            PreparedModel(made, threads=4)
+
+
+def test_a_model_is_copied_and_called_while_no_other_server_calls_it() -> None:
+    first = PreparedModel(several(Keeps(), torch.randn(1, 3)))
+    with ThreadPoolExecutor(1) as pool:
+        with first.instances[0].lock:
+            second = pool.submit(PreparedModel, first.config)
+            with pytest.raises(TimeoutError):
+                second.result(0.3)
+        assert len(second.result(30).instances) == 2
 
 
 def test_they_are_really_timed() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from ..report.markup import Html, element, join, table
 from ..report.page import Section, Tile, note, page
 from .finding import Finding, Severity
-from .meanings import MEANINGS, summary
+from .summary import MEANINGS, summary
 
 _TONES = {
     Severity.BLOCKS: "bad",

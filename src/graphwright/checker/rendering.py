@@ -10,7 +10,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from .finding import SCHEMA, SCHEMA_VERSION, Finding, Severity
-from .meanings import MEANINGS, summary
+from .summary import MEANINGS, summary
 
 _STYLES = {
     Severity.BLOCKS: "bold red",

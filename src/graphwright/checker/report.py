@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 
-from ..report.files import save_as
+from ..report.saving import save_as
 from .finding import Finding
 
 

@@ -672,7 +672,12 @@ def report(
     except (OSError, UnicodeDecodeError) as error:
         raise TargetError(f"{file} cannot be read: {error}.") from error
     try:
-        if html_file is not None and is_benchmark(text):
+        if is_benchmark(text):
+            if html_file is None or svg_file is not None or markdown:
+                raise GraphwrightError(
+                    "it is the result of a benchmark, which is shown as a page.",
+                    remedy="Give --html PAGE, and no other form.",
+                )
             check_files(files)
             check_sources(files, Path(file))
             check_plots(html_file)
@@ -680,11 +685,6 @@ def report(
             page_writer = {"html": lambda name: write_text(name, made)}
             deliver({"html": html_file}, page_writer, lambda: None)
             return
-        if is_benchmark(text):
-            raise GraphwrightError(
-                "it is the result of a benchmark, which is shown as a page.",
-                remedy="Add --html PAGE.",
-            )
         saved = Report.from_json(text)
     except GraphwrightError as error:
         raise TargetError(

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from ..calls.options import kind_problem, refuse
 from ..errors import GraphwrightError
-from ..report.files import save_as
 from ..report.result import Results
+from ..report.saving import save_as
 from .comparison import Comparison, compared
 from .page import to_page, to_short_html
 from .plots import drawn_timeline, roofline

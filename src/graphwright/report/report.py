@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GraphwrightError
-from .files import save_as
 from .result import Results, Row
+from .saving import save_as
 from .table import duration, ordered, ratio
 
 if TYPE_CHECKING:

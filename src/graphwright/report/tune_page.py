@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from .markup import Html, element, facts, join, table
 from .page import CHOSEN, PLAIN, Section, Tile, figure, legend, note, page, paragraphs, plots
@@ -57,9 +58,9 @@ def verdict(report: Results) -> Html:
     """The result in one sentence."""
     row, eager = report.chosen_row, report.row(EAGER)
     if row is None:
-        state = "Interrupted before" if report.interrupted else "No strategy was chosen:"
-        return join([f"{state} anything could be chosen." if report.interrupted else
-                     f"{state} see what became of each."])  # fmt: skip
+        if report.interrupted:
+            return join(["Interrupted before anything could be chosen."])
+        return join(["No strategy was chosen: see what became of each."])
     name = element("strong", row.strategy)
     if row.strategy == EAGER:
         return join(["Stay with ", name, ": nothing else that was measured is better."])
@@ -105,10 +106,8 @@ def tiles(report: Results) -> list[Tile]:
                           _beside(eager.peak_bytes, memory, row)))  # fmt: skip
     if row.setup_s is not None:
         calls = report.break_even(row)
-        repaid = "" if row is eager else "never repaid" if calls is None else (
-            "repaid at once" if calls <= 1 else f"break-even after {calls:,} calls"
-        )  # fmt: skip
-        found.append(Tile("set-up", duration(row.setup_s), repaid))
+        beside = "no break-even" if calls is None else f"break-even after {max(calls, 1):,} calls"
+        found.append(Tile("set-up", duration(row.setup_s), "" if row is eager else beside))
     if row.error is not None:
         own = report.eager_error
         beside = "" if own is None or row is eager else f"eager {own.rms:.1e}"
@@ -116,10 +115,8 @@ def tiles(report: Results) -> list[Tile]:
     return found
 
 
-def _beside(figure: float | None, form: object, row: Row) -> str:
-    if figure is None or row.strategy == EAGER or not callable(form):
-        return ""
-    return f"eager {form(figure)}"
+def _beside(figure: Any, form: Callable[[Any], str], row: Row) -> str:
+    return "" if figure is None or row.strategy == EAGER else f"eager {form(figure)}"
 
 
 def sections(report: Results, name: str, *, with_samples: bool = False) -> list[Section]:
@@ -249,39 +246,31 @@ _FRONT = "Lower left is better; the dashed line joins those that no other beats 
 
 def _against_memory(report: Results, name: str) -> Html | None:
     known = [(row, float(row.peak_bytes)) for row in ordered(report) if row.peak_bytes is not None]
-    points = _points(report, known)
-    if len(points) < 2:
-        return None
-    plot = tradeoff(
-        f"{name}-memory",
-        f"Points: peak memory over the time of a call of {report.model} by strategy",
-        points,
-        "time of a call",
-        "peak memory",
-        duration,
-        lambda value: memory(int(value)),
-        binary=True,
-    )
-    return figure("Latency against memory", plot, _FRONT)
+    return _against(report, f"{name}-memory", "peak memory", known, lambda n: memory(int(n)), True)
 
 
 def _against_setup(report: Results, name: str) -> Html | None:
     known = [(row, row.setup_s + row.build_s) for row in ordered(report) if row.setup_s is not None]
+    return _against(report, f"{name}-setup", "set-up", known, duration, False)
+
+
+def _against(
+    report: Results,
+    name: str,
+    what: str,
+    known: Sequence[tuple[Row, float]],
+    form: Callable[[float], str],
+    binary: bool,
+) -> Html | None:
+    """The time of a call against something else that strategies cost."""
     points = _points(report, known)
     if len(points) < 2:
         return None
-    plot = tradeoff(
-        f"{name}-setup",
-        f"Points: set-up over the time of a call of {report.model} by strategy",
-        points,
-        "time of a call",
-        "set-up",
-        duration,
-        duration,
-    )
+    label = f"Points: {what} over the time of a call of {report.model} by strategy"
+    plot = tradeoff(name, label, points, "time of a call", what, duration, form, binary=binary)
     hollow = any(point.hollow for point in points)
     caption = _FRONT + " Hollow: timed in the screening only." * hollow
-    return figure("Latency against set-up", plot, caption)
+    return figure(f"Latency against {what}", plot, caption)
 
 
 def _errors(report: Results, name: str) -> Html | None:

@@ -72,7 +72,8 @@ def instances(first: Instance, count: int, threads: int) -> list[Instance]:
     assert isinstance(model, nn.Module)
     shared = {id(parameter): parameter for parameter in model.parameters()}
     try:
-        copies = [copy.deepcopy(model, dict(shared)) for _ in range(count - 1)]
+        with first.lock:  # Another server may be calling it.
+            copies = [copy.deepcopy(model, dict(shared)) for _ in range(count - 1)]
     except Exception as error:
         raise OptionError(
             f"instances={count}: the model cannot be copied: {first_line(error)}.",
@@ -93,13 +94,12 @@ def best_count(
         works: calls of it, for example of the shortest and the longest request.
         threads: that PyTorch has in all.
     """
-    found, alone, most = 1, _seconds([Instance(first.call, first.lock, threads)], works), 0.0
-    most = 1 / alone
-    count = 2
+    alone = _seconds([Instance(first.call, first.lock, threads)], works)
+    found, most, count = 1, 1 / alone, 2
     while count <= threads:
         try:
             seconds = _seconds(instances(first, count, threads), works)
-        except OptionError:
+        except Exception:  # It cannot be copied, or its copies cannot be called beside each other.
             break
         if seconds > LONGER * alone or count / seconds < WORTH * most:
             break
@@ -116,14 +116,18 @@ def _seconds(
 
     def times(instance: Instance) -> list[float]:
         found = []
-        for number in range(_TIMED + 1):
-            begin.wait()
-            since = time.perf_counter()
-            for work in works:
-                with instance.lock:
-                    instance.run(work)
-            if number:  # The first one finds caches cold.
-                found.append(time.perf_counter() - since)
+        try:
+            for number in range(_TIMED + 1):
+                begin.wait()
+                since = time.perf_counter()
+                for work in works:
+                    with instance.lock:
+                        instance.run(work)
+                if number:  # The first one finds caches cold.
+                    found.append(time.perf_counter() - since)
+        except BaseException:
+            begin.abort()  # Or the others would wait for this one without end.
+            raise
         return found
 
     with ThreadPoolExecutor(len(copies)) as pool:

@@ -166,7 +166,8 @@ class PreparedModel:
             return [first]
         assert isinstance(self.config.model, nn.Module)
         self._watch = ModuleWatch(self.config.model, values=True)
-        first.run(works[0])
+        with first.lock:
+            first.run(works[0])
         if self._watch.changed() is not None:  # It is changed by its own calls.
             self._watch = None
             if self.config.instances is None:
@@ -196,9 +197,9 @@ class PreparedModel:
         Args:
             parts: the requests.
             sizes: of the call.
-            instance: which of `instances` computes them, by default the first.
             passed: called when they are joined, when the model was called, and when its results
                 are cut apart.
+            instance: which of `instances` computes them, by default the first.
         """
         args, kwargs = self.joiner.join(parts, sizes)
         passed()
