@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -70,11 +71,42 @@ MODELS: dict[str, Callable[[], Built]] = {
     "albert-1x64": _text("Albert", 1, 64, intermediate_size=3072, **_HEADS),
     "t5-encoder-4x64": _text("T5Encoder", 4, 64),
 }
+# Models that nothing here was fitted to: so many images and texts are drawn by this seed.
+SEED, DRAWN = 34, 5
+_TEXTS = (
+    *("Camembert", "MPNet", "XLMRoberta", "Ernie", "RoFormer", "MobileBert", "SqueezeBert"),
+    *("Data2VecText", "OPT", "GPTNeo", "MegatronBert", "LayoutLM", "ConvBert", "FNet"),
+)
+
+
+def unseen() -> dict[str, Callable[[], Built]]:
+    """Ten models drawn by the seed: torchvision's classifiers, and texts of transformers."""
+    import torchvision
+
+    used = {name.partition("-b")[0] for name in MODELS}
+    # Larger ones would take more than a second a call.
+    images = [
+        name
+        for name in sorted(torchvision.models.list_models(module=torchvision.models))
+        if name not in used and not name.startswith(("vit_h", "vit_l", "regnet_y_128gf"))
+    ]
+    drawn = random.Random(SEED)
+    found: dict[str, Callable[[], Built]] = {}
+    for place, name in enumerate(drawn.sample(images, DRAWN)):
+        batch = (1, 8)[place % 2]
+        found[f"{name}-b{batch}"] = _image(name, batch)
+    for place, kind in enumerate(drawn.sample(_TEXTS, DRAWN)):
+        batch, length = ((1, 64), (8, 64))[place % 2]
+        found[f"{kind.lower()}-{batch}x{length}"] = _text(kind, batch, length)
+    return found
+
+
 TINY: dict[str, Callable[[], Built]] = {"tiny": _tiny, "tiny-image": _tiny_image}
 
 
 def built(name: str, device: torch.device) -> Built:
     """A model in eval mode with its inputs, on a device; the same at each call."""
     torch.manual_seed(0)
-    model, args, kwargs = {**MODELS, **TINY}[name]()
+    known = MODELS | TINY
+    model, args, kwargs = (known if name in known else unseen())[name]()
     return model.to(device).eval(), tuple(each.to(device) for each in args), kwargs

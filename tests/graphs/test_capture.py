@@ -244,6 +244,83 @@ def test_what_asks_whether_a_capture_is_under_way_must_not_answer_otherwise() ->
     assert not asked()
 
 
+def longer_in_captures(x: torch.Tensor) -> torch.Tensor:
+    """The same result by another operation more, as transformers' attention masks are."""
+    return (x * 2).relu() if asked() else x * 2
+
+
+def test_what_eager_code_runs_is_captured_where_it_reads_nothing(device: torch.device) -> None:
+    x = torch.rand(4, device=device)
+    with gw.capture(longer_in_captures, x) as graph:
+        work = [node for node in graph.nodes() if node.kind in ("kernel", "operation")]
+        assert len(work) == 1
+        other = torch.rand(4, device=device)
+        assert torch.equal(graph(other), other * 2)
+    assert not asked()
+
+
+def test_what_reads_in_eager_code_is_captured_as_libraries_do_in_captures(
+    device: torch.device,
+) -> None:
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        if not asked() and x.min() >= 0:  # as transformers looks for padding in a mask
+            return x * 2
+        return (x * 2).relu()
+
+    x = torch.rand(4, device=device)
+    with gw.capture(reads, x) as graph:
+        other = torch.rand(4, device=device)
+        assert torch.equal(graph(other), other * 2)
+        assert len([n for n in graph.nodes() if n.kind in ("kernel", "operation")]) == 2
+
+
+def test_what_no_capture_takes_as_eager_code_is_captured_the_other_way(
+    device: torch.device,
+) -> None:
+    def lists(x: torch.Tensor) -> torch.Tensor:
+        if not asked() and x.tolist():  # no operation shows this read
+            return x * 2
+        return (x * 2).relu()
+
+    x = torch.rand(4, device=device)
+    with gw.capture(lists, x) as graph:
+        other = torch.rand(4, device=device)
+        assert torch.equal(graph(other), other * 2)
+
+
+def test_pytorch_itself_is_told_of_captures() -> None:
+    from graphwright.graphs.conditions import answering_as_eager, pretend_capturing
+
+    code = "def asks():\n    import torch\n    return torch.cuda.is_current_stream_capturing()"
+    names: dict[str, Any] = {"__name__": "torch.optim.some"}
+    exec(code, names)
+    with pretend_capturing(), answering_as_eager():
+        assert names["asks"]()
+        assert not asked()
+
+
+def test_a_model_of_transformers_is_captured_without_masks_that_eager_code_leaves_out(
+    device: torch.device,
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    small: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = transformers.BertModel(transformers.BertConfig(intermediate_size=64, **small))
+    model = model.eval().to(device)
+    ids = torch.randint(5, 1000, (2, 16), device=device)
+    padded = torch.ones_like(ids)
+    padded[1, 10:] = 0
+
+    def operations(**more: torch.Tensor) -> int:
+        with gw.capture(model, ids, **more) as graph, torch.no_grad():
+            torch.testing.assert_close(graph(ids, **more)[0], model(ids, **more)[0])
+            return sum(node.kind in ("kernel", "operation") for node in graph.nodes())
+
+    with_mask = operations(attention_mask=padded)
+    assert operations() <= with_mask - 6
+    # A mask that pads nothing is looked into in eager code, and used in a graph.
+    assert operations(attention_mask=torch.ones_like(ids)) == with_mask
+
+
 def test_training_is_refused() -> None:
     x = torch.ones(2, 3)
     with pytest.raises(gw.CaptureError, match="training mode"):

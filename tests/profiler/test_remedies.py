@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from test_verdict import CPU, GPU, US, cpu, gpu, operation, threads
 
@@ -66,10 +68,45 @@ def test_what_the_host_takes_is_not_gained_on_the_device() -> None:
 def test_chains_end_at_products() -> None:
     add, product = operation(), operation(flops=1, pointwise=False)
     seconds = dict.fromkeys(range(5), 10 * US)
-    assert removable_by_fusion(known(add, add, product, add, add, seconds=seconds)) == (
-        pytest.approx(20 * US)
-    )
-    assert removable_by_fusion(known(add, product, add, seconds=seconds)) == 0
+    saved, kernels = removable_by_fusion(known(add, add, product, seconds=seconds))
+    assert saved == pytest.approx(10 * US + 0.03 * 10 * US)
+    assert kernels == 1
+    # Behind a product, a part of the chain goes into it.
+    saved, kernels = removable_by_fusion(known(product, add, add, seconds=seconds))
+    assert saved == pytest.approx(12.5 * US + 0.03 * 10 * US)
+    assert kernels == pytest.approx(1.25)
+
+
+def test_a_batch_norm_behind_a_convolution_is_folded() -> None:
+    convolution = operation(name="aten::convolution", flops=1, pointwise=False)
+    norm, relu = operation(name="aten::cudnn_batch_norm"), operation()
+    seconds = dict.fromkeys(range(3), 10 * US)
+    saved, kernels = removable_by_fusion(known(convolution, norm, relu, seconds=seconds))
+    assert saved == pytest.approx((10 + 5) * US)
+    assert kernels == pytest.approx(1.5)
+    saved, _ = removable_by_fusion(known(norm, convolution, seconds=seconds))
+    assert saved == 0
+
+
+def test_a_graph_of_kernels_that_follow_each_other_sooner_is_faster() -> None:
+    roofs = replace(GPU, node_s=1 * US)
+    many = known(queued_s=300 * US, kernels=100, roofs=roofs)
+    likely = named(for_gpu(gpu(1000, 980, 300), many))["graph"].likely
+    slower = named(for_gpu(gpu(1000, 980, 300), replace(many, roofs=GPU)))["graph"].likely
+    assert likely is not None
+    assert slower is not None
+    assert likely > slower
+
+
+def test_bf16_is_what_the_call_takes_in_it() -> None:
+    figures = gpu(1000, 990, 300)
+    given = known(queued_s=300 * US, bf16_s=100 * US, kernels=10)
+    remedy = named(for_gpu(figures, given))["bf16"]
+    assert remedy.under_graph is not None
+    low, high = remedy.under_graph
+    assert low < (300 + 12) / (100 + 12) < high <= 1.5 * low
+    assert remedy.high == pytest.approx(1000 / 990)  # The host is no faster.
+    assert "measured" in remedy.why
 
 
 def test_pinned_transfers_gain_what_copies_take() -> None:

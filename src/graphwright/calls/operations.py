@@ -133,3 +133,11 @@ def has_fixed_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if func._opname == "index":
         return not any(t is not None and t.dtype in MASKS for t in args[1])
     return func._opname == "repeat_interleave" and kwargs.get("output_size") is not None
+
+
+def reads_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the host has to see values of the tensors in this call of an operation."""
+    if torch.Tag.data_dependent_output in func.tags:
+        return True
+    dynamic = torch.Tag.dynamic_output_shape in func.tags
+    return dynamic and not has_fixed_shape(func, args, kwargs)

@@ -26,7 +26,7 @@ from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, describe, flatten, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
 from ..errors import GraphwrightError, first_line
-from ..graphs.conditions import pretend_capturing
+from ..graphs.conditions import answering_as_eager, pretend_capturing, questions
 from ..graphs.python_state import PythonState
 from ..graphs.segments.observation import reads_of_arguments
 from ..ops.fused.launch_cache import Launch, answering
@@ -95,7 +95,9 @@ class GraphCall:
 
 
 def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | None = None) -> Traced:
-    """The graph of a call.
+    """The graph of a call: of what eager code runs, if that reads nothing from the arguments.
+
+    Else of what libraries run in captures, where they leave reads out.
 
     Args:
         model: what is called.
@@ -106,6 +108,17 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
     Raises:
         Untraceable: there is none that stands for the call.
     """
+    before = questions()
+    try:
+        with answering_as_eager():
+            return _trace(model, args, kwargs, state)
+    except Untraceable:
+        if questions() == before:
+            raise
+    return _trace(model, args, kwargs, state)
+
+
+def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | None) -> Traced:
     if global_hooks():
         raise Untraceable("there are global forward hooks")
     for name, child in model.named_modules():
@@ -147,9 +160,15 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
             with state.watching():
                 first, _ = flatten_result(on_leaves(clone_leaves(leaves)))
                 undo.check()
+                read = reads_of_arguments(on_leaves, leaves, device)
+                undo.check()
+                if read is not None:
+                    where = "" if read.place is None else f" at {read.place}"
+                    raise Untraceable(f"the host reads a value of the arguments{where}")
                 graph = _graph_of(on_tensors, leaves)
                 undo.check()
-                read = reads_of_arguments(on_leaves, leaves, device)
+    except Untraceable:
+        raise
     except GraphwrightError as error:
         raise Untraceable(first_line(error)) from error
     except Exception as error:
@@ -157,9 +176,6 @@ def trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | Non
     finally:
         state.restore()
         undo.restore(python=True)
-    if read is not None:
-        where = "" if read.place is None else f" at {read.place}"
-        raise Untraceable(f"the host reads a value that comes from the arguments{where}")
     if _unwatched(graph, model):
         # A cache that was empty, and is again: what it is filled with comes from the model.
         try:

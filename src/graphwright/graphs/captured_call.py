@@ -35,7 +35,7 @@ from ..calls.snapshots import clone_leaves, same_bits
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, GraphwrightError, SignatureError
 from .composition import Parts, SetUpFirst
-from .conditions import THREAD, autocast_cache_apart
+from .conditions import THREAD, answering_as_eager, autocast_cache_apart
 from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
 from .graph import Graph, GraphClosed, GraphState, with_operations
 from .host_draws import Draw, DrawingRecording, generator_kept
@@ -51,7 +51,7 @@ from .segments.tracer import Untraceable
 from .segments.tree import CopyPlan, SegmentTree
 from .static_tensors import Finish, Geometry, StaticInputs, StaticOutputs, byte_view, copy, is_dense
 from .transaction import let_go, transaction
-from .warmup import Comparison, Warmed, warm
+from .warmup import Comparison, RunsOtherwise, Warmed, warm
 
 Outputs = Literal["fresh", "static"]
 Breaks = Literal["auto", "never"]
@@ -70,6 +70,9 @@ class CapturedCall(Graph):
     _copies: Copies | None = None
     # Whether a call changes or returns objects that it was given.
     has_effects = False
+    # Whether libraries are told that nothing is captured, so that the graph runs what eager code
+    # runs; None until that is known.
+    _as_eager: bool | None = None
 
     def __init__(
         self,
@@ -620,6 +623,13 @@ class CapturedCall(Graph):
                 break
             except SetUpFirst as first:
                 self.parts.set_up(first)
+            except RunsOtherwise:
+                self._as_eager = True
+            except CaptureError as error:
+                if not self._as_eager:
+                    raise
+                self._as_eager = False
+                let_go(error)
         self.parts.settle()
         return prediction
 
@@ -638,19 +648,22 @@ class CapturedCall(Graph):
         with self.pool._lock:
             recorder = self.pool._recorder_for(self._device)
             with self._transaction(GraphState.WARMING) as state:
-                fallback = None if self._breaks == "never" else self._plan_segments
-                self._warmed = warm(
-                    self._work,
-                    self._sample,
-                    recorder,
-                    state,
-                    self._runs,
-                    fallback,
-                    self._comparison,
-                    self._copies,
-                    rehearse=rehearse,
-                    draws_again=self._trained is None,
-                )
+                whole = self._breaks == "never" or self._as_eager
+                fallback = None if whole else self._plan_segments
+                with answering_as_eager(bool(self._as_eager)):
+                    self._warmed = warm(
+                        self._work,
+                        self._sample,
+                        recorder,
+                        state,
+                        self._runs,
+                        fallback,
+                        self._comparison,
+                        self._copies,
+                        rehearse=rehearse,
+                        draws_again=self._trained is None,
+                        may_run_otherwise=self._as_eager is not None,
+                    )
             self.mutates = self._warmed.mutates
             self.random = bool(self._warmed.generators or self._warmed.draws)
             self._outside = {s.data_ptr() for s in self._warmed.external if s.nbytes()}
@@ -727,7 +740,11 @@ class CapturedCall(Graph):
         assert warmed is not None
         before = recorder.reserved
         recorder.order()  # A replay may still be working in the memory of the inputs.
-        with self._transaction(GraphState.CAPTURING), generator_kept(warmed.draws):
+        with (
+            self._transaction(GraphState.CAPTURING),
+            generator_kept(warmed.draws),
+            answering_as_eager(bool(self._as_eager)),
+        ):
             allocate = self.pool._shared_bytes() if share_inputs else recorder.allocate
             inputs = StaticInputs(self._sample, allocate)
             dense = [slot for slot in warmed.mutated if is_dense(inputs.tensor(slot))]

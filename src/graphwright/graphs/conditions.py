@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,17 +34,37 @@ THREAD = _Thread()
 
 
 class _Pretending(threading.local):
-    """How many `pretend_capturing` blocks this thread is in."""
+    """What this thread is told of captures.
+
+    Attributes:
+        depth: how many `pretend_capturing` blocks it is in.
+        as_eager: how many `answering_as_eager` blocks.
+        questions: how often code that is neither PyTorch's nor ours has asked.
+    """
 
     depth = 0
+    as_eager = 0
+    questions = 0
 
 
 _PRETENDING = _Pretending()
+# What is told the truth in any case.
+_OWN = ("torch", "graphwright")
 
 
 def _answer_yes() -> Callable[[], object]:
     asked = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: _PRETENDING.depth > 0 or asked()
+
+    def is_current_stream_capturing() -> bool:
+        if not _PRETENDING.depth:
+            return asked()
+        caller = str(sys._getframe(1).f_globals.get("__name__", ""))
+        if caller.partition(".")[0] not in _OWN:
+            _PRETENDING.questions += 1
+            return not _PRETENDING.as_eager
+        return True
+
+    torch.cuda.is_current_stream_capturing = is_current_stream_capturing
     return lambda: setattr(torch.cuda, "is_current_stream_capturing", asked)
 
 
@@ -63,6 +84,25 @@ def pretend_capturing() -> Iterator[None]:
             yield
         finally:
             _PRETENDING.depth -= 1
+
+
+@contextlib.contextmanager
+def answering_as_eager(enabled: bool = True) -> Iterator[None]:
+    """Have torch.cuda.is_current_stream_capturing() return False to libraries, as outside captures.
+
+    For work that reads nothing from the device in eager mode: what libraries leave out in captures
+    to avoid reads is often the faster way.
+    """
+    _PRETENDING.as_eager += enabled
+    try:
+        yield
+    finally:
+        _PRETENDING.as_eager -= enabled
+
+
+def questions() -> int:
+    """How often libraries have asked whether they are captured, in pretended captures."""
+    return _PRETENDING.questions
 
 
 @contextlib.contextmanager

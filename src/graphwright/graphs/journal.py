@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..calls.modes import OperationMode
-from ..calls.operations import announced, generator_of, tensors, written
+from ..calls.operations import announced, generator_of, reads_values, tensors, written
 from ..errors import CaptureError
 from .composition import packed
 from .host_draws import HostDraws
@@ -67,6 +67,8 @@ class Journal(OperationMode):
         dtypes: of the tensors that operations made.
         announced: storages that operations write to according to their schema, by identity;
             autograd counts a new version of their tensors.
+        sequence: a number for the operations and their order.
+        reads: whether the host had to see values of tensors.
     """
 
     def __init__(self, copies: Copies | None = None) -> None:
@@ -76,6 +78,8 @@ class Journal(OperationMode):
         self.draws = HostDraws()
         self.dtypes: set[torch.dtype] = set()
         self.announced: set[int] = set()
+        self.sequence = 0
+        self.reads = False
         self._copies = copies
         self._made: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -147,6 +151,8 @@ class Journal(OperationMode):
             CaptureError: it works on memory that cannot be seen or put back.
         """
         self.operation = func
+        self.sequence = hash((self.sequence, func))
+        self.reads = self.reads or reads_values(func, args, kwargs)
         self.draws.use((args, kwargs))
         for tensor in tensors((args, kwargs)):
             if tensor.layout is torch.strided and not tensor.is_nested:

@@ -2,8 +2,10 @@
 
 The first runs are seen operation by operation: one as plain eager code, one while
 torch.cuda.is_current_stream_capturing() returns True. Libraries call that and may skip what would
-read the device, so the results of both are compared: they may differ by rounding only. The last run
-is a rehearsal: it runs under the conditions of a capture.
+read the device, so the results of both are compared: they may differ by rounding only. Where eager
+code reads nothing, and libraries run something else in captures for nothing, the call can be warmed
+up and captured as eager runs it (`RunsOtherwise`). The last run is a rehearsal: it runs under the
+conditions of a capture.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from ..calls.places import MISSING, Place, kind_of
 from ..calls.signature import SCALARS, describe
 from ..errors import CaptureError, first_line, user_frame
 from ..evaluation.accuracy import OTHER_ROUNDING, ROUNDING, error_of, special_values
+from .conditions import questions
 from .host_draws import OTHER_SEED, Draw, UsesOf, generator_kept, is_foreign
 from .journal import Copies, Journal, seeded_on_gpu
 from .python_state import PythonState, StateChanges
@@ -44,6 +47,14 @@ _KEEP_ALL = {
 
 # Plans another way to record a call; returns the bytes of each memory segment that this takes.
 Fallback = Callable[[Sequence[torch.Generator], Sequence[Draw]], tuple[int, ...]]
+
+
+class RunsOtherwise(BaseException):
+    """A call runs other operations in a capture than in eager mode, which reads nothing either.
+
+    transformers makes attention masks there that it leaves out in eager mode, and slower kernels of
+    attention with them. Not an Exception: it is no error, and nobody is to take it for one.
+    """
 
 
 @dataclass(frozen=True)
@@ -83,6 +94,7 @@ def warm(
     *,
     rehearse: bool = True,
     draws_again: bool = False,
+    may_run_otherwise: bool = True,
 ) -> Warmed:
     """Run a call on copies of a sample until it is warm; what it writes is put back.
 
@@ -98,8 +110,11 @@ def warm(
         rehearse: whether to rehearse the recording; without it nothing is known of its segments.
         draws_again: whether each replay makes again what the call draws on the host and does not
             use.
+        may_run_otherwise: whether it may run other operations in a capture than in eager mode
+            although these read nothing from the device.
 
     Raises:
+        RunsOtherwise: it does so, and must not.
         CaptureError: the call keeps state that a graph cannot update.
         Exception: whatever the work raises.
     """
@@ -110,13 +125,15 @@ def warm(
     # Not the inputs, whose memory may be gone.
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
     made, first_draws = first.made_storages, first.draws
+    as_eager = None if first.reads or may_run_otherwise else first.sequence
     del first
     inputs = StaticInputs(sample, allocate)
     journal = Journal(copies)
-    put_back = False
+    put_back, before = False, questions()
     try:
         with recorder.warming(), compilers_off(), journal:
             result = run_in_pretended_capture(work, inputs)
+        told = questions() > before
         python_state.check(read=frozenset(journal.external))
         _refuse_first_run_setup(set_up, journal.written)
         if journal.continues_from(made):
@@ -158,6 +175,8 @@ def warm(
                 python_state.settle()
         finally:
             del result
+        if told and as_eager not in (None, journal.sequence):
+            raise RunsOtherwise
         if python_state.unsettled:
             unsettled = StateChanges(
                 f"{python_state.unsettled} changes with every call that draws random numbers, and "

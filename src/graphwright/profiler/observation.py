@@ -14,7 +14,7 @@ import torch
 from torch._ops import HigherOrderOperator
 
 from ..calls.modes import OperationMode
-from ..calls.operations import has_fixed_shape, tensors
+from ..calls.operations import reads_values, tensors
 from .lines import Line, line_of, module_of
 
 # Operations that write to their first argument without reading it.
@@ -153,7 +153,7 @@ class Observer(OperationMode):
                 _precision(func, first, dtype),
                 tuple(tuple(tensor.shape) for tensor in given or made),
                 _is_view(func),
-                _reads(func, args, kwargs),
+                reads_values(func, args, kwargs),
                 _copies(func, args, given, made),
                 torch.Tag.pointwise in func.tags or _is_fusable(func._opname),
                 backward,
@@ -298,13 +298,6 @@ def _precision(func: Any, first: torch.Tensor | None, dtype: str) -> str:
     if "conv" in func._opname:  # TF32 unless somebody has turned it off.
         return dtype if get("cuda", "conv") == "ieee" else "tf32"
     return "tf32" if get("cuda", "matmul") == "tf32" else dtype
-
-
-def _reads(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
-    if torch.Tag.data_dependent_output in func.tags:
-        return True
-    dynamic = torch.Tag.dynamic_output_shape in func.tags
-    return dynamic and not has_fixed_shape(func, args, kwargs)
 
 
 def _copies(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import time
 from collections import Counter
@@ -329,6 +330,7 @@ class _Gpu(_Work):
             device,
             limit_s=_TRIALS_S,
         )
+        places = len(set(self.observer.reads()))
         queued_s, reads = self._as_captured(alone)
         known = Known(
             self.operations,
@@ -336,9 +338,11 @@ class _Gpu(_Work):
             self.roofs,
             trials,
             queued_s=queued_s,
+            bf16_s=self._in_bf16(pretend=places > reads),
             inputs=self.subject.input_bytes(),
             outputs=self.outputs,
             kernels=len(trace.kernels),
+            launches={i: len(kernels) for i, kernels in by_operation.items() if i is not None},
             reads=reads,
         )
         self.remedies = remedy_room.for_gpu(self.figures, known)
@@ -364,6 +368,21 @@ class _Gpu(_Work):
                 return None if reads else device_seconds(self.subject, self.times.host_s), reads
         except Exception:  # Whatever it does in a capture, the call as it is has reads.
             return alone, places
+
+    def _in_bf16(self, *, pretend: bool) -> float | None:
+        """Seconds that the device needs for the call in bfloat16; None if it does not run so.
+
+        Args:
+            pretend: whether the call reads nothing only where a capture seems to be under way.
+        """
+        half = self.subject.in_dtype(torch.bfloat16)
+        if half is None:
+            return None
+        try:
+            with pretend_capturing() if pretend else contextlib.nullcontext():
+                return device_seconds(half, self.times.host_s)
+        except Exception:  # It has dtypes of its own, or there is no memory for it.
+            return None
 
     def _waiting(self) -> float:
         """Seconds of a call in which the host waits, taken without a profiler."""

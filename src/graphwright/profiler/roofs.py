@@ -21,11 +21,12 @@ from typing import Any
 
 import torch
 
+from ..graphs.capture import capturing
 from ..report.environment import environment
 from .observation import Stopwatch
 from .timing import CROWDED, OtherWork, back_to_back, least
 
-SCHEMA, SCHEMA_VERSION = "graphwright.roofs", 1
+SCHEMA, SCHEMA_VERSION = "graphwright.roofs", 2
 # Bytes that copies move, read and written ones together.
 _CPU_COPIES = tuple(1 << n for n in (14, 17, 20, 22, 24, 26, 27))
 _GPU_COPIES = tuple(1 << n for n in (14, 17, 20, 22, 24, 26, 28, 30))
@@ -52,6 +53,7 @@ class Roofs:
         operation_s: seconds of the host for an operation without work, its launch included.
         observed_s: the same under the profiler's stopwatch, on a CPU.
         kernel_s: seconds of the shortest kernel among others, on a GPU; else 0.
+        node_s: the same among the nodes of a graph.
         wait_s: seconds to launch one kernel and wait for it, on a GPU; else 0.
         transfers: bytes a second between host and GPU: "to device", "to host", each also "pinned".
         measured: the day, such as "2026-11-26".
@@ -66,6 +68,7 @@ class Roofs:
     operation_s: float
     observed_s: float = 0.0
     kernel_s: float = 0.0
+    node_s: float = 0.0
     wait_s: float = 0.0
     transfers: Mapping[str, float] = field(default_factory=dict)
     measured: str = ""
@@ -234,6 +237,7 @@ def _measure_gpu(device: torch.device, name: str) -> Roofs:
                 flops[dtype] = _products(device, dtype, size)
         few = torch.ones(_FEW, device=device)
         kernel_s = back_to_back(lambda: few.relu_(), device, times=_OPERATIONS)
+        node_s = _node_s(few, device)
         operation_s = _launch_s(few, device)
         wait_s = _wait_s(few, device)
         transfers = _transfers(device)
@@ -244,6 +248,7 @@ def _measure_gpu(device: torch.device, name: str) -> Roofs:
         flops=flops,
         operation_s=operation_s,
         kernel_s=kernel_s,
+        node_s=min(node_s, kernel_s),
         wait_s=wait_s,
         transfers=transfers,
         measured=_today(),
@@ -293,6 +298,17 @@ def fp32_precision(value: str) -> Iterator[None]:
     finally:
         for owner, old in before:
             owner.fp32_precision = old
+
+
+def _node_s(few: torch.Tensor, device: torch.device) -> float:
+    """Seconds of a node of a graph of operations without work: nothing of a model is captured."""
+    with capturing(device=device) as graph:
+        for _ in range(_OPERATIONS):
+            few.relu_()
+    try:
+        return back_to_back(graph.replay, device, times=5) / _OPERATIONS
+    finally:
+        graph.close()
 
 
 def _launch_s(few: torch.Tensor, device: torch.device) -> float:

@@ -106,6 +106,31 @@ class Subject:
 
         return step
 
+    def in_dtype(self, dtype: torch.dtype) -> Subject | None:
+        """The same call on copies of arguments, parameters and buffers in another dtype.
+
+        None if it is none of a module in float32, or is trained.
+        """
+        held = {**dict(self.module.named_parameters()), **dict(self.module.named_buffers())}
+        given = [*held.values(), *tensors(self._leaves)]
+        if self.training or not any(tensor.dtype == torch.float32 for tensor in given):
+            return None
+
+        def cast(value: Any) -> Any:
+            if not isinstance(value, torch.Tensor):
+                return value
+            return value.detach().to(dtype if value.is_floating_point() else value.dtype, copy=True)
+
+        with torch.no_grad():
+            weights = {name: cast(tensor) for name, tensor in held.items()}
+        module = self.module
+        args, kwargs = unflatten([cast(leaf) for leaf in self._leaves], self._spec)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return torch.func.functional_call(module, weights, args, kwargs)
+
+        return Subject(call, args, kwargs, training=False)
+
     def mode(self) -> contextlib.AbstractContextManager[Any]:
         """The grad mode that calls run under."""
         return torch.enable_grad() if self.training else torch.no_grad()

@@ -40,15 +40,23 @@ def spans_of(launch: Callable[[], None], device: torch.device | None) -> list[Sp
         launch()
         torch.cuda.synchronize(device)
     results: Any = profiler.profiler
+    events = results.kineto_results.events()
+    # Before a graph that draws random numbers, PyTorch launches kernels that set its seed.
+    launches = {event.correlation_id() for event in events if "GraphLaunch" in event.name()}
+    of_graphs = {event.correlation_id() for event in events if _on_gpu(event)} & launches
     found = []
-    for event in results.kineto_results.events():
-        if not str(event.device_type()).endswith("CUDA"):
+    for event in events:
+        if not _on_gpu(event) or (of_graphs and event.correlation_id() not in of_graphs):
             continue
         kind = _kind(event)
         if kind is not None:
             start, took = event.start_ns() / 1e3, event.duration_ns() / 1e3
             found.append(Span(kind, event.name(), start, took))
     return sorted(found, key=lambda span: span.start_us)
+
+
+def _on_gpu(event: Any) -> bool:
+    return str(event.device_type()).endswith("CUDA")
 
 
 def _kind(event: Any) -> str | None:

@@ -68,6 +68,8 @@ class CapturedStep(CapturedCall):
     """
 
     optimizer_memory: OptimizerMemory
+    # Optimizers and others have to know that they are captured.
+    _as_eager = False
 
     def __init__(
         self,
