@@ -71,7 +71,7 @@ def page_of(topic: Topic, results: Results) -> tuple[str, str, list[str]]:
             lines += [
                 f"## {measured_on(data)}: `{file.name}`",
                 "",
-                f"Measured at commit {data['commit']}, {data['date']}.",
+                f"Measured at commit {_commits(data)}, {data['date']}.",
                 "",
                 _folded(_demoted(to_markdown(data, file.name))),
                 "",
@@ -83,6 +83,13 @@ def page_of(topic: Topic, results: Results) -> tuple[str, str, list[str]]:
         "<br>".join(dict.fromkeys(machines)),
     ]
     return "\n".join(lines).rstrip() + "\n", outcome.plot.to_svg(topic.name), row
+
+
+def _commits(data: Result) -> str:
+    """The commit of a result; all of them where runs at several were joined."""
+    models = data.get("models")
+    found = [model.get("commit") for model in models.values()] if isinstance(models, dict) else []
+    return ", ".join(dict.fromkeys([*filter(None, found)] or [data["commit"]]))
 
 
 def measured_on(data: Result) -> str:

@@ -33,6 +33,9 @@ from .fusion.run import to_markdown as fusion_to_markdown
 from .objects.run import to_markdown as objects_to_markdown
 from .operators.run import to_markdown as operators_to_markdown
 from .plots import Bars, Curve
+from .profile.run import BF16, FUSED, RANGES, beside
+from .profile.run import GRAPH as PLAIN_GRAPH
+from .profile.run import to_markdown as profile_to_markdown
 from .refused.run import to_markdown as refused_to_markdown
 from .search.table import DEFAULT, figure
 from .search.table import to_markdown as search_to_markdown
@@ -478,6 +481,34 @@ def _streams(results: Results) -> Outcome:
     )
 
 
+def _profile(results: Results) -> Outcome:
+    models = results["profile-h100"]["models"]
+    known = [row for row in models.values() if not row["unseen"]]
+    near = [abs(spent - 1) for row in known if (spent := beside(row, gain=False)) is not None]
+    gain = [abs(each - 1) for row in known if (each := beside(row)) is not None]
+    inside = {}
+    for way in (FUSED, BF16):
+        spans = [(row["remedies"][RANGES[way]]["under_graph"], row["gains"]) for row in known]
+        held = [span[0] <= gains[way] <= span[1] for span, gains in spans if span and way in gains]
+        inside[way] = f"{sum(held)} of {len(held)}"
+    rows: list[Row] = [
+        (name, [row["gains"][PLAIN_GRAPH], row["remedies"]["graph"]["likely"]])
+        for name, row in models.items()
+    ]
+    return Outcome(
+        f"`profile()` predicts a graph's time within {max(near):.0%} and its gain within 15 % on "
+        f"{sum(each <= 0.15 for each in gain)} of {len(gain)} models; the gain of fusion lies in "
+        f"the range on {inside[FUSED]}, that of bf16 on {inside[BF16]}",
+        Bars(
+            "How many times as fast as eager a graph is: as measured, and as predicted before",
+            "times as fast as eager",
+            ["measured", "predicted by profile()"],
+            rows,
+            times,
+        ),
+    )
+
+
 def _feeding(results: Results) -> Outcome:
     ways = results["feeding-h100"]["ways"]
     ms = {way: ways[way]["median"] * 1e3 for way in SHOWN}
@@ -668,6 +699,15 @@ TOPICS = (
         ["streams"],
         {"streams*": _unnamed(streams_to_markdown)},
         _streams,
+    ),
+    Topic(
+        "profile",
+        "Predictions",
+        "What `profile()` predicts before any tuning, compared with what a graph, fusion and "
+        "bfloat16 then gain.",
+        ["profile"],
+        {"profile*": _unnamed(profile_to_markdown)},
+        _profile,
     ),
     Topic(
         "feeding",

@@ -30,6 +30,7 @@ from graphwright.evaluation.measurement import Measurement, Timer, interleave
 from graphwright.report.environment import environment
 
 from ..common.record import SCHEMA, commit, write
+from ..common.rendering import machine, marked
 from .models import MODELS, TINY, built, unseen
 
 Row = dict[str, Any]
@@ -162,6 +163,47 @@ def _in_bf16(model: nn.Module, args: Any, kwargs: Any) -> Callable[[], object]:
 
     args, kwargs = pytree.tree_map_only(torch.Tensor, half, (args, kwargs))
     return _graphed(copy.deepcopy(model).bfloat16(), args, kwargs)
+
+
+def to_markdown(result: dict[str, Any]) -> str:
+    """What docs/results/profile.md shows."""
+    table = [["model", "bound by", "graph", "measured", "its time", *RANGES.values()]]
+    for place, way in enumerate(RANGES):
+        table[0].insert(6 + 2 * place, "measured")
+    for name, row in result["models"].items():
+        pair, spent = beside(row), beside(row, gain=False)
+        cells = [f"{name} (drawn)" if row["unseen"] else name, " or ".join(row["causes"])]
+        likely = row["remedies"]["graph"]["likely"]
+        cells += ["–" if likely is None else f"{likely:.2f}×", _times(row["gains"].get(GRAPH))]
+        cells.append("–" if pair is None or spent is None else f"{spent:.2f}")
+        for way, remedy in RANGES.items():
+            span = row["remedies"][remedy]["under_graph"]
+            cells.append("–" if span is None else f"{span[0]:.2f}–{span[1]:.2f}×")
+            cells.append(_times(row["gains"].get(way)))
+        table.append(cells)
+    met = [
+        f"- {each['target']}: {each['found']}{'' if each['met'] else ' (missed)'}"
+        for each in result["targets"]
+    ]
+    return "\n".join(
+        [
+            "Predicted gains beside measured ones; *its time* is the predicted time of a graph over "
+            "the measured one. The models marked *drawn* were drawn by a seed; constants of the "
+            "predictions were fitted to the others. The host of this machine is twice as fast in "
+            "some seconds as in others, so gains over eager vary with it.",
+            "",
+            *marked(table),
+            "",
+            *met,
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )
+
+
+def _times(gain: float | None) -> str:
+    return "–" if gain is None else f"{gain:.2f}×"
 
 
 def targets(models: dict[str, Row]) -> list[dict[str, Any]]:

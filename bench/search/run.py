@@ -142,7 +142,8 @@ def measure(
 def benchmark(out: Path, only: list[str], seconds: float) -> int:
     """Search for each of the twenty, the file written after each; the number of targets missed.
 
-    Models that the file has, of the same commit, are kept, so that runs are joined.
+    Models that the file has are kept with the commit that they were measured at, so that runs are
+    joined.
     """
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -157,8 +158,9 @@ def benchmark(out: Path, only: list[str], seconds: float) -> int:
     where = out / "search.json"
     if where.exists():
         earlier = json.loads(where.read_text(encoding="utf-8"))
-        if earlier["commit"] == result["commit"]:
-            result = earlier
+        for model in earlier["models"].values():
+            model.setdefault("commit", earlier["commit"])
+        result = earlier | {"commit": result["commit"]}
     ends = time.monotonic() + seconds
     for place in places():
         if any(model["number"] == place.number for model in result["models"].values()):
@@ -190,7 +192,8 @@ def _take(place: Place, result: dict[str, Any], where: Path, ends: float) -> Non
         if "took over" in found.get("failed", ""):
             print(f"{name}: {found['failed']}; the next run has it again", flush=True)
             return
-        model = {"number": place.number, "reference": place.reference} | found.get("figures", {})
+        model = {"number": place.number, "reference": place.reference, "commit": result["commit"]}
+        model |= found.get("figures", {})
         if "failed" in found:
             model["failed"] = found["failed"]
         if (here := found.get("environment")) and here not in result["environments"]:

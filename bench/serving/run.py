@@ -32,7 +32,7 @@ from .load import Plan
 from .peers import SERVERS, Server, ServerFailed, free_port, running
 from .search import highest
 from .traffic import drawn, load, save
-from .tuned import FILE
+from .apps.common import FILE
 
 TARGETS = {mode: f"{Path(__file__).with_name(f'{mode}.py')}:model" for mode in ("eager", "tuned")}
 # Seconds that tuning may take.

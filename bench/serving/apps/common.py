@@ -11,6 +11,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
+# The variable that names the file of the tuned model.
+FILE = "GRAPHWRIGHT_BENCH_TUNED"
 Target = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 
