@@ -33,12 +33,14 @@ from .fusion.run import to_markdown as fusion_to_markdown
 from .objects.run import to_markdown as objects_to_markdown
 from .operators.run import to_markdown as operators_to_markdown
 from .plots import Bars, Curve
-from .profile.run import BF16, FUSED, RANGES, beside
 from .profile.run import GRAPH as PLAIN_GRAPH
+from .profile.run import NEAR, RANGES, beside
 from .profile.run import to_markdown as profile_to_markdown
 from .refused.run import to_markdown as refused_to_markdown
 from .search.table import DEFAULT, figure
 from .search.table import to_markdown as search_to_markdown
+from .serving.replicas import to_markdown as replicas_to_markdown
+from .serving.run import to_markdown as servers_to_markdown
 from .serving.soak_table import to_markdown as soak_to_markdown
 from .streams.run import to_markdown as streams_to_markdown
 from .training import table as training
@@ -483,22 +485,27 @@ def _streams(results: Results) -> Outcome:
 
 def _profile(results: Results) -> Outcome:
     models = results["profile-h100"]["models"]
-    known = [row for row in models.values() if not row["unseen"]]
-    near = [abs(spent - 1) for row in known if (spent := beside(row, gain=False)) is not None]
-    gain = [abs(each - 1) for row in known if (each := beside(row)) is not None]
-    inside = {}
-    for way in (FUSED, BF16):
-        spans = [(row["remedies"][RANGES[way]]["under_graph"], row["gains"]) for row in known]
-        held = [span[0] <= gains[way] <= span[1] for span, gains in spans if span and way in gains]
-        inside[way] = f"{sum(held)} of {len(held)}"
+
+    def right(unseen: bool) -> list[str]:
+        known = [row for row in models.values() if row["unseen"] is unseen]
+        gains = [abs(each - 1) for row in known if (each := beside(row)) is not None]
+        found = [f"{sum(each <= NEAR for each in gains)} of {len(gains)}"]
+        for way, remedy in RANGES.items():
+            spans = [(row["remedies"][remedy]["under_graph"], row["gains"]) for row in known]
+            held = [s[0] <= gains[way] <= s[1] for s, gains in spans if s and way in gains]
+            found.append(f"{sum(held)} of {len(held)}")
+        return found
+
+    near, fused, half = right(False)
+    others = ", ".join(right(True))
     rows: list[Row] = [
         (name, [row["gains"][PLAIN_GRAPH], row["remedies"]["graph"]["likely"]])
         for name, row in models.items()
     ]
     return Outcome(
-        f"`profile()` predicts a graph's time within {max(near):.0%} and its gain within 15 % on "
-        f"{sum(each <= 0.15 for each in gain)} of {len(gain)} models; the gain of fusion lies in "
-        f"the range on {inside[FUSED]}, that of bf16 on {inside[BF16]}",
+        f"`profile()` predicts a graph's gain within {100 * NEAR:.0f} % on {near} models; the gain "
+        f"of fusion lies in the range on {fused}, that of bf16 on {half}; of models drawn by a "
+        f"seed, on {others}",
         Bars(
             "How many times as fast as eager a graph is: as measured, and as predicted before",
             "times as fast as eager",
@@ -548,6 +555,31 @@ def _serving(results: Results) -> Outcome:
             [(seconds, mib) for seconds, mib, *_ in found["samples"]],
             (max(10.0, 0.25 * found["seconds"]), first + allowed),
             f"allowed: {allowed:.0f} MiB above the end of the warm-up",
+        ),
+    )
+
+
+def _servers(results: Results) -> Outcome:
+    found, replicas = results["serving-h100"], results["replicas-h100"]["replicas"]
+    rows: list[Row] = []
+    for name, modes in found["servers"].items():
+        row = modes["eager"]
+        rows.append((name, [row["highest_rate"], row["closed"]["answered_per_s"]]))
+    (_, (mine, closed)), *others = rows
+    best = max(values[1] or 0.0 for _, values in others)
+    fast = [f"{name} {values[0]:.0f}" for name, values in others if values[0]]
+    peers = ", ".join(fast) or "no other server does so at any rate"
+    one, two = (replicas[count]["answered_per_s"] for count in ("1", "2"))
+    return Outcome(
+        f"{mine:.0f} requests a second with 99 of 100 answers within "
+        f"{1e3 * found['bound_s']:.0f} ms, {peers}; {over(closed, best):.1f}× the best other one "
+        f"in a closed loop; two GPUs answer {two / one:.2f}× as many requests as one",
+        Bars(
+            "Requests a second by server, in time and in a closed loop",
+            "requests/s",
+            ["99 of 100 within 10 ms", "a closed loop"],
+            rows,
+            "{:,.0f}".format,
         ),
     )
 
@@ -716,6 +748,18 @@ TOPICS = (
         ["feeding"],
         {"feeding*": _unnamed(feeding_to_markdown)},
         _feeding,
+    ),
+    Topic(
+        "servers",
+        "Servers compared",
+        "MiniLM behind `graphwright serve` and behind other servers, under the same loads; and "
+        "replicas on Ray Serve.",
+        ["serving", "replicas"],
+        {
+            "serving*": _unnamed(servers_to_markdown),
+            "replicas*": _unnamed(replicas_to_markdown),
+        },
+        _servers,
     ),
     Topic(
         "serving",

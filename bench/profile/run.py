@@ -168,7 +168,7 @@ def _in_bf16(model: nn.Module, args: Any, kwargs: Any) -> Callable[[], object]:
 def to_markdown(result: dict[str, Any]) -> str:
     """What docs/results/profile.md shows."""
     table = [["model", "bound by", "graph", "measured", "its time", *RANGES.values()]]
-    for place, way in enumerate(RANGES):
+    for place in range(len(RANGES)):
         table[0].insert(6 + 2 * place, "measured")
     for name, row in result["models"].items():
         pair, spent = beside(row), beside(row, gain=False)
@@ -187,10 +187,10 @@ def to_markdown(result: dict[str, Any]) -> str:
     ]
     return "\n".join(
         [
-            "Predicted gains beside measured ones; *its time* is the predicted time of a graph over "
-            "the measured one. The models marked *drawn* were drawn by a seed; constants of the "
-            "predictions were fitted to the others. The host of this machine is twice as fast in "
-            "some seconds as in others, so gains over eager vary with it.",
+            "Predicted gains beside measured ones; *its time* is the predicted time of a graph "
+            "over the measured one. The models marked *drawn* were drawn by a seed; constants of "
+            "the predictions were fitted to the others. The host of this machine is twice as fast "
+            "in some seconds as in others, and gains over eager vary with it.",
             "",
             *marked(table),
             "",
@@ -218,12 +218,12 @@ def _met(rows: Sequence[Row], which: str) -> list[dict[str, Any]]:
     times = [abs(apart - 1) for row in rows if (apart := beside(row, gain=False)) is not None]
     found = [
         _target(
-            f"the graph's gain is predicted within {NEAR:.0%} on 80 %{which}",
+            f"the graph's gain is predicted within {100 * NEAR:.0f} % on 80 %{which}",
             sum(each <= NEAR for each in near),
             len(near),
         ),
         _target(
-            f"the graph's time is predicted within {NEAR:.0%} on 80 %{which}",
+            f"the graph's time is predicted within {100 * NEAR:.0f} % on 80 %{which}",
             sum(each <= NEAR for each in times),
             len(times),
         ),

@@ -21,7 +21,7 @@ from graphwright.report.environment import environment
 
 from ..common.processes import command, figures_of
 from ..common.record import SCHEMA, commit, write
-from ..common.rendering import Table, aligned
+from ..common.rendering import Table, aligned, machine, marked
 from .apps.common import Options
 from .peers import Server, ServerFailed, free_port, running
 from .run import BESIDE_S, REQUESTS, SEED, Trial
@@ -120,3 +120,25 @@ def to_text(result: Mapping[str, Any]) -> str:
         table.append([count, f"{rate:.0f}", f"{rate / first:.2f}×", *times, str(row["wrong"])])
     batch = f"{1e3 * result['model']['batch_s']:.1f} ms a batch of {result['rows']} rows, eager"
     return f"{aligned(table)}\n{batch}"
+
+
+def to_markdown(result: Mapping[str, Any]) -> str:
+    """What docs/results/servers.md shows of it."""
+    table: Table = [["replicas", "requests/s", "vs one", "p50", "p99", "wrong answers"]]
+    first = None
+    for count, row in result["replicas"].items():
+        rate = row["answered_per_s"]
+        first = first or rate
+        times = [f"{1e3 * row[name]:,.0f} ms" for name in ("p50_s", "p99_s")]
+        table.append([count, f"{rate:.1f}", f"{rate / first:.2f}×", *times, str(row["wrong"])])
+    return "\n".join(
+        [
+            "On Ray Serve, a GPU for each replica, in a closed loop: a model that takes "
+            f"{1e3 * result['model']['batch_s']:.0f} ms for {result['rows']} rows.",
+            "",
+            *marked(table),
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )

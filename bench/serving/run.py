@@ -26,13 +26,12 @@ from graphwright.report.environment import environment
 
 from ..common.processes import figures_of
 from ..common.record import SCHEMA, commit, write
-from ..common.rendering import Table, aligned
-from .apps.common import Options
+from ..common.rendering import Table, aligned, machine, marked
+from .apps.common import FILE, Options
 from .load import Plan
 from .peers import SERVERS, Server, ServerFailed, free_port, running
 from .search import highest
 from .traffic import drawn, load, save
-from .apps.common import FILE
 
 TARGETS = {mode: f"{Path(__file__).with_name(f'{mode}.py')}:model" for mode in ("eager", "tuned")}
 # Seconds that tuning may take.
@@ -212,3 +211,36 @@ def to_text(result: Mapping[str, Any]) -> str:
 
 def _ms(figures: Mapping[str, Any]) -> str:
     return f"{1e3 * figures['p50_s']:.1f} ms" if "p50_s" in figures else "–"
+
+
+def to_markdown(result: Mapping[str, Any]) -> str:
+    """What docs/results/servers.md shows of it."""
+    bound = f"{1e3 * result['bound_s']:g} ms"
+    table: Table = [["server", "model", f"requests/s, p99 ≤ {bound}", "closed loop, requests/s"]]
+    table[0] += ["p50 at a low load", "a bare call", "wrong answers"]
+    for server, modes in result["servers"].items():
+        for mode, row in modes.items():
+            cells = [row["status"], "", "", "", ""]
+            if row["status"] == "ok":
+                highest = f"{row['highest_rate']:.0f}"
+                cells = [
+                    highest if row["highest_rate"] else f"none of {LOW:g} and more",
+                    f"{row['closed']['answered_per_s']:,.0f}",
+                    _ms(row["low"]),
+                    _ms(result["bare"][mode]["low"]),
+                    str(row["wrong"]),
+                ]
+            table.append([server, mode, *cells])
+    return "\n".join(
+        [
+            "MiniLM, texts of mixed lengths, batches of up to "
+            f"{BATCH}; each server alone, with {result['threads']} threads of PyTorch. An open "
+            f"loop with Poisson arrivals, free of coordinated omission; {CLIENTS} clients in the "
+            "closed loop.",
+            "",
+            *marked(table),
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )

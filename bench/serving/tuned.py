@@ -18,7 +18,6 @@ from bench.common.record import write
 from bench.serving import eager
 from bench.serving.apps.common import FILE
 
-
 # On a CPU rows gain little, and each size takes long to tune.
 ROWS = {"cpu": (1, 8), "cuda": (1, 2, 4, 8, 16, 32)}
 TOKENS = (16, 32, 64, 128)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -60,6 +61,26 @@ def test_short_requests_wait_for_a_batch_of_their_own() -> None:
 def test_short_requests_fill_rows_that_are_computed_anyway() -> None:
     waiting = [Request((1, 64)), Request((1, 64)), Request((1, 8)), Request((1, 64))]
     assert choose(waiting, BY_LENGTH, NOW) == Choice((0, 1, 2, 3), (4, 64))
+
+
+def test_lengths_that_are_padded_to_the_same_size_are_computed_in_turn() -> None:
+    """The shortest would overtake all others for as long as there are any."""
+    lengths = [60, 50, 40, 12, 11, 10, 9, 30, 20, 58, 57]
+    choice = choose([Request((1, n)) for n in lengths], BY_LENGTH, NOW)
+    assert choice == Choice(tuple(range(8)), (8, 64))
+
+
+def test_nobody_waits_for_long_behind_others_of_the_same_cost() -> None:
+    timings = Timings({(n, 128): 1.0 for n in (1, 4, 8)}, exact=True)
+    drawn = random.Random(5)
+    queue = [(0, Request((1, drawn.randint(1, 128)))) for _ in range(64)]
+    waited = []
+    for turn in range(200):
+        chosen = choose([request for _, request in queue], timings, NOW).members
+        waited += [turn - queue[index][0] for index in chosen]
+        queue = [each for index, each in enumerate(queue) if index not in chosen]
+        queue += [(turn + 1, Request((1, drawn.randint(1, 128)))) for _ in chosen]
+    assert max(waited) <= 64 / 8
 
 
 def test_the_oldest_is_always_computed_next() -> None:

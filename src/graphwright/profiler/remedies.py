@@ -8,7 +8,7 @@ over its time with the remedy as well.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from .observation import Operation
@@ -261,7 +261,11 @@ def _saved_in(chain: Sequence[int], before: Operation | None, known: Known) -> t
 
 def _bf16(figures: GpuFigures, graphed_s: float | None, known: Known) -> Remedy:
     if known.bf16_s is None or graphed_s is None or known.queued_s is None:
-        return _form(BF16, figures, graphed_s, known)
+        found = _form(BF16, figures, graphed_s, known)
+        if found.under_graph is None:
+            return found
+        low, high = found.under_graph
+        return replace(found, under_graph=_around((low * high) ** 0.5))
     # What a graph takes beside the device's work back to back is the same in both.
     there_s = max(graphed_s - known.queued_s + known.bf16_s, 0.05 * graphed_s)
     low, high = _around(_without(figures, known.queued_s - known.bf16_s))

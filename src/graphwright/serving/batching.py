@@ -152,14 +152,22 @@ def _most_urgent(waiting: Sequence[Waiting], timings: Timings, now: float) -> in
 def _groups(
     waiting: Sequence[Waiting], first: int, timings: Timings
 ) -> list[tuple[float, Sizes, list[int]]]:
-    """The requests that may join the first one, by their sizes; first what costs most a row."""
-    found: dict[Sizes, list[int]] = {}
+    """The requests that may join the first one, by their sizes; first what costs most a row.
+
+    Of what costs the same, the oldest come first: else some sizes would wait behind all others.
+    """
+    found: dict[object, tuple[Sizes, list[int]]] = {}
     key = waiting[first].key
     for index, each in enumerate(waiting):
-        if index != first and each.key == key:
-            found.setdefault(each.sizes, []).append(index)
-    listed = [(timings.share(sizes), sizes, members) for sizes, members in found.items()]
-    return sorted(listed, key=lambda entry: (-entry[0] / entry[1][0], entry[1]))
+        if index == first or each.key != key:
+            continue
+        # What is padded to the same sizes is one group.
+        kind: object = each.sizes
+        if timings.exact and timings.pads:
+            kind = each.sizes[0], tuple(timings.points_for(each.sizes))
+        found.setdefault(kind, (each.sizes, []))[1].append(index)
+    listed = [(timings.share(sizes), sizes, members) for sizes, members in found.values()]
+    return sorted(listed, key=lambda entry: (-entry[0] / entry[1][0], entry[2][0]))
 
 
 def _filled(
