@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import html
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import torch
 from test_verdict import CPU, GPU, US, cpu, gpu, operation, threads
+from torch import nn
 
+import graphwright as gw
 from graphwright.evaluation.measurement import Measurement
 from graphwright.profiler.comparison import compared
 from graphwright.profiler.remedies import Known, Remedy, for_cpu, for_gpu, removable_by_fusion
@@ -14,6 +19,7 @@ from graphwright.profiler.roofs import Roofs
 from graphwright.profiler.trials import Trial
 from graphwright.profiler.verdict import Cause, CpuFigures
 from graphwright.report.result import Results, Row, Status
+from graphwright.tuning import tuner
 
 
 def known(*operations: object, roofs: Roofs = GPU, **others: object) -> Known:
@@ -164,3 +170,37 @@ def test_predictions_stand_beside_what_tuning_measured() -> None:
     assert (alone.beside, alone.measured, alone.inside) == ("eager", 2.0, False)
     assert (graphed.beside, graphed.measured, graphed.inside) == ("eager+graph", 2.5, False)
     assert "3.00–5.00× predicted, 4.00× measured, inside" in str(graph)
+
+
+def test_tune_says_what_was_predicted_beside_what_was_measured() -> None:
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).eval()
+    tuned = gw.tune(
+        model,
+        (torch.randn(4, 16),),
+        strategies=["fused"],
+        isolate=False,
+        remember=False,
+        progress=False,
+        profile=True,
+    )
+    (prediction,) = tuned.report.predictions
+    assert (prediction.remedy, prediction.strategy) == ("fusion", "fused")
+    assert prediction.measured > 0
+    assert f"Profile: {prediction}." in str(tuned.report)
+    again = gw.Report.from_json(tuned.report.to_json())
+    assert again.predictions == tuned.report.predictions
+    assert f"Profile: {prediction}." in html.unescape(again.to_html())
+
+
+def test_what_cannot_be_profiled_is_tuned_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuses(*args: object, **kwargs: object) -> None:
+        raise gw.GraphwrightError("Another profiler runs.")
+
+    monkeypatch.setattr(tuner, "profile_of", refuses)
+    options: dict[str, Any] = {"isolate": False, "remember": False, "progress": False}
+    model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    tuned = gw.tune(model, (x,), strategies=["fused"], profile=True, **options)
+    assert tuned.report.predictions == []
+    assert "Nothing is predicted: Another profiler runs." in tuned.report.notes
+    with pytest.raises(gw.OptionError, match="foreground"):
+        gw.tune(model, (x,), profile=True, background=True)

@@ -1447,6 +1447,8 @@ def check(case: Case, device: torch.device) -> Counter[str]:
     Raises:
         Wrong: they do not agree, or what eager does fails here.
     """
+    # Code of other cases that is the same would be compiled with what these left in its cache.
+    torch._dynamo.reset()
     with cheap_tuning(device), time_limit(LIMIT_S), contextlib.ExitStack() as stack:
         stack.callback(_back, torch.get_default_dtype())
         # By default TorchDynamo does not notice hooks that come later.

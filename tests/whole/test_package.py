@@ -62,8 +62,8 @@ FACES = {
     "save_roofline save_timeline save_trace seconds table times to_dict to_html to_json training "
     "verdict",
     "Report": "break_even check chosen chosen_row cost created curve eager_error environment "
-    "figure from_json host_s input_bytes inputs interrupted model notes objective ratios reason "
-    "recalled row rows save seconds shapes speedup to_dict to_frame to_html to_json",
+    "figure from_json host_s input_bytes inputs interrupted model notes objective predictions "
+    "ratios reason recalled row rows save seconds shapes speedup to_dict to_frame to_html to_json",
     "TunedModule": "calls explain module report",
 }
 

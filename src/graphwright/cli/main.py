@@ -137,6 +137,12 @@ def main() -> None:
     "--exhaustive", is_flag=True, help="Also try strategies that cannot win, with no time limit."
 )
 @click.option(
+    "--profile",
+    "profiled",
+    is_flag=True,
+    help="Profile the model first, and say what was predicted beside what was measured.",
+)
+@click.option(
     "--timeout",
     type=_Seconds(),
     default="10m",
@@ -201,6 +207,7 @@ def tune(
     tolerance: float | None,
     budget: float | None,
     exhaustive: bool,
+    profiled: bool,
     timeout: float,
     memory_limit: str | None,
     here: bool,
@@ -265,6 +272,7 @@ def tune(
         isolate=None if not here else False,
         fresh=fresh,
         name=loaded.name,
+        profile=profiled,
         repeat=_repeater(
             target,
             {"--input": inputs, "--allow": allow},

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from ..calls.options import kind_problem, refuse
 from ..errors import GraphwrightError
-from ..report.result import Results
+from ..report.result import Prediction, Results
 from ..report.saving import save_as
-from .comparison import Comparison, compared
+from .comparison import compared
 from .page import to_page, to_short_html
 from .plots import drawn_timeline, roofline
 from .profile_data import ProfileData
@@ -24,7 +24,7 @@ class Profile(ProfileData):
     `print(profile)` shows it in 80 columns.
     """
 
-    def compare(self, report: Results) -> list[Comparison]:
+    def compare(self, report: Results) -> list[Prediction]:
         """Set what was predicted of each remedy beside what tuning then measured.
 
         Args:

@@ -113,6 +113,43 @@ class Step:
     speedup: float
 
 
+@dataclass(frozen=True)
+class Prediction:
+    """What `profile` predicted of a remedy, and what tuning measured.
+
+    Attributes:
+        remedy: its name.
+        strategy: of tune(), that is this remedy and nothing else.
+        beside: the strategy that the gain is over.
+        low: the lower end of the predicted gain.
+        high: the upper end.
+        measured: the gain as tuning measured it.
+    """
+
+    remedy: str
+    strategy: str
+    beside: str
+    low: float
+    high: float
+    measured: float
+
+    @property
+    def inside(self) -> bool:
+        """Whether what was measured lies inside of what was predicted."""
+        return self.low <= self.measured <= self.high
+
+    def __str__(self) -> str:
+        said = "inside" if self.inside else "outside"
+        return (
+            f"{self.strategy} over {self.beside}: {self.low:.2f}–{self.high:.2f}× predicted, "
+            f"{self.measured:.2f}× measured, {said}"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        return dataclasses.asdict(self) | {"inside": self.inside}
+
+
 @dataclass
 class Results:
     """The result of one run of `tune`, as data.
@@ -121,6 +158,7 @@ class Results:
     `recalled` says when the choice was made if it comes from the choice cache. `curve` says when
     the search had found something better than all before. `host_s` is what the host needs for a
     call, if that is known, and `input_bytes` the size of its tensors: what bounds follow from.
+    `predictions` are there if the model was profiled before.
     """
 
     model: str
@@ -140,6 +178,7 @@ class Results:
     curve: list[Step] = field(default_factory=list)
     host_s: float | None = None
     input_bytes: int = 0
+    predictions: list[Prediction] = field(default_factory=list)
 
     def row(self, strategy: str) -> Row | None:
         """The row of a strategy, by name."""
@@ -244,8 +283,16 @@ class Results:
             rows = [_row(row) for row in data.pop("rows")]
             shapes = [Shape(**shape) for shape in data.pop("shapes")]
             curve = [Step(**step) for step in data.pop("curve", [])]
+            predictions = [Prediction(**each) for each in data.pop("predictions", [])]
             eager = _error(data.pop("eager_error"))
-            report = cls(rows=rows, eager_error=eager, shapes=shapes, curve=curve, **data)
+            report = cls(
+                rows=rows,
+                eager_error=eager,
+                shapes=shapes,
+                curve=curve,
+                predictions=predictions,
+                **data,
+            )
             if type(report.notes) is not list or not all(type(n) is str for n in report.notes):
                 raise TypeError("its notes are no texts")
             report.check()

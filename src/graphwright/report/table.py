@@ -191,6 +191,7 @@ def explanations(report: Results) -> list[tuple[str, str]]:
 def closing(report: Results) -> list[str]:
     """The lines below the table: notes, the cost of the checks, eager's error, the machine."""
     lines = list(report.notes)
+    lines += [f"Profile: {each}." for each in report.predictions]
     if report.recalled:
         lines.append(f"From the choice cache: measured at {report.recalled}, verified again now.")
     peer = report.row(COMPILE_DEFAULT)

@@ -121,7 +121,7 @@ def _short_notes(report: Results, width: int) -> Iterator[RenderableType]:
             yield text
     for status, names in absent.items():
         yield Text(f"{str(status).capitalize()}: {', '.join(names)}.", style="dim")
-    for note in report.notes:
+    for note in (*report.notes, *(f"Profile: {each}." for each in report.predictions)):
         yield Text(note, style="dim")
 
 

@@ -471,4 +471,5 @@ def _environment(report: Results) -> Html:
     if report.recalled:
         pairs["cached on"] = report.recalled
     pairs["inputs"] = "; ".join(report.inputs)
-    return join([facts(pairs), *map(note, report.notes)])
+    predicted = (f"Profile: {each}." for each in report.predictions)
+    return join([facts(pairs), *map(note, (*report.notes, *predicted))])

@@ -24,7 +24,7 @@ from ..calls.options import flag_problem, refuse
 from ..calls.signature import Args, Kwargs, Range
 from ..calls.snapshots import ModuleState
 from ..calls.watch import Checks
-from ..errors import ModelFailed, in_words
+from ..errors import GraphwrightError, ModelFailed, in_words
 from ..evaluation.bounds import host_seconds
 from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_average, load_note
 from ..evaluation.reference import Sample, reference, refuse_changed_containers
@@ -32,6 +32,8 @@ from ..evaluation.verification import verify
 from ..graphs.conditions import for_inference
 from ..graphs.taken_apart import TakenApart, seconds_with_objects
 from ..ops import compiled_checks
+from ..profiler.profile import Profile
+from ..profiler.profiler import profile as profile_of
 from ..report.environment import environment
 from ..report.progress import Progress, Silent, shown
 from ..report.report import Report
@@ -96,6 +98,7 @@ def tune(
     checks: Checks = "full",
     progress: bool | None = None,
     background: bool = False,
+    profile: bool = False,
 ) -> TunedModule:
     """Benchmark every available backend for a model, verify each, and return the fastest.
 
@@ -159,6 +162,9 @@ def tune(
             True has a line for each candidate too.
         background: return at once a `BackgroundModule`, which is the model itself until a search in
             another process has found something faster; see there.
+        profile: profile the first call before the search, which takes some seconds: the report says
+            what `profile` predicted of a graph, of fusion and of other remedies, beside what was
+            measured.
 
     Raises:
         OptionError: an option is unknown or makes no sense.
@@ -170,7 +176,12 @@ def tune(
         "tune",
         flag_problem("progress", progress, optional=True),
         flag_problem("background", background),
+        flag_problem("profile", profile),
+        "profile=True is for the foreground: profile the model first"
+        if profile is True and background is True
+        else None,
     )
+    named: dict[str, Any] = {} if background else {"profile": profile}
     make: Callable[..., Any] = begin_search if background else Tuning
     tuning = make(
         model,
@@ -196,6 +207,7 @@ def tune(
         audit=audit,
         on_miss=on_miss,
         checks=checks,
+        **named,
     )
     tuned: TunedModule = tuning
     if not background:
@@ -215,6 +227,7 @@ class Tuning:
         *,
         name: str | None = None,
         repeat: Callable[[str], str] | None = None,
+        profile: bool = False,
         **options: Any,
     ) -> None:
         """Check what is asked for; nothing runs yet.
@@ -226,9 +239,11 @@ class Tuning:
             name: of the model, in the report.
             repeat: makes the command that tries a strategy again, from its name; by default a call
                 of `tune`.
+            profile: as for `tune`.
             options: as for `tune`.
         """
         self._started = time.monotonic()
+        self._profiled = model if profile else None
         asked = self.asked = Request.of(model, args, kwargs, **options)
         self.report = Report(
             model=name or asked.name,
@@ -290,7 +305,7 @@ class Tuning:
                     self.report.seconds = time.monotonic() - self._started
 
     def _run(self, progress: Progress) -> TunedModule:
-        progress.start(len(self.asked.candidates) + 3)
+        progress.start(len(self.asked.candidates) + 3 + (self._profiled is not None))
         progress.step("environment")
         self.report.environment = environment(self.asked.device)
         key = self._key()
@@ -300,6 +315,7 @@ class Tuning:
             tuned = self._tuned_from_cache(recalled)
             if tuned is not None:
                 return tuned
+        known = self._profile(progress)
         with self._screening as screening:
             self._refer(progress)
             for row in screening.rows(self.evaluator, progress):
@@ -314,6 +330,8 @@ class Tuning:
         progress.step("finalists")
         self._final_rounds()
         chosen = self._choose()
+        if known is not None:
+            self.report.predictions = known.compare(self.report)
         note = load_note()
         if note:
             self.report.notes.append(note)
@@ -325,6 +343,18 @@ class Tuning:
         # Only now: the watch of the result must begin after the last change that tuning makes.
         self._restore()
         return self._tuned(chosen.strategy, self._kept[chosen.strategy])
+
+    def _profile(self, progress: Progress) -> Profile | None:
+        """A profile of the first call, if one is wanted and can be made."""
+        if self._profiled is None:
+            return None
+        progress.step("profile")
+        _, call = self.asked.calls[0]
+        try:
+            return profile_of(self._profiled, call.args, call.kwargs)
+        except GraphwrightError as error:
+            self.report.notes.append(f"Nothing is predicted: {error.what}")
+            return None
 
     def _extend_curve(self, row: Row) -> None:
         """Note when something better than all before was found."""
