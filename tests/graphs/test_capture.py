@@ -288,6 +288,18 @@ def test_what_no_capture_takes_as_eager_code_is_captured_the_other_way(
         assert torch.equal(graph(other), other * 2)
 
 
+def test_what_draws_random_numbers_is_told_of_its_capture(device: torch.device) -> None:
+    def drops(x: torch.Tensor) -> torch.Tensor:
+        seed = torch.rand(4, device=device) if asked() else torch.full((4,), 0.5, device=device)
+        return x * 2 + 0 * (seed + torch.rand(4, device=device))
+
+    x = torch.rand(4, device=device)
+    with gw.capture(drops, x) as graph:
+        drawn = [node for node in graph.nodes() if "rand" in node.name or "unif" in node.name]
+        assert device.type == "cuda" or len(drawn) == 2
+        assert torch.equal(graph(x), x * 2)
+
+
 def test_pytorch_itself_is_told_of_captures() -> None:
     from graphwright.graphs.conditions import answering_as_eager, pretend_capturing
 
