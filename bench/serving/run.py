@@ -224,7 +224,7 @@ def to_markdown(result: Mapping[str, Any]) -> str:
             if row["status"] == "ok":
                 highest = f"{row['highest_rate']:.0f}"
                 cells = [
-                    highest if row["highest_rate"] else f"none of {LOW:g} and more",
+                    highest if row["highest_rate"] else "none",
                     f"{row['closed']['answered_per_s']:,.0f}",
                     _ms(row["low"]),
                     _ms(result["bare"][mode]["low"]),
