@@ -561,7 +561,8 @@ def test_profile_s_predictions_stand_beside_what_is_measured(
         assert {"eager", "graph", "bf16+graph"} <= {*row["latency_s"]}
         assert row["causes"]
         assert {"graph", "fusion", "bf16"} <= {*row["remedies"]}
-    assert len(found["targets"]) == 6
+    assert len(found["targets"]) == 2 * 7
+    assert "| tiny | " in predictions.to_markdown(found)
 
 
 def test_predictions_are_counted_as_met_and_missed() -> None:
@@ -572,10 +573,20 @@ def test_predictions_are_counted_as_met_and_missed() -> None:
             "bf16": {"under_graph": None},
         }
         gains = {"graph": measured, "fused+graph": gain}
-        return {"remedies": remedies, "gains": gains, "seconds": 3.0}
+        # Two profiles; the host was twice as slow during the second one, and before it.
+        eager = [[[measured] * 3] * 5, [[2 * measured] * 3] * 5]
+        return {
+            "remedies": remedies,
+            "gains": gains,
+            "seconds": 3.0,
+            "figures": [{"call_s": likely}, {"call_s": 2 * likely}],
+            "samples": {"eager": eager, "graph": [[[1.5] * 3] * 5] * 2},
+            "latency_s": {"graph": 1.5},
+        }
 
     models = {"a": row(2.0, 2.2, [1.0, 1.4], 1.2), "b": row(2.0, 3.0, [1.0, 1.6], 2.0)}
-    graph, fusion, wide, *_ = predictions.targets(models)
+    graph, times, fusion, wide, *_ = predictions.targets(models)
     assert (graph["found"], graph["met"]) == ("1 of 2", False)
+    assert (times["found"], times["met"]) == ("2 of 2", True)
     assert (fusion["found"], fusion["met"]) == ("1 of 2", False)
     assert not wide["met"]

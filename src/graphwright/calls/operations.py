@@ -135,9 +135,14 @@ def has_fixed_shape(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     return func._opname == "repeat_interleave" and kwargs.get("output_size") is not None
 
 
+@functools.cache
+def _reads(func: Any) -> tuple[bool, bool]:
+    """Whether an operation always tells the host values, and whether it may by a shape."""
+    always = torch.Tag.data_dependent_output in func.tags
+    return always, torch.Tag.dynamic_output_shape in func.tags
+
+
 def reads_values(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     """Whether the host has to see values of the tensors in this call of an operation."""
-    if torch.Tag.data_dependent_output in func.tags:
-        return True
-    dynamic = torch.Tag.dynamic_output_shape in func.tags
-    return dynamic and not has_fixed_shape(func, args, kwargs)
+    always, may = _reads(func)
+    return always or (may and not has_fixed_shape(func, args, kwargs))
