@@ -190,7 +190,7 @@ def test_each_strategy_is_the_same_in_another_process(tmp_path: Path, device: to
 
 
 @pytest.mark.parametrize(
-    "name", ["onnxruntime", pytest.param("aot_inductor", marks=pytest.mark.long)]
+    "name", ["onnxruntime", pytest.param("aot_inductor", marks=pytest.mark.slow)]
 )
 def test_what_was_saved_for_a_range_of_sizes_answers_all_of_them(
     name: str, tmp_path: Path, device: torch.device

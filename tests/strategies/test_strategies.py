@@ -26,8 +26,9 @@ from graphwright.strategies.registry import (
     without,
 )
 
-SLOW_TO_COMPILE = {"inductor:max-autotune", "aot_inductor:freeze"}
+SLOW_TO_COMPILE = {"inductor:max-autotune", "aot_inductor", "aot_inductor:freeze"}
 NAMES = [
+    pytest.param("aot_inductor", marks=pytest.mark.slow),
     pytest.param("aot_inductor:freeze", marks=pytest.mark.slow),
     *(c.name for c in COMPILERS if c.name not in SLOW_TO_COMPILE),
     "channels_last",

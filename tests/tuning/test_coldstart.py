@@ -101,7 +101,7 @@ def crashes() -> None:
     os.kill(os.getpid(), signal.SIGSEGV)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_least_is_chosen_and_stands_in_table_and_reason() -> None:
     tuned = tune(["torchscript:freeze", "fused"])
     report = tuned.report

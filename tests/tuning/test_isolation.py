@@ -271,7 +271,9 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("how", ["script", "module that nobody else finds"])
+@pytest.mark.parametrize(
+    "how", ["script", pytest.param("module that nobody else finds", marks=pytest.mark.slow)]
+)
 def test_dynamo_finds_the_globals_of_a_script(how: str, tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     text = GLOBALS

@@ -131,6 +131,7 @@ while True:
 """
 
 
+@pytest.mark.slow
 def test_a_caller_that_is_killed_leaves_no_broken_entry() -> None:
     path = [str(Path(gw.__file__).parent.parent), str(Path(planted.__file__).parent)]
     for _ in range(2):

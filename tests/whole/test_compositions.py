@@ -63,6 +63,7 @@ def test_a_composition_does_what_eager_does(inner: str, outer: str, device: torc
     assert done >= 10
 
 
+@pytest.mark.slow
 def test_each_pair_of_parts_once_does_what_eager_does(device: torch.device) -> None:
     shapes = [s for each in PLAN.values() for s in each if "compiled" not in vars(s).values()]
     pairs = {(s.inner, s.outer): s for s in shapes}
