@@ -410,7 +410,7 @@ class _Cpu(_Work):
         if threads.others > CROWDED:
             self.notes.append(
                 f"Other processes used {threads.others:.0%} of the processors while threads were "
-                "timed: that fewer threads are faster may be due to them, and is no verdict."
+                "timed: what more threads give is then measured too low, what fewer give too high."
             )
         parts: dict[Cause, float] = {}
         dispatch = 0.0
