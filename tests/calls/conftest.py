@@ -18,6 +18,7 @@ def checks(
 ) -> str:
     if request.param == "python":
         monkeypatch.setattr(watch, "COMPILED", [])
+        monkeypatch.setattr(watch, "COMPILED_ARGUMENTS", [])
         return "python"
     if shutil.which("c++") is None:
         pytest.skip("there is no C++ compiler")
@@ -27,7 +28,8 @@ def checks(
         patch.setenv("GRAPHWRIGHT_CACHE_DIR", str(shared))
         patch.delenv("GRAPHWRIGHT_COMPILED_CHECKS")
         compiled_checks.provide()
-    assert watch.COMPILED, "it cannot be built, or does not see what it has to"
+    seen = watch.COMPILED and watch.COMPILED_ARGUMENTS
+    assert seen, "they cannot be built, or do not see what they have to"
     # From the first call on.
     monkeypatch.setattr(watch, "_QUIET", 0)
     return "compiled"

@@ -1,12 +1,18 @@
-// Whether what a call depends on is as it was: the fast check of `ModuleWatch`, in one loop.
+// Whether what a call depends on is as it was: the fast checks of `ModuleWatch` and of arguments.
 //
-// A Check is made of what `watch._Quick` holds. It may say that something changed where nothing did,
-// and never the other way round. Dictionaries tell that they were written to by their version tags
+// A Check is made of what `watch._Quick` holds, and Arguments of a call that a graph was captured
+// for. They may say that something changed where nothing did, and never the other way round.
+// Dictionaries tell that they were written to by their version tags
 // (CPython 3.11) or by watchers (3.12 and later); neither is in the stable interface, so that
 // `compiled_checks.py` tries both out before it uses them.
 
 #include <Python.h>
 
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <c10/core/GradMode.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
 
@@ -21,9 +27,14 @@ struct Check;
 // Which checks look at a dictionary.
 std::unordered_map<PyObject*, std::vector<Check*>> watching;
 
+// What is known of a tensor. It points to the parts itself, so that the processor can load those of
+// one tensor at the same time, and those of several.
 struct TensorFacts {
   PyObject* object;
-  const void* address;
+  const c10::TensorImpl* impl;
+  const c10::StorageImpl* storage;
+  const void* address;  // of the storage
+  int64_t offset;       // in it, in elements
   c10::ScalarType dtype;
   int64_t version;  // -1 where it does not matter
   size_t begin;     // of its sizes and strides
@@ -40,7 +51,7 @@ struct Getter {
 struct Check {
   PyObject_HEAD
   std::vector<PyObject*> held;  // owned references to all that is pointed to
-  std::vector<std::pair<PyObject*, PyObject*>> owners;  // with their dictionaries
+  std::vector<std::pair<PyObject**, PyObject*>> owners;  // where each has its dictionary
   std::vector<std::pair<PyObject*, uint64_t>> dictionaries;
   std::vector<PyObject*> empty;
   std::vector<std::pair<PyObject*, PyTypeObject*>> typed;
@@ -65,8 +76,6 @@ int on_write(PyDict_WatchEvent event, PyObject* dictionary, PyObject*, PyObject*
     for (Check* check : found->second) check->written = true;
   return 0;
 }
-
-uint64_t version_of(PyObject*) { return 0; }
 
 bool watch(Check* self, PyObject* dictionary) {
   if (PyDict_Watch(watcher, dictionary) < 0) return false;
@@ -111,6 +120,7 @@ bool same_items(PyObject* list, Py_ssize_t count, PyObject* const* items) {
     return true;
   }
   if (PyObject_Size(list) != count) return PyErr_Clear(), false;
+  if (count == 0) return true;
   PyObject* iterator = PyObject_GetIter(list);
   if (iterator == nullptr) return PyErr_Clear(), false;
   bool same = true;
@@ -140,16 +150,17 @@ bool same_values(Check* self, const Getter& getter) {
 }
 
 bool same_tensor(Check* self, const TensorFacts& known) {
-  const at::Tensor& tensor = THPVariable_Unpack(known.object);
-  c10::TensorImpl* impl = tensor.unsafeGetTensorImpl();
+  if (THPVariable_Unpack(known.object).unsafeGetTensorImpl() != known.impl) return false;
+  const c10::TensorImpl* impl = known.impl;
   if (impl->dtype().toScalarType() != known.dtype || !impl->has_storage()) return false;
+  if (impl->unsafe_storage().unsafeGetStorageImpl() != known.storage) return false;
   const auto sizes = impl->sizes();
   const auto strides = impl->strides();
-  if (sizes.size() != known.dimensions) return false;
+  if (sizes.size() != known.dimensions || impl->storage_offset() != known.offset) return false;
   const int64_t* expected = self->geometry.data() + known.begin;
   for (size_t n = 0; n < known.dimensions; ++n)
     if (sizes[n] != expected[n] || strides[n] != expected[known.dimensions + n]) return false;
-  if (impl->data() != known.address) return false;
+  if (known.storage->data() != known.address) return false;
   return known.version < 0 || impl->version_counter().current_version() == known.version;
 }
 
@@ -157,12 +168,12 @@ PyObject* check_call(PyObject* object, PyObject*, PyObject*) {
   Check* self = reinterpret_cast<Check*>(object);
   if (self->written) Py_RETURN_FALSE;
   try {
-    for (auto& [owner, dictionary] : self->owners) {
-      PyObject** place = _PyObject_GetDictPtr(owner);
-      if (place == nullptr || *place != dictionary) Py_RETURN_FALSE;
-    }
+    for (auto& [place, dictionary] : self->owners)
+      if (*place != dictionary) Py_RETURN_FALSE;
+#if PY_VERSION_HEX < 0x030C0000
     for (auto& [dictionary, version] : self->dictionaries)
       if (version_of(dictionary) != version) Py_RETURN_FALSE;
+#endif
     for (auto& [typed, type] : self->typed)
       if (Py_TYPE(typed) != type) Py_RETURN_FALSE;
     for (PyObject* empty : self->empty)
@@ -251,7 +262,7 @@ PyObject* check_new(PyTypeObject* type, PyObject* args, PyObject*) {
     PyObject* attributes = PyObject_GetAttrString(owner, "__dict__");
     Py_XDECREF(attributes);
     if (attributes != *place) return fail(PyExc_TypeError, "other attributes");
-    self->owners.emplace_back(owner, *place);
+    self->owners.emplace_back(place, *place);
     if (!add_dictionary(*place)) return fail(PyExc_TypeError, "no watcher");
   }
   for (Py_ssize_t n = 0; n < PyList_GET_SIZE(dictionaries); ++n) {
@@ -259,8 +270,18 @@ PyObject* check_new(PyTypeObject* type, PyObject* args, PyObject*) {
     if (!PyDict_Check(dictionary) || !add_dictionary(dictionary))
       return fail(PyExc_TypeError, "no dictionary");
   }
-  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(empty); ++n)
-    self->empty.push_back(hold(self, PyList_GET_ITEM(empty, n)));
+  for (Py_ssize_t n = 0; n < PyList_GET_SIZE(empty); ++n) {
+    PyObject* object = PyList_GET_ITEM(empty, n);
+    if (!is_empty(object)) return fail(PyExc_TypeError, "not empty");
+#if PY_VERSION_HEX >= 0x030C0000
+    // Whatever is put into it is told of.
+    if (PyDict_Check(object)) {
+      if (!add_dictionary(object)) return fail(PyExc_TypeError, "no watcher");
+      continue;
+    }
+#endif
+    self->empty.push_back(hold(self, object));
+  }
   for (Py_ssize_t n = 0; n < PyList_GET_SIZE(typed); ++n) {
     hold(self, PyList_GET_ITEM(types, n));
     self->typed.emplace_back(hold(self, PyList_GET_ITEM(typed, n)),
@@ -295,7 +316,9 @@ PyObject* check_new(PyTypeObject* type, PyObject* args, PyObject*) {
       return fail(PyExc_TypeError, "no plain tensor");
     const auto sizes = impl->sizes();
     const auto strides = impl->strides();
-    self->tensors.push_back({object, impl->data(), impl->dtype().toScalarType(),
+    const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
+    self->tensors.push_back({object, impl, storage, storage->data(), impl->storage_offset(),
+                             impl->dtype().toScalarType(),
                              PyLong_AsLongLong(PyList_GET_ITEM(versions, n)),
                              self->geometry.size(), sizes.size()});
     self->geometry.insert(self->geometry.end(), sizes.begin(), sizes.end());
@@ -346,6 +369,173 @@ void check_dealloc(PyObject* object) {
   Py_DECREF(type);
 }
 
+// Calls whose arguments are plain tensors: of the same classes, geometries, dtypes, devices and kinds
+// as those of a known call, under the same settings of the dispatcher, and in memory of their own.
+struct ArgumentFacts {
+  PyTypeObject* type;
+  c10::DispatchKeySet keys;
+  c10::ScalarType dtype;
+  c10::Device device;
+  bool requires_grad;
+  size_t begin;  // of its sizes and strides
+  size_t dimensions;
+};
+
+struct Arguments {
+  PyObject_HEAD
+  std::vector<ArgumentFacts> facts;
+  std::vector<int64_t> geometry;
+  std::vector<PyObject*> names;  // owned; of the keyword arguments, which come last
+  c10::impl::LocalDispatchKeySet settings;
+  bool quiet;
+};
+
+bool same_argument(const Arguments* self, const ArgumentFacts& known, PyObject* object) {
+  if (Py_TYPE(object) != known.type) return false;
+  const c10::TensorImpl* impl = THPVariable_Unpack(object).unsafeGetTensorImpl();
+  if (impl->key_set() != known.keys || impl->dtype().toScalarType() != known.dtype) return false;
+  if (impl->device() != known.device || impl->requires_grad() != known.requires_grad) return false;
+  const auto sizes = impl->sizes();
+  const auto strides = impl->strides();
+  if (sizes.size() != known.dimensions) return false;
+  const int64_t* expected = self->geometry.data() + known.begin;
+  for (size_t n = 0; n < known.dimensions; ++n)
+    if (sizes[n] != expected[n] || strides[n] != expected[known.dimensions + n]) return false;
+  return true;
+}
+
+struct Range {
+  uintptr_t begin, end;
+};
+
+Range memory_of(PyObject* object) {
+  const auto& storage = THPVariable_Unpack(object).unsafeGetTensorImpl()->unsafe_storage();
+  const auto begin = reinterpret_cast<uintptr_t>(storage.data());
+  return {begin, begin + storage.nbytes()};
+}
+
+// Whether each has its own storage, which is not empty.
+bool in_own_memory(PyObject* const* tensors, size_t count) {
+  for (size_t n = 0; n < count; ++n) {
+    const Range mine = memory_of(tensors[n]);
+    if (mine.begin == 0 || mine.end == mine.begin) return false;
+    for (size_t k = 0; k < n; ++k) {
+      const Range other = memory_of(tensors[k]);
+      if (mine.begin < other.end && other.begin < mine.end) return false;
+    }
+  }
+  return true;
+}
+
+// The tensors of a call in a tuple, keyword arguments last; None where they do not fit.
+PyObject* arguments_call(PyObject* object, PyObject* given, PyObject*) {
+  Arguments* self = reinterpret_cast<Arguments*>(object);
+  PyObject *args, *kwargs;
+  if (!PyArg_UnpackTuple(given, "Arguments", 2, 2, &args, &kwargs)) return nullptr;
+  if (!PyTuple_CheckExact(args) || !PyDict_CheckExact(kwargs)) Py_RETURN_NONE;
+  const size_t named = self->names.size(), count = self->facts.size();
+  if (static_cast<size_t>(PyTuple_GET_SIZE(args)) + named != count) Py_RETURN_NONE;
+  if (static_cast<size_t>(PyDict_GET_SIZE(kwargs)) != named) Py_RETURN_NONE;
+  const auto settings = c10::impl::tls_local_dispatch_key_set();
+  if (settings.included_ != self->settings.included_ ||
+      settings.excluded_ != self->settings.excluded_)
+    Py_RETURN_NONE;
+  // Modes want to see the operations, and so does forward AD.
+  if (c10::impl::TorchDispatchModeTLS::stack_len() || at::impl::PythonTorchFunctionTLS::stack_len())
+    Py_RETURN_NONE;
+  if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr) Py_RETURN_NONE;
+  if (!self->quiet && c10::GradMode::is_enabled()) Py_RETURN_NONE;
+  PyObject* tensors = Py_NewRef(args);
+  if (named) {
+    Py_DECREF(tensors);
+    tensors = PyTuple_New(count);
+    if (tensors == nullptr) return nullptr;
+    for (size_t n = 0; n < count - named; ++n)
+      PyTuple_SET_ITEM(tensors, n, Py_NewRef(PyTuple_GET_ITEM(args, n)));
+    for (size_t n = 0; n < named; ++n) {
+      PyObject* value = PyDict_GetItemWithError(kwargs, self->names[n]);
+      if (value == nullptr) {
+        PyErr_Clear();
+        Py_DECREF(tensors);
+        Py_RETURN_NONE;
+      }
+      PyTuple_SET_ITEM(tensors, count - named + n, Py_NewRef(value));
+    }
+  }
+  bool same = true;
+  try {
+    PyObject* const* items = PySequence_Fast_ITEMS(tensors);
+    for (size_t n = 0; same && n < count; ++n) same = same_argument(self, self->facts[n], items[n]);
+    same = same && (count < 2 || in_own_memory(items, count));
+  } catch (const std::exception&) {
+    same = false;
+  }
+  if (same) return tensors;
+  Py_DECREF(tensors);
+  Py_RETURN_NONE;
+}
+
+// Takes the tensors of a call that fits, the names of those that are keyword arguments, and whether
+// no gradients can be wanted.
+PyObject* arguments_new(PyTypeObject* type, PyObject* args, PyObject*) {
+  PyObject *tensors, *names;
+  int quiet;
+  if (!PyArg_ParseTuple(args, "O!O!p", &PyTuple_Type, &tensors, &PyTuple_Type, &names, &quiet))
+    return nullptr;
+  Arguments* self = reinterpret_cast<Arguments*>(type->tp_alloc(type, 0));
+  if (self == nullptr) return nullptr;
+  new (&self->facts) decltype(self->facts)();
+  new (&self->geometry) decltype(self->geometry)();
+  new (&self->names) decltype(self->names)();
+  new (&self->settings) decltype(self->settings)(c10::impl::tls_local_dispatch_key_set());
+  self->quiet = quiet != 0;
+  for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(names); ++n)
+    self->names.push_back(Py_NewRef(PyTuple_GET_ITEM(names, n)));
+  for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(tensors); ++n) {
+    PyObject* object = PyTuple_GET_ITEM(tensors, n);
+    const c10::TensorImpl* impl =
+        THPVariable_Check(object) ? THPVariable_Unpack(object).unsafeGetTensorImpl() : nullptr;
+    if (impl == nullptr || !impl->has_storage() || impl->is_python_dispatch() ||
+        impl->layout() != c10::kStrided || impl->has_symbolic_sizes_strides()) {
+      PyErr_SetString(PyExc_TypeError, "no plain tensor");
+      Py_DECREF(self);
+      return nullptr;
+    }
+    const auto sizes = impl->sizes();
+    const auto strides = impl->strides();
+    // Classes of tensors are never freed: they are PyTorch's own, or are no plain tensors.
+    self->facts.push_back({Py_TYPE(object), impl->key_set(), impl->dtype().toScalarType(),
+                           impl->device(), impl->requires_grad(), self->geometry.size(),
+                           sizes.size()});
+    self->geometry.insert(self->geometry.end(), sizes.begin(), sizes.end());
+    self->geometry.insert(self->geometry.end(), strides.begin(), strides.end());
+  }
+  return reinterpret_cast<PyObject*>(self);
+}
+
+void arguments_dealloc(PyObject* object) {
+  Arguments* self = reinterpret_cast<Arguments*>(object);
+  PyTypeObject* type = Py_TYPE(object);
+  for (PyObject* name : self->names) Py_DECREF(name);
+  using std::vector;
+  self->facts.~vector();
+  self->geometry.~vector();
+  self->names.~vector();
+  type->tp_free(object);
+  Py_DECREF(type);
+}
+
+PyType_Slot arguments_slots[] = {
+    {Py_tp_new, reinterpret_cast<void*>(arguments_new)},
+    {Py_tp_call, reinterpret_cast<void*>(arguments_call)},
+    {Py_tp_dealloc, reinterpret_cast<void*>(arguments_dealloc)},
+    {0, nullptr},
+};
+
+PyType_Spec arguments_spec = {
+    "graphwright.Arguments", sizeof(Arguments), 0, Py_TPFLAGS_DEFAULT, arguments_slots,
+};
+
 PyType_Slot slots[] = {
     {Py_tp_new, reinterpret_cast<void*>(check_new)},
     {Py_tp_call, reinterpret_cast<void*>(check_call)},
@@ -365,10 +555,14 @@ PyType_Spec spec = {
 
 }  // namespace
 
-// The class, as a new reference; NULL with an exception set where it cannot be made.
+// The classes, as new references; NULL with an exception set where one cannot be made.
 extern "C" __attribute__((visibility("default"))) PyObject* graphwright_check_type() {
 #if PY_VERSION_HEX >= 0x030C0000
   if (watcher < 0 && (watcher = PyDict_AddWatcher(on_write)) < 0) return nullptr;
 #endif
   return PyType_FromSpec(&spec);
+}
+
+extern "C" __attribute__((visibility("default"))) PyObject* graphwright_arguments_type() {
+  return PyType_FromSpec(&arguments_spec);
 }

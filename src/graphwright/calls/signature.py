@@ -643,7 +643,8 @@ class CallSignature:
 
     def fits(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether a call has this signature; takes a microsecond or two."""
-        if torch._C._len_torch_dispatch_stack():  # The guard does not see make_fx's mode.
+        # The guard sees neither make_fx's mode nor the tangents of forward AD.
+        if torch._C._len_torch_dispatch_stack() or forward_ad._current_level >= 0:
             return False
         if self.guard is not None and self.flat is not None:
             positional, named = self.flat
@@ -690,7 +691,10 @@ class CallSignature:
     def differences(self, args: Args, kwargs: Kwargs) -> str | None:
         """Why a call does not fit this signature, in words, or None when it fits."""
         if inside_transform():
-            return "the call is traced, or inside a torch.func transform or a mode of PyTorch's"
+            return (
+                "the call is traced, or inside a torch.func transform, forward-mode AD or a mode "
+                "of PyTorch's"
+            )
         try:
             other = CallSignature.of(args, kwargs, objects=self.objects)
         except SignatureError as error:

@@ -34,14 +34,17 @@ from .dependencies import (
     difference,
 )
 from .forking import lock
-from .signature import guard_of, without_memory
+from .signature import Args, Kwargs, guard_of, without_memory
 from .snapshots import checksums
 
 # What is looked at before a call is answered by what was built: its arguments and the module, its
 # arguments alone, or nothing.
 Checks = Literal["full", "signature", "none"]
-# The check in C++, once it is built; see `ops/compiled_checks.py`.
+# Gives the tensors of a call in a row, or None where they are no such tensors as those of another.
+FittingTensors = Callable[[Args, Kwargs], Args | None]
+# The checks in C++, of modules and of arguments, once they are built: `ops/compiled_checks.py`.
 COMPILED: list[Callable[..., Callable[[], bool]]] = []
+COMPILED_ARGUMENTS: list[Callable[[Args, tuple[str, ...], bool], FittingTensors]] = []
 # What builds it; called once, when looks in Python have become many.
 WANTED: list[Callable[[], object]] = []
 _MANY = 500
@@ -431,12 +434,15 @@ class _Quick:
         long, long_lengths = self.long, self.long_lengths
         addressed, addresses = self.addressed, self.addresses
         tensors, joined = watch.same_tensors, watch._joined
+        looks_further = watch._training or watch._audit is not None
 
         def unchanged() -> bool:
             check = self.compiled
             if check is not None:
                 if check():
-                    return watch.unaudited() and all(other.unchanged() for other in joined)
+                    if looks_further and not watch.unaudited():
+                        return False
+                    return not joined or all(other.unchanged() for other in joined)
                 self.drop_compiled()
             if not unchanged_in_python():
                 return False

@@ -10,9 +10,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+from torch.autograd import forward_ad
 
+from ..calls import watch
 from ..calls.signature import Args, CallSignature, Kwargs, MixedArguments, fitting, lasting_switches
-from ..calls.watch import Checks
+from ..calls.watch import Checks, FittingTensors
 from ..graphs.graph import GraphClosed
 
 # What a shortcut returns for a call that it cannot answer.
@@ -113,32 +115,46 @@ def _fast(
     """
     # Local names are found faster than globals and attributes.
     grad_is_on = torch.is_grad_enabled
-    modes = torch._C._len_torch_dispatch_stack  # The guard does not see make_fx's mode.
+    modes = torch._C._len_torch_dispatch_stack
     functions = torch._C._len_torch_function_stack
     changed_last_time = False
+    compiled: FittingTensors | None = None
 
     def as_before() -> bool:
         return lasting_switches() == expected and unchanged()
 
-    def fast(args: Args, kwargs: Kwargs) -> Any:
-        nonlocal changed_last_time
+    def in_python(args: Args, kwargs: Kwargs) -> Args | None:
+        """The tensors of a call that fits, keyword arguments last; else None."""
         if len(args) != count or len(kwargs) != len(names):
-            return MISS
+            return None
         if kwargs:
             try:
                 args = (*args, *[kwargs[name] for name in names])
             except KeyError:
+                return None
+        # The guard sees neither make_fx's mode nor the tangents of forward AD.
+        if modes() or forward_ad._current_level >= 0 or not fitting(guard, args):
+            return None
+        return None if not quiet and grad_is_on() else args
+
+    def fast(args: Args, kwargs: Kwargs) -> Any:
+        nonlocal changed_last_time, compiled
+        tensors = None if compiled is None else compiled(args, kwargs)
+        if tensors is None:
+            tensors = in_python(args, kwargs)
+            if tensors is None:
                 return MISS
-        if modes() or not fitting(guard, args):
-            return MISS
-        if not quiet and grad_is_on():
-            return MISS
+            if watch.COMPILED_ARGUMENTS and compiled is None and not functions():
+                compiled = watch.COMPILED_ARGUMENTS[0](tensors, names, quiet)
+            seen = functions()
+        else:
+            seen = 0
         # The same kernels run whatever has changed since: so launch now, and look while the device
         # works. A function mode would see the launch; and what has changed mostly stays changed.
-        if (changed_last_time or functions()) and not as_before():
+        if (changed_last_time or seen) and not as_before():
             return MISS
         try:
-            result = launch(args)
+            result = launch(tensors)
         except GraphClosed:
             return MISS
         except Exception:

@@ -11,6 +11,7 @@ import functools
 import os
 import sys
 import threading
+from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -65,10 +66,13 @@ def provide(*, build: bool = True) -> None:
         if path is None:
             return
         loaded = ctypes.PyDLL(str(path))
-        loaded.graphwright_check_type.restype = ctypes.py_object
-        check = loaded.graphwright_check_type()
+        for made in (loaded.graphwright_check_type, loaded.graphwright_arguments_type):
+            made.restype = ctypes.py_object
+        check, arguments = loaded.graphwright_check_type(), loaded.graphwright_arguments_type()
         if _sees(check):
             watch.COMPILED[:] = [check]
+        if _tells(arguments):
+            watch.COMPILED_ARGUMENTS[:] = [arguments]
 
 
 def _sees(check: Callable[..., Callable[[], bool]]) -> bool:
@@ -97,17 +101,20 @@ def _sees(check: Callable[..., Callable[[], bool]]) -> bool:
             lambda: tried.held.update(new=1),
             lambda: tried.items.append(None),
             lambda: tried.empty.update(new=1),
+            lambda: tried.ordered.update(new=1),
             lambda: tried.tensor.add_(1),
             lambda: setattr(tried.tensor, "data", torch.zeros(3)),
+            lambda: tried.tensor.untyped_storage().resize_(0),
+            lambda: torch.utils.swap_tensors(tried.tensor, torch.ones(3)),
             lambda: tried.tensor.unsqueeze_(0),
         ]
 
     for n in range(len(changes(Tried()))):
         tried: Any = Tried()
         tried.a, tried.held, tried.items, tried.empty = 1, {"a": 1}, [object()], {}
-        tried.tensor = torch.zeros(3)
+        tried.ordered, tried.tensor = OrderedDict(), torch.zeros(3)
         items = list(tried.items)
-        given = [[tried], [tried.held], [tried.empty], [tried], [Tried], [], []]
+        given = [[tried], [tried.held], [tried.empty, tried.ordered], [tried], [Tried], [], []]
         given += [[tried.items], [1], items, [], [], [], [tried.tensor], [tried.tensor._version]]
         made = check(*given)
         if not (made() and made()):
@@ -116,3 +123,27 @@ def _sees(check: Callable[..., Callable[[], bool]]) -> bool:
         if made():
             return False
     return True
+
+
+def _tells(arguments: Callable[..., watch.FittingTensors]) -> bool:
+    """Whether it gives the tensors of calls that fit, and None for each other kind of call."""
+    x, y = torch.zeros(2, 3), torch.zeros(3)
+    made = arguments((x, y), ("y",), True)
+    given = made((x,), {"y": y})
+    fits = given is not None and len(given) == 2 and given[0] is x and given[1] is y
+    misses = [
+        ((x, y), {}),
+        ((x,), {"z": y}),
+        ((torch.zeros(3, 3),), {"y": y}),
+        ((torch.zeros(3, 2).T,), {"y": y}),
+        ((x.double(),), {"y": y}),
+        ((x.to("meta"),), {"y": y}),
+        ((x,), {"y": x[0]}),
+        ((x,), {"y": None}),
+        ((torch.nn.Parameter(x),), {"y": y}),
+        ((x.clone().requires_grad_(),), {"y": y}),
+    ]
+    if not fits or any(made(*call) is not None for call in misses):
+        return False
+    with torch.autocast("cpu"):
+        return made((x,), {"y": y}) is None
