@@ -131,7 +131,7 @@ def _tells(arguments: Callable[..., watch.FittingTensors]) -> bool:
     made = arguments((x, y), ("y",), True)
     given = made((x,), {"y": y})
     fits = given is not None and len(given) == 2 and given[0] is x and given[1] is y
-    misses = [
+    misses: list[tuple[tuple[Any, ...], dict[str, Any]]] = [
         ((x, y), {}),
         ((x,), {"z": y}),
         ((torch.zeros(3, 3),), {"y": y}),
