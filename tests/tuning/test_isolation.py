@@ -139,44 +139,31 @@ def test_one_zeroed_element_of_sixteen_million_is_wrong(device: torch.device) ->
     assert {row.strategy: row.status for row in report.rows}["zero"] is Status.WRONG
 
 
-def test_what_a_candidate_does_to_its_process_stays_there() -> None:
-    threads = torch.get_num_threads()
-    folder = Path.cwd()
-    report = tune([Planted("vandal", planted.vandalises)])
-    assert {row.strategy for row in report.rows} == {"eager", "vandal"}
+def test_what_a_candidate_does_to_its_process_ends_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    threads, folder = torch.get_num_threads(), Path.cwd()
+    temporary, children, daemon = tmp_path / "tmp", tmp_path / "pids", tmp_path / "pid"
+    temporary.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(temporary))
+    made = {
+        "vandal": planted.vandalises,
+        "litters": planted.leaves_files,
+        "spawn": planted.Spawns(str(children)),
+        "daemon": planted.Daemonises(str(daemon)),
+    }
+    report = tune([Planted(name, make) for name, make in made.items()])
+    assert {row.strategy for row in report.rows} == {"eager", *made}
     assert torch.get_num_threads() == threads
     assert Path.cwd() == folder
     assert "VANDAL" not in os.environ
-
-
-def test_temporary_files_of_a_candidate_go_with_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
-    tuned = gw.tune(
-        Small().eval(),
-        (torch.randn(4, 16),),
-        strategies=[Planted("litters", planted.leaves_files)],
-        progress=False,
-    )
-    row = tuned.report.row("litters")
+    row = report.row("litters")
     assert row is not None
-    assert f"in {tmp_path}" in row.reason
-    assert not list(tmp_path.iterdir())
-
-
-def test_children_of_children_end_too(tmp_path: Path) -> None:
-    file = tmp_path / "pids"
-    tune([Planted("spawn", planted.Spawns(str(file)))])
-    pids = [int(line) for line in file.read_text().split()]
+    assert f"in {temporary}" in row.reason
+    assert not list(temporary.iterdir())
+    pids = [int(line) for line in children.read_text().split()]
     assert pids
-    assert not any(map(_alive, pids))
-
-
-def test_a_session_apart_does_not_outlive_the_candidate(tmp_path: Path) -> None:
-    file = tmp_path / "pid"
-    tune([Planted("daemon", planted.Daemonises(str(file)))])
-    assert not _alive(int(file.read_text()))
+    assert not any(map(_alive, [*pids, int(daemon.read_text())]))
 
 
 @pytest.mark.slow

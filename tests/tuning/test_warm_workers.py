@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -84,45 +84,59 @@ def lines(file: Path) -> list[str]:
     return file.read_text().split() if file.exists() else []
 
 
-def served(tmp_path: Path, make: Callable[[nn.Module], Any], **options: Any) -> tuple[Any, ...]:
-    """Try a strategy between two that are harmless.
+@dataclass(frozen=True)
+class Served:
+    """How a pool tried a strategy between two that are harmless.
 
-    Its row, the row of the one after it, whether it had the worker of the one before it, and
-    whether the one after it had the same worker.
+    Attributes:
+        row: its row.
+        after: the row of the one after it.
+        same_before: whether it had the worker of the one before it.
+        same_after: whether the one after it had the same worker as it.
     """
+
+    row: Row
+    after: Row
+    same_before: bool
+    same_after: bool
+
+
+def served(
+    tmp_path: Path, makes: Mapping[str, Callable[[nn.Module], Any]], **options: Any
+) -> dict[str, Served]:
+    """Try strategies in one pool, each between two that are harmless."""
     file = tmp_path / "workers"
-    names = ("before", "between", "after")
-    makes = (directly, make, directly)
-    strategies = [Planted(n, Noted(str(file), m)) for n, m in zip(names, makes, strict=True)]
-    found = rows_of(strategies, **options)
-    before, between, after = lines(file)
-    assert found["before"].status in (Status.OK, Status.SLOWER)
-    return found["between"], found["after"], before == between, between == after
+    tried = {"before": directly}
+    for name, make in makes.items():
+        tried |= {name: make, f"after {name}": directly}
+    rows = rows_of([Planted(n, Noted(str(file), make)) for n, make in tried.items()], **options)
+    assert rows["before"].status in (Status.OK, Status.SLOWER)
+    workers = lines(file)
+    assert len(workers) == len(tried)
+    found = {}
+    for place, name in enumerate(makes):
+        before, between, after = workers[2 * place : 2 * place + 3]
+        same = before == between, between == after
+        found[name] = Served(rows[name], rows[f"after {name}"], *same)
+    return found
 
 
 # ---------------------------------------------------------------- whom a worker serves
 
 
-@pytest.mark.usefixtures("as_ours")
-def test_a_worker_that_is_clean_serves_the_next_candidate(tmp_path: Path) -> None:
-    row, after, same_before, same_after = served(tmp_path, torch.no_grad())
-    assert (same_before, same_after) == (True, True)
-    assert {row.status, after.status} <= {Status.OK, Status.SLOWER}
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("as_ours")
 def test_where_memory_is_the_objective_each_has_a_worker_of_its_own(tmp_path: Path) -> None:
-    _, _, same_before, same_after = served(tmp_path, torch.no_grad(), objective="memory")
-    assert (same_before, same_after) == (False, False)
+    [each] = served(tmp_path, {"quick": torch.no_grad()}, objective="memory").values()
+    assert (each.same_before, each.same_after) == (False, False)
 
 
 def test_a_strategy_of_others_shares_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("graphwright.tuning.workers.pool._cores", lambda: 1)
-    _, _, same_before, same_after = served(tmp_path, torch.no_grad())
-    assert (same_before, same_after) == (False, False)
+    [each] = served(tmp_path, {"quick": torch.no_grad()}).values()
+    assert (each.same_before, each.same_after) == (False, False)
 
 
 HARMS = {
@@ -137,40 +151,30 @@ HARMS = {
     "print": (planted.prints_without_end, Status.FAILED),
     "kill the server": (planted.kills_its_parent, Status.CRASHED),
 }
-# Some of each kind: in its own process, by an error, in the worker's parent.
-QUICK = {"segfault", "raise", "kill the server"}
+# Right, and something of them is left behind.
+UNTIDY = {
+    "flag": planted.leaves_a_flag,
+    "vandal": planted.vandalises,
+    "corrupts at its end": planted.CorruptsAtItsEnd,
+    "a GiB": planted.keeps_a_gib,
+}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("as_ours")
-@pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in HARMS]
-)
-def test_after_a_harm_the_next_candidate_has_a_new_worker(name: str, tmp_path: Path) -> None:
-    make, status = HARMS[name]
-    with short_for("between") if "hang" in name else contextlib.nullcontext():
-        row, after, same_before, same_after = served(tmp_path, make)
-    assert row.status is status
-    assert (same_before, same_after) == (True, False)
-    assert after.status in (Status.OK, Status.SLOWER), after.reason
-
-
-@pytest.mark.usefixtures("as_ours")
-@pytest.mark.parametrize(
-    "make",
-    [
-        planted.leaves_a_flag,
-        pytest.param(planted.vandalises, marks=pytest.mark.slow),
-        planted.CorruptsAtItsEnd,
-        pytest.param(planted.keeps_a_gib, marks=pytest.mark.slow),
-    ],
-)
-def test_what_is_right_and_leaves_something_behind_is_no_harm_to_the_next(
-    make: Callable[[nn.Module], Any], tmp_path: Path
-) -> None:
-    row, after, same_before, same_after = served(tmp_path, make)
-    assert row.status in (Status.OK, Status.SLOWER), row.reason
-    assert (same_before, same_after) == (True, False)
-    assert after.status in (Status.OK, Status.SLOWER), after.reason
+def test_a_worker_serves_the_next_candidate_as_long_as_it_is_clean(tmp_path: Path) -> None:
+    clean = {"clean": torch.no_grad()}
+    harmful = {name: make for name, (make, _) in HARMS.items()}
+    with short_for("hang", "hang later"):
+        found = served(tmp_path, clean | UNTIDY | harmful)
+    for name, each in found.items():
+        assert each.same_before, name
+        assert each.same_after is (name in clean), name
+        assert each.after.status in (Status.OK, Status.SLOWER), (name, each.after.reason)
+        if name in HARMS:
+            assert each.row.status is HARMS[name][1], (name, each.row.reason)
+        else:
+            assert each.row.status in (Status.OK, Status.SLOWER), (name, each.row.reason)
 
 
 # ---------------------------------------------------------------- what is looked at
