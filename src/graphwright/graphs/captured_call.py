@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import statistics
+import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -53,6 +55,12 @@ from .static_tensors import Finish, Geometry, StaticInputs, StaticOutputs, byte_
 from .transaction import let_go, transaction
 from .warmup import Comparison, RunsOtherwise, Warmed, warm
 
+# Where a call is timed as eager code runs it and as libraries run it in captures, in how many
+# rounds; and below which share of the time the first is taken, as it keeps calls from overlapping.
+_CHOSEN_ON = frozenset({"cuda"})
+_CHOICE_ROUNDS = 7
+_CHOSEN_BELOW = 0.9
+
 Outputs = Literal["fresh", "static"]
 Breaks = Literal["auto", "never"]
 
@@ -71,8 +79,9 @@ class CapturedCall(Graph):
     # Whether a call changes or returns objects that it was given.
     has_effects = False
     # Whether libraries are told that nothing is captured, so that the graph runs what eager code
-    # runs; None until that is known.
+    # runs, and whether it may be in segments then; None until that is known.
     _as_eager: bool | None = None
+    _may_look = False
 
     def __init__(
         self,
@@ -502,7 +511,8 @@ class CapturedCall(Graph):
                 pure = not (self.mutates or tree.generators)
                 try:
                     marked = mark(self.name) if wanted() else contextlib.nullcontext()
-                    with self.parts.joining(), marked:
+                    told = answering_as_eager(bool(self._as_eager))
+                    with self.parts.joining(), marked, told:
                         made = tree.answer(
                             leaves,
                             finish,
@@ -620,18 +630,75 @@ class CapturedCall(Graph):
             self._candidates[:], self.places[:] = self._known, []
             try:
                 prediction = self._warm(rehearse=rehearse)
-                break
             except SetUpFirst as first:
                 self.parts.set_up(first)
+                continue
             except RunsOtherwise:
                 self._as_eager = True
+                continue
             except CaptureError as error:
                 if not self._as_eager:
                     raise
-                self._as_eager = False
+                self._as_eager = self._may_look = False
                 let_go(error)
+                continue
+            if not self._may_be_faster_as_eager():
+                break
+            self._as_eager = self._may_look = self._is_faster_as_eager()
+            if not self._as_eager:
+                break
         self.parts.settle()
         return prediction
+
+    def _may_be_faster_as_eager(self) -> bool:
+        """Whether what libraries see in eager mode, and not in captures, may make it faster."""
+        assert self._warmed is not None
+        if self._as_eager is not None or not self._warmed.looks_in_eager:
+            return False
+        effects = self.mutates or self.random or self.has_effects or self.places
+        return self._breaks == "auto" and self._device.type in _CHOSEN_ON and not effects
+
+    def _is_faster_as_eager(self) -> bool:
+        """Whether segments between what libraries read in eager mode beat one graph, timed."""
+        args, kwargs = unflatten(self._sample, self._spec)
+        twins: list[CapturedCall] = []
+        seconds: list[list[float]] = [[], []]
+        try:
+            for as_eager in (False, True):
+                twin = CapturedCall(
+                    self._fn,
+                    args,
+                    kwargs,
+                    pool=MemoryPool(device=self._device),
+                    warmup=self._runs,
+                    breaks=self._breaks,
+                    objects=self._takes_objects,
+                    places=self._known,
+                    streams=self._streams,
+                )
+                twin._as_eager = twin._may_look = as_eager
+                twins.append(twin)
+                twin.warm()
+                twin.record()
+            for turn in range(2 + _CHOICE_ROUNDS):
+                for twin, found in zip(twins, seconds, strict=True):
+                    began = time.perf_counter()
+                    twin.run(args, kwargs)
+                    if self._device.type == "cuda":
+                        torch.cuda.synchronize(self._device)
+                    if turn >= 2:  # The first ones set something up.
+                        found.append(time.perf_counter() - began)
+            if not twins[1]._as_eager or twins[1].given_up is not None:
+                return False
+            whole_s, eagerly_s = map(statistics.median, seconds)
+            return eagerly_s <= _CHOSEN_BELOW * whole_s
+        except (GraphwrightError, RuntimeError) as error:
+            let_go(error)
+            return False
+        finally:
+            for twin in twins:
+                twin.close()
+                twin.pool.close()
 
     def consider(self, places: Sequence[Place]) -> None:
         """Make sure that the warm call does not read places to which other calls write.
@@ -648,7 +715,7 @@ class CapturedCall(Graph):
         with self.pool._lock:
             recorder = self.pool._recorder_for(self._device)
             with self._transaction(GraphState.WARMING) as state:
-                whole = self._breaks == "never" or self._as_eager
+                whole = self._breaks == "never" or (self._as_eager and not self._may_look)
                 fallback = None if whole else self._plan_segments
                 with answering_as_eager(bool(self._as_eager)):
                     self._warmed = warm(

@@ -70,6 +70,8 @@ class Warmed:
         announced: storages among these whose tensors get a new version from autograd, by identity.
         segments: bytes of each memory segment that it would take in an empty pool.
         contributors: its largest tensors, as (what, bytes).
+        looks_in_eager: whether libraries read values in eager mode and run other operations then,
+            but read none in a capture.
     """
 
     mutated: tuple[int, ...]
@@ -80,6 +82,7 @@ class Warmed:
     announced: frozenset[int]
     segments: tuple[int, ...]
     contributors: tuple[tuple[str, int], ...]
+    looks_in_eager: bool = False
 
 
 def warm(
@@ -126,6 +129,7 @@ def warm(
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
     made, first_draws = first.made_storages, first.draws
     as_eager = None if first.reads or may_run_otherwise else first.sequence
+    read_by = first.sequence if first.reads else None
     del first
     inputs = StaticInputs(sample, allocate)
     journal = Journal(copies)
@@ -178,6 +182,7 @@ def warm(
         # What draws random numbers may do so by a seed of the host unless it is captured.
         if told and as_eager not in (None, journal.sequence) and not (generators or draws):
             raise RunsOtherwise
+        looks = told and not journal.reads and read_by not in (None, journal.sequence)
         if python_state.unsettled:
             unsettled = StateChanges(
                 f"{python_state.unsettled} changes with every call that draws random numbers, and "
@@ -233,6 +238,7 @@ def warm(
         announced=frozenset(journal.announced),
         segments=segments,
         contributors=journal.largest(),
+        looks_in_eager=looks,
     )
 
 
