@@ -59,7 +59,7 @@ def main() -> int:
     # A run that is cut off writes what it knows.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     # That plugin warns beside xdist, and warnings are errors.
-    options = ["-m", "gpu and not slow", "-q", "-p", "no:benchmark"]
+    options = ["-m", "gpu and not slow and not exhaustive", "-q", "-p", "no:benchmark"]
     code = pytest.main([*options, *rest], plugins=[recorder])
     counts = Counter(recorder.outcomes.values())
     result = {

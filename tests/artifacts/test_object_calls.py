@@ -187,6 +187,7 @@ def test_it_is_loaded_and_saved_again(device: torch.device, tmp_path: Path) -> N
     assert copy.deepcopy(loaded)(torch.ones(1, SIZE, device=device)).name == "answer"
 
 
+@pytest.mark.slow
 def test_other_calls_than_those_that_were_saved(saved: Path) -> None:
     model, x = model_on(), torch.ones(1, SIZE)
     with torch.no_grad():

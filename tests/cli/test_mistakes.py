@@ -129,6 +129,7 @@ def test_a_misspelt_strategy(source: Path) -> None:
     assert "Did you mean 'inductor'?" in text
 
 
+@pytest.mark.slow
 @pytest.mark.long
 def test_no_compiler(source: Path, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "graphwright", "tune", f"{source}:embedder", "--device", "cpu"]

@@ -90,6 +90,7 @@ def test_its_gradients_are_the_given_backward_s() -> None:
     assert torch.autograd.gradcheck(lambda a, b: made.scaled_add(a, b, 0.5), (x, y))
 
 
+@pytest.mark.slow
 def test_a_gradient_that_nobody_gave_is_an_error() -> None:
     made = demo("no_gradient", backward=None, setup_context=None, samples=[(X, X, 2.0)])
     x = X.clone().requires_grad_()
@@ -167,6 +168,7 @@ def test_under_a_name_that_was_used_another_lies_beside_it() -> None:
     assert torch.equal(graph(X + 1), 2 * X + 2)
 
 
+@pytest.mark.slow
 def test_what_fails_takes_nothing_away() -> None:
     first = demo()
     known = len([name for name in dir(torch.ops.demo) if "scaled_add" in name])

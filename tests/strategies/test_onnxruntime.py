@@ -369,6 +369,7 @@ assert "torch.onnx" not in sys.modules or "onnxscript" not in sys.modules
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["keywords", "cnn", "echo", "layouts"])
 def test_what_was_saved_is_loaded_elsewhere_without_the_model(
     name: str, device: torch.device, tmp_path: Path
@@ -486,6 +487,7 @@ def test_a_build_without_cuda_is_told_from_no_build(monkeypatch: pytest.MonkeyPa
     assert ONNXRUNTIME.probe(torch.device("cuda")).remedy == "pip install onnxruntime-gpu"
 
 
+@pytest.mark.slow
 def test_nothing_is_reported_to_its_makers(tmp_path: Path) -> None:
     source = "from graphwright.strategies.onnxruntime.strategy import ONNXRUNTIME as it; "
     source += "import os, torch; "
@@ -611,6 +613,7 @@ def test_a_range_is_verified_between_the_buckets(
     assert loaded.calls["tuned"] >= len(buckets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("work", "x"),
     [

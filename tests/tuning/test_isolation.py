@@ -185,6 +185,7 @@ def test_what_is_aimed_at_the_watch_is_a_row_too(before: set[int]) -> None:
     assert _children() <= before
 
 
+@pytest.mark.slow
 def test_a_candidate_that_ends_the_fork_server_is_told_from_the_others_of_its_group() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
@@ -193,6 +194,7 @@ def test_a_candidate_that_ends_the_fork_server_is_told_from_the_others_of_its_gr
     assert statuses == {"eager": Status.OK, "quick": Status.OK, "kill": Status.CRASHED}
 
 
+@pytest.mark.slow
 def test_what_exceeds_its_share_alone_is_tried_with_all_of_it() -> None:
     limits = gw.tuning.workers.pool.Limits(5.0, 800 << 20, shared=True)
     assert limits.split(4).host_bytes == 200 << 20
@@ -276,6 +278,7 @@ def test_dynamo_finds_the_globals_of_a_script(how: str, tmp_path: Path) -> None:
     assert done.stdout.strip() == "[] 2", done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_tuning_where_a_module_is_imported_does_not_start_processes_without_end(
     tmp_path: Path,
 ) -> None:

@@ -160,6 +160,7 @@ UNTIDY = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.long
 @pytest.mark.usefixtures("as_ours")
 def test_a_worker_serves_the_next_candidate_as_long_as_it_is_clean(tmp_path: Path) -> None:

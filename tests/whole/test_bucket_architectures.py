@@ -78,9 +78,13 @@ QUICK = {
 
 
 def quickly(cases: Sequence[Case]) -> list[Any]:
-    """All but the quick ones are slow."""
-    slow = pytest.mark.slow
-    return [pytest.param(each, marks=() if each.model in QUICK else slow) for each in cases]
+    """Of all but the quick ones, every third is slow, and CI has no time for the others."""
+    others = [case for case in cases if case.model not in QUICK]
+    marks = {
+        case.model: pytest.mark.exhaustive if n % 3 else pytest.mark.slow
+        for n, case in enumerate(others)
+    }
+    return [pytest.param(each, marks=marks.get(each.model, ())) for each in cases]
 
 
 @pytest.mark.parametrize("case", quickly(TRIED), ids=str)

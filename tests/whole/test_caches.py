@@ -213,9 +213,15 @@ def test_tune_takes_steps_with_caches_of_several_lengths(tmp_path: Path) -> None
             assert each.calls == {"tuned": 3}
 
 
-@pytest.mark.slow
+# CI has time for every third.
+FEW = [
+    pytest.param(name, marks=pytest.mark.exhaustive if n % 3 else pytest.mark.slow)
+    for n, name in enumerate(generative.FEW)
+]
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", generative.FEW)
+@pytest.mark.parametrize("name", FEW)
 def test_what_tune_makes_of_language_models(name: str) -> None:
     model = generative.build(name)
     given = generative.inputs(name)
@@ -233,9 +239,8 @@ def test_what_tune_makes_of_language_models(name: str) -> None:
     print(name, {row.strategy: (str(row.status), row.reason) for row in rows.values()})
 
 
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("name", generative.FEW)
+@pytest.mark.parametrize("name", FEW)
 def test_what_tune_and_fuse_make_of_a_step_with_a_cache(name: str) -> None:
     model = generative.build(name)
     given = generative.inputs(name)

@@ -259,6 +259,7 @@ def stays_right(way: str, case: Case, *, all_fields: bool) -> None:
     assert answered() >= before + len([field for field in tried if field.name not in HOOKING])
 
 
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
 # Building takes longer in these ways than all the calls do.
 QUICK = {"graph": NAMES, "capture": NAMES, "fuse": FEW, "tune": FEW}
 
@@ -278,9 +279,16 @@ def test_a_field_that_the_model_heeds_is_heeded(way: str, case: Case) -> None:
 
 
 @pytest.mark.usefixtures("captures_pay")
-@pytest.mark.slow
-@pytest.mark.parametrize("case", ARCHITECTURES, ids=str)
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "case"),
+    [
+        # Each architecture goes one way in CI.
+        pytest.param(way, case, marks=SLOW if (m + n) % len(WAYS) == 0 else EXHAUSTIVE)
+        for m, way in enumerate(WAYS)
+        for n, case in enumerate(ARCHITECTURES)
+    ],
+    ids=str,
+)
 def test_any_field_of_a_configuration_may_change(way: str, case: Case) -> None:
     stays_right(way, case, all_fields=True)
 

@@ -520,8 +520,25 @@ STRATEGIES = ["eager+graph", "torchscript:freeze", "fused"]
 QUICK = "torchscript:freeze"  # It has the weights as constants.
 
 
-@pytest.mark.parametrize(("strategy", "change"), each_change(*STRATEGIES, main_of=[QUICK]))
-@pytest.mark.parametrize("kind", ["LoRA", pytest.param("DoRA", marks=pytest.mark.slow)])
+TUNED = [
+    pytest.param("LoRA", *each.values, id=f"LoRA-{each.id}", marks=each.marks)
+    for each in each_change(*STRATEGIES, main_of=[QUICK])
+]
+# How graphs and fused modules follow these adapters is tested above.
+TUNED += [
+    pytest.param(
+        "DoRA",
+        strategy,
+        change,
+        id=f"DoRA-{strategy}-{change.__name__}",
+        marks=pytest.mark.slow if strategy == QUICK else pytest.mark.exhaustive,
+    )
+    for strategy in STRATEGIES
+    for change in CHANGES
+]
+
+
+@pytest.mark.parametrize(("kind", "strategy", "change"), TUNED)
 def test_tuned_modules_follow_adapters(
     kind: str, strategy: str, change: Change, device: torch.device
 ) -> None:
