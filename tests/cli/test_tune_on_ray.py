@@ -57,7 +57,9 @@ def test_one_target_that_fails_keeps_no_other_from_the_folder(tmp_path: Path) ->
     assert done.returncode == 2, done.stderr
     assert "2 of 2: " in done.stderr
     assert "no weights here" in " ".join(done.stdout.split())
-    assert all(len(line) <= 80 for line in done.stdout.splitlines()), done.stdout
+    # Ray itself may say something of its processes.
+    ours = [line for line in done.stdout.splitlines() if "(raylet)" not in line]
+    assert all(len(line) <= 80 for line in ours), done.stdout
     folder = tmp_path / "tuned"
     report = Report.from_json((folder / "small.json").read_text())
     assert report.chosen is not None

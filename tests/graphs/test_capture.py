@@ -305,6 +305,19 @@ def test_what_is_faster_by_what_eager_code_reads_is_captured_so(
 
 
 @pytest.mark.usefixtures("chosen_by_time")
+def test_what_is_timed_keeps_to_the_limit_of_the_pool(device: torch.device) -> None:
+    x = torch.rand(192, 192, device=device)
+    call = x, torch.ones_like(x), 40
+    with gw.capture(looks, *call) as alone:
+        pool = gw.MemoryPool(alone.pool.reserved)
+    graphed = gw.graph(looks, pool=pool)  # There is no room for two.
+    torch.testing.assert_close(graphed(*call), looks(*call))
+    [graph] = graphed.graphs
+    assert isinstance(graph, CapturedCall)
+    assert graph.tree is None
+
+
+@pytest.mark.usefixtures("chosen_by_time")
 def test_capture_makes_one_graph_of_what_eager_code_reads(device: torch.device) -> None:
     x = torch.rand(8, 8, device=device)
     with gw.capture(looks, x, torch.ones_like(x), 40) as graph:

@@ -663,13 +663,16 @@ class CapturedCall(Graph):
         args, kwargs = unflatten(self._sample, self._spec)
         twins: list[CapturedCall] = []
         seconds: list[list[float]] = [[], []]
+        limit = self.pool.limit
+        left = None if limit is None else max(1, limit - self.pool.reserved)
+        pool = MemoryPool(left, device=self._device)
         try:
             for as_eager in (False, True):
                 twin = CapturedCall(
                     self._fn,
                     args,
                     kwargs,
-                    pool=MemoryPool(device=self._device),
+                    pool=pool,
                     warmup=self._runs,
                     breaks=self._breaks,
                     objects=self._takes_objects,
@@ -698,7 +701,7 @@ class CapturedCall(Graph):
         finally:
             for twin in twins:
                 twin.close()
-                twin.pool.close()
+            pool.close()
 
     def consider(self, places: Sequence[Place]) -> None:
         """Make sure that the warm call does not read places to which other calls write.
