@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -470,6 +472,39 @@ def test_when_the_caller_ends_nothing_is_left(tmp_path: Path, signum: int) -> No
     finally:
         process.kill()
     assert not list((tmp_path / "tmp").iterdir())
+
+
+ENDING = """
+import os, signal, sys
+from graphwright.tuning.workers import fork_server_main, process
+ended = []
+def kill_children(spared=()):
+    if ended:
+        return  # A second one would interrupt the first, and end the process in its place.
+    ended.append(os.kill(os.getpid(), signal.SIGTERM))
+    process.kill_children(spared)
+    os.write(1, b"at once" if "encodings.ascii" in sys.modules else b"once")
+fork_server_main.kill_children = kill_children
+sys.modules.pop("encodings.ascii", None)
+sys.argv[1:] = [sys.argv[1], str(os.getppid())]
+fork_server_main.main()
+"""
+
+
+def test_a_fork_server_that_is_told_twice_to_end_ends_once_and_imports_nothing_for_it() -> None:
+    """The kernel tells it once for each thread of its parent that ends."""
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with ours, theirs:
+        process = subprocess.Popen(
+            [sys.executable, "-c", ENDING, str(theirs.fileno())],
+            pass_fds=(theirs.fileno(),),
+            stdout=subprocess.PIPE,
+        )
+        prepare = {"path": sys.path, "argv": [""], "modules": [], "environment": {}, "scratch": ""}
+        ours.send(json.dumps({"request": "prepare", **prepare}).encode())
+        ours.recv(1 << 10)
+        process.terminate()
+        assert process.communicate(timeout=60)[0] == b"once"
 
 
 def _until(condition: Callable[[], bool], seconds: float) -> None:

@@ -20,9 +20,7 @@ import socket
 import sys
 import tempfile
 import threading
-import time
 import warnings
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,14 +32,12 @@ from ..report.result import EAGER, Row, Status
 from .background import Order
 from .tuner import Tuning
 from .workers.fork_server import CANDIDATE
-from .workers.process import adopt_orphans, end_with_parent
+from .workers.process import adopt_orphans, end_with_parent, kill_children
 from .workers.task import publish_globals
 
 _NICENESS = 10
 # What is found before the end is loaded only if it beats the last by this.
 _BETTER = 0.95
-# Seconds in which everything that was started has to end.
-_END_TIMEOUT_S = 5.0
 
 
 class _Caller:
@@ -69,24 +65,9 @@ class _Caller:
 
     def leave(self, *_: object) -> None:
         """End everything that this process has started and written, and itself."""
-        end = time.monotonic() + _END_TIMEOUT_S
-        while (children := _children()) and time.monotonic() < end:
-            for child in children:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(child, signal.SIGKILL)
-            for child in children:
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(child, 0)
+        kill_children()
         shutil.rmtree(self.scratch, ignore_errors=True)
         os._exit(0)
-
-
-def _children() -> set[int]:
-    found: set[int] = set()
-    for task in Path("/proc/self/task").iterdir():
-        with contextlib.suppress(OSError):
-            found |= set(map(int, (task / "children").read_text("ascii").split()))
-    return found
 
 
 class _Listener:

@@ -32,13 +32,11 @@ from ...report.result import Status
 from ..trial import SharedBuild
 from .fork_server import MAX_MESSAGE
 from .leftovers import Baseline
-from .process import adopt_orphans, end_with_parent
+from .process import adopt_orphans, end_with_parent, kill_children
 from .task import Order, Task, publish_globals
 
 # What a candidate may have become whose worker can serve another one.
 _HARMLESS = (Status.OK, Status.SLOWER, Status.UNAVAILABLE)
-# Killing orphans may leave further orphans: how often to look again.
-_MAX_GENERATIONS = 50
 
 
 class _Server:
@@ -129,7 +127,8 @@ class _Server:
         """Wait for a worker to end: its exit status, or minus the number of the fatal signal."""
         _, status = os.waitpid(worker, 0)
         self._workers.discard(worker)
-        self._kill_orphans()
+        # What candidates have started in other sessions; this process has adopted it.
+        kill_children(spared=self._workers)
         return {"status": os.waitstatus_to_exitcode(status)}
 
     def close(self) -> None:
@@ -138,21 +137,9 @@ class _Server:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(worker, signal.SIGKILL)
         self._workers.clear()
-        self._kill_orphans()
+        kill_children()
         if self._scratch:
             shutil.rmtree(self._scratch, ignore_errors=True)
-
-    def _kill_orphans(self) -> None:
-        """Kill what candidates have started in other sessions; this process has adopted it."""
-        for _ in range(_MAX_GENERATIONS):
-            with open(f"/proc/self/task/{os.getpid()}/children", encoding="ascii") as listed:
-                orphans = set(map(int, listed.read().split())) - self._workers
-            if not orphans:
-                return
-            for orphan in orphans:
-                with contextlib.suppress(ProcessLookupError, ChildProcessError):
-                    os.kill(orphan, signal.SIGKILL)
-                    os.waitpid(orphan, 0)
 
 
 def _receive(control: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
@@ -253,6 +240,8 @@ def main() -> None:
     server = _Server(socket.socket(fileno=control))
 
     def terminate(*_: object) -> None:
+        # The kernel sends it again for each thread of the parent that ends.
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         server.close()
         os._exit(1)
 

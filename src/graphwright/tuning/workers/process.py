@@ -6,12 +6,15 @@ import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO
 
 # Options of prctl(2).
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+# Killing a process hands its own children on: how often to look again.
+_MAX_GENERATIONS = 50
 
 
 def kill_group(pid: int) -> None:
@@ -44,11 +47,37 @@ def resident_bytes(pid: int) -> int:
 
 def children_of(pid: int) -> list[int]:
     """Process numbers of the children of all threads of a process, except for ended ones."""
-    found = []
+    return [child for child in _all_children_of(pid) if not _has_ended(child)]
+
+
+def kill_children(spared: Collection[int] = ()) -> None:
+    """Kill the children of this process and wait for them, and for those that it adopts thereby.
+
+    Signal handlers may call it.
+
+    Args:
+        spared: numbers of children that live on.
+    """
+    for _ in range(_MAX_GENERATIONS):
+        children = set(_all_children_of(os.getpid())).difference(spared)
+        if not children:
+            return
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+        for child in children:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, 0)
+
+
+def _all_children_of(pid: int) -> list[int]:
+    found: list[int] = []
     for thread in Path(f"/proc/{pid}/task").iterdir():
         with contextlib.suppress(OSError):
-            found += [*map(int, (thread / "children").read_text("ascii").split())]
-    return [child for child in found if not _has_ended(child)]
+            # As bytes: decoding may import a codec, which no signal handler can do while the code
+            # that it interrupts is importing it.
+            found += map(int, (thread / "children").read_bytes().split())
+    return found
 
 
 def _has_ended(pid: int) -> bool:
