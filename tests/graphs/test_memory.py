@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -243,3 +245,68 @@ def test_an_arena_s_segments_are_cuda_s() -> None:
     del kept
     arena.trim()
     assert arena.reserved == 0
+
+
+DURING = list[Callable[[], object]]()
+
+
+@torch.library.custom_op("graphwright_tests::double_and_call", mutates_args=())
+def double_and_call(x: torch.Tensor) -> torch.Tensor:
+    """Twice a tensor; calls what `DURING` holds."""
+    for call in DURING:
+        call()
+    return 2 * x
+
+
+@double_and_call.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_what_dies_during_a_replay_is_spoiled_after_it(elsewhere: bool) -> None:
+    """Another graph's results may lie where this one has what it no longer needs when it ends."""
+
+    def work(x: torch.Tensor) -> torch.Tensor:
+        plus = x + 1
+        return double_and_call(plus) + plus
+
+    pool, x = gw.MemoryPool(), torch.randn(2048)
+    graph = gw.capture(work, x, pool=pool)
+    kept = [gw.capture(torch.neg, x[:64], pool=pool, outputs="static") for _ in range(4)]
+    in_use = pool.in_use
+
+    def close_all() -> None:
+        while kept:
+            kept.pop().close()
+
+    def retire_all() -> None:
+        # What close() does on a thread that waits for the pool then.
+        while kept:
+            kept.pop()._retire()
+
+    def on_a_thread() -> None:
+        thread = threading.Thread(target=retire_all)
+        thread.start()
+        thread.join()
+
+    DURING.append(on_a_thread if elsewhere else close_all)
+    try:
+        assert torch.equal(graph(x), 3 * (x + 1))
+    finally:
+        DURING.clear()
+    assert not kept
+    assert pool.in_use < in_use
+
+
+def test_a_block_that_dies_while_another_is_taken_is_taken_back_afterwards() -> None:
+    arena = Arena()
+    first = arena.allocate(1000)
+    with arena.work():
+        del first
+        assert arena.in_use == 1024
+        second = arena.allocate(1000)
+    assert arena.in_use == 1024
+    del second
+    assert arena.in_use == 0
+    assert arena.free_ranges() == [SMALL_SEGMENT]

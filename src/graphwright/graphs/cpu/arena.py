@@ -3,7 +3,8 @@
 Rounding, segment sizes and best fit follow PyTorch's CUDA caching allocator
 (c10/cuda/CUDACachingAllocator.cpp), so that what overlaps there overlaps here. Freed bytes are
 overwritten with 0xFF, which is NaN in every floating-point format, so that a read after the free
-shows.
+shows. Tensors may die on any thread at any time; what dies while a tape is replayed is overwritten
+after that, as the tape may use the same bytes for something else.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -69,7 +72,10 @@ class Arena:
     """
 
     def __init__(self) -> None:
+        # Held by the thread that works here: it allocates, replays or takes blocks back.
         self._lock = forking.lock()
+        self._at_work: int | None = None
+        self._dead: deque[Block] = deque()  # to be taken back
         self._segments: list[Segment] = []
         self._apart: list[list[Segment]] = []
         self._current = self._segments
@@ -94,7 +100,7 @@ class Arena:
 
     def free_ranges(self) -> list[int]:
         """Bytes of each free range; segments of small blocks as a whole."""
-        with self._lock:
+        with self.work():
             return [
                 size
                 for segment in self._segments
@@ -105,7 +111,7 @@ class Arena:
         """A storage of `nbytes` bytes; its memory returns to the arena when it dies."""
         if nbytes == 0:
             return torch.UntypedStorage(0)
-        with self._lock:
+        with self.work():
             block = self._take(-(-nbytes // ROUNDING) * ROUNDING)
         # Only the storage keeps `buffer` alive: when it dies, the block is freed.
         buffer = (ctypes.c_char * nbytes).from_address(block.address)
@@ -130,7 +136,7 @@ class Arena:
 
     def trim(self, *, only_apart: bool = False) -> None:
         """Hand back segments without live blocks, or only those that `apart` gave."""
-        with self._lock:
+        with self.work():
             if not only_apart:
                 self._segments[:] = [segment for segment in self._segments if segment.used]
             self._drop_empty_groups()
@@ -138,7 +144,7 @@ class Arena:
     @contextlib.contextmanager
     def apart(self) -> Iterator[None]:
         """Give what is allocated inside a `with` block separate segments, for good."""
-        with self._lock:
+        with self.work():
             self._drop_empty_groups()
             outer, self._current = self._current, []
             self._apart.append(self._current)
@@ -192,19 +198,49 @@ class Arena:
         self._current.append(segment)
         return segment
 
-    def _give_back(self, block: Block) -> None:
+    @contextlib.contextmanager
+    def work(self) -> Iterator[None]:
+        """Take no block back inside a `with` block, and do so at its end; other threads wait."""
         with self._lock:
-            block.poison()
-            self.on_free(block)
-            del self._blocks[block.address]
-            segment, start = block.segment, block.offset
-            size = segment.used.pop(start)
-            # Merge with the free neighbours.
-            for offset, length in list(segment.free.items()):
-                if offset + length == start:
-                    del segment.free[offset]
-                    start, size = offset, size + length
-                elif offset == start + size:
-                    del segment.free[offset]
-                    size += length
-            segment.free[start] = size
+            outer, self._at_work = self._at_work, threading.get_ident()
+            try:
+                yield
+            finally:
+                self._at_work = outer
+        self._take_back()
+
+    def _give_back(self, block: Block) -> None:
+        """A storage has died; what is at work on any thread does not notice."""
+        self._dead.append(block)
+        self._take_back()
+
+    def _take_back(self) -> None:
+        """Take dead blocks back; if something is at work, it does so when it is done."""
+        while self._dead and self._lock.acquire(blocking=False):
+            try:
+                if self._at_work == threading.get_ident():
+                    return
+                self._at_work = threading.get_ident()
+                try:
+                    while self._dead:
+                        self._free(self._dead.popleft())
+                finally:
+                    self._at_work = None
+            finally:
+                self._lock.release()
+
+    def _free(self, block: Block) -> None:
+        block.poison()
+        self.on_free(block)
+        del self._blocks[block.address]
+        segment, start = block.segment, block.offset
+        size = segment.used.pop(start)
+        # Merge with the free neighbours.
+        for offset, length in list(segment.free.items()):
+            if offset + length == start:
+                del segment.free[offset]
+                start, size = offset, size + length
+            elif offset == start + size:
+                del segment.free[offset]
+                size += length
+        segment.free[start] = size

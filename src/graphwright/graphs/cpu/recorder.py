@@ -145,6 +145,7 @@ class _Tape(Journal):
             and would stay the same in every replay.
 
     Attributes:
+        arena: where the results go.
         steps: operations, and blocks that died between them.
         broken: whether a graph was destroyed meanwhile, which breaks a CUDA capture.
         refusal: the last error that an operation was refused with.
@@ -153,7 +154,7 @@ class _Tape(Journal):
     def __init__(self, arena: Arena, known: Mapping[int, Any] | None) -> None:
         super().__init__()
         self.steps: list[_Step | Block] = []
-        self._arena = arena
+        self.arena = arena
         self._known = known
         self._constants: set[int] = set()
         self._mine: dict[int, Block] = {}
@@ -164,7 +165,7 @@ class _Tape(Journal):
 
     def owns(self, tensor: torch.Tensor) -> Block | None:
         """The block of a tensor that this recording made."""
-        block = self._arena.block_of(tensor)
+        block = self.arena.block_of(tensor)
         return block if block is not None and block.number in self._mine else None
 
     def spoil(self) -> None:
@@ -192,7 +193,7 @@ class _Tape(Journal):
         storage = tensor.untyped_storage()
         if self._known is None or not storage.nbytes() or storage._cdata in self._known:
             return
-        if storage._cdata not in self._constants and self._arena.block_of(tensor) is None:
+        if storage._cdata not in self._constants and self.arena.block_of(tensor) is None:
             raise CaptureError(
                 f"{self.operation} uses a tensor that is made anew in every call by code that "
                 "runs no PyTorch operation; a replay would use the first one for ever.",
@@ -254,13 +255,13 @@ class _Tape(Journal):
             )
         old = tensor.untyped_storage()
         if old._cdata not in moved:
-            moved[old._cdata] = self._arena.allocate(old.nbytes())
+            moved[old._cdata] = self.arena.allocate(old.nbytes())
             moved[old._cdata].copy_(old)
         with torch.inference_mode(False):
             result = torch.empty(0, dtype=tensor.dtype, device="cpu").set_(
                 moved[old._cdata], tensor.storage_offset(), tensor.size(), tensor.stride()
             )
-        block = self._arena.block_of(result)
+        block = self.arena.block_of(result)
         assert block is not None  # It has bytes, and they were just allocated.
         self._mine[block.number] = block
         return result
@@ -270,7 +271,7 @@ class _Tape(Journal):
         if packed(tensor):
             return tensor
         block = self.owns(tensor)
-        return tensor.detach() if block is None else self._arena.alias(tensor, block)
+        return tensor.detach() if block is None else self.arena.alias(tensor, block)
 
 
 class Replayed:
@@ -324,6 +325,7 @@ class CpuRecording:
         self.name = "graph"
         self.order = order
         self._on_close = on_close
+        self._arena = tape.arena
         self._steps = tape.steps
         self._feeds = feeds
         self._drains = drains
@@ -343,7 +345,12 @@ class CpuRecording:
         self._replay()
 
     def _replay(self) -> None:
-        with torch.inference_mode(False), torch._C._DisableAutocast(), torch.no_grad():
+        with (
+            self._arena.work(),
+            torch.inference_mode(False),
+            torch._C._DisableAutocast(),
+            torch.no_grad(),
+        ):
             for step in self._steps:
                 if isinstance(step, Block):
                     step.poison()
@@ -377,11 +384,12 @@ class CpuRecording:
         """The nodes with their times in one replay."""
         self.replay()  # The first one is slower.
         began, found = time.perf_counter(), []
-        for node, step in zip(nodes, self.step_by_step(), strict=True):
-            start = time.perf_counter()
-            step.run()
-            took = time.perf_counter() - start
-            found.append(replace(node, start_us=1e6 * (start - began), duration_us=1e6 * took))
+        with self._arena.work():
+            for node, step in zip(nodes, self.step_by_step(), strict=True):
+                start = time.perf_counter()
+                step.run()
+                took = time.perf_counter() - start
+                found.append(replace(node, start_us=1e6 * (start - began), duration_us=1e6 * took))
         return found
 
     def run(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> None:
