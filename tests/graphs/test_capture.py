@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
+import random
+import sys
+import threading
 from typing import Any, NamedTuple
 
 import pytest
@@ -15,7 +18,7 @@ from torch.nn import functional as F  # noqa: N812  # the field's name for it
 
 import graphwright as gw
 from graphwright.graphs.captured_call import CapturedCall
-from graphwright.graphs.graph import GraphState
+from graphwright.graphs.graph import GraphClosed, GraphState
 from graphwright.graphs.journal import Journal
 
 
@@ -274,79 +277,6 @@ def test_what_reads_in_eager_code_is_captured_as_libraries_do_in_captures(
         assert len([n for n in graph.nodes() if n.kind in ("kernel", "operation")]) == 2
 
 
-@pytest.fixture
-def chosen_by_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("graphwright.graphs.captured_call._CHOSEN_ON", {"cpu", "cuda"})
-
-
-def looks(x: torch.Tensor, mask: torch.Tensor, slow: int) -> torch.Tensor:
-    """Where the mask masks nothing, it is left out, as transformers does it outside of captures."""
-    if not asked() and mask.all():
-        return x @ x
-    for _ in range(slow):
-        x = x + 0 * (x @ x)
-    return x * mask @ x
-
-
-@pytest.mark.usefixtures("chosen_by_time")
-@pytest.mark.parametrize("slow", [0, 40])
-def test_what_is_faster_by_what_eager_code_reads_is_captured_so(
-    slow: int, device: torch.device
-) -> None:
-    x = torch.rand(192, 192, device=device)
-    ones, some = torch.ones_like(x), (torch.rand_like(x) > 0.5).float()
-    graphed = gw.graph(looks)
-    for mask in (ones, ones, some, ones, some, some):
-        torch.testing.assert_close(graphed(x, mask, slow), looks(x, mask, slow))
-    [graph] = graphed.graphs
-    assert isinstance(graph, CapturedCall)
-    assert (graph.tree is not None) == bool(slow)
-    assert graphed.statistics.hits == 6
-
-
-@pytest.mark.usefixtures("chosen_by_time")
-def test_what_is_timed_keeps_to_the_limit_of_the_pool(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    limits: list[int | None] = []
-    begin = gw.MemoryPool.__init__
-
-    def noted(self: gw.MemoryPool, limit: Any = None, device: Any = None, **more: Any) -> None:
-        limits.append(limit)
-        begin(self, limit, device, **more)
-
-    x = torch.rand(192, 192, device=device)
-    call = x, torch.ones_like(x), 40
-    pool = gw.MemoryPool("64MiB")
-    graphed = gw.graph(looks, pool=pool)
-    monkeypatch.setattr(gw.MemoryPool, "__init__", noted)
-    for _ in range(2):
-        torch.testing.assert_close(graphed(*call), looks(*call))
-    assert limits == [64 << 20]
-
-
-@pytest.mark.usefixtures("chosen_by_time")
-def test_capture_makes_one_graph_of_what_eager_code_reads(device: torch.device) -> None:
-    x = torch.rand(8, 8, device=device)
-    with gw.capture(looks, x, torch.ones_like(x), 40) as graph:
-        assert graph.tree is None
-        mask = (torch.rand_like(x) > 0.5).float()
-        torch.testing.assert_close(graph(x, mask, 40), looks(x, mask, 40))
-
-
-@pytest.mark.usefixtures("chosen_by_time")
-def test_what_changes_with_what_it_reads_is_not_timed(device: torch.device) -> None:
-    def counts(x: torch.Tensor, seen: torch.Tensor) -> torch.Tensor:
-        seen += 1
-        return looks(x, x, 40)
-
-    x, seen = torch.rand(8, 8, device=device), torch.zeros(1, device=device)
-    graphed = gw.graph(counts)
-    for _ in range(3):
-        torch.testing.assert_close(graphed(x, seen), looks(x, x, 40))
-    assert seen.item() == 3
-
-
 def test_what_no_capture_takes_as_eager_code_is_captured_the_other_way(
     device: torch.device,
 ) -> None:
@@ -404,29 +334,6 @@ def test_a_model_of_transformers_is_captured_without_masks_that_eager_code_leave
     assert operations() <= with_mask - 6
     # A mask that pads nothing is looked into in eager code, and used in a graph.
     assert operations(attention_mask=torch.ones_like(ids)) == with_mask
-
-
-@pytest.mark.usefixtures("chosen_by_time")
-def test_masks_that_mask_nothing_are_left_out_where_that_is_faster(
-    device: torch.device, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    transformers = pytest.importorskip("transformers")
-    monkeypatch.setattr("graphwright.graphs.captured_call._CHOSEN_BELOW", float("inf"))
-    small: Any = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
-    model = transformers.BertModel(transformers.BertConfig(intermediate_size=64, **small))
-    model = model.eval().to(device)
-    ids = torch.randint(5, 1000, (2, 16), device=device)
-    graphed = gw.graph(model)
-    for pads in (0, 0, 6, 6, 3, 0, 16):
-        mask = torch.ones_like(ids)
-        mask[1, 16 - pads :] = 0
-        with torch.no_grad():
-            found, expected = graphed(ids, attention_mask=mask), model(ids, attention_mask=mask)
-        torch.testing.assert_close(found[0], expected[0], atol=1e-5, rtol=1e-5)
-    [graph] = graphed.graphs
-    assert isinstance(graph, CapturedCall)
-    assert graph.tree is not None
-    assert "all" in graphed.explain()
 
 
 def test_training_is_refused() -> None:
@@ -603,3 +510,30 @@ def test_a_block_takes_attention_without_dropout(
         graph.replay()
         torch.testing.assert_close(found, expected)
     graph.close()
+
+
+def test_a_close_on_another_thread_waits_for_the_call(device: torch.device) -> None:
+    def reads(x: torch.Tensor) -> torch.Tensor:
+        return x + 1 if x.sum().item() > 0 else x - 1
+
+    wide = torch.rand(64, 256, device=device)
+    calls: list[tuple[Any, torch.Tensor, torch.Tensor]] = [
+        (lambda x: x * 2 + 1, wide[:, ::4], wide[:, ::4] * 2 + 1),  # copied in by element
+        (reads, wide, wide + 1),  # in segments
+    ]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for work, x, expected in calls * 10:
+            graph = CapturedCall(work, (x,), {}, breaks="auto", warmup=1)
+            graph.warm()
+            graph.record()
+            closing = threading.Timer(0.002 * random.random(), graph.close)
+            closing.start()
+            try:
+                while True:
+                    assert torch.equal(graph(x), expected)
+            except GraphClosed:
+                closing.join()
+    finally:
+        sys.setswitchinterval(interval)

@@ -93,6 +93,8 @@ class GraphCache:
         breaks: as for `graph()`.
         checks: as for `graph()`.
         objects: whether objects among arguments and results are taken apart.
+        may_look: whether segments are taken in place of one graph where they are faster; they may
+            need another capture for another value.
 
     Attributes:
         captures: how many graphs were captured.
@@ -111,6 +113,7 @@ class GraphCache:
         checks: Checks,
         *,
         objects: bool,
+        may_look: bool,
     ) -> None:
         self.fn = fn
         self.checks: Checks = checks
@@ -119,6 +122,7 @@ class GraphCache:
         self._outputs: Outputs = outputs
         self._breaks: Breaks = breaks
         self._objects = objects
+        self._may_look = may_look
         self._max_graphs = max_graphs
         self._forget = forget
         self._forget_proofs = forget_proofs
@@ -324,6 +328,7 @@ class GraphCache:
             breaks=self._breaks,
             objects=self._objects,
             places=places,
+            may_look=self._may_look,
         )
 
     def _record(self, graph: CapturedCall, signature: CallSignature, key: Any) -> CacheEntry:
@@ -351,11 +356,15 @@ class GraphCache:
         return entry
 
     def give_up(self, entry: CacheEntry, error: GraphwrightError) -> None:
-        """Close a graph whose calls are to run eagerly from now on."""
+        """Close a graph whose calls are to run eagerly from now on, or by one graph if that does."""
         with self.pool._lock:
             signature, state, grad = entry.signature, entry.state, entry.grad
+            one_does = entry.graph is not None and entry.graph.looks
             self.discard(entry)
-            self.refuse(signature, state, grad, error, for_good=True)
+            if one_does:
+                self._may_look = False
+            else:
+                self.refuse(signature, state, grad, error, for_good=True)
             self.pool._trim()
 
     def discard(self, entry: CacheEntry) -> None:

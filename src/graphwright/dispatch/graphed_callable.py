@@ -179,6 +179,7 @@ class GraphedCallable(StandIn):
             breaks,
             checks,
             objects=self._takes_objects,
+            may_look=on_miss == "capture",
         )
         self._recent: CacheEntry | None = None
         self._short: tuple[CacheEntry, Shortcut] | None = None

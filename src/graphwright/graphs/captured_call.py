@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -47,19 +45,14 @@ from .journal import Copies, Journal
 from .marks import mark, wanted
 from .memory import MemoryPool, MemoryPrediction, pool_problem
 from .python_state import PythonState
-from .recorder import Recorder, Recording
+from .recorder import Interrupted, Recorder, Recording
 from .segments.explanation import describe_tree
 from .segments.tracer import Untraceable
 from .segments.tree import CopyPlan, SegmentTree
 from .static_tensors import Finish, Geometry, StaticInputs, StaticOutputs, byte_view, copy, is_dense
 from .transaction import let_go, transaction
+from .turns import Busy
 from .warmup import Comparison, RunsOtherwise, Warmed, warm
-
-# Where a call is timed as eager code runs it and as libraries run it in captures, in how many
-# rounds; and below which share of the time the first is taken, as it keeps calls from overlapping.
-_CHOSEN_ON = frozenset({"cuda"})
-_CHOICE_ROUNDS = 7
-_CHOSEN_BELOW = 0.9
 
 Outputs = Literal["fresh", "static"]
 Breaks = Literal["auto", "never"]
@@ -79,9 +72,10 @@ class CapturedCall(Graph):
     # Whether a call changes or returns objects that it was given.
     has_effects = False
     # Whether libraries are told that nothing is captured, so that the graph runs what eager code
-    # runs, and whether it may be in segments then; None until that is known.
+    # runs; None until that is known.
     _as_eager: bool | None = None
-    _may_look = False
+    # Whether it is in segments for that, although one graph would do.
+    looks = False
 
     def __init__(
         self,
@@ -97,6 +91,7 @@ class CapturedCall(Graph):
         objects: bool = True,
         places: Sequence[Place] = (),
         streams: int = 1,
+        may_look: bool = True,
     ) -> None:
         """Check the arguments; nothing runs yet.
 
@@ -112,6 +107,7 @@ class CapturedCall(Graph):
             objects: whether objects among the arguments and results are taken apart.
             places: attributes and items to which other calls of the function write.
             streams: as for `capture`.
+            may_look: whether segments are taken in place of one graph where they are faster.
 
         Raises:
             OptionError: an option is invalid.
@@ -144,6 +140,7 @@ class CapturedCall(Graph):
         self.parts = Parts()
         self._breaks = breaks
         self._streams = streams
+        self._may_look = may_look
         # Without keyword arguments and containers, the leaves are the arguments themselves.
         # Attributes and items outside of it that each run writes to, once they are known; those
         # that it may write to; and what the module holds.
@@ -636,39 +633,44 @@ class CapturedCall(Graph):
             except RunsOtherwise:
                 self._as_eager = True
                 continue
+            except (Busy, Interrupted):
+                raise  # Other threads were in the way.
             except CaptureError as error:
                 if not self._as_eager:
                     raise
-                self._as_eager = self._may_look = False
+                self._as_eager = self.looks = False
                 let_go(error)
                 continue
             if not self._may_be_faster_as_eager():
                 break
-            self._as_eager = self._may_look = self._is_faster_as_eager()
-            if not self._as_eager:
+            self._as_eager = self.looks = self._is_faster_as_eager()
+            if not self.looks:
                 break
         self.parts.settle()
         return prediction
 
     def _may_be_faster_as_eager(self) -> bool:
         """Whether what libraries see in eager mode, and not in captures, may make it faster."""
+        from .as_eager import TRIED_ON
+
         assert self._warmed is not None
-        if self._as_eager is not None or not self._warmed.looks_in_eager:
+        if self._as_eager is not None or not self._warmed.looks_in_eager or not self._may_look:
             return False
-        effects = self.mutates or self.random or self.has_effects or self.places
-        return self._breaks == "auto" and self._device.type in _CHOSEN_ON and not effects
+        return self._breaks == "auto" and self._device.type in TRIED_ON
 
     def _is_faster_as_eager(self) -> bool:
-        """Whether segments between what libraries read in eager mode beat one graph, timed."""
+        """Whether segments between what libraries read in eager mode beat one graph."""
+        from .as_eager import is_faster_as_eager
+
+        assert self._warmed is not None
+        left = None if self.pool.limit is None else self.pool.limit - self.pool.reserved
+        if left is not None and left < max(1, sum(self._warmed.segments)):
+            return False
         args, kwargs = unflatten(self._sample, self._spec)
-        twins: list[CapturedCall] = []
-        seconds: list[list[float]] = [[], []]
-        limit = self.pool.limit
-        left = None if limit is None else max(1, limit - self.pool.reserved)
-        pool = MemoryPool(left, device=self._device)
-        try:
-            for as_eager in (False, True):
-                twin = CapturedCall(
+        with MemoryPool(left, device=self._device) as pool:
+
+            def make(in_segments: bool) -> CapturedCall:
+                made = CapturedCall(
                     self._fn,
                     args,
                     kwargs,
@@ -679,29 +681,10 @@ class CapturedCall(Graph):
                     places=self._known,
                     streams=self._streams,
                 )
-                twin._as_eager = twin._may_look = as_eager
-                twins.append(twin)
-                twin.warm()
-                twin.record()
-            for turn in range(2 + _CHOICE_ROUNDS):
-                for twin, found in zip(twins, seconds, strict=True):
-                    began = time.perf_counter()
-                    twin.run(args, kwargs)
-                    if self._device.type == "cuda":
-                        torch.cuda.synchronize(self._device)
-                    if turn >= 2:  # The first ones set something up.
-                        found.append(time.perf_counter() - began)
-            if not twins[1]._as_eager or twins[1].given_up is not None:
-                return False
-            whole_s, eagerly_s = map(statistics.median, seconds)
-            return eagerly_s <= _CHOSEN_BELOW * whole_s
-        except (GraphwrightError, RuntimeError) as error:
-            let_go(error)
-            return False
-        finally:
-            for twin in twins:
-                twin.close()
-            pool.close()
+                made._as_eager = made.looks = in_segments
+                return made
+
+            return is_faster_as_eager(make, args, kwargs, self._device)
 
     def consider(self, places: Sequence[Place]) -> None:
         """Make sure that the warm call does not read places to which other calls write.
@@ -717,8 +700,9 @@ class CapturedCall(Graph):
     def _warm(self, *, rehearse: bool) -> MemoryPrediction:
         with self.pool._lock:
             recorder = self.pool._recorder_for(self._device)
+            self._tree = None
             with self._transaction(GraphState.WARMING) as state:
-                whole = self._breaks == "never" or (self._as_eager and not self._may_look)
+                whole = self._breaks == "never" or (self._as_eager and not self.looks)
                 fallback = None if whole else self._plan_segments
                 with answering_as_eager(bool(self._as_eager)):
                     self._warmed = warm(
@@ -774,24 +758,20 @@ class CapturedCall(Graph):
             CaptureError: the call cannot be captured.
         """
         with self.pool._lock:
-            prediction = self.prediction
             try:
-                if self.has_effects and not self._fresh:
-                    raise CaptureError(
-                        "The call changes or returns objects that it is given, or sets attributes: "
-                        "these would hold tensors that the next replay overwrites.",
-                        remedy="Leave outputs='static' out.",
-                    )
-                self.pool._admit(self, prediction)
-                held = self.pool.reserved
-                self._record(prediction, share_inputs)
-                while self.pool._over_limit(held):
-                    # The prediction was too low: it knows nothing of fragmentation.
+                try:
+                    self._admit_and_record(share_inputs)
+                except (Busy, Interrupted):
+                    raise
+                except GraphwrightError as error:
+                    if not self.looks:
+                        raise
+                    let_go(error)
                     self._forget()
                     self.pool._sweep()
-                    if not self.pool._evict_one(self):
-                        raise self.pool._exceeded(self, prediction)
-                    self._record(prediction, share_inputs)
+                    self._as_eager = self.looks = False  # One graph does, too.
+                    self.warm()
+                    self._admit_and_record(share_inputs)
             except BaseException as error:
                 self._retire()
                 let_go(error)
@@ -803,6 +783,26 @@ class CapturedCall(Graph):
             self.state = GraphState.READY
             self.pool._add(self)
         self.parts.warn()
+
+    def _admit_and_record(self, share_inputs: bool) -> None:
+        """Make room for the graph, and record it."""
+        prediction = self.prediction
+        if self.has_effects and not self._fresh:
+            raise CaptureError(
+                "The call changes or returns objects that it is given, or sets attributes: "
+                "these would hold tensors that the next replay overwrites.",
+                remedy="Leave outputs='static' out.",
+            )
+        self.pool._admit(self, prediction)
+        held = self.pool.reserved
+        self._record(prediction, share_inputs)
+        while self.pool._over_limit(held):
+            # The prediction was too low: it knows nothing of fragmentation.
+            self._forget()
+            self.pool._sweep()
+            if not self.pool._evict_one(self):
+                raise self.pool._exceeded(self, prediction)
+            self._record(prediction, share_inputs)
 
     def _record(self, prediction: MemoryPrediction, share_inputs: bool) -> None:
         recorder = self.pool._recorder_for(self._device)

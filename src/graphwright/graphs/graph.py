@@ -191,10 +191,12 @@ class Graph:
 
     def close(self) -> None:
         """Close the graph; its memory returns to the pool. Closing twice is no error."""
-        self._retire()
-        if not capturing_now():
-            with self.pool._lock:
-                self.pool._sweep()
+        if capturing_now():
+            self._retire()
+            return
+        with self.pool._lock:  # Another thread may be in a call of it.
+            self._retire()
+            self.pool._sweep()
 
     def __del__(self) -> None:
         if getattr(self, "state", GraphState.CLOSED) is GraphState.CLOSED:

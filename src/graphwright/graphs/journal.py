@@ -68,7 +68,9 @@ class Journal(OperationMode):
         announced: storages that operations write to according to their schema, by identity;
             autograd counts a new version of their tensors.
         sequence: a number for the operations and their order.
+        count: of the operations.
         reads: whether the host had to see values of tensors.
+        waits: whether it had to wait for another device for that.
     """
 
     def __init__(self, copies: Copies | None = None) -> None:
@@ -79,7 +81,9 @@ class Journal(OperationMode):
         self.dtypes: set[torch.dtype] = set()
         self.announced: set[int] = set()
         self.sequence = 0
+        self.count = 0
         self.reads = False
+        self.waits = False
         self._copies = copies
         self._made: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -152,7 +156,10 @@ class Journal(OperationMode):
         """
         self.operation = func
         self.sequence = hash((self.sequence, func))
-        self.reads = self.reads or reads_values(func, args, kwargs)
+        self.count += 1
+        if reads_values(func, args, kwargs):
+            self.reads = True
+            self.waits = self.waits or any(t.device.type != "cpu" for t in tensors((args, kwargs)))
         self.draws.use((args, kwargs))
         for tensor in tensors((args, kwargs)):
             if tensor.layout is torch.strided and not tensor.is_nested:

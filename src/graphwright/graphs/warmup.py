@@ -70,7 +70,7 @@ class Warmed:
         announced: storages among these whose tensors get a new version from autograd, by identity.
         segments: bytes of each memory segment that it would take in an empty pool.
         contributors: its largest tensors, as (what, bytes).
-        looks_in_eager: whether libraries read values in eager mode and run other operations then,
+        looks_in_eager: whether libraries read values in eager mode and run fewer operations then,
             but read none in a capture.
     """
 
@@ -124,12 +124,12 @@ def warm(
     allocate = _ordinary_allocator(recorder.device)
     comparison = Comparison() if comparison is None else comparison
     trial = _ObservedRuns(work, sample, recorder, python_state, comparison, copies)
-    eager, first, set_up = trial.eager()
+    eager, first, set_up, written_eagerly = trial.eager()
     # Not the inputs, whose memory may be gone.
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
     made, first_draws = first.made_storages, first.draws
     as_eager = None if first.reads or may_run_otherwise else first.sequence
-    read_by = first.sequence if first.reads else None
+    read_in = first.count if first.reads else None
     del first
     inputs = StaticInputs(sample, allocate)
     journal = Journal(copies)
@@ -140,6 +140,15 @@ def warm(
         told = questions() > before
         python_state.check(read=frozenset(journal.external))
         _refuse_first_run_setup(set_up, journal.written)
+        mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
+        if mutated != written_eagerly:
+            raise CaptureError(
+                "The call writes to other arguments when it runs as eager code than when it is "
+                "told that a capture is under way."
+                if told
+                else "The call writes to other arguments in its second run than in its first.",
+                remedy="Let each run write to the same arguments, or to none.",
+            )
         if journal.continues_from(made):
             raise StateChanges(
                 "The call makes a tensor in its first run that later runs change; a graph would "
@@ -182,7 +191,7 @@ def warm(
         # What draws random numbers may do so by a seed of the host unless it is captured.
         if told and as_eager not in (None, journal.sequence) and not (generators or draws):
             raise RunsOtherwise
-        looks = told and not journal.reads and read_by not in (None, journal.sequence)
+        looks = told and not journal.reads and read_in is not None and read_in < journal.count
         if python_state.unsettled:
             unsettled = StateChanges(
                 f"{python_state.unsettled} changes with every call that draws random numbers, and "
@@ -213,7 +222,6 @@ def warm(
                 work(inputs)
             python_state.check()
         journal.undo()
-        mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
         for slot in inputs.slots:
             journal.external.pop(inputs.tensor(slot).untyped_storage()._cdata, None)
         del inputs
@@ -264,6 +272,9 @@ def _segments_needed(
         fallback: as for `warm`.
         outside: storages on other devices that the eager run used too, by identity.
     """
+    if fallback is not None and journal.waits:
+        # A capture that waits breaks, and leaves behind what PyTorch never gives back.
+        return fallback(generators, draws)
     if fallback is not None and recorder.device.type != "cpu":
         hosts = [s for s in journal.external.values() if s.device.type == "cpu" and s.nbytes()]
         if any(storage._cdata in outside for storage in hosts):
@@ -329,7 +340,7 @@ class _ObservedRuns:
 
     def eager(
         self, under: AbstractContextManager[Any] | None = None
-    ) -> tuple[Any, Journal, list[torch.UntypedStorage]]:
+    ) -> tuple[Any, Journal, list[torch.UntypedStorage], tuple[int, ...]]:
         """Run the call as plain eager code.
 
         Args:
@@ -337,7 +348,7 @@ class _ObservedRuns:
 
         Returns:
             what `Comparison.keep` kept of its results; its journal; the storages that it changed
-            among those of the model's tensors.
+            among those of the model's tensors; the slots of the arguments that it wrote to.
         """
         inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
         journal = Journal(self._copies)
@@ -348,11 +359,12 @@ class _ObservedRuns:
             self._python_state.check()
             written = [storage for storage in journal.written if self._python_state.holds(storage)]
             written = [storage for storage in written if journal.changed(storage)]
+            slots = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
         finally:
             journal.undo()
         if self._copies is not None:
             self._recorder.tidy()  # The next run needs blocks of other sizes.
-        return kept, journal, written
+        return kept, journal, written, slots
 
     def compare_without_dropout(self) -> None:
         """Compare a run that pretends to be captured with a plain one, both without dropout.

@@ -71,6 +71,11 @@ class Break:
         """The operation."""
         return self._func
 
+    @property
+    def is_truth_value(self) -> bool:
+        """Whether its outcome is one of True and False."""
+        return self._scalar is not None and self._scalar.dtype is torch.bool
+
     def run(self) -> tuple[Hashable, Any]:
         """Run the operation; returns the key of the outcome, and the results."""
         if self._scalar is not None:

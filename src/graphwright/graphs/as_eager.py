@@ -1,0 +1,97 @@
+"""Whether a call is faster as eager code runs it: in segments between what libraries read there.
+
+transformers looks into a mask in eager mode, and leaves it out if it masks nothing. In a capture it
+cannot look, and runs slower kernels of attention with the mask. One graph of these is right for
+every mask; segments with the look between them are faster for most. Both are captured and timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+
+from ..calls.signature import Args, Kwargs
+from .captured_call import CapturedCall
+from .transaction import let_go
+
+# Where this is tried: the CPU recorder's times say nothing of a GPU's.
+TRIED_ON = frozenset({"cuda"})
+# Rounds that are timed, after those in which something is set up or timed by the segments.
+_ROUNDS, _FIRST = 7, 6
+# Segments are taken below this share of the time: they keep calls from overlapping.
+_BELOW = 0.9
+# Each look may double the paths that calls take.
+_MOST_LOOKS = 3
+
+
+def is_faster_as_eager(
+    make: Callable[[bool], CapturedCall], args: Args, kwargs: Kwargs, device: torch.device
+) -> bool:
+    """Time a call in segments as eager code runs it beside one graph; both are closed again.
+
+    Args:
+        make: makes the call's graph, not yet warm: in segments, or one.
+        args: positional arguments of the call.
+        kwargs: its keyword arguments.
+        device: where it runs.
+
+    Returns:
+        whether segments are faster; False where anything fails or changes something.
+    """
+    twins: list[CapturedCall] = []
+    try:
+        for in_segments in (True, False):
+            twin = make(in_segments)
+            twins.append(twin)
+            twin.warm()
+            if _changes_something(twin):
+                return False
+            twin.record()
+            if _changes_something(twin) or (in_segments and not _only_looks(twin)):
+                return False
+        in_segments_s, whole_s = _median_seconds(twins, args, kwargs, device)
+        return twins[0].given_up is None and in_segments_s <= _BELOW * whole_s
+    except Exception as error:  # One graph was known to do before this was tried.
+        let_go(error)
+        return False
+    finally:
+        for twin in twins:
+            twin.close()
+
+
+def _changes_something(twin: CapturedCall) -> bool:
+    """Whether a call leaves anything behind but its results, which must not happen again here."""
+    return twin.mutates or twin.random or twin.has_effects or bool(twin.places)
+
+
+def _only_looks(twin: CapturedCall) -> bool:
+    """Whether a call is in segments, and all that is read between them is a few truth values."""
+    root = None if twin.tree is None else twin.tree.root
+    if root is None:
+        return False
+    breaks = [node.break_ for node in root.below() if node.break_ is not None]
+    return 0 < len(breaks) <= _MOST_LOOKS and all(each.is_truth_value for each in breaks)
+
+
+def _median_seconds(
+    twins: Sequence[CapturedCall], args: Args, kwargs: Kwargs, device: torch.device
+) -> list[float]:
+    """The median times of some calls, which take turns."""
+    seconds: list[list[float]] = [[] for _ in twins]
+    for turn in range(_FIRST + _ROUNDS):
+        for twin, found in zip(twins, seconds, strict=True):
+            _wait(device)
+            began = time.perf_counter()
+            twin(*args, **kwargs)
+            _wait(device)
+            if turn >= _FIRST:
+                found.append(time.perf_counter() - began)
+    return [statistics.median(each) for each in seconds]
+
+
+def _wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
