@@ -36,6 +36,7 @@ struct TensorFacts {
   const void* address;  // of the storage
   int64_t offset;       // in it, in elements
   c10::ScalarType dtype;
+  c10::DispatchKeySet keys;
   int64_t version;  // -1 where it does not matter
   size_t begin;     // of its sizes and strides
   size_t dimensions;
@@ -153,6 +154,7 @@ bool same_tensor(Check* self, const TensorFacts& known) {
   if (THPVariable_Unpack(known.object).unsafeGetTensorImpl() != known.impl) return false;
   const c10::TensorImpl* impl = known.impl;
   if (impl->dtype().toScalarType() != known.dtype || !impl->has_storage()) return false;
+  if (impl->key_set() != known.keys) return false;
   if (impl->unsafe_storage().unsafeGetStorageImpl() != known.storage) return false;
   const auto sizes = impl->sizes();
   const auto strides = impl->strides();
@@ -318,7 +320,7 @@ PyObject* check_new(PyTypeObject* type, PyObject* args, PyObject*) {
     const auto strides = impl->strides();
     const c10::StorageImpl* storage = impl->unsafe_storage().unsafeGetStorageImpl();
     self->tensors.push_back({object, impl, storage, storage->data(), impl->storage_offset(),
-                             impl->dtype().toScalarType(),
+                             impl->dtype().toScalarType(), impl->key_set(),
                              PyLong_AsLongLong(PyList_GET_ITEM(versions, n)),
                              self->geometry.size(), sizes.size()});
     self->geometry.insert(self->geometry.end(), sizes.begin(), sizes.end());
@@ -401,7 +403,7 @@ bool same_argument(const Arguments* self, const ArgumentFacts& known, PyObject* 
   const int64_t* expected = self->geometry.data() + known.begin;
   for (size_t n = 0; n < known.dimensions; ++n)
     if (sizes[n] != expected[n] || strides[n] != expected[known.dimensions + n]) return false;
-  return true;
+  return impl->numel() == 0 || impl->unsafe_storage().data() != nullptr;
 }
 
 struct Range {

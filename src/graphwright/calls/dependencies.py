@@ -30,7 +30,7 @@ from torch.nn.modules import module as nn_module
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from .signature import SCALARS, describe
+from .signature import SCALARS, describe, without_memory
 
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
@@ -64,7 +64,6 @@ _WITHOUT_STATE = (
     types.ModuleType,
     types.CodeType,
     types.GetSetDescriptorType,
-    types.MappingProxyType,
     types.WrapperDescriptorType,
     weakref.ref,
     enum.Enum,
@@ -75,7 +74,9 @@ _WITHOUT_STATE = (
     type(Ellipsis),
     type(NotImplemented),
 )
-_COMPARABLE = (range, slice, re.Pattern, frozenset, types.CodeType)
+# What a class holds in place of a function.
+_WRAPPERS = (property, staticmethod, classmethod)
+_COMPARABLE = (range, re.Pattern, types.CodeType)
 # Packages whose objects hold only their own machinery, which is no state of the call.
 _MACHINERY = frozenset(
     (
@@ -162,6 +163,10 @@ class Source:
         """The name of one of its values."""
         return self.name.item(key)
 
+    def looked_into(self, key: Any) -> bool:
+        """Whether what one of its values holds counts here."""
+        return True
+
 
 class DictionarySource(Source):
     """The content of a dictionary, without hidden keys."""
@@ -241,9 +246,11 @@ class AttributesSource(Source):
     """Attributes of a module or an object, without those that no call depends on.
 
     Of attributes that the call's code does not name, only modules, tensors and plain values count.
+    The dictionaries in which a module has its parameters, submodules and hooks are sources of their
+    own; here it counts whether others take their place.
     """
 
-    __slots__ = ("_hidden", "_names")
+    __slots__ = ("_hidden", "_holders", "_names")
 
     def __init__(
         self,
@@ -251,15 +258,20 @@ class AttributesSource(Source):
         owner: Any,
         names: frozenset[str] | None = None,
         hidden: frozenset[Any] = frozenset(),
+        holders: frozenset[str] = frozenset(),
     ) -> None:
         self._names = names
         self._hidden = hidden
+        self._holders = holders
         super().__init__(name, owner)
 
     def read(self) -> dict[Any, Any]:
         names, now = self._names, {}
         is_module = isinstance(self.owner, nn.Module)
         for key, value in dict(_attributes_of(self.owner) or ()).items():
+            if key in self._holders:
+                now[key] = value
+                continue
             if (is_module and key in _IGNORED) or key in self._hidden:
                 continue
             named = names is None or key in names
@@ -287,6 +299,9 @@ class AttributesSource(Source):
         if self.name.text:
             return self.name.attribute(str(key))
         return self.name._replace(text=str(key))
+
+    def looked_into(self, key: Any) -> bool:
+        return key not in self._holders
 
 
 class SlotsSource(AttributesSource):
@@ -585,8 +600,9 @@ class Dependencies:
             before = "" if kind in _HOLDERS else "hook "
             self._held(Name(before, "", after), getattr(module, kind))
         names = self._names if id(type(module)) in self._classes else None
+        holders = frozenset((*_HOLDERS, *kinds))
         source = AttributesSource(
-            Name("attribute ", "", after), module, names, self._hidden_of(module)
+            Name("attribute ", "", after), module, names, self._hidden_of(module), holders
         )
         self._add(source, 1, inside=True)
         self._class(type(module), "forward")
@@ -625,7 +641,7 @@ class Dependencies:
         """Add a source, and look into what it holds."""
         self.sources.append(source)
         for key, value in source.held.items():
-            if not isinstance(value, SCALARS):
+            if not isinstance(value, SCALARS) and source.looked_into(key):
                 self._values.append((source.key_name(key), value, depth + 1, inside))
 
     def _value(self, name: Name, value: Any, depth: int, inside: bool) -> None:
@@ -637,6 +653,8 @@ class Dependencies:
         if isinstance(value, nn.Module):
             self._modules.append((f"{name.text}{name.after}", value))
             return
+        if isinstance(value, types.ModuleType) and inside:
+            self._namespace(name.text, value, self._names)
         if isinstance(value, _WITHOUT_STATE) or not self._visited(value):
             return
         if isinstance(value, torch.Tensor):
@@ -671,7 +689,7 @@ class Dependencies:
                 kind = SetSource if isinstance(value, set) else SequenceSource
                 self._add(kind(name, value), depth, inside=inside)
             self._container_attributes(name, value, depth, inside)
-        elif isinstance(value, dict):
+        elif isinstance(value, dict | types.MappingProxyType):
             source = DictionarySource(name, value, self._hidden_of(value))
             self._add(source, depth, inside=inside)
             self._container_attributes(name, value, depth, inside)
@@ -679,16 +697,24 @@ class Dependencies:
             self._object(name, value, depth, inside)
 
     def _tensor(self, name: Name, value: torch.Tensor, inside: bool) -> None:
-        if type(value) in PLAIN:
+        wraps = hasattr(type(value), "__tensor_flatten__")
+        if _attributes_of(value):
+            # Of a wrapper, its own methods name them.
+            names = None if wraps else self._names
+            source = AttributesSource(name, value, names, self._hidden_of(value))
+            self._add(source, 1, inside=inside)
+        if type(value) in PLAIN or (without_memory(value) is None and not wraps):
             self.tensors.append((name, value))
-        elif hasattr(type(value), "__tensor_flatten__"):
+        elif wraps:
             flatten: Any = getattr(value, "__tensor_flatten__")  # noqa: B009  # unknown to mypy
             for inner in flatten()[0]:
                 self._values.append((name.attribute(inner), getattr(value, inner), 1, inside))
 
     def _container_attributes(self, name: Name, value: Any, depth: int, inside: bool) -> None:
         """Look into the attributes of a container whose class is a user's."""
-        if type(value).__module__ not in ("builtins", "collections") and _attributes_of(value):
+        if type(value).__module__ in ("builtins", "collections"):
+            return
+        if _attributes_of(value) is not None:
             self._add(AttributesSource(name, value), depth, inside=inside)
 
     def _object(self, name: Name, value: Any, depth: int, inside: bool) -> None:
@@ -734,7 +760,7 @@ class Dependencies:
             self._add(cells, depth, inside=inside)
             for key, value in cells.held.items():
                 if isinstance(value, type | types.ModuleType):
-                    self._namespace(key, value, function)
+                    self._namespace(key, value, _names_of(function.__code__))
         self._globals(function, depth, inside, own=not _is_library(function))
 
     def _globals(
@@ -742,7 +768,7 @@ class Dependencies:
     ) -> None:
         """Look into the globals that a function names.
 
-        Of those in a library's code only plain values, tensors and modules count.
+        Of those in a library's code only plain values, tensors and neural modules count.
         """
         plain = (*SCALARS, torch.Tensor, nn.Module)
         found = function.__globals__
@@ -752,21 +778,27 @@ class Dependencies:
             if value is _MISSING or (id(found), name) in self._seen_globals:
                 continue
             if own and isinstance(value, type | types.ModuleType):
-                self._namespace(name, value, function)
-            if isinstance(value, plain) or (own and not _is_constant(value)):
+                self._namespace(name, value, _names_of(function.__code__))
+            if own or isinstance(value, plain):
                 self._seen_globals.add((id(found), name))
                 names.append(name)
         if names:
             stored = stored_names(function.__code__)
             self._add(GlobalsSource(found, names, stored), depth, inside=inside)
 
-    def _namespace(self, name: str, value: Any, function: types.FunctionType) -> None:
-        """Look into what a function names of a user's file or class: `settings.SCALE`."""
+    def _namespace(self, name: str, value: Any, names: frozenset[str] | None) -> None:
+        """Look into what code names of a user's file or class: `settings.SCALE`.
+
+        Args:
+            name: of the file or class.
+            value: the file or class.
+            names: that the code names; None for all.
+        """
         if value.__name__.partition(".")[0] in _MACHINERY or _is_library(value):
             return
         if isinstance(value, type) and value.__flags__ & _IMMUTABLE:
             return  # Besides, each read of such a class's `__name__` gives another string.
-        keys = [key for key in _names_of(function.__code__) if key in vars(value)]
+        keys = [key for key in vars(value) if names is None or key in names]
         keys = [key for key in keys if _is_watched_part(getattr(value, key, None))]
         if keys and (id(value), name) not in self._seen_globals:
             self._seen_globals.add((id(value), name))
@@ -824,7 +856,8 @@ class Dependencies:
             source = ClassPartsSource(Name("", base.__qualname__), base, watched)
             self.sources.append(source)
             for key, value in source.held.items():
-                if own and function_of(value) is None and not isinstance(value, SCALARS):
+                code = isinstance(value, _WRAPPERS) or function_of(value) is not None
+                if own and not code and not isinstance(value, SCALARS):
                     self._values.append((source.key_name(key), value, 1, True))
 
 
@@ -883,6 +916,10 @@ def same(new: Any, old: Any) -> bool | None:
         return False
     if isinstance(new, SCALARS):
         return describe(new) == describe(old)
+    if isinstance(new, frozenset):  # 1, 1.0 and True are equal.
+        return _equal(new, old) and {(type(v), v) for v in new} == {(type(v), v) for v in old}
+    if isinstance(new, slice):
+        return same((new.start, new.stop, new.step), (old.start, old.stop, old.step))
     if isinstance(new, _COMPARABLE):
         return _equal(new, old)
     if isinstance(new, types.MethodType):
@@ -901,7 +938,8 @@ def same(new: Any, old: Any) -> bool | None:
         return False
     if _attributes_of(new) is not None or _slots_of(type(new)):
         return None
-    return _is_immutable(new) and _equal(new, old)
+    # A number of NumPy's: 0.0 and -0.0 are equal, and NaN is not.
+    return _is_immutable(new) and new.dtype == old.dtype and new.tobytes() == old.tobytes()
 
 
 def _equal(a: Any, b: Any) -> bool:
@@ -1191,16 +1229,12 @@ def _is_watched_part(value: Any) -> bool:
     """Whether an attribute of a user's class or file is state or a function, and watched."""
     if function_of(value) is not None:
         return True
-    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
+    if isinstance(value, types.ModuleType):
         return False
-    return isinstance(
-        value, (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module)
-    ) or (_attributes_of(value) is not None and type(value).__module__ != "builtins")
-
-
-def _is_constant(value: Any) -> bool:
-    """Whether a global is a module, class or builtin, which is code and no state."""
-    return isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType))
+    plain = (*SCALARS, list, tuple, dict, set, deque, torch.Tensor, nn.Module)
+    if isinstance(value, (*plain, *_WRAPPERS, type, types.BuiltinFunctionType)):
+        return True
+    return _attributes_of(value) is not None and type(value).__module__ != "builtins"
 
 
 def _is_machinery(value: Any) -> bool:

@@ -219,7 +219,15 @@ def _is_plain(value: Any) -> bool:
         and not (_is_wrapped(value) or _is_functional(value))
         and not (value.is_nested or value.is_quantized or value.is_neg() or value.is_conj())
         and not value._is_zerotensor()
+        and not _was_freed(value)
     )
+
+
+def _was_freed(tensor: torch.Tensor) -> bool:
+    """Whether a tensor with elements has no memory any more, as where FSDP has freed it."""
+    if tensor.layout is not torch.strided or tensor.is_nested or not tensor.numel():
+        return False
+    return tensor.untyped_storage().nbytes() == 0
 
 
 def _unusual_kind(tensor: torch.Tensor) -> str:
@@ -257,6 +265,8 @@ def without_memory(tensor: torch.Tensor) -> str | None:
         return f"a {type(tensor).__qualname__}, a subclass of Tensor"
     if tensor._is_zerotensor():
         return "a tensor of zeros without memory"
+    if _was_freed(tensor):
+        return "a tensor whose memory was freed"
     return None
 
 
@@ -734,6 +744,7 @@ def _matches(value: Any, expected: tuple[Any, ...]) -> bool:
         and not value._is_zerotensor()
         and not (_is_wrapped(value) or _is_functional(value))
         and not (dtype.is_complex and value.is_conj())
+        and not _was_freed(value)
     )
 
 
@@ -769,7 +780,11 @@ def fitting(guard: Callable[..., bool], values: Sequence[Any]) -> bool:
     # The guard crashes the process on tensors without strides.
     if not are_plain(values):
         return False
-    return guard(*values) and (len(values) < 2 or _own_storages(values))
+    if not guard(*values):
+        return False
+    if len(values) < 2:
+        return not any(map(_was_freed, values))
+    return _own_storages(values)
 
 
 def _own_storages(tensors: Sequence[torch.Tensor]) -> bool:

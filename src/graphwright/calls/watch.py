@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from .dependencies import (
+    PLAIN,
     AttributesSource,
     ClassPartsSource,
     ClosureSource,
@@ -171,6 +172,7 @@ class ModuleWatch:
         self._addresses = list(map(_ADDRESS, self._tensors))
         self._geometries = list(map(_geometry, self._tensors))
         self._trained = [t.requires_grad for t in self._tensors] if self._training else None
+        self._subclassed = any(type(tensor) not in PLAIN for tensor in self._tensors)
         self._guard = guard_of(self._tensors)
         # Inference tensors keep no version counter; they cannot change outside inference mode.
         versioned = [(name, tensor) for name, tensor in named if not tensor.is_inference()]
@@ -189,7 +191,7 @@ class ModuleWatch:
         found, quick = self._found, self._quick
         # What writes to hidden keys gives a dictionary another version, too.
         whole = [s for s in found.sources if not getattr(s, "_hidden", None)]
-        attributed = [s for s in whole if type(s) is AttributesSource]
+        attributed = [s for s in whole if type(s) is AttributesSource and _has_plain(s.owner)]
         dictionaries = [
             s for s in whole if isinstance(s, DictionarySource) and _has_version(s.owner)
         ]
@@ -215,12 +217,17 @@ class ModuleWatch:
         quick.long_lengths[:] = [s.held["its length"] for s in long]
         getters = [getter for source in others for getter in _getters(source)]
         quick.getters[:] = [(get, of) for get, of, _ in getters]
+        quick.counts[:] = [len(held) for _, _, held in getters]
         quick.values[:] = itertools.chain.from_iterable([held for _, _, held in getters])
         quick.addressed[:] = self._tensors
         quick.addresses[:] = self._addresses
         if versions is None or len(versions) != len(attributed) + len(dictionaries):
             versions = quick.versions_now()
+            for index, source in enumerate((*attributed, *dictionaries)):
+                if not _as_held(source):  # Another thread has written to it since it was read.
+                    versions[index] = None
         quick.versions[:] = versions
+        quick.settled += 1
         quick.drop_compiled()
 
     def compiled(self) -> Callable[[], bool] | None:
@@ -232,7 +239,7 @@ class ModuleWatch:
         tensors = [counted.get(id(tensor), -1) for tensor in self._tensors]
         try:
             return COMPILED[0](*quick.parts(), self._tensors, tensors)
-        except TypeError:  # One of the objects is of a kind that it does not know.
+        except Exception:  # One of the objects is of a kind that it does not know.
             return None
 
     def unaudited(self) -> bool:
@@ -370,12 +377,14 @@ class _Quick:
         long: containers that are watched by their length alone.
         long_lengths: their lengths.
         getters: a function that reads several other values, and what it reads them from.
+        counts: how many values each gives.
         values: everything that these give, in a row.
         addressed: tensors.
         addresses: their addresses.
         compiled: the check in C++ of all of this, if there is one.
         quiet: how often in a row the check in Python found no change.
         patience: how often it has to, before one in C++ is made.
+        settled: how often what is compared was filled in.
     """
 
     def __init__(self) -> None:
@@ -393,26 +402,31 @@ class _Quick:
         self.long: list[Any] = []
         self.long_lengths: list[int] = []
         self.getters: list[tuple[Callable[[Any], Any], Any]] = []
+        self.counts: list[int] = []
         self.values: list[Any] = []
         self.addressed: list[torch.Tensor] = []
         self.addresses: list[int] = []
         self.compiled: Callable[[], bool] | None = None
         self.quiet = 0
         self.patience = _QUIET
+        self.settled = 0
 
     def drop_compiled(self) -> None:
         """Go on without the check in C++, which is of what was watched before."""
         if self.compiled is not None:
-            self.patience = min(2 * self.patience, _MOST_QUIET)
+            self.be_patient()
         self.compiled, self.quiet = None, 0
+
+    def be_patient(self) -> None:
+        """Wait longer before the next check in C++ is made."""
+        self.patience = min(2 * self.patience, _MOST_QUIET)
 
     def parts(self) -> list[list[Any]]:
         """What the check in C++ is made of, without tensors, in its order."""
         parts = [self.owners, self.dictionaries, self.empty, self.typed, self.types]
         parts += [self.classes, self.forwards, self.lists, self.lengths, self.items]
         getters, begin = [], 0
-        for get, of in self.getters:
-            count = len(get(of))
+        for (get, of), count in zip(self.getters, self.counts, strict=True):
             getters.append((get, of, tuple(self.values[begin : begin + count])))
             begin += count
         return [*parts, self.long, self.long_lengths, getters]
@@ -450,7 +464,14 @@ class _Quick:
             if WANTED and next(_looks) > _MANY:
                 WANTED.pop()()
             if COMPILED and self.quiet >= self.patience:
-                self.compiled, self.quiet = watch.compiled(), 0
+                self.quiet = 0
+                settled, made = self.settled, watch.compiled()
+                # It knows nothing of what another thread wrote before it was made.
+                with watch._lock:
+                    if made is None:
+                        self.be_patient()
+                    elif unchanged_in_python() and settled == self.settled:
+                        self.compiled = made
             return True
 
         def unchanged_in_python() -> bool:
@@ -470,11 +491,16 @@ class _Quick:
             ):
                 return False
             try:
-                if getters and not all(map(same, row([get(of) for get, of in getters]), values)):
-                    return False
+                seen = [*row([get(of) for get, of in getters])]
             except Exception:  # One of them is gone.
                 return False
-            if list(map(address, addressed)) != addresses or not tensors():
+            if len(seen) != len(values) or not all(map(same, seen, values)):
+                return False
+            if watch._subclassed:
+                with torch._C.DisableTorchFunctionSubclass():
+                    if list(map(address, addressed)) != addresses or not tensors():
+                        return False
+            elif list(map(address, addressed)) != addresses or not tensors():
                 return False
             return not joined or all(other.unchanged() for other in joined)
 
@@ -491,14 +517,14 @@ def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any,
         names = zip(source.owner.__code__.co_freevars, cells, strict=True)
         return [(get, cell, (held[n], held[n])) for n, cell in names if n in held]
     keys = tuple(held)
-    if not keys:
-        return []
+    if not keys or isinstance(source, SlotsSource):  # Others may come to be there.
+        return [(_both, source, (*keys, *held.values()))]
     twice = (held[keys[0]], *held.values())
     if isinstance(source, GlobalsSource):
         return [(operator.itemgetter(keys[0], *keys), source.owner, twice)]
     if isinstance(source, ClassPartsSource):
         return [(operator.itemgetter(keys[0], *keys), vars(source.owner), twice)]
-    if isinstance(source, PartsSource | SlotsSource):
+    if isinstance(source, PartsSource):
         return [(operator.attrgetter(keys[0], *keys), source.owner, twice)]
     return [(_both, source, (*keys, *held.values()))]
 
@@ -540,7 +566,23 @@ def _first_difference(new: Sequence[Any], old: Sequence[Any]) -> int | None:
 
 
 def _geometry(tensor: torch.Tensor) -> tuple[Any, ...]:
-    return tensor.shape, tensor.stride(), tensor.dtype
+    return tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg()
+
+
+def _has_plain(owner: Any) -> bool:
+    """Whether an object has its attributes where it says that they are."""
+    try:
+        return _ATTRIBUTES(owner) is object.__getattribute__(owner, "__dict__")
+    except Exception:
+        return False
+
+
+def _as_held(source: Source) -> bool:
+    """Whether a source holds the very things that it held when it was found."""
+    now, held = source.read(), source.held
+    return len(now) == len(held) and all(
+        map(operator.is_, (*now, *now.values()), (*held, *held.values()))
+    )
 
 
 def _content(dictionary: dict[Any, Any]) -> Any:

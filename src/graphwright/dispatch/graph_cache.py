@@ -356,7 +356,7 @@ class GraphCache:
         return entry
 
     def give_up(self, entry: CacheEntry, error: GraphwrightError) -> None:
-        """Close a graph whose calls are to run eagerly from now on, or by one graph if that does."""
+        """Close a graph; its calls run eagerly from now on, or by one graph where that will do."""
         with self.pool._lock:
             signature, state, grad = entry.signature, entry.state, entry.grad
             one_does = entry.graph is not None and entry.graph.looks

@@ -53,6 +53,9 @@ def provide(*, build: bool = True) -> None:
     """
     if watch.COMPILED or os.environ.get("GRAPHWRIGHT_COMPILED_CHECKS") == "0":
         return
+    # It is one thread's at a time, which the interpreter's lock sees to.
+    if not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return
     # Attributes of instances fire no events in 3.13.0 (CPython issue 125608).
     if sys.implementation.name != "cpython" or sys.version_info[:3] == (3, 13, 0):
         return
@@ -107,6 +110,7 @@ def _sees(check: Callable[..., Callable[[], bool]]) -> bool:
             lambda: tried.tensor.untyped_storage().resize_(0),
             lambda: torch.utils.swap_tensors(tried.tensor, torch.ones(3)),
             lambda: tried.tensor.unsqueeze_(0),
+            lambda: setattr(tried.tensor, "data", torch._neg_view(tried.tensor)),
         ]
 
     for n in range(len(changes(Tried()))):
@@ -146,4 +150,10 @@ def _tells(arguments: Callable[..., watch.FittingTensors]) -> bool:
     if not fits or any(made(*call) is not None for call in misses):
         return False
     with torch.autocast("cpu"):
-        return made((x,), {"y": y}) is None
+        if made((x,), {"y": y}) is not None:
+            return False
+    freed = torch.zeros(2, 3)
+    made = arguments((freed,), (), True)
+    fits = made((freed,), {}) is not None
+    freed.untyped_storage().resize_(0)
+    return fits and made((freed,), {}) is None
