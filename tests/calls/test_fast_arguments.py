@@ -12,11 +12,13 @@ import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 import graphwright as gw
 from graphwright.calls import watch
 from graphwright.calls.signature import CallSignature
+from graphwright.dispatch import fast_path
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 # Two arguments that are other views of one array's memory.
@@ -155,3 +157,55 @@ def test_names_that_are_missing_or_too_many_do_not_get_through(checks: str) -> N
         fits(x)
     with pytest.raises(TypeError):
         watch.COMPILED_ARGUMENTS[0]((x, 3.0), (), True)
+
+
+class Making(Sum):
+    """Makes a tensor where the default device says."""
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + y + torch.ones(3).to(x.device)
+
+
+def test_a_default_device_keeps_calls_on_the_fast_path(
+    checks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Making().eval()
+    fast, x, y = gw.graph(model), torch.randn(2, 3), torch.randn(3)
+    slow = [0]
+    fitting = fast_path.fitting
+
+    def counted(*given: Any) -> bool:
+        slow[0] += 1
+        return fitting(*given)
+
+    monkeypatch.setattr(fast_path, "fitting", counted)
+    with torch.no_grad():
+        for device in ("cpu", "cpu", None, "cpu"):
+            torch.set_default_device(device)
+            try:
+                for _ in range(4):
+                    fast(x, y)
+                slow[0] = 0
+                assert torch.equal(fast(x, y), model(x, y))
+                assert slow[0] == (checks == "python")
+            finally:
+                torch.set_default_device(None)
+        assert fast.statistics.captures <= 2
+        for _ in range(10):  # Another mode each time.
+            with torch.device("cpu"):
+                assert torch.equal(fast(x, y), model(x, y))
+        with torch.device("meta"), pytest.raises(NotImplementedError):
+            fast(x, y)
+        with Looking() as looking:
+            assert torch.equal(fast(x, y), model(x, y))
+        assert looking.seen
+
+
+class Looking(TorchFunctionMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen += func is nn.functional.linear
+        return func(*args, **(kwargs or {}))

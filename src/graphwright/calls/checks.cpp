@@ -10,6 +10,7 @@
 
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <c10/core/GradMode.h>
+#include <c10/core/SafePyObject.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -17,6 +18,7 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstdint>
+#include <memory>
 #include <unordered_map>
 #include <vector>
 
@@ -389,8 +391,16 @@ struct Arguments {
   std::vector<int64_t> geometry;
   std::vector<PyObject*> names;  // owned; of the keyword arguments, which come last
   c10::impl::LocalDispatchKeySet settings;
+  std::shared_ptr<c10::SafePyObject> mode;  // that of the default device, if there is one
   bool quiet;
 };
+
+// The modes that see functions of PyTorch's: how many there are, and the first.
+size_t modes() { return at::impl::PythonTorchFunctionTLS::stack_len(); }
+
+std::shared_ptr<c10::SafePyObject> first_mode() {
+  return modes() ? at::impl::PythonTorchFunctionTLS::get_stack_at(0) : nullptr;
+}
 
 bool same_argument(const Arguments* self, const ArgumentFacts& known, PyObject* object) {
   if (Py_TYPE(object) != known.type) return false;
@@ -443,8 +453,8 @@ PyObject* arguments_call(PyObject* object, PyObject* given, PyObject*) {
       settings.excluded_ != self->settings.excluded_)
     Py_RETURN_NONE;
   // Modes want to see the operations, and so does forward AD.
-  if (c10::impl::TorchDispatchModeTLS::stack_len() || at::impl::PythonTorchFunctionTLS::stack_len())
-    Py_RETURN_NONE;
+  if (c10::impl::TorchDispatchModeTLS::stack_len() || modes() > 1) Py_RETURN_NONE;
+  if (first_mode() != self->mode) Py_RETURN_NONE;
   if (torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr) Py_RETURN_NONE;
   if (!self->quiet && c10::GradMode::is_enabled()) Py_RETURN_NONE;
   PyObject* tensors = Py_NewRef(args);
@@ -478,7 +488,7 @@ PyObject* arguments_call(PyObject* object, PyObject* given, PyObject*) {
 }
 
 // Takes the tensors of a call that fits, the names of those that are keyword arguments, and whether
-// no gradients can be wanted.
+// no gradients can be wanted. If a mode for functions is on, it is that of the default device.
 PyObject* arguments_new(PyTypeObject* type, PyObject* args, PyObject*) {
   PyObject *tensors, *names;
   int quiet;
@@ -490,6 +500,7 @@ PyObject* arguments_new(PyTypeObject* type, PyObject* args, PyObject*) {
   new (&self->geometry) decltype(self->geometry)();
   new (&self->names) decltype(self->names)();
   new (&self->settings) decltype(self->settings)(c10::impl::tls_local_dispatch_key_set());
+  new (&self->mode) decltype(self->mode)(first_mode());
   self->quiet = quiet != 0;
   for (Py_ssize_t n = 0; n < PyTuple_GET_SIZE(names); ++n)
     self->names.push_back(Py_NewRef(PyTuple_GET_ITEM(names, n)));
@@ -523,6 +534,7 @@ void arguments_dealloc(PyObject* object) {
   self->facts.~vector();
   self->geometry.~vector();
   self->names.~vector();
+  self->mode.~shared_ptr();
   type->tp_free(object);
   Py_DECREF(type);
 }

@@ -501,7 +501,7 @@ def _function_modes() -> tuple[Any, ...] | None:
     return tuple(each for each in found if each != _HOST) or None
 
 
-def _has_function_mode() -> bool:
+def has_function_mode() -> bool:
     """Whether a function mode is on, other than that of the default device."""
     c = torch._C
     return any(
@@ -813,7 +813,7 @@ def inside_transform() -> bool:
         inside_func()
         or torch._C._len_torch_dispatch_stack() > 0
         or torch._C._is_tracing()
-        or (torch._C._len_torch_function_stack() > 0 and _has_function_mode())
+        or (torch._C._len_torch_function_stack() > 0 and has_function_mode())
     )
 
 

@@ -13,12 +13,23 @@ import torch
 from torch.autograd import forward_ad
 
 from ..calls import watch
-from ..calls.signature import Args, CallSignature, Kwargs, MixedArguments, fitting, lasting_switches
+from ..calls.signature import (
+    Args,
+    CallSignature,
+    Kwargs,
+    MixedArguments,
+    fitting,
+    has_function_mode,
+    lasting_switches,
+)
 from ..calls.watch import Checks, FittingTensors
 from ..graphs.graph import GraphClosed
 
 # What a shortcut returns for a call that it cannot answer.
 MISS = object()
+
+# How often the check of the arguments in C++ is made for one graph.
+_MAKES = 4
 
 Shortcut = Callable[[Args, Kwargs], Any]
 Launch = Callable[[Sequence[torch.Tensor]], Any]
@@ -116,9 +127,10 @@ def _fast(
     # Local names are found faster than globals and attributes.
     grad_is_on = torch.is_grad_enabled
     modes = torch._C._len_torch_dispatch_stack
-    functions = torch._C._len_torch_function_stack
+    functions, unseen = torch._C._len_torch_function_stack, torch._C.DisableTorchFunction
     changed_last_time = False
     compiled: FittingTensors | None = None
+    made = 0
 
     def as_before() -> bool:
         return lasting_switches() == expected and unchanged()
@@ -138,23 +150,30 @@ def _fast(
         return None if not quiet and grad_is_on() else args
 
     def fast(args: Args, kwargs: Kwargs) -> Any:
-        nonlocal changed_last_time, compiled
+        nonlocal changed_last_time, compiled, made
         tensors = None if compiled is None else compiled(args, kwargs)
         if tensors is None:
             tensors = in_python(args, kwargs)
             if tensors is None:
                 return MISS
-            if watch.COMPILED_ARGUMENTS and compiled is None and not functions():
+            # That of the default device is none that looks on.
+            seen = functions() > 0 and has_function_mode()
+            # It may have been made under other settings, which now differ for good.
+            if watch.COMPILED_ARGUMENTS and made < _MAKES and not seen:
                 compiled = watch.COMPILED_ARGUMENTS[0](tensors, names, quiet)
-            seen = functions()
+                made += 1
         else:
-            seen = 0
+            seen = False
         # The same kernels run whatever has changed since: so launch now, and look while the device
         # works. A function mode would see the launch; and what has changed mostly stays changed.
         if (changed_last_time or seen) and not as_before():
             return MISS
         try:
-            result = launch(tensors)
+            if functions():
+                with unseen():
+                    result = launch(tensors)
+            else:
+                result = launch(tensors)
         except GraphClosed:
             return MISS
         except Exception:

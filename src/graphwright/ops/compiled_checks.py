@@ -152,6 +152,14 @@ def _tells(arguments: Callable[..., watch.FittingTensors]) -> bool:
     with torch.autocast("cpu"):
         if made((x,), {"y": y}) is not None:
             return False
+    with torch.device("cpu"):
+        if made((x,), {"y": y}) is not None:
+            return False
+        under = arguments((x, y), ("y",), True)
+        if under((x,), {"y": y}) is None:
+            return False
+    if under((x,), {"y": y}) is not None:
+        return False
     freed = torch.zeros(2, 3)
     made = arguments((freed,), (), True)
     fits = made((freed,), {}) is not None
