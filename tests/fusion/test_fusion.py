@@ -2099,3 +2099,86 @@ def test_no_full_collection_of_garbage_takes_place_meanwhile(
         gc.set_threshold(*thresholds)
     assert 2 not in generations
     assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda m: setattr(m[0], "stride", (2, 2)),
+        lambda m: setattr(m[0], "dilation", (2, 2)),
+        lambda m: setattr(m[2], "output_size", (2, 1)),
+        lambda m: setattr(m[3], "normalized_shape", torch.Size((4, 2, 2))),
+    ],
+)
+def test_options_of_pytorch_s_own_modules_are_watched(change: Callable[[Any], None]) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d((2, 2)), nn.LayerNorm((2, 2))
+    ).eval()
+    model[3].normalized_shape = (2, 2)
+    x = torch.randn(2, 3, 9, 9)
+    fused, graphed = gw.fuse(model, (x,)), gw.graph(model)
+    with torch.no_grad():
+        for _ in range(3):
+            same(fused(x), model(x))
+            same(graphed(x), model(x))
+        change(model)
+        try:
+            expected = model(x)
+        except RuntimeError as error:
+            for fast in (fused, graphed):
+                with pytest.raises(type(error)):
+                    fast(x)
+            return
+        for _ in range(3):
+            same(fused(x), expected)
+            same(graphed(x), expected)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad])
+def test_a_fused_optimizer_s_step_is_seen(kind: Any) -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 3, padding=1), nn.ReLU()).eval()
+    optimizer = kind(model.parameters(), lr=0.1, fused=True)
+    x = torch.randn(2, 3, 8, 8)
+    fused = gw.fuse(model, (x,))
+    same(fused(x), model(x).detach())
+    model(x).sum().backward()
+    optimizer.step()
+    same(fused(x), model(x).detach())
+
+
+@torch.library.custom_op("graphwright_tests::notes", mutates_args=())
+def notes(x: torch.Tensor) -> None:
+    """Notes that it ran."""
+    NOTED.append(x.shape)
+
+
+@notes.register_fake
+def _(x: torch.Tensor) -> None:
+    return None
+
+
+NOTED: list[Any] = []
+
+
+def test_what_is_there_for_its_effect_stays() -> None:
+    def work(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async(x.sum() < 1e3)
+        torch.ops.graphwright_tests.notes(x)
+        return x * 2
+
+    x = torch.randn(4, 6)
+    fused = gw.fuse(work, (x,))
+    NOTED.clear()
+    same(fused(x), x * 2)
+    assert len(NOTED) == 1
+    with pytest.raises(RuntimeError):
+        fused(torch.full((4, 6), 1e4))
+
+
+def test_a_slope_that_is_nothing_as_a_float_is_no_epilogue() -> None:
+    model = nn.Sequential(nn.Conv2d(3, 4, 1), nn.LeakyReLU(1e-46)).eval()
+    x = torch.randn(1, 3, 4, 4)
+    fused = gw.fuse(model, (x,))
+    x[0, 0, 0, 0] = float("nan")
+    with torch.no_grad():
+        assert torch.equal(fused(x).isnan(), model(x).isnan())

@@ -612,6 +612,195 @@ def many_groups_get_other_learning_rates(device: torch.device, graphed: Graphed)
     return weights(model)
 
 
+@scenario
+def hooks_take_the_places_of_others(device: torch.device, graphed: Graphed) -> list[Any]:
+    model, by = net(device), [2.0]
+    optimizer = sgd(model)
+
+    def scaled(grad: torch.Tensor) -> torch.Tensor:
+        return grad * by[0]
+
+    def scales(optimizer: Any, args: Any, kwargs: Any) -> None:
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.grad.mul_(by[0])
+
+    handles = [
+        model[0].weight.register_hook(lambda grad: grad * 2),
+        model[2].weight.register_hook(scaled),
+        optimizer.register_step_pre_hook(scales),
+    ]
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    for i in range(9):
+        if i == 3:
+            handles[0].remove()
+            handles[0] = model[0].weight.register_hook(lambda grad: grad * 5)
+        if i == 6:
+            by[0] = 0.5  # The hooks close over it.
+        step(rows(device, i))
+    return weights(model)
+
+
+class Reversed(torch.autograd.Function):
+    by = 1.0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        return -Reversed.by * grads[0]
+
+
+@scenario
+def a_function_of_one_s_own_changes(device: torch.device, graphed: Graphed) -> list[Any]:
+    model, reverse = net(device), Reversed.apply
+    optimizer = sgd(model)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model[2](reverse(model[1](model[0](x)))).pow(2).mean()
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step_ = graphed(step, rows(device, 0))
+    try:
+        for i in range(9):
+            Reversed.by = 1.0 + i // 3
+            step_(rows(device, i))
+    finally:
+        Reversed.by = 1.0
+    return weights(model)
+
+
+class Settings:
+    scale = 1.0
+    shift = 1.0
+
+
+def shifted(x: torch.Tensor) -> torch.Tensor:
+    return x * Settings.shift
+
+
+@scenario
+def two_functions_name_attributes_of_one_class(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = sgd(model)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = shifted(loss_of(model, x)) * Settings.scale
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    step_ = graphed(step, rows(device, 0))
+    try:
+        for i in range(9):
+            Settings.scale, Settings.shift = 1.0 + (i > 3), 1.0 + (i > 6)
+            step_(rows(device, i))
+    finally:
+        Settings.scale = Settings.shift = 1.0
+    return weights(model)
+
+
+@scenario
+def a_list_among_the_options_changes(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    optimizer = adamw(model)
+    betas = [0.9, 0.99]
+    optimizer.param_groups[0]["betas"] = betas
+    step = graphed(plain(model, optimizer), rows(device, 0))
+    for i in range(8):
+        if i == 4:
+            betas[0] = 0.2
+        step(rows(device, i))
+    return weights(model)
+
+
+@scenario
+def gradients_are_kept_by_others(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device)
+    step = graphed(plain(model, sgd(model)), rows(device, 0))
+    kept: list[Any] = []
+    for i in range(8):
+        step(rows(device, i))
+        if i in (2, 5):
+            grad = model[0].weight.grad
+            kept.append(grad.untyped_storage() if i == 5 else torch.from_dlpack(grad))
+    return [*weights(model), kept[0].clone(), torch.tensor(list(bytes(kept[1].cpu())))]
+
+
+@scenario
+def a_scheduler_of_half_precision(device: torch.device, graphed: Graphed) -> list[Any]:
+    model = net(device).to(torch.bfloat16)
+    optimizer = sgd(model, momentum=0.9)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 4)
+    step = graphed(plain(model, optimizer), rows(device, 0).bfloat16())
+    for i in range(8):
+        step(rows(device, i).bfloat16())
+        scheduler.step()
+    return [each.float().mul(8).round() for each in weights(model)]  # It rounds otherwise.
+
+
+class Counts(torch.optim.SGD):
+    """An optimizer that takes another step every third time, as Lookahead does."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.steps = 0
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]  # it returns nothing
+        super().step()
+        self.steps += 1
+
+
+def test_an_optimizer_of_one_s_own_that_counts_is_refused(device: torch.device) -> None:
+    model = net(device)
+    optimizer = Counts(model.parameters(), lr=0.1)
+    before = weights(model)
+    with pytest.raises(gw.CaptureError, match="sets steps of an optimizer"):
+        gw.graph_step(plain(model, optimizer), rows(device, 0))
+    assert optimizer.steps == 0
+    assert all(map(torch.equal, weights(model), before))
+
+
+def test_a_step_that_failed_once_is_a_graph_again(device: torch.device) -> None:
+    model, fails = net(device), [False]
+    optimizer = sgd(model)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = loss_of(model, x)
+        loss.backward()
+        if fails[0]:
+            raise ValueError("mine")
+        optimizer.step()
+        return loss
+
+    graphed = gw.graph_step(step, rows(device, 0))
+    graphed(rows(device, 0))
+    fails[0] = True
+    with pytest.raises(ValueError, match="mine"):
+        graphed(rows(device, 1))
+    fails[0] = False
+    replays = graphed.statistics.replays
+    for i in range(5):
+        graphed(rows(device, i))
+    assert graphed.statistics.replays == replays + 5
+    graphed.release()
+    fails[0] = True
+    with pytest.raises(ValueError, match="mine"):
+        graphed(rows(device, 1))
+    fails[0] = False
+    with pytest.warns(RuntimeWarning, match="mine"):
+        for i in range(40):  # No graph is left: one is captured again, though not at once.
+            graphed(rows(device, i))
+    assert graphed.statistics.captures == 2
+
+
 @pytest.mark.parametrize("fn", SCENARIOS, ids=lambda fn: str(fn.__name__))
 def test_what_eager_training_would_notice(fn: Scenario, device: torch.device) -> None:
     made: list[gw.GraphedStep] = []

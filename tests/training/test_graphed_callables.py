@@ -12,6 +12,7 @@ import warnings
 from collections.abc import Callable
 from random import Random
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -830,7 +831,7 @@ def test_all_sets_are_given_back(device: torch.device) -> None:
 def test_a_set_that_cannot_be_added_changes_nothing(
     at: int, error: BaseException, device: torch.device
 ) -> None:
-    fails: list[Any] = []
+    fails = Mock(return_value=0)  # No state that a watch sees.
 
     class Breaks(torch.autograd.Function):
         @staticmethod
@@ -839,7 +840,7 @@ def test_a_set_that_cannot_be_added_changes_nothing(
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            if fails and next(fails[0]) == at:
+            if fails() == at:
                 raise error
             return grads[0]
 
@@ -863,7 +864,7 @@ def test_a_set_that_cannot_be_added_changes_nothing(
         losses.append([module(xs[0])])
         state = torch.get_rng_state()
         if module is graphed:
-            fails.append(itertools.count(1))
+            fails.side_effect = itertools.count(1)
             if isinstance(error, Stop):
                 with pytest.raises(Stop):
                     module(xs[1])
@@ -871,7 +872,7 @@ def test_a_set_that_cannot_be_added_changes_nothing(
             else:
                 with pytest.warns(UserWarning, match="could not be captured"):
                     losses[-1].append(module(xs[1]))
-            fails.clear()
+            fails.side_effect = None
             gc.collect()
             assert pool.in_use == before[0]
             assert device.type == "cuda" or pool.reserved == before[1]
@@ -914,7 +915,7 @@ def test_forwards_beyond_the_sets_seldom_collect_garbage(
 
 def test_a_set_is_added_without_autograd_s_own_threads(device: torch.device) -> None:
     # Another thread's backward may occupy them, and wait for this capture.
-    seen = []
+    looks = Mock()  # No state that a watch sees.
 
     class Looks(torch.autograd.Function):
         @staticmethod
@@ -923,14 +924,14 @@ def test_a_set_is_added_without_autograd_s_own_threads(device: torch.device) -> 
 
         @staticmethod
         def backward(ctx: Any, *grads: torch.Tensor) -> Any:
-            seen.append((threading.get_ident(), torch._C._is_multithreading_enabled()))
+            looks(threading.get_ident(), torch._C._is_multithreading_enabled())
             return grads[0]
 
     x = rand(device, 4, grad=True)
     graphed = gw.make_graphed_callables(Looks.apply, (x,))
-    seen.clear()
+    looks.reset_mock()
     both(lambda x: graphed(x) * graphed(x), lambda x: x * x, x)
-    assert set(seen) == {(threading.get_ident(), False)}
+    assert {each.args for each in looks.call_args_list} == {(threading.get_ident(), False)}
     assert statistics(graphed).added_sets == 1
     assert torch._C._is_multithreading_enabled()
 

@@ -93,9 +93,17 @@ _DYNAMIC = frozenset(
     ("getattr", "setattr", "vars", "__dict__", "attrgetter", "asdict", "fields", "__getattribute__")
 )
 # Attributes of modules that count even if no code names them.
-_ALWAYS = (*SCALARS, torch.Tensor, nn.Module, types.FunctionType, types.MethodType)
+_ALWAYS = (
+    *SCALARS,
+    *(torch.Tensor, nn.Module, types.FunctionType, types.MethodType),
+    # As the strides of PyTorch's own convolutions, whose code is not read.
+    *(tuple, frozenset, range, slice),
+)
 # Methods that run without being named by the call's code.
 _ENTRIES = ("forward", "__call__", "__getattr__")
+# Methods of an autograd.Function that run without being named.
+_OF_FUNCTIONS = frozenset(("forward", "backward", "setup_context", "jvp", "vmap"))
+_MAKE_INSTANCES = frozenset(("__init__", "__new__"))
 # CPython's flag of classes whose attributes cannot be set, Py_TPFLAGS_IMMUTABLETYPE.
 _IMMUTABLE = 1 << 8
 _STANDARD_LIBRARY = sysconfig.get_paths()["stdlib"]
@@ -653,8 +661,10 @@ class Dependencies:
         if isinstance(value, nn.Module):
             self._modules.append((f"{name.text}{name.after}", value))
             return
-        if isinstance(value, types.ModuleType) and inside:
+        if isinstance(value, types.ModuleType):
             self._namespace(name.text, value, self._names)
+        elif isinstance(value, type):
+            self._named_of_class(value, self._names or frozenset())
         if isinstance(value, _WITHOUT_STATE) or not self._visited(value):
             return
         if isinstance(value, torch.Tensor):
@@ -775,10 +785,11 @@ class Dependencies:
         names = []
         for name in global_names(function.__code__):
             value = found.get(name, _MISSING)
-            if value is _MISSING or (id(found), name) in self._seen_globals:
-                continue
+            # Each function may name others of its attributes.
             if own and isinstance(value, type | types.ModuleType):
                 self._namespace(name, value, _names_of(function.__code__))
+            if value is _MISSING or (id(found), name) in self._seen_globals:
+                continue
             if own or isinstance(value, plain):
                 self._seen_globals.add((id(found), name))
                 names.append(name)
@@ -794,15 +805,40 @@ class Dependencies:
             value: the file or class.
             names: that the code names; None for all.
         """
+        if isinstance(value, type):
+            self._named_of_class(value, names)
+            return
         if value.__name__.partition(".")[0] in _MACHINERY or _is_library(value):
             return
-        if isinstance(value, type) and value.__flags__ & _IMMUTABLE:
-            return  # Besides, each read of such a class's `__name__` gives another string.
         keys = [key for key in vars(value) if names is None or key in names]
+        keys = [key for key in keys if (id(value), key) not in self._seen_globals]
         keys = [key for key in keys if _is_watched_part(getattr(value, key, None))]
-        if keys and (id(value), name) not in self._seen_globals:
-            self._seen_globals.add((id(value), name))
+        if keys:
+            self._seen_globals |= {(id(value), key) for key in keys}
             self._add(PartsSource(Name("", name), value, keys), 1, inside=True)
+
+    def _named_of_class(self, cls: type, names: frozenset[str] | None) -> None:
+        """Look into what code names of a class that is a user's, and what its methods name of it.
+
+        Args:
+            cls: the class.
+            names: that the code names; None for all.
+        """
+        own = [base for base in cls.__mro__ if base is not object and not _is_library(base)]
+        own = [base for base in own if not base.__flags__ & _IMMUTABLE]
+        members = {key: value for base in reversed(own) for key, value in vars(base).items()}
+        wanted = {key for key in members if names is None or key in names} - _MAKE_INSTANCES
+        if issubclass(cls, torch.autograd.Function):
+            wanted |= members.keys() & _OF_FUNCTIONS
+        waiting = list(wanted)
+        while waiting:
+            function = function_of(members[waiting.pop()])
+            if function is not None:
+                more = (members.keys() & _names_of(function.__code__)) - wanted - _MAKE_INSTANCES
+                wanted |= more
+                waiting += more
+        for base in own:
+            self._part_of_class(base, [key for key in vars(base) if key in wanted])
 
     def _class(self, cls: type, entry: str | None) -> None:
         """Look into what calls of its instances use of a class and its bases.
@@ -829,8 +865,9 @@ class Dependencies:
         # The class may come to override what it inherits.
         stable = [key for key in inherited if _is_stable(cls, key)]
         keys = [key for key in stable if key not in vars(cls)]
-        if keys and (id(cls), "inherited") not in self._seen_globals:
-            self._seen_globals.add((id(cls), "inherited"))
+        keys = [key for key in keys if (id(cls), f"inherited {key}") not in self._seen_globals]
+        if keys:
+            self._seen_globals |= {(id(cls), f"inherited {key}") for key in keys}
             self.sources.append(InheritedSource(Name("", cls.__qualname__), cls, keys))
 
     def _part_of_class(self, base: type, keys: Sequence[str]) -> None:

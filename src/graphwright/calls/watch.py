@@ -16,6 +16,8 @@ from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from .dependencies import (
     PLAIN,
@@ -123,6 +125,8 @@ class ModuleWatch:
             hidden: attributes and items that are not watched, by the identity of their owners.
         """
         self.values = values
+        if values:
+            _have_fused_steps_counted()
         self._module = module
         self._walk = functools.partial(
             Dependencies, module, training=training, hooks=hooks, hidden=hidden
@@ -505,6 +509,19 @@ class _Quick:
             return not joined or all(other.unchanged() for other in joined)
 
         return unchanged
+
+
+@functools.cache
+def _have_fused_steps_counted() -> None:
+    """Have the steps of fused optimizers count as changes in place: PyTorch does not count them."""
+    register_optimizer_step_post_hook(_count_fused_step)
+
+
+def _count_fused_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    for group in optimizer.param_groups:
+        if group.get("fused"):
+            written = [p for p in group["params"] if p.grad is not None and not p.is_inference()]
+            torch.autograd.graph.increment_version(written)
 
 
 def _getters(source: Source) -> list[tuple[Callable[[Any], Any], Any, tuple[Any, ...]]]:

@@ -185,13 +185,32 @@ def copy_of(graph: fx.GraphModule, *, code: bool = False) -> fx.GraphModule:
     return (fx.GraphModule if code else _Draft)(graph, copy.deepcopy(graph.graph))
 
 
+def drop_dead_code(graph: fx.Graph) -> None:
+    """Drop nodes whose results nobody uses, but for those that are there for what they do."""
+    graph.eliminate_dead_code(_acts)
+
+
+def _acts(node: fx.Node) -> bool:
+    if node.is_impure():
+        return True
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target._opname in _SAY_NOTHING:
+        return False
+    # FX takes some assertions for nothing, and what a user's operator does without a result.
+    return not target._schema.returns or target._opname == "_functional_assert_async"
+
+
+# What tracing leaves behind, and no code asked for.
+_SAY_NOTHING = frozenset(("_assert_tensor_metadata",))
+
+
 def finished(graph: fx.GraphModule) -> fx.GraphModule:
     """Dead nodes and unused constants gone, and the code made: for inference, in eval mode.
 
     Raises:
         RuntimeError: the graph is not well formed.
     """
-    graph.graph.eliminate_dead_code()
+    drop_dead_code(graph.graph)
     graph.graph.lint()
     return fx.GraphModule(graph, graph.graph).eval()
 

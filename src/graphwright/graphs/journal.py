@@ -347,5 +347,6 @@ def _in_checkpoint() -> bool:
 
 def users_of(tensor: torch.Tensor) -> int:
     """How many references there are to a tensor's storage, with those that asking adds."""
-    users: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return users
+    storage = tensor.untyped_storage()
+    users: int = torch._C._storage_Use_Count(storage._cdata)
+    return users + sys.getrefcount(storage)  # Python has one object for it, whoever holds it.

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..nodes import Op, copy_of, finished, is_op
+from ..nodes import Op, copy_of, drop_dead_code, finished, is_op
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Pass:
         if not changes:
             return PassResult(graph, ())
         if in_place:
-            changed.graph.eliminate_dead_code()
+            drop_dead_code(changed.graph)
         else:
             changed = finished(changed)
         if _ends(changed) != ends:

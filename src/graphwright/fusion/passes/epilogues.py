@@ -250,8 +250,10 @@ def by_onednn(graph: fx.GraphModule, device: torch.device) -> list[Change]:
             gone, what = [node, add], "convolution and sum"
         else:
             user = only_user(node, *_ONEDNN)
-            if is_op(user, aten.leaky_relu.default) and not arguments(user)["negative_slope"]:
-                user = None  # A ReLU.
+            if is_op(user, aten.leaky_relu.default):
+                slope = abs(arguments(user)["negative_slope"])
+                if slope < torch.finfo(torch.float32).tiny:
+                    user = None  # A ReLU to oneDNN, whose slope is a float.
             attributes = ("none", [], "") if user is None else _ONEDNN[user.target](arguments(user))
             end = node if user is None else user
             alone = (conv.x, weight, conv.bias_node, *how, *attributes)

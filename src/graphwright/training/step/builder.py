@@ -23,6 +23,7 @@ from .components import (
     SchedulersKept,
     StepModule,
     device_of_training,
+    hooks_of,
     optimizers_of,
     parameters_of,
     scaler_of,
@@ -178,6 +179,8 @@ class StepBuilder:
             check_scaling(optimizers)
             if scaler._scale is None:
                 scaler._lazy_init_scale_growth_tracker(device)
+        for hooks in hooks_of(parameters, optimizers):
+            module.hold(hooks)
         self.parameters, self.rates = parameters, self._rates(optimizers, device)
         return Body(self._step, module, parameters, optimizers, self.rates, scaler), device
 

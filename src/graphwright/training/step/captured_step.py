@@ -18,7 +18,7 @@ from ...graphs.memory import MemoryPool, MemoryPrediction
 from ...graphs.static_tensors import StaticInputs
 from ...graphs.warmup import Comparison, different_result, rounding_of
 from .body import Body, Grads, Usage, set_grads
-from .components import StepModule
+from .components import StepModule, hooks_of
 from .optimizers import OptimizerMemory, Settings
 
 
@@ -132,12 +132,7 @@ class CapturedStep(CapturedCall):
         return (
             [p.data_ptr() for p in self._outside_modules],
             [p.requires_grad for p in parameters],
-            [len(p._backward_hooks or ()) for p in parameters],
-            [len(getattr(p, "_post_accumulate_grad_hooks", None) or ()) for p in parameters],
-            [
-                (len(o._optimizer_step_pre_hooks), len(o._optimizer_step_post_hooks))
-                for o in self._body.optimizers
-            ],
+            [hook for hooks in hooks_of(parameters, self._body.optimizers) for hook in hooks],
         )
 
     # A step.
@@ -147,8 +142,18 @@ class CapturedStep(CapturedCall):
         return [0 if grad is None else users_of(grad) for grad in self.ends]
 
     def is_viewed(self) -> bool:
-        """Whether others hold views of these gradients, which a replay would overwrite."""
-        return any(map(operator.gt, self.users(), self._users))
+        """Whether others hold views of these gradients, which a replay would overwrite.
+
+        Another library holds a view by a tensor that it got through DLPack.
+        """
+        if any(map(operator.gt, self.users(), self._users)):
+            return True
+        ends = zip(self.ends, self._ending, strict=True)
+        return any(
+            grad is not None
+            and _native_count(grad) > (_WITH_PARAMETER if p.grad is grad else _ALONE)[1]
+            for grad, p in ends
+        )
 
     def expect_users(self, before: list[int]) -> None:
         """Take users that came or went since there were `before` for our own, not for others."""
@@ -174,8 +179,8 @@ class CapturedStep(CapturedCall):
             grad = self.ends[index]
             if grad is None:
                 continue
-            python, native = _WITH_PARAMETER if self._ending[index].grad is grad else _ALONE
-            if count > python or _native_count(grad) > native:
+            python, _ = _WITH_PARAMETER if self._ending[index].grad is grad else _ALONE
+            if count > python:
                 self.ends[index] = grad.detach()
                 grad.data = grad.clone()
 

@@ -17,8 +17,11 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...calls.modules import FunctionModule, values_behind
-from ...calls.signature import tensors_of
+from ...calls.signature import SCALARS, tensors_of
 from ...errors import CaptureError
+
+# Attributes in which schedulers of PyTorch's note that an optimizer was called.
+_NOTES = frozenset(("_opt_called", "_step_count"))
 
 
 def optimizers_of(step: Callable[..., Any], given: Iterable[Optimizer]) -> list[Optimizer]:
@@ -71,6 +74,19 @@ def _names(devices: Iterable[torch.device]) -> str:
     return " and ".join(sorted(map(str, devices))) or "none"
 
 
+def hooks_of(
+    parameters: Iterable[torch.Tensor], optimizers: Iterable[Optimizer]
+) -> list[list[Callable[..., Any]]]:
+    """The hooks of each parameter, and those of each optimizer."""
+    holders: list[Any] = []
+    for parameter in parameters:
+        holders += [parameter._backward_hooks]
+        holders += [getattr(parameter, "_post_accumulate_grad_hooks", None)]
+    for optimizer in optimizers:
+        holders += [optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks]
+    return [list((holder or {}).values()) for holder in holders]
+
+
 class StepModule(FunctionModule):
     """A step as a module: it holds the modules that the step names, and those that ran in it."""
 
@@ -83,6 +99,11 @@ class StepModule(FunctionModule):
             if module not in known:
                 self._modules[f"ran {len(self._modules)}"] = module
                 known |= set(module.modules())
+
+    def hold(self, hooks: Iterable[Callable[..., Any]]) -> None:
+        """Hold what hooks reach, too."""
+        for hook in hooks:
+            self._modules[f"hook {len(self._modules)}"] = FunctionModule(hook)
 
     def ignores(self, value: Any) -> bool:
         """Whether a value that the step names may be replaced: a tensor that no graph uses."""
@@ -146,10 +167,14 @@ class Discovery:
 
 
 class OptimizersKept:
-    """The states and options of optimizers, to put back later; values of tensors are not kept."""
+    """The states and options of optimizers, to put back later; values of tensors are not kept.
+
+    So are the plain attributes of optimizers whose class is a user's: its `step()` may count.
+    """
 
     def __init__(self, optimizers: Iterable[Optimizer]) -> None:
         self._kept: list[tuple[Optimizer, dict[Any, dict[str, Any]], list[dict[str, Any]]]] = []
+        self._attributes: list[tuple[Optimizer, dict[str, Any]]] = []
         for optimizer in optimizers:
             self.add(optimizer)
 
@@ -157,16 +182,31 @@ class OptimizersKept:
         """Keep those of one more optimizer."""
         states = {p: dict(state) for p, state in optimizer.state.items()}
         self._kept.append((optimizer, states, [dict(group) for group in optimizer.param_groups]))
+        self._attributes.append((optimizer, _own_attributes(optimizer)))
 
     def changed_options(self) -> list[str]:
-        """Names of options that have changed since."""
-        return [
+        """Names of options that have changed since, and of plain values beside them."""
+        options = [
             key
             for optimizer, _, groups in self._kept
             for group, before in zip(optimizer.param_groups, groups, strict=False)
             for key, value in before.items()
             if group.get(key) is not value
         ]
+        values = [
+            str(key)
+            for optimizer, states, _ in self._kept
+            for parameter, before in states.items()
+            for key, value in before.items()
+            if isinstance(value, SCALARS) and optimizer.state[parameter].get(key) != value
+        ]
+        attributes = [
+            key
+            for optimizer, before in self._attributes
+            for key, value in before.items()
+            if vars(optimizer).get(key) != value
+        ]
+        return [*options, *values, *attributes]
 
     def made_since(self) -> list[torch.Tensor]:
         """Tensors of states that were made since."""
@@ -192,6 +232,19 @@ class OptimizersKept:
                     now.update(state)
             for group, before in zip(optimizer.param_groups, groups, strict=False):
                 group.update(before)
+        for optimizer, attributes in self._attributes:
+            vars(optimizer).update(attributes)
+
+
+def _own_attributes(optimizer: Optimizer) -> dict[str, Any]:
+    """The plain attributes of an optimizer whose class is a user's."""
+    if type(optimizer).__module__.startswith("torch."):
+        return {}
+    return {
+        key: value
+        for key, value in vars(optimizer).items()
+        if isinstance(value, SCALARS) and key not in _NOTES
+    }
 
 
 class SchedulersKept:

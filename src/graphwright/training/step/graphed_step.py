@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -33,6 +34,7 @@ from ...errors import (
 from ...graphs.conditions import capturing_now, only_for_inference, under_hooks_for_saved_tensors
 from ...graphs.graph import GraphState
 from ...graphs.memory import MemoryPool, format_bytes, pool_problem
+from ...graphs.transaction import let_go
 from .body import name_of_step, run_detached
 from .builder import StepBuilder
 from .captured_step import ALL_STEPS, CapturedStep
@@ -41,6 +43,8 @@ OnMiss = Literal["capture", "eager", "error"]
 
 # Reasons for eager steps, as the statistics count them.
 _FIRST = "first step of an optimizer"
+# Steps until a refused capture is tried again; what made the step fail may be gone.
+_RETRY = 16
 _REFUSED = "it cannot be captured"
 # After more changes of constant options of optimizers, no new graphs are captured.
 _MAX_CHANGES = 8
@@ -63,6 +67,23 @@ class StepStatistics:
     eager: Counter[str] = field(default_factory=Counter)
     captures: int = 0
     nbytes: int = 0
+
+
+@dataclass
+class _Refused:
+    """A kind of batch for which there is no graph; it is tried again, ever more rarely.
+
+    Attributes:
+        signature: of the batch.
+        reason: why there is none.
+        waits: how many steps until the next try.
+        times: how often it was tried again.
+    """
+
+    signature: CallSignature
+    reason: str
+    waits: int = _RETRY
+    times: int = 0
 
 
 class GraphedStep:
@@ -99,7 +120,7 @@ class GraphedStep:
         self._changes = 0
         self._replays_in_a_row = 0
         self._captured: list[CallSignature] = []  # signatures that had a graph
-        self._refused: list[tuple[CallSignature, str]] = []  # signatures, with the reason
+        self._refused: list[_Refused] = []
         self._closed = False
         self._builder = StepBuilder(step, optimizers, scaler, follow=scheduler is not None)
         if any(tensor.requires_grad for tensor in tensors_of(sample)):
@@ -240,6 +261,8 @@ class GraphedStep:
                 and graph.begins_here()
             ):
                 if graph.is_viewed():
+                    gc.collect()  # The frames of an error may hold views, and nobody holds them.
+                if graph.is_viewed():
                     # Someone holds a view of its gradients: leave them that memory, and from now
                     # on give the caller copies of gradients.
                     self._drop(graph)
@@ -280,16 +303,26 @@ class GraphedStep:
             return None, "what it is made of changes again and again", why
         if len(self._graphs) >= self._max_graphs:
             return None, f"there are {self._max_graphs} graphs already", why
-        for signature, reason in self._refused:
-            if signature.fits(args, kwargs):
-                return None, _REFUSED, reason
+        known = next((each for each in self._refused if each.signature.fits(args, kwargs)), None)
+        if known is not None:
+            known.waits -= 1
+            if known.waits > 0:
+                return None, _REFUSED, known.reason
         try:
-            return self._capture(args, kwargs), "", ""
+            graph = self._capture(args, kwargs)
         except (CaptureError, MemoryBudgetExceeded) as error:
+            let_go(error)  # Its frames hold gradients.
             reason = in_words(error)[0]
-            with contextlib.suppress(SignatureError):
-                self._refused.append((CallSignature.of(args, kwargs), reason))
+            if known is not None:
+                known.reason, known.times = reason, known.times + 1
+                known.waits = _RETRY * 4**known.times
+            else:
+                with contextlib.suppress(SignatureError):
+                    self._refused.append(_Refused(CallSignature.of(args, kwargs), reason))
             return None, _REFUSED, reason
+        if known is not None:
+            self._refused.remove(known)
+        return graph, "", ""
 
     def _fall_back(self, reason: str, why: str, args: Args, kwargs: Kwargs) -> Any:
         self._last_miss = why

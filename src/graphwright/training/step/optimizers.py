@@ -8,6 +8,7 @@ and a learning rate that changes is read from a tensor.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import operator
 from collections.abc import Container, Iterator, Mapping, Sequence
@@ -135,8 +136,11 @@ class LearningRate:
         group = self.group
         if not isinstance(group.get("lr"), float | int):
             return False
-        fused = bool(group.get("fused")) or isinstance(self._optimizer, SGD)
-        return fused or bool(group.get("capturable"))
+        if group.get("fused") or group.get("capturable"):
+            return True
+        # Only the fused kernel reads it from a tensor. On the CPU it is wrong for half precision.
+        half = any(p.dtype in (torch.float16, torch.bfloat16) for p in group["params"])
+        return isinstance(self._optimizer, SGD) and not (half and self._device.type == "cpu")
 
     def move_to_tensor(self) -> None:
         """Have graphs read it from a tensor from now on."""
@@ -210,7 +214,9 @@ class Settings:
                 for key, value in group.items():
                     variable = key == "lr" and (id(optimizer), index) in in_tensors
                     if not (key in _NO_OPTIONS or variable or isinstance(value, torch.Tensor)):
-                        self._held.append((optimizer, index, key, value))
+                        # Lists are the optimizer's own: they may be changed in place.
+                        held = copy.copy(value) if isinstance(value, list | dict) else value
+                        self._held.append((optimizer, index, key, held))
 
     def difference(self) -> tuple[Any, int, str] | None:
         """An option that has changed: its owner, the index of its group, and its name; or None."""
