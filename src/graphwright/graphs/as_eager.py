@@ -10,11 +10,13 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import torch
 
 from ..calls.signature import Args, Kwargs
-from .captured_call import CapturedCall
+from ..errors import CaptureError
+from .segments.tree import SegmentTree
 from .transaction import let_go
 
 # Where this is tried: the CPU recorder's times say nothing of a GPU's.
@@ -27,8 +29,26 @@ _BELOW = 0.9
 _MOST_LOOKS = 3
 
 
+class Twin(Protocol):
+    """A captured call, as far as it is used here."""
+
+    mutates: bool
+    random: bool
+    has_effects: bool
+    places: list[Any]
+
+    @property
+    def tree(self) -> SegmentTree | None: ...
+    @property
+    def given_up(self) -> CaptureError | None: ...
+    def warm(self) -> object: ...
+    def record(self) -> None: ...
+    def close(self) -> None: ...
+    def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+
+
 def is_faster_as_eager(
-    make: Callable[[bool], CapturedCall], args: Args, kwargs: Kwargs, device: torch.device
+    make: Callable[[bool], Twin], args: Args, kwargs: Kwargs, device: torch.device
 ) -> bool:
     """Time a call in segments as eager code runs it beside one graph; both are closed again.
 
@@ -41,7 +61,7 @@ def is_faster_as_eager(
     Returns:
         whether segments are faster; False where anything fails or changes something.
     """
-    twins: list[CapturedCall] = []
+    twins: list[Twin] = []
     try:
         for in_segments in (True, False):
             twin = make(in_segments)
@@ -62,12 +82,12 @@ def is_faster_as_eager(
             twin.close()
 
 
-def _changes_something(twin: CapturedCall) -> bool:
+def _changes_something(twin: Twin) -> bool:
     """Whether a call leaves anything behind but its results, which must not happen again here."""
     return twin.mutates or twin.random or twin.has_effects or bool(twin.places)
 
 
-def _only_looks(twin: CapturedCall) -> bool:
+def _only_looks(twin: Twin) -> bool:
     """Whether a call is in segments, and all that is read between them is a few truth values."""
     root = None if twin.tree is None else twin.tree.root
     if root is None:
@@ -77,7 +97,7 @@ def _only_looks(twin: CapturedCall) -> bool:
 
 
 def _median_seconds(
-    twins: Sequence[CapturedCall], args: Args, kwargs: Kwargs, device: torch.device
+    twins: Sequence[Twin], args: Args, kwargs: Kwargs, device: torch.device
 ) -> list[float]:
     """The median times of some calls, which take turns."""
     seconds: list[list[float]] = [[] for _ in twins]

@@ -34,6 +34,7 @@ from ..calls.signature import (
 from ..calls.snapshots import clone_leaves, same_bits
 from ..calls.watch import ModuleWatch
 from ..errors import CaptureError, GraphwrightError, SignatureError
+from . import as_eager
 from .composition import Parts, SetUpFirst
 from .conditions import THREAD, answering_as_eager, autocast_cache_apart
 from .effects import GivenObjects, Outcome, Unrepeatable, objects_of, objects_tree
@@ -651,17 +652,13 @@ class CapturedCall(Graph):
 
     def _may_be_faster_as_eager(self) -> bool:
         """Whether what libraries see in eager mode, and not in captures, may make it faster."""
-        from .as_eager import TRIED_ON
-
         assert self._warmed is not None
         if self._as_eager is not None or not self._warmed.looks_in_eager or not self._may_look:
             return False
-        return self._breaks == "auto" and self._device.type in TRIED_ON
+        return self._breaks == "auto" and self._device.type in as_eager.TRIED_ON
 
     def _is_faster_as_eager(self) -> bool:
         """Whether segments between what libraries read in eager mode beat one graph."""
-        from .as_eager import is_faster_as_eager
-
         assert self._warmed is not None
         left = None if self.pool.limit is None else self.pool.limit - self.pool.reserved
         if left is not None and left < max(1, sum(self._warmed.segments)):
@@ -684,7 +681,7 @@ class CapturedCall(Graph):
                 made._as_eager = made.looks = in_segments
                 return made
 
-            return is_faster_as_eager(make, args, kwargs, self._device)
+            return as_eager.is_faster_as_eager(make, args, kwargs, self._device)
 
     def consider(self, places: Sequence[Place]) -> None:
         """Make sure that the warm call does not read places to which other calls write.
