@@ -537,3 +537,53 @@ def test_a_close_on_another_thread_waits_for_the_call(device: torch.device) -> N
                 closing.join()
     finally:
         sys.setswitchinterval(interval)
+
+
+def test_a_check_without_a_result_is_made_at_every_replay() -> None:
+    def checks(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((~torch.isnan(x)).all())
+        return x * 2
+
+    graph = gw.capture(checks, torch.ones(3))
+    assert torch.equal(graph(torch.zeros(3)), torch.zeros(3))
+    with pytest.raises(RuntimeError):
+        graph(torch.full((3,), torch.nan))
+    assert torch.equal(graph(torch.ones(3)), torch.full((3,), 2.0))
+    graph = gw.capture(torch.linalg.cholesky, torch.eye(3))
+    with pytest.raises(torch.linalg.LinAlgError):
+        graph(-torch.eye(3))
+
+
+@pytest.mark.parametrize(
+    ("work", "bad"),
+    [
+        (lambda x: torch.arange(4.0)[x], torch.tensor([0, 9])),
+        (lambda x: F.embedding(x, torch.ones(4, 2)), torch.tensor([0, 9])),
+        (lambda x: torch.linalg.cholesky(x), -torch.eye(3)),
+        (lambda x: torch.linalg.inv(x), torch.zeros(3, 3)),
+        (lambda x: torch.bernoulli(x), torch.full((3,), 2.0)),
+    ],
+)
+def test_an_error_of_values_that_the_call_catches_is_refused(work: Any, bad: torch.Tensor) -> None:
+    def careful(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return work(x) + 1  # type: ignore[no-any-return]  # a tensor
+        except (RuntimeError, IndexError):
+            return torch.zeros(1)
+
+    with pytest.raises(gw.CaptureError, match="goes on after an error"):
+        gw.capture(careful, bad)
+    assert torch.equal(gw.graph(careful)(bad), torch.zeros(1))
+
+
+def test_an_error_of_shapes_that_the_call_catches_is_no_obstacle(device: torch.device) -> None:
+    def flat(x: torch.Tensor) -> torch.Tensor:
+        try:
+            return x.view(-1) * 2
+        except RuntimeError:
+            return x.reshape(-1) * 2
+
+    x = torch.rand(3, 4, device=device).T
+    with gw.capture(flat, x) as graph:
+        other = torch.rand(3, 4, device=device).T
+        assert torch.equal(graph(other), flat(other))

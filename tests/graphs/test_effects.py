@@ -10,6 +10,7 @@ import contextlib
 import dataclasses
 import gc
 import threading
+import types
 import warnings
 import weakref
 from typing import Any
@@ -486,3 +487,95 @@ def test_a_refused_capture_leaves_attributes_of_classes_alone(device: torch.devi
                 assert cls.calls == n
     assert Base.calls == 0
     assert Base.last is None
+
+
+class Lazily(nn.Module):
+    """Counts, and makes what it counts in when it is first needed."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.how, self.ready = how, False
+        self.items: dict[str, int] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        n: int = getattr(self, "n", 0)
+        if self.how == "attribute":
+            self.n = n + 1
+        elif self.how == "item":
+            self.items["n"] = self.items.get("n", 0) + 1
+        elif self.how == "set up once":
+            if not self.ready:
+                self.n, self.ready = 100, True
+            self.n += 1
+        else:
+            try:
+                self.n += 1
+            except AttributeError:
+                self.n = 1
+        return x * 2
+
+
+@pytest.mark.parametrize("how", ["attribute", "item", "set up once", "try"])
+def test_a_counter_that_the_first_call_makes_counts_on(how: str, device: torch.device) -> None:
+    model, plain, x = Lazily(how).eval(), Lazily(how).eval(), torch.ones(3, device=device)
+    graphed = gw.graph(model)
+    for _ in range(40):
+        assert torch.equal(graphed(x), plain(x))
+        assert getattr(model, "n", 0) == getattr(plain, "n", 0)
+        assert model.items == plain.items
+    assert graphed.statistics.hits >= 16
+    with gw.capture(plain := Lazily(how).eval(), x) as graph:
+        graph(x)
+        graph(x)
+        assert (plain.items.get("n") or plain.n) == (102 if how == "set up once" else 2)
+
+
+class Collects(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stats: dict[str, Any] = {}
+        self.held = types.SimpleNamespace(mean=None)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.stats["mean"] = self.held.mean = x.mean()
+        return x * 2
+
+
+@pytest.mark.parametrize("name", ["stats", "held"])
+def test_effects_reach_what_took_the_place_of_a_container(name: str, device: torch.device) -> None:
+    model, x = Collects().eval(), torch.ones(3, device=device)
+    graphed = gw.graph(model)
+    for n in range(4):
+        for k in range(3):
+            graphed(x * (n + k))
+            assert model.stats["mean"] == model.held.mean == n + k
+        setattr(model, name, {} if name == "stats" else types.SimpleNamespace(mean=None))
+    assert graphed.statistics.hits
+    captured = gw.capture(model, x)
+    captured(x)
+    setattr(model, name, {} if name == "stats" else types.SimpleNamespace(mean=None))
+    with pytest.raises(gw.SignatureError, match=r"replaced|added"):
+        captured(x)
+
+
+class Forgets(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.items: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        if how == "set":
+            self.items["h"] = x * 2
+        elif how == "forget":
+            self.items.pop("h", None)
+        elif "h" in self.items:
+            return x + self.items["h"]
+        return x + 1
+
+
+def test_what_another_kind_of_call_left_is_removed(device: torch.device) -> None:
+    model, plain, x = Forgets().eval(), Forgets().eval(), torch.ones(3, device=device)
+    graphed = gw.graph(model)
+    for how in ("set", "forget", "set", "forget", "get", "set", "get", "forget", "get") * 3:
+        assert torch.equal(graphed(x, how), plain(x, how))
+        assert model.items.keys() == plain.items.keys()

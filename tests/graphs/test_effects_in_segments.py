@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import random
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -234,3 +235,30 @@ def test_nothing_is_left_in_the_pool_after_close(does: Any, device: torch.device
         assert graphed.pool.in_use == 0
     finally:
         gc.enable()
+
+
+class Notes(nn.Module):
+    """Keeps what it read as a plain value, which other calls go by."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kind, self.items = "", {"hot": False}
+
+    def forward(self, x: torch.Tensor, how: str) -> torch.Tensor:
+        if how == "note":
+            self.kind = "up" if x.sum() > 0 else "down"
+            self.items["hot"] = bool(x.sum() > 0)
+            return x + 1
+        return x * (2 if self.kind == "up" else 3) * (5 if self.items["hot"] else 7)
+
+
+def test_plain_values_that_a_path_leaves_are_those_of_each_call(device: torch.device) -> None:
+    dice = random.Random(3)
+    model, plain = Notes().eval(), Notes().eval()
+    graphed = gw.graph(model)
+    for _ in range(60):
+        x = torch.full((4,), dice.choice((-1.0, 1.0)), device=device)
+        how = dice.choice(("note", "use"))
+        assert torch.equal(graphed(x, how), plain(x, how))
+        assert (model.kind, model.items) == (plain.kind, plain.items)
+    assert graphed.statistics.hits > 10

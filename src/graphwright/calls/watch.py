@@ -132,6 +132,7 @@ class ModuleWatch:
             Dependencies, module, training=training, hooks=hooks, hidden=hidden
         )
         self._training = training
+        self._owners = () if hidden is None else tuple(hidden)
         self.audit = self._audit = audit if values else None
         self._looks = 0
         self._other_values = False
@@ -295,6 +296,10 @@ class ModuleWatch:
             return None
         fresh = self._walk()
         change = compare_walks(self._found, fresh, unsure)
+        # Without what each call writes to it, another container may look like the old one.
+        for owner in self._owners:
+            if change is None and owner in self._found.visits and owner not in fresh.visits:
+                change = "an object to which each call writes was replaced"
         if change is None:
             self._begin(fresh, versions)
         return change

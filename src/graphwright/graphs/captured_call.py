@@ -409,6 +409,8 @@ class CapturedCall(Graph):
                 remedy="Capture a graph for this call, or use graphwright.graph().",
             )
         watch = self._watch
+        if watch is None:
+            self._ready()  # Another thread has just closed it.
         assert watch is not None
         if self.mutates or self.random or self.has_effects or self._results is None:
             self._check_module(watch)
@@ -517,6 +519,7 @@ class CapturedCall(Graph):
                             self._work,
                             functools.partial(self.pool._evict_one, self),
                             self._effects_so_far,
+                            self._has_moved,
                         )
                 except Untraceable:
                     if not pure:
@@ -534,6 +537,10 @@ class CapturedCall(Graph):
             return results
         made, spec = pytree.tree_flatten(results)
         return pytree.tree_unflatten(finish(made), spec)
+
+    def _has_moved(self) -> bool:
+        """Whether what the call depends on is no longer what it was captured with."""
+        return self._watch is not None and self._watch.changed() is not None
 
     def _update_from_tree(self, tree: SegmentTree) -> None:
         """Take over what a new path through the segments may need."""

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..calls.modes import OperationMode
@@ -71,6 +72,7 @@ class Journal(OperationMode):
         count: of the operations.
         reads: whether the host had to see values of tensors.
         waits: whether it had to wait for another device for that.
+        caught: an operation whose error went by values, and which the work may have caught.
     """
 
     def __init__(self, copies: Copies | None = None) -> None:
@@ -84,6 +86,7 @@ class Journal(OperationMode):
         self.count = 0
         self.reads = False
         self.waits = False
+        self.caught: Any = None
         self._copies = copies
         self._made: dict[int, StorageWeakRef] = {}
         self._saved: dict[int, tuple[torch.UntypedStorage, torch.UntypedStorage]] = {}
@@ -109,7 +112,12 @@ class Journal(OperationMode):
         self.before(func, args, kwargs)
         if self._copies is not None and self._copies.relieve is not None:
             self._copies.relieve()
-        result = func(*args, **kwargs)
+        try:
+            result = func(*args, **kwargs)
+        except Exception as error:
+            if self.caught is None and _went_by_values(error, func, args, kwargs):
+                self.caught = func
+            raise
         self.drew(func, args, kwargs, result)
         for tensor in tensors(result):
             self.made(tensor)
@@ -298,6 +306,27 @@ class Journal(OperationMode):
         for key, (generator, state) in list(self._generators.items()):
             self._generators[key] = generator, generator.get_state()
             generator.set_state(state)
+
+
+def _went_by_values(
+    error: Exception, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> bool:
+    """Whether an operation failed for the values of its tensors, not for their shapes or kinds."""
+    if isinstance(error, CaptureError | NotImplementedError | TypeError | torch.OutOfMemoryError):
+        return False
+    if torch.Tag.data_dependent_output in func.tags or not func._schema.returns:
+        return True
+    try:
+        with _disable_current_modes(), torch.no_grad():
+            shapes = pytree.tree_map_only(torch.Tensor, _without_values, (args, dict(kwargs)))
+            func(*shapes[0], **shapes[1])
+    except Exception:
+        return False
+    return True
+
+
+def _without_values(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
 
 
 def _same_bytes(storage: torch.UntypedStorage, kept: torch.UntypedStorage) -> bool:

@@ -84,6 +84,8 @@ class PythonState:
         self._last: _Snapshot | None = None
         self._places: list[Place] | None = None
         self._written: list[Place] = []
+        # What counters hold before the call counts for the first time, by the place's identity.
+        self._bases: dict[int, int] = {}
 
     def allow_writes(self, places: list[Place], written: list[Place]) -> None:
         """Let the call write to attributes and items of dictionaries that it does not read.
@@ -164,6 +166,9 @@ class PythonState:
             if known is None and read is not None and source is not None:
                 known = _place(name, source, key, old, new, read)
                 if known is not None:
+                    if known.counts:
+                        # The first run may have set it up, which stays; then it counted.
+                        self._bases[id(known)] = old - (new - old)
                     places.append(known)
             if known is None:
                 known = None if source is None else _carried(name, source, key, old, new)
@@ -242,7 +247,8 @@ class PythonState:
             for group, before in zip(optimizer.param_groups, groups, strict=False):
                 group.update(before)
         for written in self._places or ():
-            written.put(self._at_first(written))
+            base = self._bases.get(id(written))
+            written.put(self._at_first(written) if base is None else base)
         if python:
             self._kept.found.put_back()
             for tensor, alias, place in self._data:

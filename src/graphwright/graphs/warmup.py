@@ -127,6 +127,7 @@ def warm(
     eager, first, set_up, written_eagerly = trial.eager()
     # Not the inputs, whose memory may be gone.
     hosts = {k: s for k, s in first.external.items() if s.device != recorder.device}
+    _refuse_caught(first)
     made, first_draws = first.made_storages, first.draws
     as_eager = None if first.reads or may_run_otherwise else first.sequence
     read_in = first.count if first.reads else None
@@ -138,6 +139,7 @@ def warm(
         with recorder.warming(), compilers_off(), journal:
             result = run_in_pretended_capture(work, inputs)
         told = questions() > before
+        _refuse_caught(journal)
         python_state.check(read=frozenset(journal.external))
         _refuse_first_run_setup(set_up, journal.written)
         mutated = tuple(s for s in inputs.slots if journal.wrote_to(inputs.tensor(s)))
@@ -304,6 +306,16 @@ def _refuse_writes_on_host(written: Sequence[torch.UntypedStorage]) -> None:
         )
 
 
+def _refuse_caught(run: Journal) -> None:
+    """Raise CaptureError where a run went on after an operation had failed for its values."""
+    if run.caught is not None:
+        raise CaptureError(
+            f"The call goes on after an error of {run.caught}, which the values of tensors decide; "
+            "a graph would go on like this for all values.",
+            remedy="Compute with tensors in place of try and except: torch.where, for example.",
+        )
+
+
 def _refuse_first_run_setup(
     first: Sequence[torch.UntypedStorage], second: Sequence[torch.UntypedStorage]
 ) -> None:
@@ -413,6 +425,9 @@ class _ObservedRuns:
             with self._recorder.warming(), compilers_off(), journal:
                 result = self._work(inputs)
             self._comparison.check(result, eager, journal.dtypes)
+            untouched = [
+                place for place, _ in held if not place.counts and place.value() is MISSING
+            ]
             for place, value in held:
                 now, before = place.value(), kept.get(id(place))
                 if place.counts:
@@ -429,6 +444,9 @@ class _ObservedRuns:
                     check_same_result(apart([now]), before or [], rounding_of(journal.dtypes))
             if generators:
                 raise StateChanges("It draws random numbers.")
+            if untouched:
+                journal.undo()
+                self._refuse_removals(untouched)
         except Exception as error:
             refused = StateChanges(
                 f"{names} changes with every call, and a graph repeats no Python: what it held "
@@ -441,6 +459,28 @@ class _ObservedRuns:
             raise refused from error
         finally:
             journal.undo()
+
+    def _refuse_removals(self, places: Sequence[Place]) -> None:
+        """Run the call with something in places that it does not write to: it must stay there.
+
+        Raises:
+            StateChanges: the call removes it.
+        """
+        held = [(place, place.value()) for place in places]
+        inputs = StaticInputs(self._sample, _ordinary_allocator(self._recorder.device))
+        journal = Journal(self._copies)
+        there = object()
+        try:
+            for place in places:
+                place.put(there)
+            with self._recorder.warming(), compilers_off(), journal:
+                self._work(inputs)
+            if any(place.value() is not there for place in places):
+                raise StateChanges("It removes what another call has left there.")
+        finally:
+            journal.undo()
+            for place, value in held:
+                place.put(value)
 
     def refuse_seeding(
         self, generators: Sequence[torch.Generator], draws: Sequence[Draw], eager: Any

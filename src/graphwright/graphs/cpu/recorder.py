@@ -104,7 +104,7 @@ def _refuse_without_memory(func: Any, args: tuple[Any, ...], kwargs: Mapping[str
 
 
 def needs_step(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, made: bool) -> bool:
-    """Whether a tape has to repeat an operation: it writes, or computes something new.
+    """Whether a tape has to repeat an operation: it writes, computes something new, or checks.
 
     Args:
         func: the operation.
@@ -115,7 +115,8 @@ def needs_step(func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any], *, m
     # Uninitialized memory needs no step, unless PyTorch fills it for reproducibility.
     if func._opname in _UNINITIALISED and not _fills_new_memory():
         return False
-    return made or bool(written(func, args, kwargs))
+    # One without a result is there for what it does: it may raise an error.
+    return made or not func._schema.returns or bool(written(func, args, kwargs))
 
 
 def _fills_new_memory() -> bool:

@@ -288,6 +288,7 @@ class SegmentTree:
         work: Work,
         make_room: MakeRoom,
         unfinished: Unfinished,
+        has_moved: Callable[[], bool],
     ) -> Any:
         """Replay the segments for a call's arguments; the pool's lock is held.
 
@@ -297,6 +298,7 @@ class SegmentTree:
             work: runs the call on static inputs, if it takes a new path.
             make_room: closes another graph of the pool; False if there is none to close.
             unfinished: what the work has done to the caller's objects, if it raised.
+            has_moved: whether Python's state is another than that which the segments are of.
 
         Raises:
             Differs: on a new path, the call did something else up to the break than before.
@@ -326,7 +328,9 @@ class SegmentTree:
                     node, arrival, leaves, work, unfinished
                 )
                 made = self._made(results, leaves, finish)
-                self._extend(node, arrival, observer, mutated, work, make_room, results)
+                # A replay would not move it.
+                if not has_moved():
+                    self._extend(node, arrival, observer, mutated, work, make_room, results)
                 return made
             if following.targets:
                 following.enter(result)
