@@ -272,6 +272,92 @@ def test_rows_that_are_not_independent_are_not_split(device: torch.device) -> No
         assert statistics.eager == {"it cannot be split": 1}
 
 
+def quantised(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax().clamp(min=4.0) / 127
+    return (x / scale).round() * scale
+
+
+def off_if_any(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return torch.where(flags.any(), x - 1, x)
+
+
+@TABLE("fn", [quantised, lambda x: torch.where(x.isnan().any(), x - 1, x)])
+def test_rows_that_one_odd_row_changes_are_not_split(
+    fn: Callable[..., Any], device: torch.device
+) -> None:
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]), split=True)
+    x = rand(device, 8, WIDTH) / 2
+    with torch.no_grad():
+        same(graphed(x), fn(x))
+        x[6] = float("nan") if fn is not quantised else 40.0
+        same(graphed(x), fn(x))
+    assert graphed.statistics.eager == {"it cannot be split": 2}
+
+
+def test_rows_that_one_flag_changes_are_not_split(device: torch.device) -> None:
+    graphed = gw.graph(off_if_any, buckets=gw.Buckets(batch=[4]), split=True)
+    x, flags = rand(device, 8, WIDTH), torch.zeros(8, dtype=torch.bool, device=device)
+    with torch.no_grad():
+        graphed(x, flags)
+        flags[6] = True
+        same(graphed(x, flags), off_if_any(x, flags))
+
+
+@TABLE(
+    "flag",
+    [
+        lambda x: x.isnan().any(),
+        lambda x: (x > 1e3).sum(),
+        lambda x: (x == 1234).any(),
+        lambda x: torch.zeros(WIDTH, device=x.device).copy_((x == 1234).any(0)),
+    ],
+)
+def test_what_all_rows_decide_is_not_taken_from_one_chunk(
+    flag: Callable[..., Any], device: torch.device
+) -> None:
+    graphed = gw.graph(lambda x: (x * 2, flag(x)), buckets=gw.Buckets(batch=[4]), split=True)
+    x = rand(device, 8, WIDTH)
+    with torch.no_grad():
+        for value in (0.0, float("nan"), 1234.0):
+            x[1::5] = value
+            same(graphed(x)[1], flag(x))
+    assert graphed.statistics.split == 0
+
+
+def test_another_size_is_split_after_fewer_trials(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    tried, joints = [], Prover._joints
+
+    def counted(self: Prover, leaves: list[Any], name: str, parts: Any, **rest: Any) -> Any:
+        tried.append(sum(parts))
+        return joints(self, leaves, name, parts, **rest)
+
+    monkeypatch.setattr(Prover, "_joints", counted)
+    graphed = gw.graph(rows_model(device), buckets=gw.Buckets(batch=[4]), split=True)
+    with torch.no_grad():
+        for batch in (9, 10):
+            x = rand(device, batch, WIDTH)
+            same(graphed(x), graphed.module(x))
+    assert tried.count(9) > 10
+    assert tried.count(10) == 2
+
+
+def test_an_audit_of_a_split_call_compares_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(Prover, "_dependent_output", lambda *given: None)
+    fn = lambda x: (x * 2, (x > 1e3).sum())  # noqa: E731
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]), split=True, audit=1)
+    x = rand(device, 8, WIDTH)
+    with torch.no_grad():
+        same(graphed(x)[0], x * 2)
+        assert graphed.statistics.audits == 3  # both chunks and the whole
+        x[:, 0] = 2e3
+        with pytest.raises(gw.VerificationError, match="in chunks"):
+            graphed(x)
+
+
 def test_sizes_seen_are_those_of_the_calls_and_not_of_chunks(device: torch.device) -> None:
     graphed = gw.graph(rows_model(device), buckets=gw.Buckets(batch=[4]), split=True)
     with torch.no_grad():
@@ -285,13 +371,19 @@ def test_sizes_seen_are_those_of_the_calls_and_not_of_chunks(device: torch.devic
 
 def test_what_is_the_same_for_all_rows_is_handed_out_once_when_split(device: torch.device) -> None:
     weight = rand(device, WIDTH, 2)
-    fn = lambda x: {"rows": x @ weight, "weight": weight * 2, "width": 2}  # noqa: E731
+    fn = lambda x: {  # noqa: E731
+        "rows": x @ weight,
+        "weight": weight * 2,
+        "width": 2,
+        "zeros": x.new_zeros(3) + x.shape[1],
+    }
     graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]), split=True)
     x = rand(device, 7, WIDTH)
     with torch.no_grad():
         mine, theirs = graphed(x), fn(x)
     same(mine["rows"], theirs["rows"])
     same(mine["weight"], theirs["weight"])
+    same(mine["zeros"], theirs["zeros"])
     assert mine["width"] == 2
     assert graphed.statistics.split == 1
 

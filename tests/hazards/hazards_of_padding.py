@@ -559,10 +559,11 @@ def values_are_the_sample_s(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(
         sampler.CallSampler, "changed", lambda self, sizes, how, generator: given(self, sizes)
     )
+    patch.setattr(sampler.CallSampler, "with_odd_row", lambda self, sizes, *how: given(self, sizes))
 
 
 def rows_are_repeated(patch: pytest.MonkeyPatch) -> None:
-    def extended(tensor: torch.Tensor, axis: int, n: int) -> torch.Tensor:
+    def extended(tensor: torch.Tensor, axis: int, n: int, axes: Any) -> torch.Tensor:
         places = torch.arange(n, device=tensor.device) % tensor.shape[axis]
         return tensor.index_select(axis, places)
 

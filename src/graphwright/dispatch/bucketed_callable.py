@@ -377,7 +377,13 @@ class BucketedCallable(GraphedCallable):
             pieces[0] if joint is None else torch.cat(pieces, joint)
             for joint, *pieces in zip(joints, *(found for found, _ in results), strict=True)
         ]
-        return pytree.tree_unflatten(joined, results[0][1])
+        result = pytree.tree_unflatten(joined, results[0][1])
+        every, tally = self._audit_every, self._tally
+        if every is not None and sum(tally.split.values()) % every == 0:
+            expected = self._run_detached(call.args, call.kwargs)
+            compare(result, expected, f"{name_of(self.fn)} in chunks", other_kernels=True)
+            tally.audits += 1
+        return result
 
     def _missed(
         self,

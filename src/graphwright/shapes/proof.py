@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calls.dependence import InputDependence
 from ..calls.signature import flatten
-from ..calls.snapshots import Call, ModuleState, Outcome, layout, run
+from ..calls.snapshots import Call, ModuleState, Outcome, layout, outputs_by_name, run
 from ..errors import first_line
 from ..evaluation.reference import Widened, exact_outcome, finite_share, widened
 from .aliasing import Sharing, shares_alike
@@ -71,6 +72,8 @@ class Prover:
         self._useless: set[tuple[Change, bool]] = set()
         # Dimensions whose padding, together, was found to matter in some trial.
         self._suspect: set[Names] = set()
+        # Dimensions along which calls were split with the same results.
+        self._divisible: set[str] = set()
 
     def start(self, bucket: Sizes, shapes: OutputShapes, *, thorough: bool) -> Verdicts:
         """Try sizes at both ends of each range in which the function takes the same branches.
@@ -150,19 +153,59 @@ class Prover:
             for each output, the axis along which to join, None for one that is the same in all
             chunks; or why the call cannot be split.
         """
-        subject = self.subject
         if self.shared:
             return "it returns outputs that share memory"
-        leaves = subject.at(sizes)
+        found: list[int | None] = []
         try:
             with self._from_now():
-                whole, seen = self._run(leaves)
-                pieces = [self._run(chunk)[0] for chunk in subject.chunks(leaves, name, parts)]
+                for leaves in self._whole_calls(name, sizes):
+                    joints = self._joints(leaves, name, parts, first=not found)
+                    if isinstance(joints, str):
+                        return joints
+                    found = found or joints
+                why = self._dependent_output(found, name, parts, sizes)
         except _Inexact:
             self._exactly = False
             return self.split(name, parts, sizes)
         except Exception as error:
             return f"it fails in chunks of {parts[0]} along {name}: {first_line(error, 160)}"
+        if why is not None:
+            return why
+        self._divisible.add(name)
+        return found
+
+    def _whole_calls(self, name: str, sizes: Sizes) -> Iterator[list[Any]]:
+        """Calls of some sizes that are tried in chunks, the sample's values first.
+
+        Once calls were split along a dimension, other sizes are tried with fewer values.
+        """
+        subject, generator = self.subject, self._generator
+        yield subject.at(sizes)
+        if name in self._divisible:
+            yield subject.changed(sizes, next(self._changes), generator)
+            return
+        changes = subject.changes()
+        for how in changes[1:]:
+            yield subject.changed(sizes, how, generator)
+        # A row unlike all others changes their results where rows are taken together.
+        for row in range(_ROWS):
+            yield subject.with_odd_row(sizes, changes[0], Change.FAR, generator, name, row)
+            yield subject.with_odd_row(sizes, changes[1], changes[0], generator, name, row)
+        yield subject.with_odd_row(sizes, changes[0], Change.NAN, generator, name, 0)
+
+    def _joints(
+        self, leaves: list[Any], name: str, parts: Sequence[int], *, first: bool
+    ) -> list[int | None] | str:
+        """How the results of one call's chunks are joined, as `split`; [] if eager refuses it."""
+        try:
+            whole, seen = self._run(leaves)
+        except _Inexact:
+            raise
+        except Exception:
+            if first:
+                raise
+            return []
+        pieces = [self._run(chunk)[0] for chunk in self.subject.chunks(leaves, name, parts)]
         if whole.buffers or any(piece.buffers for piece in pieces):
             return "it writes to its buffers"
         memories = [memory for _, memory in seen.sharing.pattern if memory is not None]
@@ -180,6 +223,40 @@ class Prover:
                 return f"{leaf} of all rows is not that of chunks along {name}: {axis}"
             joints.append(axis)
         return joints
+
+    def _dependent_output(
+        self, joints: Sequence[int | None], name: str, parts: Sequence[int], sizes: Sizes
+    ) -> str | None:
+        """Which output would be taken from one chunk and depends on the rows, in words, or None."""
+        if None not in joints:
+            return None
+        leaves = self.subject.at(sizes)
+        for call in (leaves, next(self.subject.chunks(leaves, name, parts))):
+            dependent = self._dependent_outputs(call, name)
+            for axis, (leaf, depends) in zip(joints, dependent.items(), strict=True):
+                if axis is None and depends:
+                    return f"{leaf} is one for all rows and depends on their values"
+        return None
+
+    def _dependent_outputs(self, leaves: Sequence[Any], name: str) -> dict[str, bool]:
+        """Which outputs may depend on the values of arguments that have a named dimension."""
+        subject, dependence = self.subject, InputDependence()
+        rows = [any(size.name == name for size in own.values()) for own in subject.axes]
+        dependent: dict[str, bool] = {}
+
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            given, _ = flatten(args, kwargs)
+            dependence.begin([leaf for leaf, varies in zip(given, rows, strict=True) if varies])
+            return subject.fn(*args, **kwargs)
+
+        def look(result: Any, call: Call) -> None:
+            for leaf, value in outputs_by_name(result)[0].items():
+                dependent[leaf] = isinstance(value, torch.Tensor) and dependence.depends(value)
+
+        assert self._state is not None
+        self._calls += 1
+        run(begun, subject.call("proof", leaves), self._state, look, dependence)
+        return dependent
 
     def _points(self, verdicts: Verdicts, *, thorough: bool) -> Iterator[Sizes]:
         """Sizes to try: first each dimension alone, then several at once."""

@@ -39,6 +39,8 @@ class Change(Enum):
         MIXED: as shuffled, and floats are multiplied by factors from -10 to 10: a sample may lie on
             one side of a threshold, and other calls beyond it.
         FLIPPED: booleans are negated, and so are zeros and ones in tensors that hold nothing else.
+        FAR: as flipped, and floats are multiplied by 100 or -100.
+        NAN: floats are NaN.
     """
 
     NONE = "none"
@@ -47,6 +49,8 @@ class Change(Enum):
     SHUFFLED = "shuffled"
     MIXED = "mixed"
     FLIPPED = "flipped"
+    FAR = "far"
+    NAN = "nan"
 
 
 @dataclass
@@ -170,6 +174,34 @@ class CallSampler:
                     factors = 1 + _NEARLY * torch.rand(made.shape[axis], generator=generator)
                     made = made * factors.reshape(shape).to(made.device, made.dtype)
             leaf.copy_(made)
+        return leaves
+
+    def with_odd_row(
+        self,
+        sizes: Sizes,
+        how: Change,
+        odd: Change,
+        generator: torch.Generator,
+        name: str,
+        row: int,
+    ) -> list[Any]:
+        """As `alike`, with a last row along one dimension that differs from the others.
+
+        Args:
+            sizes: the named sizes.
+            how: in which way the values differ from the sample's.
+            odd: in which way those of the last row do.
+            generator: of random values; on the CPU.
+            name: of the dimension.
+            row: which row of the sample is repeated, modulo their number.
+        """
+        leaves = self.alike(sizes, how, generator, (name,), row)
+        others = self.alike(sizes, odd, generator, (name,), row)
+        for index, leaf in self._varying(leaves):
+            for axis, size in self.axes[index].items():
+                if size.name == name:
+                    last = leaf.shape[axis] - size.factor, size.factor
+                    leaf.narrow(axis, *last).copy_(others[index].narrow(axis, *last))
         return leaves
 
     def _sample_size(self, name: str) -> int:
@@ -306,9 +338,14 @@ def _changed(
 ) -> torch.Tensor:
     """A call's tensor with changed values that are still like the sample's."""
     real, mask = _is_real(leaf), sample.dtype is torch.bool or _is_mask(sample)
-    if how is Change.FLIPPED:
+    if how is Change.NAN:
+        return torch.full_like(leaf, torch.nan) if real and not mask else leaf
+    if how is Change.FLIPPED or (how is Change.FAR and not (real and not mask)):
         mask = mask or _is_zero(sample)
         return (1 - leaf.long()).to(leaf.dtype) if mask and not leaf.is_complex() else leaf
+    if how is Change.FAR:
+        signs = 1 - 2 * torch.rand(leaf.shape, generator=generator, device="cpu").round()
+        return leaf * (_FAR * signs).to(leaf.device, leaf.dtype)
     if how is Change.NEGATED:
         return -leaf if real and not mask else leaf
     if how in (Change.SHUFFLED, Change.MIXED):
