@@ -26,6 +26,7 @@ from graphwright.shapes.dimensions import Dimensions
 from graphwright.shapes.dynamic_signature import DynamicSignature
 from graphwright.shapes.family import ShapeFamily
 from graphwright.shapes.proof import Prover
+from graphwright.shapes.sampler import Change
 from graphwright.shapes.selection import BucketSelector
 
 TABLE = pytest.mark.parametrize
@@ -840,16 +841,78 @@ def test_values_that_eager_refuses_prove_nothing(device: torch.device) -> None:
             assert bool((prover._run_unpadded((2,), how, None, ()).leaves[0] > 0).all())
 
 
-def test_declared_values_are_never_changed(device: torch.device) -> None:
-    x, mask = rand(device, 2, 6, WIDTH), (torch.arange(6, device=device) < 4).expand(2, 6)
-    shapes = ({1: "length"}, {1: "length"})
-    given = {"length": [6]}, shapes
-    for pad, kept in (((None, 0), True), (None, False)):
-        sampler = family_of(lambda x, mask: x, (x, mask.clone()), *given, pad).sampler
-        generator = torch.Generator().manual_seed(0)
-        seen = [sampler.changed((6,), how, generator) for how in sampler.changes()]
-        assert all(torch.equal(leaves[1], mask) for leaves in seen) is kept
-        assert len({float(leaves[0].sum()) for leaves in seen}) > 3
+@TABLE("valid", [True, 1, 1.0, 0.0])
+def test_masks_with_a_declared_value_are_tried_without_padding_and_with_little(
+    valid: float, device: torch.device
+) -> None:
+    pad = -1e9 if valid == 0 else type(valid)(0)
+    x, mask = rand(device, 2, 6, WIDTH), torch.full((2, 6), valid, device=device)
+    mask[:, 4:] = pad
+    shapes = ({0: "batch", 1: "length"},) * 2
+    given = {"batch": [2], "length": [6]}, shapes
+    sampler = family_of(lambda x, mask: x, (x, mask.clone()), *given, (None, pad)).sampler
+    generator = torch.Generator().manual_seed(0)
+    seen = {how: sampler.changed((2, 6), how, generator) for how in sampler.changes()}
+    assert len({float(leaves[0].sum()) for leaves in seen.values()}) > 3
+    for how in (Change.NONE, Change.NEGATED, Change.SCALED):
+        assert torch.equal(seen[how][1], mask)
+    for how in (Change.FLIPPED, Change.MIXED):
+        assert bool((seen[how][1] == valid).all())
+    some = seen[Change.SHUFFLED][1] == valid
+    assert some.tolist() == [[True] * 6, [True] * 3 + [False] * 3]
+    # Nothing attends to a row that is masked as a whole.
+    assert bool((sampler.changed((2, 1), Change.SHUFFLED, generator)[1] == valid).all())
+
+
+def test_what_is_padding_in_the_sample_stays_so(device: torch.device) -> None:
+    x, ids = rand(device, 4, 6, WIDTH), torch.tensor([[5, 3, 0, 0]] * 4, device=device)
+    added = rand(device, 4, 6) - 1e9
+    x[:, 4:] = -1.0
+    sampler = family_of(
+        lambda *given: given, (x, ids, added), dynamic_shapes=BATCH * 3, pad=(-1.0, 0, -1e9)
+    ).sampler
+    generator = torch.Generator().manual_seed(0)
+    for how in sampler.changes():
+        for leaves in (
+            sampler.changed((4,), how, generator),
+            sampler.alike((4,), how, generator, ("batch",), 1),
+        ):
+            assert torch.equal(leaves[0] == -1, x == -1)
+            assert torch.equal(leaves[1], ids)
+            assert torch.equal(leaves[2], added)
+            assert (how is Change.NONE) or not torch.equal(leaves[0], x)
+
+
+@TABLE("fn", [lambda x: x.amax(1), lambda x: (x < 0).all(1), lambda x: (x >= 0).any(1)])
+def test_a_declared_value_is_proved_for_other_values_than_the_sample_s(
+    fn: Callable[..., Any], device: torch.device
+) -> None:
+    tokens = {"x": {0: "batch", 1: "length"}}
+    graphed = gw.graph(
+        fn, dynamic_shapes=tokens, buckets=gw.Buckets(batch=[4], length=[8]), pad={"x": 0}
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        graphed(rand(device, 4, 7, WIDTH).abs())
+        x = -rand(device, 3, 5, WIDTH).abs()
+        same(graphed(x), fn(x))
+
+
+def test_a_mask_that_is_all_ones_is_not_proved_by_one_that_is_not(device: torch.device) -> None:
+    def fn(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask.all(), x, x * 2)
+
+    tokens = {0: "batch", 1: "length"}
+    graphed = gw.graph(
+        fn,
+        dynamic_shapes={"x": tokens, "mask": tokens},
+        buckets=gw.Buckets(batch=[4], length=[8]),
+        pad={"x": 0, "mask": 0},
+    )
+    x, mask = rand(device, 4, 6), torch.ones(4, 6, device=device)
+    mask[0, 0] = 0
+    with torch.no_grad(), pytest.raises(gw.PaddingError):
+        graphed.prepare([(x, mask)])
 
 
 def test_integers_stay_in_their_columns() -> None:

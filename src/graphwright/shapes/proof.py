@@ -66,7 +66,12 @@ class Prover:
         self._exactly = not self.written
         self._weights: Widened = {}
         self._calls = 0
-        self._variants = itertools.cycle(range(PAD_VARIANTS))
+        # A pad value that the caller declared is the only one.
+        free = any(
+            own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
+        )
+        self._every = range(PAD_VARIANTS if free else 1)
+        self._variants = itertools.cycle(self._every)
         self._changes = itertools.cycle(subject.changes())
         # Changes of values that eager could not handle, and whether all rows were alike.
         self._useless: set[tuple[Change, bool]] = set()
@@ -187,6 +192,8 @@ class Prover:
         changes = subject.changes()
         for how in changes[1:]:
             yield subject.changed(sizes, how, generator)
+        if len(changes) == 1:
+            return
         # A row unlike all others changes their results where rows are taken together.
         for row in range(_ROWS):
             yield subject.with_odd_row(sizes, changes[0], Change.FAR, generator, name, row)
@@ -316,7 +323,8 @@ class Prover:
                 if not still.any():
                     break
                 continue
-            for each in range(PAD_VARIANTS) if struck or variant is None else (variant,):
+            only = None if struck or variant is None else (variant % len(self._every),)
+            for each in self._every if only is None else only:
                 why = self._differs(verdicts, sizes, true, each)
                 if why is not None:
                     return f"with {change}, {why}"
@@ -326,9 +334,6 @@ class Prover:
     def _trials(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> Iterator[_Trial]:
         """What to try for some sizes."""
         subject = self.subject
-        free = any(
-            own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
-        )
         # Small calls with much padding show most and cost least, so more is tried for them, and for
         # the first sizes of a case. Each variant of padding gets other argument values then.
         few = 2 * math.prod(sizes) <= math.prod(verdicts.bucket)
@@ -336,13 +341,12 @@ class Prover:
         changes = subject.changes()
         if not thorough or not (few or first):
             how: Change | None = next(self._changes)
-            every = range(PAD_VARIANTS) if thorough else (next(self._variants),)
-            for variant in every if free else (0,):
+            for variant in self._every if thorough else (next(self._variants),):
                 yield _Trial(variant, how)
                 how = None
             return
-        if not free:
-            yield _Trial(0, next(self._changes))
+        if len(changes) == 1:
+            yield _Trial(0, changes[0])
             return
         for variant, how in zip(_VARIANT_ORDER, itertools.cycle(changes), strict=False):
             yield _Trial(variant, how)

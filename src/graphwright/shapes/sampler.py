@@ -7,7 +7,7 @@ may be off, say.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -23,12 +23,18 @@ from .padding import Sizes, Value, cut_to, fill, memory_format, widths_of
 
 # Factor between the sample's largest value and padding that is far from all of its values.
 _FAR = 100.0
+# Declared pad values of floats from this magnitude on are those of masks that are added.
+_ADDED = 1e3
 # By how much rows that are alike differ.
 _NEARLY = 1e-3
 
 
 class Change(Enum):
-    """How a call's values differ from the sample's; arguments with a declared pad value never do.
+    """How a call's values differ from the sample's.
+
+    In arguments with a declared pad value, what is padding in the sample stays so. Masks among them
+    hold no padding if FLIPPED or MIXED, and some in the last row if SHUFFLED; integers that are no
+    masks, and masks that are added, never change.
 
     Attributes:
         NONE: not at all.
@@ -78,6 +84,7 @@ class CallSampler:
     bounds: Mapping[str, Bounds]
     pad_values: list[Value]
     declared: list[bool]
+    _valid_values: dict[int, Value | None] = field(default_factory=dict, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -113,11 +120,16 @@ class CallSampler:
 
     def changes(self) -> list[Change]:
         """The changes of values to try, in order: the first ones tell most."""
-        samples = [self.sample[index] for index in self._free()]
+        varying = [index for index in self._dynamic() if self._varies(index)]
+        if not varying:
+            return [Change.NONE]
+        free = [self.sample[index] for index in varying if not self.declared[index]]
+        masks = [index for index in varying if self._valid(index) is not None]
+        reals = [self.sample[index] for index in varying if index not in masks]
         found = [Change.NONE]
-        if any(_is_real(sample) and not _is_mask(sample) for sample in samples):
+        if any(_is_real(sample) and not _is_mask(sample) for sample in reals):
             found.append(Change.NEGATED)
-        if any(s.dtype is torch.bool or _is_mask(s) or _is_zero(s) for s in samples):
+        if masks or any(s.dtype is torch.bool or _is_mask(s) or _is_zero(s) for s in free):
             found.append(Change.FLIPPED)
         found += [Change.MIXED, Change.SHUFFLED, Change.SCALED]
         # Their number is no multiple of the 3 variants of padding, so that each meets each.
@@ -133,7 +145,7 @@ class CallSampler:
         """
         leaves = self.at(sizes)
         for index, leaf in self._varying(leaves):
-            leaf.copy_(_changed(leaf, self.sample[index], self.axes[index], how, generator))
+            leaf.copy_(self._changed(index, leaf, how, generator))
         return leaves
 
     def alike(
@@ -161,7 +173,10 @@ class CallSampler:
         rows = self.at(tuple(self._sample_size(n) if n in names else named[n] for n in named))
         for index, leaf in self._varying(leaves):
             own = self.axes[index]
-            made = _changed(rows[index], self.sample[index], own, how, generator)
+            if self._valid(index) is not None:  # Rows that are all masked would prove nothing.
+                leaf.copy_(self._changed(index, leaf, how, generator))
+                continue
+            made = self._changed(index, rows[index], how, generator)
             for axis, size in own.items():
                 if size.name not in names:
                     continue
@@ -172,8 +187,10 @@ class CallSampler:
                 if _is_real(made) and not _is_mask(made):
                     shape = [-1 if a == axis else 1 for a in range(made.dim())]
                     factors = 1 + _NEARLY * torch.rand(made.shape[axis], generator=generator)
-                    made = made * factors.reshape(shape).to(made.device, made.dtype)
-            leaf.copy_(made)
+                    nearly = made * factors.reshape(shape).to(made.device, made.dtype)
+                    made = torch.where(self._is_padding(index, made), made, nearly)
+            if made.numel() and not bool(self._is_padding(index, made).all()):
+                leaf.copy_(made)
         return leaves
 
     def with_odd_row(
@@ -216,19 +233,50 @@ class CallSampler:
     def _varying(self, leaves: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
         """The leaves whose values may be changed, each tensor once, with their indices."""
         done = set()
-        for index in self._free():
+        for index in self._dynamic():
             leaf = leaves[index]
-            if id(leaf) not in done and leaf.numel():
+            if id(leaf) not in done and leaf.numel() and self._varies(index):
                 done.add(id(leaf))
                 yield index, leaf
 
-    def _free(self) -> list[int]:
-        """Indices of leaves with dynamic dimensions and without a declared pad value."""
-        return [
-            index
-            for index, (own, said) in enumerate(zip(self.axes, self.declared, strict=True))
-            if own and not said
-        ]
+    def _dynamic(self) -> list[int]:
+        """Indices of leaves with dynamic dimensions."""
+        return [index for index, own in enumerate(self.axes) if own]
+
+    def _varies(self, index: int) -> bool:
+        """Whether calls with other values than a leaf's are like the sample."""
+        if not self.declared[index] or self._valid(index) is not None:
+            return True
+        return _is_real(self.sample[index]) and abs(self.pad_values[index]) < _ADDED
+
+    def _valid(self, index: int) -> Value | None:
+        """What a mask with a declared pad value holds where there is data; None for others."""
+        if not self.declared[index]:
+            return None
+        if index not in self._valid_values:
+            self._valid_values[index] = _other_value(self.sample[index], self.pad_values[index])
+        return self._valid_values[index]
+
+    def _is_padding(self, index: int, leaf: torch.Tensor) -> torch.Tensor:
+        """Which elements hold the pad value that the caller declared."""
+        if not self.declared[index]:
+            return torch.zeros_like(leaf, dtype=torch.bool)
+        return leaf == self.pad_values[index]
+
+    def _changed(
+        self, index: int, leaf: torch.Tensor, how: Change, generator: torch.Generator
+    ) -> torch.Tensor:
+        """A call's tensor with changed values that are still like the sample's."""
+        sample, own, valid = self.sample[index], self.axes[index], self._valid(index)
+        if not self.declared[index]:
+            return _changed(leaf, sample, own, how, generator)
+        if valid is not None:
+            return _changed_mask(leaf, own, how, valid, self.pad_values[index])
+        sample = sample[~self._is_padding(index, sample)]
+        if not sample.numel():
+            return leaf
+        made = _changed(leaf, sample, own, how, generator)
+        return torch.where(self._is_padding(index, leaf), leaf, made)
 
     def padded(
         self, leaves: Sequence[Any], bucket: Sizes, variant: int, generator: torch.Generator
@@ -312,6 +360,36 @@ def _is_mask(tensor: torch.Tensor) -> bool:
 def _is_zero(tensor: torch.Tensor) -> bool:
     """Whether a tensor holds integers that are all 0: flags that nobody set, maybe."""
     return not _is_real(tensor) and not bool(tensor.any())
+
+
+def _other_value(sample: torch.Tensor, pad: Value) -> Value | None:
+    """The one value that a mask holds beside its padding; None for tensors that are no masks."""
+    if sample.dtype is torch.bool:
+        return not pad
+    data = sample[sample != pad]
+    mask = data.numel() > 0 and bool((data == data[0]).all())
+    if _is_real(sample) and not (_is_mask(sample) or data.numel() < sample.numel()):
+        mask = False
+    return data[0].item() if mask else None
+
+
+def _changed_mask(
+    leaf: torch.Tensor, axes: Axes, how: Change, valid: Value, pad: Value
+) -> torch.Tensor:
+    """A mask without padding, or with some at the end of the last row."""
+    if how not in (Change.FLIPPED, Change.MIXED, Change.SHUFFLED):
+        return leaf
+    made = torch.full_like(leaf, valid)
+    axis = min(axes)
+    inner = [a for a in range(axis + 1, leaf.dim()) if leaf.shape[a] > 1]
+    # A row of a sequence of masks is never masked as a whole: it would attend to nothing.
+    if how is Change.SHUFFLED and leaf.shape[axis] > 1 and (inner or leaf.dim() == 1):
+        row = made.narrow(axis, leaf.shape[axis] - 1, 1)
+        if inner:
+            n = leaf.shape[inner[-1]]
+            row = row.narrow(inner[-1], n - n // 2, n // 2)
+        row.fill_(pad)
+    return made
 
 
 def _is_real(tensor: torch.Tensor) -> bool:
