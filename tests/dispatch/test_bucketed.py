@@ -915,6 +915,44 @@ def test_a_mask_that_is_all_ones_is_not_proved_by_one_that_is_not(device: torch.
         graphed.prepare([(x, mask)])
 
 
+def mixes_few_in_float32(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 - x.mean(0) if x.shape[0] < 3 and x.dtype is torch.float32 else x + 1
+
+
+def writes_and_mixes_in_float32(x: torch.Tensor) -> torch.Tensor:
+    result = x - x.mean(0) if x.dtype is torch.float32 else x * 2
+    x.add_(1)
+    return result
+
+
+def test_each_case_is_compared_in_the_function_s_own_precision(device: torch.device) -> None:
+    graphed = gw.graph(mixes_few_in_float32, buckets=gw.Buckets(batch=[8]))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for batch in (5, 2, 4, 1):
+            x = rand(device, batch, WIDTH)
+            same(graphed(x), mixes_few_in_float32(x))
+        assert graphed.statistics.padded == 2  # 5 and 4
+        again = gw.graph(mixes_few_in_float32, buckets=gw.Buckets(batch=[8]))
+        with pytest.raises(gw.PaddingError, match="not eager's"):
+            again.prepare([(rand(device, 5, WIDTH),)])
+
+
+def test_what_writes_to_arguments_is_compared_in_its_own_precision(device: torch.device) -> None:
+    graphed = gw.graph(writes_and_mixes_in_float32, buckets=gw.Buckets(batch=[8]))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for batch in (5, 2, 4, 1):
+            x = rand(device, batch, WIDTH)
+            given = x.clone()
+            same(graphed(given), writes_and_mixes_in_float32(x))
+            same(given, x)
+        assert graphed.statistics.padded == 0
+        again = gw.graph(writes_and_mixes_in_float32, buckets=gw.Buckets(batch=[8]))
+        with pytest.raises(gw.PaddingError, match="with batch padded"):
+            again.prepare([(rand(device, 5, WIDTH),)])
+
+
 def test_integers_stay_in_their_columns() -> None:
     ids = torch.tensor([[1, 10, 100], [2, 20, 200], [3, 30, 300]])
     sampler = family_of(lambda x: x, (ids,)).sampler

@@ -266,8 +266,11 @@ class BucketedCallable(GraphedCallable):
         if family.signature.overlap and graph.written:
             why = "it writes to an argument that shares memory with another one"
             return self._missed(PADDING, why, args, kwargs, plan.sizes)
-        if plan.sizes != plan.bucket and not family.is_checked(plan.bucket) and entry.pure:
-            wrong = family.check(plan, graph.run, args, kwargs)
+        if plan.sizes != plan.bucket and not family.is_checked(plan):
+            if entry.pure:
+                wrong = family.check(plan, graph.run, args, kwargs)
+            else:
+                wrong = family.check_eagerly(plan)
             if wrong is not None:
                 return self._missed(PADDING, wrong, args, kwargs, plan.sizes)
         padded_call = _PaddedCall(
@@ -463,18 +466,19 @@ class BucketedCallable(GraphedCallable):
         known._prepare([(known.call.tensors, {})], bar)
 
     def _check(self, family: ShapeFamily, bucket: tuple[int, ...], entry: CacheEntry) -> None:
-        """Compare a bucket's graph with eager for a padded call, before it is first used."""
-        served = list(self._selector.served(bucket))
-        if not served or not entry.pure or family.is_checked(bucket):
-            return
-        sizes = served[len(served) // 2]
-        plan = family.plan(sizes, bucket)
+        """Compare a bucket with eager for padded calls of each case, before it is first used."""
         graph = entry.graph
-        assert isinstance(plan, PaddingPlan)
         assert graph is not None
-        why = family.check(plan, graph.run, *family.sampler.arguments(sizes))
-        if why is not None:
-            raise self._padding_error(why)
+        for sizes in self._selector.served(bucket):
+            plan = family.plan(sizes, bucket)
+            if not isinstance(plan, PaddingPlan) or family.is_checked(plan):
+                continue  # Eager refuses such calls too, or one of their case was compared.
+            if entry.pure:
+                why = family.check(plan, graph.run, *family.sampler.arguments(sizes))
+            else:
+                why = family.check_eagerly(plan)
+            if why is not None:
+                raise self._padding_error(why)
 
     def _padding_error(self, why: str) -> PaddingError:
         return PaddingError(

@@ -29,7 +29,7 @@ from .aliasing import Sharing, shares_alike
 from .comparison import changed, effect_of_padding, joint, only_nan
 from .dimensions import Axes
 from .outputs import OutputShapes, steps_of
-from .padding import Sizes
+from .padding import PaddingPlan, Sizes
 from .sampler import CallSampler, Change
 from .verdicts import Impossible, Names, Verdicts
 
@@ -433,6 +433,27 @@ class Prover:
             shared=self.shared,
             exactly=self._exactly,
         )
+
+    def compare_as_it_is(self, verdicts: Verdicts, plan: PaddingPlan) -> str | None:
+        """How padding changes the sample's results in the function's own dtypes, or None.
+
+        In float64 it may have taken another branch.
+        """
+        if not self._exactly:
+            return None  # All trials were made so.
+        sizes, names = plan.sizes, verdicts.padded(plan.sizes)
+        self._exactly = False
+        try:
+            with self._from_now():
+                true = self._eager(sizes, Change.NONE, row=None, padded=names)
+                why = self._differs(verdicts, sizes, true, 0)
+        except Exception as error:
+            why = f"the call fails: {first_line(error, 160)}"
+        finally:
+            self._exactly = True
+        if why is None and tuple(verdicts.chosen(sizes)) != plan.cuts:
+            why = "outputs are cut in another way than in float64"
+        return None if why is None else f"with {' and '.join(names)} padded, {why}"
 
     def _strides(
         self, verdicts: Verdicts, sizes: Sizes, true: Sequence[Any], seen: _Seen
