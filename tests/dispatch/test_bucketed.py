@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,6 +21,7 @@ from torch.export import Dim
 import graphwright as gw
 from graphwright.calls.signature import CallSignature
 from graphwright.calls.snapshots import layout
+from graphwright.graphs import turns
 from graphwright.graphs.memory import MemoryPool
 from graphwright.shapes import outputs, symbolic
 from graphwright.shapes.dimensions import Dimensions
@@ -680,6 +682,61 @@ def test_a_first_call_that_fails_spoils_nothing(device: torch.device) -> None:
             graphed(wrong)
         x = rand(device, 3, WIDTH)
         same(graphed(x), model(x))
+    assert graphed.statistics.padded == 1
+
+
+@pytest.mark.usefixtures("captures_pay")
+def test_failures_are_counted_for_each_kind_until_a_release() -> None:
+    table = torch.rand(9, WIDTH)
+    graphed = gw.graph(lambda ids, k: table[ids] * k, buckets=gw.Buckets(batch=[4]))
+    ids, invalid = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 30])
+
+    def fail(k: int, times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(IndexError):
+                graphed(invalid, k)
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for k in (2, 3, 4):
+            fail(k, 2)
+        for k in (2, 3, 4):
+            same(graphed(ids, k), table[ids] * k)
+        assert graphed.statistics.padded == 3
+        for k in (2, 3, 4):
+            graphed.release()
+            fail(k, 2)
+            same(graphed(ids, k), table[ids] * k)
+        assert graphed.statistics.padded == 6
+        fail(5, 3)
+        same(graphed(ids, 5), table[ids] * 5)  # No sample would do, it seems.
+    assert graphed.statistics.padded == 6
+
+
+def test_other_threads_at_work_refuse_nothing_for_good(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
+    busy, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with turns.turns_of(model).calling():
+            busy.set()
+            done.wait(60)
+
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad(), warnings.catch_warnings(), ThreadPoolExecutor(1) as other:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        other.submit(work)
+        assert busy.wait(60)
+        for _ in range(4):
+            same(graphed(x), model(x))
+        done.set()
+        other.shutdown()
+        same(graphed(x), model(x))
+    assert graphed.statistics.eager == {"other threads were at work": 4}
     assert graphed.statistics.padded == 1
 
 

@@ -21,7 +21,7 @@ from ..graphs.journal import Journal
 from ..graphs.memory import MemoryPool
 from ..graphs.python_state import PythonState
 from ..graphs.transaction import transaction
-from ..graphs.turns import turns_of
+from ..graphs.turns import Busy, turns_of
 from .aliasing import pattern_of
 from .dimensions import shape_at
 from .dynamic_signature import DynamicSignature
@@ -301,6 +301,8 @@ class ShapeFamily:
             self._observe_sample()
             try:
                 known = self._try_bucket(bucket)
+            except Busy:
+                raise
             except CaptureError as error:
                 known = f"the call fails in that bucket: {error.what}"
             self._verdicts[bucket] = known
