@@ -740,6 +740,30 @@ def test_other_threads_at_work_refuse_nothing_for_good(
     assert graphed.statistics.padded == 1
 
 
+@TABLE("buckets", [None, gw.Buckets(batch=[2, 4])])
+def test_an_eager_call_that_needs_the_pool_does_not_stop_prepare(
+    buckets: gw.Buckets | None, device: torch.device
+) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=buckets)
+    mine, inside = turns.turns_of(model), threading.Event()
+
+    def work() -> None:
+        with mine.calling():
+            inside.set()
+            with mine._free:
+                mine._free.wait_for(lambda: mine._waiting, 60)
+            with graphed.pool._lock:  # As a graph does that the model calls.
+                pass
+
+    with torch.no_grad(), ThreadPoolExecutor(1) as other:
+        done = other.submit(work)
+        assert inside.wait(60)
+        graphed.prepare([(rand(device, 2, WIDTH),)])
+        done.result()
+    assert graphed.statistics.graphs == (1 if buckets is None else 2)
+
+
 def test_copies_and_pickles_keep_their_buckets(device: torch.device) -> None:
     model = rows_model(device)
     dim = {"input": {0: "rows"}}

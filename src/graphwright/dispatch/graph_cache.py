@@ -293,6 +293,13 @@ class GraphCache:
             CaptureError: one cannot be captured; then none is.
             MemoryBudgetExceeded: they do not fit under the pool's limit.
         """
+        # As in `capture`: the turn before the lock.
+        with self.turns.alone(), self.pool._lock:
+            return self._capture_all(calls, step)
+
+    def _capture_all(
+        self, calls: Iterable[tuple[Args, Kwargs]], step: Callable[[str], None]
+    ) -> list[CacheEntry]:
         made: list[CacheEntry] = []
         waiting: list[tuple[CapturedCall, CallSignature, Any]] = []
         try:

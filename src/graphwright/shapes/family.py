@@ -217,7 +217,7 @@ class ShapeFamily:
         padded = plan.pad(leaves)
         outputs, out_spec = pytree.tree_flatten(run(*unflatten(padded, spec)))
         result = pytree.tree_unflatten(plan.cut(outputs, leaves, padded), out_spec)
-        with self._undone():
+        with self._exclusively(), self._undone():
             copies = clone_leaves(leaves)
             expected = self.sampler.result(copies)
         bucket = plan.bucket
