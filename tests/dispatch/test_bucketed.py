@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import threading
 import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,12 +21,14 @@ from torch.export import Dim
 import graphwright as gw
 from graphwright.calls.signature import CallSignature
 from graphwright.calls.snapshots import layout
+from graphwright.graphs import turns
 from graphwright.graphs.memory import MemoryPool
 from graphwright.shapes import outputs, symbolic
 from graphwright.shapes.dimensions import Dimensions
 from graphwright.shapes.dynamic_signature import DynamicSignature
 from graphwright.shapes.family import ShapeFamily
 from graphwright.shapes.proof import Prover
+from graphwright.shapes.sampler import Change
 from graphwright.shapes.selection import BucketSelector
 
 TABLE = pytest.mark.parametrize
@@ -272,6 +275,92 @@ def test_rows_that_are_not_independent_are_not_split(device: torch.device) -> No
         assert statistics.eager == {"it cannot be split": 1}
 
 
+def quantised(x: torch.Tensor) -> torch.Tensor:
+    scale = x.abs().amax().clamp(min=4.0) / 127
+    return (x / scale).round() * scale
+
+
+def off_if_any(x: torch.Tensor, flags: torch.Tensor) -> torch.Tensor:
+    return torch.where(flags.any(), x - 1, x)
+
+
+@TABLE("fn", [quantised, lambda x: torch.where(x.isnan().any(), x - 1, x)])
+def test_rows_that_one_odd_row_changes_are_not_split(
+    fn: Callable[..., Any], device: torch.device
+) -> None:
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]), split=True)
+    x = rand(device, 8, WIDTH) / 2
+    with torch.no_grad():
+        same(graphed(x), fn(x))
+        x[6] = float("nan") if fn is not quantised else 40.0
+        same(graphed(x), fn(x))
+    assert graphed.statistics.eager == {"it cannot be split": 2}
+
+
+def test_rows_that_one_flag_changes_are_not_split(device: torch.device) -> None:
+    graphed = gw.graph(off_if_any, buckets=gw.Buckets(batch=[4]), split=True)
+    x, flags = rand(device, 8, WIDTH), torch.zeros(8, dtype=torch.bool, device=device)
+    with torch.no_grad():
+        graphed(x, flags)
+        flags[6] = True
+        same(graphed(x, flags), off_if_any(x, flags))
+
+
+@TABLE(
+    "flag",
+    [
+        lambda x: x.isnan().any(),
+        lambda x: (x > 1e3).sum(),
+        lambda x: (x == 1234).any(),
+        lambda x: torch.zeros(WIDTH, device=x.device).copy_((x == 1234).any(0)),
+    ],
+)
+def test_what_all_rows_decide_is_not_taken_from_one_chunk(
+    flag: Callable[..., Any], device: torch.device
+) -> None:
+    graphed = gw.graph(lambda x: (x * 2, flag(x)), buckets=gw.Buckets(batch=[4]), split=True)
+    x = rand(device, 8, WIDTH)
+    with torch.no_grad():
+        for value in (0.0, float("nan"), 1234.0):
+            x[1::5] = value
+            same(graphed(x)[1], flag(x))
+    assert graphed.statistics.split == 0
+
+
+def test_another_size_is_split_after_fewer_trials(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    tried, joints = [], Prover._joints
+
+    def counted(self: Prover, leaves: list[Any], name: str, parts: Any, **rest: Any) -> Any:
+        tried.append(sum(parts))
+        return joints(self, leaves, name, parts, **rest)
+
+    monkeypatch.setattr(Prover, "_joints", counted)
+    graphed = gw.graph(rows_model(device), buckets=gw.Buckets(batch=[4]), split=True)
+    with torch.no_grad():
+        for batch in (9, 10):
+            x = rand(device, batch, WIDTH)
+            same(graphed(x), graphed.module(x))
+    assert tried.count(9) > 10
+    assert tried.count(10) == 2
+
+
+def test_an_audit_of_a_split_call_compares_all_of_it(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(Prover, "_dependent_output", lambda *given: None)
+    fn = lambda x: (x * 2, (x > 1e3).sum())  # noqa: E731
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]), split=True, audit=1)
+    x = rand(device, 8, WIDTH)
+    with torch.no_grad():
+        same(graphed(x)[0], x * 2)
+        assert graphed.statistics.audits == 3  # both chunks and the whole
+        x[:, 0] = 2e3
+        with pytest.raises(gw.VerificationError, match="in chunks"):
+            graphed(x)
+
+
 def test_sizes_seen_are_those_of_the_calls_and_not_of_chunks(device: torch.device) -> None:
     graphed = gw.graph(rows_model(device), buckets=gw.Buckets(batch=[4]), split=True)
     with torch.no_grad():
@@ -285,13 +374,19 @@ def test_sizes_seen_are_those_of_the_calls_and_not_of_chunks(device: torch.devic
 
 def test_what_is_the_same_for_all_rows_is_handed_out_once_when_split(device: torch.device) -> None:
     weight = rand(device, WIDTH, 2)
-    fn = lambda x: {"rows": x @ weight, "weight": weight * 2, "width": 2}  # noqa: E731
+    fn = lambda x: {  # noqa: E731
+        "rows": x @ weight,
+        "weight": weight * 2,
+        "width": 2,
+        "zeros": x.new_zeros(3) + x.shape[1],
+    }
     graphed = gw.graph(fn, buckets=gw.Buckets(batch=[4]), split=True)
     x = rand(device, 7, WIDTH)
     with torch.no_grad():
         mine, theirs = graphed(x), fn(x)
     same(mine["rows"], theirs["rows"])
     same(mine["weight"], theirs["weight"])
+    same(mine["zeros"], theirs["zeros"])
     assert mine["width"] == 2
     assert graphed.statistics.split == 1
 
@@ -590,6 +685,85 @@ def test_a_first_call_that_fails_spoils_nothing(device: torch.device) -> None:
     assert graphed.statistics.padded == 1
 
 
+@pytest.mark.usefixtures("captures_pay")
+def test_failures_are_counted_for_each_kind_until_a_release() -> None:
+    table = torch.rand(9, WIDTH)
+    graphed = gw.graph(lambda ids, k: table[ids] * k, buckets=gw.Buckets(batch=[4]))
+    ids, invalid = torch.tensor([1, 2, 3]), torch.tensor([1, 2, 30])
+
+    def fail(k: int, times: int) -> None:
+        for _ in range(times):
+            with pytest.raises(IndexError):
+                graphed(invalid, k)
+
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for k in (2, 3, 4):
+            fail(k, 2)
+        for k in (2, 3, 4):
+            same(graphed(ids, k), table[ids] * k)
+        assert graphed.statistics.padded == 3
+        for k in (2, 3, 4):
+            graphed.release()
+            fail(k, 2)
+            same(graphed(ids, k), table[ids] * k)
+        assert graphed.statistics.padded == 6
+        fail(5, 3)
+        same(graphed(ids, 5), table[ids] * 5)  # No sample would do, it seems.
+    assert graphed.statistics.padded == 6
+
+
+def test_other_threads_at_work_refuse_nothing_for_good(
+    monkeypatch: pytest.MonkeyPatch, device: torch.device
+) -> None:
+    monkeypatch.setattr(turns, "PATIENCE_S", 0.01)
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=gw.Buckets(batch=[4]))
+    busy, done = threading.Event(), threading.Event()
+
+    def work() -> None:
+        with turns.turns_of(model).calling():
+            busy.set()
+            done.wait(60)
+
+    x = rand(device, 3, WIDTH)
+    with torch.no_grad(), warnings.catch_warnings(), ThreadPoolExecutor(1) as other:
+        warnings.simplefilter("ignore", RuntimeWarning)
+        other.submit(work)
+        assert busy.wait(60)
+        for _ in range(4):
+            same(graphed(x), model(x))
+        done.set()
+        other.shutdown()
+        same(graphed(x), model(x))
+    assert graphed.statistics.eager == {"other threads were at work": 4}
+    assert graphed.statistics.padded == 1
+
+
+@TABLE("buckets", [None, gw.Buckets(batch=[2, 4])])
+def test_an_eager_call_that_needs_the_pool_does_not_stop_prepare(
+    buckets: gw.Buckets | None, device: torch.device
+) -> None:
+    model = rows_model(device)
+    graphed = gw.graph(model, buckets=buckets)
+    mine, inside = turns.turns_of(model), threading.Event()
+
+    def work() -> None:
+        with mine.calling():
+            inside.set()
+            with mine._free:
+                mine._free.wait_for(lambda: mine._waiting, 60)
+            with graphed.pool._lock:  # As a graph does that the model calls.
+                pass
+
+    with torch.no_grad(), ThreadPoolExecutor(1) as other:
+        done = other.submit(work)
+        assert inside.wait(60)
+        graphed.prepare([(rand(device, 2, WIDTH),)])
+        done.result()
+    assert graphed.statistics.graphs == (1 if buckets is None else 2)
+
+
 def test_copies_and_pickles_keep_their_buckets(device: torch.device) -> None:
     model = rows_model(device)
     dim = {"input": {0: "rows"}}
@@ -748,16 +922,116 @@ def test_values_that_eager_refuses_prove_nothing(device: torch.device) -> None:
             assert bool((prover._run_unpadded((2,), how, None, ()).leaves[0] > 0).all())
 
 
-def test_declared_values_are_never_changed(device: torch.device) -> None:
-    x, mask = rand(device, 2, 6, WIDTH), (torch.arange(6, device=device) < 4).expand(2, 6)
-    shapes = ({1: "length"}, {1: "length"})
-    given = {"length": [6]}, shapes
-    for pad, kept in (((None, 0), True), (None, False)):
-        sampler = family_of(lambda x, mask: x, (x, mask.clone()), *given, pad).sampler
-        generator = torch.Generator().manual_seed(0)
-        seen = [sampler.changed((6,), how, generator) for how in sampler.changes()]
-        assert all(torch.equal(leaves[1], mask) for leaves in seen) is kept
-        assert len({float(leaves[0].sum()) for leaves in seen}) > 3
+@TABLE("valid", [True, 1, 1.0, 0.0])
+def test_masks_with_a_declared_value_are_tried_without_padding_and_with_little(
+    valid: float, device: torch.device
+) -> None:
+    pad = -1e9 if valid == 0 else type(valid)(0)
+    x, mask = rand(device, 2, 6, WIDTH), torch.full((2, 6), valid, device=device)
+    mask[:, 4:] = pad
+    shapes = ({0: "batch", 1: "length"},) * 2
+    given = {"batch": [2], "length": [6]}, shapes
+    sampler = family_of(lambda x, mask: x, (x, mask.clone()), *given, (None, pad)).sampler
+    generator = torch.Generator().manual_seed(0)
+    seen = {how: sampler.changed((2, 6), how, generator) for how in sampler.changes()}
+    assert len({float(leaves[0].sum()) for leaves in seen.values()}) > 3
+    for how in (Change.NONE, Change.NEGATED, Change.SCALED):
+        assert torch.equal(seen[how][1], mask)
+    for how in (Change.FLIPPED, Change.MIXED):
+        assert bool((seen[how][1] == valid).all())
+    some = seen[Change.SHUFFLED][1] == valid
+    assert some.tolist() == [[True] * 6, [True] * 3 + [False] * 3]
+    # Nothing attends to a row that is masked as a whole.
+    assert bool((sampler.changed((2, 1), Change.SHUFFLED, generator)[1] == valid).all())
+
+
+def test_what_is_padding_in_the_sample_stays_so(device: torch.device) -> None:
+    x, ids = rand(device, 4, 6, WIDTH), torch.tensor([[5, 3, 0, 0]] * 4, device=device)
+    added = rand(device, 4, 6) - 1e9
+    x[:, 4:] = -1.0
+    sampler = family_of(
+        lambda *given: given, (x, ids, added), dynamic_shapes=BATCH * 3, pad=(-1.0, 0, -1e9)
+    ).sampler
+    generator = torch.Generator().manual_seed(0)
+    for how in sampler.changes():
+        for leaves in (
+            sampler.changed((4,), how, generator),
+            sampler.alike((4,), how, generator, ("batch",), 1),
+        ):
+            assert torch.equal(leaves[0] == -1, x == -1)
+            assert torch.equal(leaves[1], ids)
+            assert torch.equal(leaves[2], added)
+            assert (how is Change.NONE) or not torch.equal(leaves[0], x)
+
+
+@TABLE("fn", [lambda x: x.amax(1), lambda x: (x < 0).all(1), lambda x: (x >= 0).any(1)])
+def test_a_declared_value_is_proved_for_other_values_than_the_sample_s(
+    fn: Callable[..., Any], device: torch.device
+) -> None:
+    tokens = {"x": {0: "batch", 1: "length"}}
+    graphed = gw.graph(
+        fn, dynamic_shapes=tokens, buckets=gw.Buckets(batch=[4], length=[8]), pad={"x": 0}
+    )
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        graphed(rand(device, 4, 7, WIDTH).abs())
+        x = -rand(device, 3, 5, WIDTH).abs()
+        same(graphed(x), fn(x))
+
+
+def test_a_mask_that_is_all_ones_is_not_proved_by_one_that_is_not(device: torch.device) -> None:
+    def fn(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        return torch.where(mask.all(), x, x * 2)
+
+    tokens = {0: "batch", 1: "length"}
+    graphed = gw.graph(
+        fn,
+        dynamic_shapes={"x": tokens, "mask": tokens},
+        buckets=gw.Buckets(batch=[4], length=[8]),
+        pad={"x": 0, "mask": 0},
+    )
+    x, mask = rand(device, 4, 6), torch.ones(4, 6, device=device)
+    mask[0, 0] = 0
+    with torch.no_grad(), pytest.raises(gw.PaddingError):
+        graphed.prepare([(x, mask)])
+
+
+def mixes_few_in_float32(x: torch.Tensor) -> torch.Tensor:
+    return x + 1 - x.mean(0) if x.shape[0] < 3 and x.dtype is torch.float32 else x + 1
+
+
+def writes_and_mixes_in_float32(x: torch.Tensor) -> torch.Tensor:
+    result = x - x.mean(0) if x.dtype is torch.float32 else x * 2
+    x.add_(1)
+    return result
+
+
+def test_each_case_is_compared_in_the_function_s_own_precision(device: torch.device) -> None:
+    graphed = gw.graph(mixes_few_in_float32, buckets=gw.Buckets(batch=[8]))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for batch in (5, 2, 4, 1):
+            x = rand(device, batch, WIDTH)
+            same(graphed(x), mixes_few_in_float32(x))
+        assert graphed.statistics.padded == 2  # 5 and 4
+        again = gw.graph(mixes_few_in_float32, buckets=gw.Buckets(batch=[8]))
+        with pytest.raises(gw.PaddingError, match="not eager's"):
+            again.prepare([(rand(device, 5, WIDTH),)])
+
+
+def test_what_writes_to_arguments_is_compared_in_its_own_precision(device: torch.device) -> None:
+    graphed = gw.graph(writes_and_mixes_in_float32, buckets=gw.Buckets(batch=[8]))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        for batch in (5, 2, 4, 1):
+            x = rand(device, batch, WIDTH)
+            given = x.clone()
+            same(graphed(given), writes_and_mixes_in_float32(x))
+            same(given, x)
+        assert graphed.statistics.padded == 0
+        again = gw.graph(writes_and_mixes_in_float32, buckets=gw.Buckets(batch=[8]))
+        with pytest.raises(gw.PaddingError, match="with batch padded"):
+            again.prepare([(rand(device, 5, WIDTH),)])
 
 
 def test_integers_stay_in_their_columns() -> None:

@@ -40,9 +40,10 @@ from ..graphs.turns import Busy
 from ..report.progress import Progress
 from ..shapes.buckets import PADDING, Buckets
 from ..shapes.dimensions import portable
+from ..shapes.dynamic_signature import DynamicSignature
 from ..shapes.family import ShapeFamily
 from ..shapes.padding import PaddingPlan
-from ..shapes.selection import BucketSelector
+from ..shapes.selection import MAX_FAMILIES, BucketSelector
 from .capture_budget import CaptureBudget
 from .fast_path import MISS
 from .graph_cache import CacheEntry, GraphCache
@@ -124,7 +125,6 @@ class BucketedCallable(GraphedCallable):
             )
         self._tally = Tally(buckets.names)
         self._recent_bucket: CacheEntry | None = None
-        self._failures = 0
         # What answers calls with objects, by all of these but their tensors.
         self._with_objects: dict[Any, _OfTensors] = {}
 
@@ -225,14 +225,12 @@ class BucketedCallable(GraphedCallable):
             )
         try:
             answer = selector.answer(family, sizes)
+        except Busy:
+            raise  # Other threads were in the way.
         except CaptureError as error:
-            # The sample may be to blame: the next call becomes the sample, a few times.
-            self._failures += 1
-            if self._failures < _MAX_FAILURES:
-                state.families = [other for other in state.families if other is not family]
-            else:
-                family.reason = error.what
+            self._count_failure(call, family, error.what)
             return self._missed(UNCAPTURED, error.what, args, kwargs, sizes)
+        state.failed = [each for each in state.failed if not _is_of(call, *each)]
         if answer.above is not None and selector.split:
             chunks = selector.chunks(family, sizes, answer.above)
             if not isinstance(chunks, str):
@@ -248,6 +246,20 @@ class BucketedCallable(GraphedCallable):
         if plan is None:
             return self._capture_and_answer(call, sizes)
         return self._pad_and_answer(call, family, plan, leaves)
+
+    def _count_failure(self, call: UncapturedCall, family: ShapeFamily, why: str) -> None:
+        """Note that a family's proofs could not be made.
+
+        The sample may be to blame: the next call of that kind becomes the sample, a few times.
+        """
+        state = call.state
+        failures = 1 + sum(each[2] for each in state.failed if _is_of(call, *each))
+        others = [each for each in state.failed if not _is_of(call, *each)]
+        state.failed = [*others[1 - MAX_FAMILIES :], (family.signature, call.grad, failures)]
+        if failures < _MAX_FAILURES:
+            state.families = [other for other in state.families if other is not family]
+        else:
+            family.reason = why
 
     def _pad_and_answer(
         self, call: UncapturedCall, family: ShapeFamily, plan: PaddingPlan, leaves: Sequence[Any]
@@ -266,8 +278,11 @@ class BucketedCallable(GraphedCallable):
         if family.signature.overlap and graph.written:
             why = "it writes to an argument that shares memory with another one"
             return self._missed(PADDING, why, args, kwargs, plan.sizes)
-        if plan.sizes != plan.bucket and not family.is_checked(plan.bucket) and entry.pure:
-            wrong = family.check(plan, graph.run, args, kwargs)
+        if plan.sizes != plan.bucket and not family.is_checked(plan):
+            if entry.pure:
+                wrong = family.check(plan, graph.run, args, kwargs)
+            else:
+                wrong = family.check_eagerly(plan)
             if wrong is not None:
                 return self._missed(PADDING, wrong, args, kwargs, plan.sizes)
         padded_call = _PaddedCall(
@@ -377,7 +392,13 @@ class BucketedCallable(GraphedCallable):
             pieces[0] if joint is None else torch.cat(pieces, joint)
             for joint, *pieces in zip(joints, *(found for found, _ in results), strict=True)
         ]
-        return pytree.tree_unflatten(joined, results[0][1])
+        result = pytree.tree_unflatten(joined, results[0][1])
+        every, tally = self._audit_every, self._tally
+        if every is not None and sum(tally.split.values()) % every == 0:
+            expected = self._run_detached(call.args, call.kwargs)
+            compare(result, expected, f"{name_of(self.fn)} in chunks", other_kernels=True)
+            tally.audits += 1
+        return result
 
     def _missed(
         self,
@@ -457,18 +478,19 @@ class BucketedCallable(GraphedCallable):
         known._prepare([(known.call.tensors, {})], bar)
 
     def _check(self, family: ShapeFamily, bucket: tuple[int, ...], entry: CacheEntry) -> None:
-        """Compare a bucket's graph with eager for a padded call, before it is first used."""
-        served = list(self._selector.served(bucket))
-        if not served or not entry.pure or family.is_checked(bucket):
-            return
-        sizes = served[len(served) // 2]
-        plan = family.plan(sizes, bucket)
+        """Compare a bucket with eager for padded calls of each case, before it is first used."""
         graph = entry.graph
-        assert isinstance(plan, PaddingPlan)
         assert graph is not None
-        why = family.check(plan, graph.run, *family.sampler.arguments(sizes))
-        if why is not None:
-            raise self._padding_error(why)
+        for sizes in self._selector.served(bucket):
+            plan = family.plan(sizes, bucket)
+            if not isinstance(plan, PaddingPlan) or family.is_checked(plan):
+                continue  # Eager refuses such calls too, or one of their case was compared.
+            if entry.pure:
+                why = family.check(plan, graph.run, *family.sampler.arguments(sizes))
+            else:
+                why = family.check_eagerly(plan)
+            if why is not None:
+                raise self._padding_error(why)
 
     def _padding_error(self, why: str) -> PaddingError:
         return PaddingError(
@@ -488,6 +510,12 @@ class BucketedCallable(GraphedCallable):
             "pad": mine.dimensions.pad,
             "split": mine.split,
         }
+
+
+def _is_of(call: UncapturedCall, kind: DynamicSignature, grad: bool | None, failures: int) -> bool:
+    """Whether a call is of a kind whose proofs failed."""
+    leaves, _ = flatten(call.args, call.kwargs)
+    return call.grad is grad and kind.sizes(call.signature, leaves) is not None
 
 
 class _OfTensors(BucketedCallable):

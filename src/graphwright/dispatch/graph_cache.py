@@ -21,6 +21,7 @@ from ..graphs.turns import turns_of
 from .payoff import Payoff
 
 if TYPE_CHECKING:
+    from ..shapes.dynamic_signature import DynamicSignature
     from ..shapes.family import ShapeFamily
     from ..shapes.verdicts import Verdicts
 
@@ -46,6 +47,8 @@ class StateGraphs:
     # By the call's signature and, if `by_grad_mode`, the gradient mode.
     entries: dict[tuple[CallSignature, bool | None], CacheEntry] = field(default_factory=dict)
     families: list[ShapeFamily] = field(default_factory=list)
+    # Kinds of calls whose proofs could not be made, with their gradient mode, and how often.
+    failed: list[tuple[DynamicSignature, bool | None, int]] = field(default_factory=list)
     # Attributes and items to which calls write, and which are not watched.
     places: list[Place] = field(default_factory=list)
     # Whether a call was to be captured in it.
@@ -290,6 +293,13 @@ class GraphCache:
             CaptureError: one cannot be captured; then none is.
             MemoryBudgetExceeded: they do not fit under the pool's limit.
         """
+        # As in `capture`: the turn before the lock.
+        with self.turns.alone(), self.pool._lock:
+            return self._capture_all(calls, step)
+
+    def _capture_all(
+        self, calls: Iterable[tuple[Args, Kwargs]], step: Callable[[str], None]
+    ) -> list[CacheEntry]:
         made: list[CacheEntry] = []
         waiting: list[tuple[CapturedCall, CallSignature, Any]] = []
         try:

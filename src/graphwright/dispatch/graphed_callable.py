@@ -794,7 +794,7 @@ class GraphedCallable(StandIn):
         refuse("prepare", items_problem("calls", calls, "calls: write [(x,)]"))
         wanted = [arguments_of(call) for call in calls]
         title = f"prepare({name_of(self.fn)})"
-        with shown(progress, title, after_s=SHORT_S) as bar, self.pool._lock:
+        with shown(progress, title, after_s=SHORT_S) as bar:
             self._prepare(wanted, bar)
         for args, kwargs in wanted:
             self._note_objects(self._objects_key(args, kwargs), captured=True)

@@ -21,7 +21,7 @@ from ..graphs.journal import Journal
 from ..graphs.memory import MemoryPool
 from ..graphs.python_state import PythonState
 from ..graphs.transaction import transaction
-from ..graphs.turns import turns_of
+from ..graphs.turns import Busy, turns_of
 from .aliasing import pattern_of
 from .dimensions import shape_at
 from .dynamic_signature import DynamicSignature
@@ -30,7 +30,7 @@ from .padding import Cut, PaddingPlan, Sizes, Value, widths_of
 from .proof import Prover
 from .sampler import CallSampler, varied
 from .shape_inference import ShapeInference
-from .verdicts import Impossible, Verdicts
+from .verdicts import Case, Impossible, Verdicts
 
 _MAX_PLANS = 1 << 16
 
@@ -107,7 +107,7 @@ class ShapeFamily:
         self._observed: Observation | None = None
         self._prover: Prover | None = None
         self._verdicts: dict[Sizes, Verdicts | str] = {}
-        self._checked: set[Sizes] = set()
+        self._checked: set[tuple[Sizes, Case]] = set()
         self._joints: dict[tuple[str, Sizes], list[int | None] | str] = {}
         self._plans: dict[tuple[Sizes, Sizes], PaddingPlan | str] = {}
         self._drawn: dict[Sizes, list[Draw]] = {}
@@ -186,9 +186,17 @@ class ShapeFamily:
             return verdicts.culprits(sizes)
         return set(self.sampler.names)
 
-    def is_checked(self, bucket: Sizes) -> bool:
-        """Whether a bucket's graph has been compared with eager."""
-        return bucket in self._checked
+    def is_checked(self, plan: PaddingPlan) -> bool:
+        """Whether a bucket has been compared with eager as it is, for calls of the plan's case."""
+        return self._case(plan) in self._checked
+
+    def _case(self, plan: PaddingPlan) -> tuple[Sizes, Case]:
+        return plan.bucket, self._verdicts_of(plan).case(plan.sizes)
+
+    def _verdicts_of(self, plan: PaddingPlan) -> Verdicts:
+        verdicts = self._verdicts[plan.bucket]
+        assert isinstance(verdicts, Verdicts)
+        return verdicts
 
     def check(
         self, plan: PaddingPlan, run: Callable[[Args, Kwargs], Any], args: Args, kwargs: Kwargs
@@ -202,13 +210,14 @@ class ShapeFamily:
             kwargs: likewise.
 
         Returns:
-            how they differ beyond what other kernels may, and the bucket is refused; or None.
+            how they differ beyond what other kernels may, and calls of this case are refused; or
+            None.
         """
         leaves, spec = flatten(args, kwargs)
         padded = plan.pad(leaves)
         outputs, out_spec = pytree.tree_flatten(run(*unflatten(padded, spec)))
         result = pytree.tree_unflatten(plan.cut(outputs, leaves, padded), out_spec)
-        with self._undone():
+        with self._exclusively(), self._undone():
             copies = clone_leaves(leaves)
             expected = self.sampler.result(copies)
         bucket = plan.bucket
@@ -216,19 +225,35 @@ class ShapeFamily:
         if other is not None:
             name, why = other
             return self._refuse(
-                bucket, f"{name} of the graph in the bucket {bucket} is not eager's: {why}"
+                plan, f"{name} of the graph in the bucket {bucket} is not eager's: {why}"
             )
         if pattern_of(result, leaves) != pattern_of(expected, copies):
             return self._refuse(
-                bucket, f"the outputs in the bucket {bucket} share memory in another way"
+                plan, f"the outputs in the bucket {bucket} share memory in another way"
             )
-        self._checked.add(bucket)
+        self._checked.add(self._case(plan))
         return None
 
-    def _refuse(self, bucket: Sizes, why: str) -> str:
-        """Refuse a bucket whose graph differs from eager; returns why."""
-        self._verdicts[bucket] = why
-        self._plans = {key: plan for key, plan in self._plans.items() if key[1] != bucket}
+    def check_eagerly(self, plan: PaddingPlan) -> str | None:
+        """As `check`, for a bucket whose graph writes: eager with padding takes its place."""
+        prover = self._prover
+        assert prover is not None
+        with self._exclusively(), self._undone():
+            why = prover.compare_as_it_is(self._verdicts_of(plan), plan)
+        if why is not None:
+            return self._refuse(plan, why)
+        self._checked.add(self._case(plan))
+        return None
+
+    def _refuse(self, plan: PaddingPlan, why: str) -> str:
+        """Refuse calls of a plan's case, for which its bucket differs from eager; returns why."""
+        verdicts, refused = self._verdicts_of(plan), self._case(plan)
+        verdicts.refused[refused[1]] = why
+        self._plans = {
+            (sizes, bucket): known
+            for (sizes, bucket), known in self._plans.items()
+            if (bucket, verdicts.case(sizes)) != refused
+        }
         return why
 
     def proofs(self) -> list[Verdicts]:
@@ -276,6 +301,8 @@ class ShapeFamily:
             self._observe_sample()
             try:
                 known = self._try_bucket(bucket)
+            except Busy:
+                raise
             except CaptureError as error:
                 known = f"the call fails in that bucket: {error.what}"
             self._verdicts[bucket] = known

@@ -20,15 +20,16 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
+from ..calls.dependence import InputDependence
 from ..calls.signature import flatten
-from ..calls.snapshots import Call, ModuleState, Outcome, layout, run
+from ..calls.snapshots import Call, ModuleState, Outcome, layout, outputs_by_name, run
 from ..errors import first_line
 from ..evaluation.reference import Widened, exact_outcome, finite_share, widened
 from .aliasing import Sharing, shares_alike
 from .comparison import changed, effect_of_padding, joint, only_nan
 from .dimensions import Axes
 from .outputs import OutputShapes, steps_of
-from .padding import Sizes
+from .padding import PaddingPlan, Sizes
 from .sampler import CallSampler, Change
 from .verdicts import Impossible, Names, Verdicts
 
@@ -65,12 +66,19 @@ class Prover:
         self._exactly = not self.written
         self._weights: Widened = {}
         self._calls = 0
-        self._variants = itertools.cycle(range(PAD_VARIANTS))
+        # A pad value that the caller declared is the only one.
+        free = any(
+            own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
+        )
+        self._every = range(PAD_VARIANTS if free else 1)
+        self._variants = itertools.cycle(self._every)
         self._changes = itertools.cycle(subject.changes())
         # Changes of values that eager could not handle, and whether all rows were alike.
         self._useless: set[tuple[Change, bool]] = set()
         # Dimensions whose padding, together, was found to matter in some trial.
         self._suspect: set[Names] = set()
+        # Dimensions along which calls were split with the same results.
+        self._divisible: set[str] = set()
 
     def start(self, bucket: Sizes, shapes: OutputShapes, *, thorough: bool) -> Verdicts:
         """Try sizes at both ends of each range in which the function takes the same branches.
@@ -150,19 +158,61 @@ class Prover:
             for each output, the axis along which to join, None for one that is the same in all
             chunks; or why the call cannot be split.
         """
-        subject = self.subject
         if self.shared:
             return "it returns outputs that share memory"
-        leaves = subject.at(sizes)
+        found: list[int | None] = []
         try:
             with self._from_now():
-                whole, seen = self._run(leaves)
-                pieces = [self._run(chunk)[0] for chunk in subject.chunks(leaves, name, parts)]
+                for leaves in self._whole_calls(name, sizes):
+                    joints = self._joints(leaves, name, parts, first=not found)
+                    if isinstance(joints, str):
+                        return joints
+                    found = found or joints
+                why = self._dependent_output(found, name, parts, sizes)
         except _Inexact:
             self._exactly = False
             return self.split(name, parts, sizes)
         except Exception as error:
             return f"it fails in chunks of {parts[0]} along {name}: {first_line(error, 160)}"
+        if why is not None:
+            return why
+        self._divisible.add(name)
+        return found
+
+    def _whole_calls(self, name: str, sizes: Sizes) -> Iterator[list[Any]]:
+        """Calls of some sizes that are tried in chunks, the sample's values first.
+
+        Once calls were split along a dimension, other sizes are tried with fewer values.
+        """
+        subject, generator = self.subject, self._generator
+        yield subject.at(sizes)
+        if name in self._divisible:
+            yield subject.changed(sizes, next(self._changes), generator)
+            return
+        changes = subject.changes()
+        for how in changes[1:]:
+            yield subject.changed(sizes, how, generator)
+        if len(changes) == 1:
+            return
+        # A row unlike all others changes their results where rows are taken together.
+        for row in range(_ROWS):
+            yield subject.with_odd_row(sizes, changes[0], Change.FAR, generator, name, row)
+            yield subject.with_odd_row(sizes, changes[1], changes[0], generator, name, row)
+        yield subject.with_odd_row(sizes, changes[0], Change.NAN, generator, name, 0)
+
+    def _joints(
+        self, leaves: list[Any], name: str, parts: Sequence[int], *, first: bool
+    ) -> list[int | None] | str:
+        """How the results of one call's chunks are joined, as `split`; [] if eager refuses it."""
+        try:
+            whole, seen = self._run(leaves)
+        except _Inexact:
+            raise
+        except Exception:
+            if first:
+                raise
+            return []
+        pieces = [self._run(chunk)[0] for chunk in self.subject.chunks(leaves, name, parts)]
         if whole.buffers or any(piece.buffers for piece in pieces):
             return "it writes to its buffers"
         memories = [memory for _, memory in seen.sharing.pattern if memory is not None]
@@ -180,6 +230,40 @@ class Prover:
                 return f"{leaf} of all rows is not that of chunks along {name}: {axis}"
             joints.append(axis)
         return joints
+
+    def _dependent_output(
+        self, joints: Sequence[int | None], name: str, parts: Sequence[int], sizes: Sizes
+    ) -> str | None:
+        """Which output would be taken from one chunk and depends on the rows, in words, or None."""
+        if None not in joints:
+            return None
+        leaves = self.subject.at(sizes)
+        for call in (leaves, next(self.subject.chunks(leaves, name, parts))):
+            dependent = self._dependent_outputs(call, name)
+            for axis, (leaf, depends) in zip(joints, dependent.items(), strict=True):
+                if axis is None and depends:
+                    return f"{leaf} is one for all rows and depends on their values"
+        return None
+
+    def _dependent_outputs(self, leaves: Sequence[Any], name: str) -> dict[str, bool]:
+        """Which outputs may depend on the values of arguments that have a named dimension."""
+        subject, dependence = self.subject, InputDependence()
+        rows = [any(size.name == name for size in own.values()) for own in subject.axes]
+        dependent: dict[str, bool] = {}
+
+        def begun(*args: Any, **kwargs: Any) -> Any:
+            given, _ = flatten(args, kwargs)
+            dependence.begin([leaf for leaf, varies in zip(given, rows, strict=True) if varies])
+            return subject.fn(*args, **kwargs)
+
+        def look(result: Any, call: Call) -> None:
+            for leaf, value in outputs_by_name(result)[0].items():
+                dependent[leaf] = isinstance(value, torch.Tensor) and dependence.depends(value)
+
+        assert self._state is not None
+        self._calls += 1
+        run(begun, subject.call("proof", leaves), self._state, look, dependence)
+        return dependent
 
     def _points(self, verdicts: Verdicts, *, thorough: bool) -> Iterator[Sizes]:
         """Sizes to try: first each dimension alone, then several at once."""
@@ -239,7 +323,8 @@ class Prover:
                 if not still.any():
                     break
                 continue
-            for each in range(PAD_VARIANTS) if struck or variant is None else (variant,):
+            only = None if struck or variant is None else (variant % len(self._every),)
+            for each in self._every if only is None else only:
                 why = self._differs(verdicts, sizes, true, each)
                 if why is not None:
                     return f"with {change}, {why}"
@@ -249,9 +334,6 @@ class Prover:
     def _trials(self, verdicts: Verdicts, sizes: Sizes, thorough: bool) -> Iterator[_Trial]:
         """What to try for some sizes."""
         subject = self.subject
-        free = any(
-            own and not said for own, said in zip(subject.axes, subject.declared, strict=True)
-        )
         # Small calls with much padding show most and cost least, so more is tried for them, and for
         # the first sizes of a case. Each variant of padding gets other argument values then.
         few = 2 * math.prod(sizes) <= math.prod(verdicts.bucket)
@@ -259,13 +341,12 @@ class Prover:
         changes = subject.changes()
         if not thorough or not (few or first):
             how: Change | None = next(self._changes)
-            every = range(PAD_VARIANTS) if thorough else (next(self._variants),)
-            for variant in every if free else (0,):
+            for variant in self._every if thorough else (next(self._variants),):
                 yield _Trial(variant, how)
                 how = None
             return
-        if not free:
-            yield _Trial(0, next(self._changes))
+        if len(changes) == 1:
+            yield _Trial(0, changes[0])
             return
         for variant, how in zip(_VARIANT_ORDER, itertools.cycle(changes), strict=False):
             yield _Trial(variant, how)
@@ -352,6 +433,27 @@ class Prover:
             shared=self.shared,
             exactly=self._exactly,
         )
+
+    def compare_as_it_is(self, verdicts: Verdicts, plan: PaddingPlan) -> str | None:
+        """How padding changes the sample's results in the function's own dtypes, or None.
+
+        In float64 it may have taken another branch.
+        """
+        if not self._exactly:
+            return None  # All trials were made so.
+        sizes, names = plan.sizes, verdicts.padded(plan.sizes)
+        self._exactly = False
+        try:
+            with self._from_now():
+                true = self._eager(sizes, Change.NONE, row=None, padded=names)
+                why = self._differs(verdicts, sizes, true, 0)
+        except Exception as error:
+            why = f"the call fails: {first_line(error, 160)}"
+        finally:
+            self._exactly = True
+        if why is None and tuple(verdicts.chosen(sizes)) != plan.cuts:
+            why = "outputs are cut in another way than in float64"
+        return None if why is None else f"with {' and '.join(names)} padded, {why}"
 
     def _strides(
         self, verdicts: Verdicts, sizes: Sizes, true: Sequence[Any], seen: _Seen

@@ -7,7 +7,7 @@ may be off, say.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
@@ -23,12 +23,18 @@ from .padding import Sizes, Value, cut_to, fill, memory_format, widths_of
 
 # Factor between the sample's largest value and padding that is far from all of its values.
 _FAR = 100.0
+# Declared pad values of floats from this magnitude on are those of masks that are added.
+_ADDED = 1e3
 # By how much rows that are alike differ.
 _NEARLY = 1e-3
 
 
 class Change(Enum):
-    """How a call's values differ from the sample's; arguments with a declared pad value never do.
+    """How a call's values differ from the sample's.
+
+    In arguments with a declared pad value, what is padding in the sample stays so. Masks among them
+    hold no padding if FLIPPED or MIXED, and some in the last row if SHUFFLED; integers that are no
+    masks, and masks that are added, never change.
 
     Attributes:
         NONE: not at all.
@@ -39,6 +45,8 @@ class Change(Enum):
         MIXED: as shuffled, and floats are multiplied by factors from -10 to 10: a sample may lie on
             one side of a threshold, and other calls beyond it.
         FLIPPED: booleans are negated, and so are zeros and ones in tensors that hold nothing else.
+        FAR: as flipped, and floats are multiplied by 100 or -100.
+        NAN: floats are NaN.
     """
 
     NONE = "none"
@@ -47,6 +55,8 @@ class Change(Enum):
     SHUFFLED = "shuffled"
     MIXED = "mixed"
     FLIPPED = "flipped"
+    FAR = "far"
+    NAN = "nan"
 
 
 @dataclass
@@ -74,6 +84,7 @@ class CallSampler:
     bounds: Mapping[str, Bounds]
     pad_values: list[Value]
     declared: list[bool]
+    _valid_values: dict[int, Value | None] = field(default_factory=dict, init=False)
 
     @property
     def device(self) -> torch.device:
@@ -109,11 +120,16 @@ class CallSampler:
 
     def changes(self) -> list[Change]:
         """The changes of values to try, in order: the first ones tell most."""
-        samples = [self.sample[index] for index in self._free()]
+        varying = [index for index in self._dynamic() if self._varies(index)]
+        if not varying:
+            return [Change.NONE]
+        free = [self.sample[index] for index in varying if not self.declared[index]]
+        masks = [index for index in varying if self._valid(index) is not None]
+        reals = [self.sample[index] for index in varying if index not in masks]
         found = [Change.NONE]
-        if any(_is_real(sample) and not _is_mask(sample) for sample in samples):
+        if any(_is_real(sample) and not _is_mask(sample) for sample in reals):
             found.append(Change.NEGATED)
-        if any(s.dtype is torch.bool or _is_mask(s) or _is_zero(s) for s in samples):
+        if masks or any(s.dtype is torch.bool or _is_mask(s) or _is_zero(s) for s in free):
             found.append(Change.FLIPPED)
         found += [Change.MIXED, Change.SHUFFLED, Change.SCALED]
         # Their number is no multiple of the 3 variants of padding, so that each meets each.
@@ -129,7 +145,7 @@ class CallSampler:
         """
         leaves = self.at(sizes)
         for index, leaf in self._varying(leaves):
-            leaf.copy_(_changed(leaf, self.sample[index], self.axes[index], how, generator))
+            leaf.copy_(self._changed(index, leaf, how, generator))
         return leaves
 
     def alike(
@@ -157,7 +173,10 @@ class CallSampler:
         rows = self.at(tuple(self._sample_size(n) if n in names else named[n] for n in named))
         for index, leaf in self._varying(leaves):
             own = self.axes[index]
-            made = _changed(rows[index], self.sample[index], own, how, generator)
+            if self._valid(index) is not None:  # Rows that are all masked would prove nothing.
+                leaf.copy_(self._changed(index, leaf, how, generator))
+                continue
+            made = self._changed(index, rows[index], how, generator)
             for axis, size in own.items():
                 if size.name not in names:
                     continue
@@ -168,8 +187,38 @@ class CallSampler:
                 if _is_real(made) and not _is_mask(made):
                     shape = [-1 if a == axis else 1 for a in range(made.dim())]
                     factors = 1 + _NEARLY * torch.rand(made.shape[axis], generator=generator)
-                    made = made * factors.reshape(shape).to(made.device, made.dtype)
-            leaf.copy_(made)
+                    nearly = made * factors.reshape(shape).to(made.device, made.dtype)
+                    made = torch.where(self._is_padding(index, made), made, nearly)
+            if made.numel() and not bool(self._is_padding(index, made).all()):
+                leaf.copy_(made)
+        return leaves
+
+    def with_odd_row(
+        self,
+        sizes: Sizes,
+        how: Change,
+        odd: Change,
+        generator: torch.Generator,
+        name: str,
+        row: int,
+    ) -> list[Any]:
+        """As `alike`, with a last row along one dimension that differs from the others.
+
+        Args:
+            sizes: the named sizes.
+            how: in which way the values differ from the sample's.
+            odd: in which way those of the last row do.
+            generator: of random values; on the CPU.
+            name: of the dimension.
+            row: which row of the sample is repeated, modulo their number.
+        """
+        leaves = self.alike(sizes, how, generator, (name,), row)
+        others = self.alike(sizes, odd, generator, (name,), row)
+        for index, leaf in self._varying(leaves):
+            for axis, size in self.axes[index].items():
+                if size.name == name:
+                    last = leaf.shape[axis] - size.factor, size.factor
+                    leaf.narrow(axis, *last).copy_(others[index].narrow(axis, *last))
         return leaves
 
     def _sample_size(self, name: str) -> int:
@@ -184,19 +233,50 @@ class CallSampler:
     def _varying(self, leaves: Sequence[Any]) -> Iterator[tuple[int, torch.Tensor]]:
         """The leaves whose values may be changed, each tensor once, with their indices."""
         done = set()
-        for index in self._free():
+        for index in self._dynamic():
             leaf = leaves[index]
-            if id(leaf) not in done and leaf.numel():
+            if id(leaf) not in done and leaf.numel() and self._varies(index):
                 done.add(id(leaf))
                 yield index, leaf
 
-    def _free(self) -> list[int]:
-        """Indices of leaves with dynamic dimensions and without a declared pad value."""
-        return [
-            index
-            for index, (own, said) in enumerate(zip(self.axes, self.declared, strict=True))
-            if own and not said
-        ]
+    def _dynamic(self) -> list[int]:
+        """Indices of leaves with dynamic dimensions."""
+        return [index for index, own in enumerate(self.axes) if own]
+
+    def _varies(self, index: int) -> bool:
+        """Whether calls with other values than a leaf's are like the sample."""
+        if not self.declared[index] or self._valid(index) is not None:
+            return True
+        return _is_real(self.sample[index]) and abs(self.pad_values[index]) < _ADDED
+
+    def _valid(self, index: int) -> Value | None:
+        """What a mask with a declared pad value holds where there is data; None for others."""
+        if not self.declared[index]:
+            return None
+        if index not in self._valid_values:
+            self._valid_values[index] = _other_value(self.sample[index], self.pad_values[index])
+        return self._valid_values[index]
+
+    def _is_padding(self, index: int, leaf: torch.Tensor) -> torch.Tensor:
+        """Which elements hold the pad value that the caller declared."""
+        if not self.declared[index]:
+            return torch.zeros_like(leaf, dtype=torch.bool)
+        return leaf == self.pad_values[index]
+
+    def _changed(
+        self, index: int, leaf: torch.Tensor, how: Change, generator: torch.Generator
+    ) -> torch.Tensor:
+        """A call's tensor with changed values that are still like the sample's."""
+        sample, own, valid = self.sample[index], self.axes[index], self._valid(index)
+        if not self.declared[index]:
+            return _changed(leaf, sample, own, how, generator)
+        if valid is not None:
+            return _changed_mask(leaf, own, how, valid, self.pad_values[index])
+        sample = sample[~self._is_padding(index, sample)]
+        if not sample.numel():
+            return leaf
+        made = _changed(leaf, sample, own, how, generator)
+        return torch.where(self._is_padding(index, leaf), leaf, made)
 
     def padded(
         self, leaves: Sequence[Any], bucket: Sizes, variant: int, generator: torch.Generator
@@ -282,6 +362,36 @@ def _is_zero(tensor: torch.Tensor) -> bool:
     return not _is_real(tensor) and not bool(tensor.any())
 
 
+def _other_value(sample: torch.Tensor, pad: Value) -> Value | None:
+    """The one value that a mask holds beside its padding; None for tensors that are no masks."""
+    if sample.dtype is torch.bool:
+        return not pad
+    data = sample[sample != pad]
+    mask = data.numel() > 0 and bool((data == data[0]).all())
+    if _is_real(sample) and not (_is_mask(sample) or data.numel() < sample.numel()):
+        mask = False
+    return data[0].item() if mask else None
+
+
+def _changed_mask(
+    leaf: torch.Tensor, axes: Axes, how: Change, valid: Value, pad: Value
+) -> torch.Tensor:
+    """A mask without padding, or with some at the end of the last row."""
+    if how not in (Change.FLIPPED, Change.MIXED, Change.SHUFFLED):
+        return leaf
+    made = torch.full_like(leaf, valid)
+    axis = min(axes)
+    inner = [a for a in range(axis + 1, leaf.dim()) if leaf.shape[a] > 1]
+    # A row of a sequence of masks is never masked as a whole: it would attend to nothing.
+    if how is Change.SHUFFLED and leaf.shape[axis] > 1 and (inner or leaf.dim() == 1):
+        row = made.narrow(axis, leaf.shape[axis] - 1, 1)
+        if inner:
+            n = leaf.shape[inner[-1]]
+            row = row.narrow(inner[-1], n - n // 2, n // 2)
+        row.fill_(pad)
+    return made
+
+
 def _is_real(tensor: torch.Tensor) -> bool:
     return tensor.is_floating_point() or tensor.is_complex()
 
@@ -306,9 +416,14 @@ def _changed(
 ) -> torch.Tensor:
     """A call's tensor with changed values that are still like the sample's."""
     real, mask = _is_real(leaf), sample.dtype is torch.bool or _is_mask(sample)
-    if how is Change.FLIPPED:
+    if how is Change.NAN:
+        return torch.full_like(leaf, torch.nan) if real and not mask else leaf
+    if how is Change.FLIPPED or (how is Change.FAR and not (real and not mask)):
         mask = mask or _is_zero(sample)
         return (1 - leaf.long()).to(leaf.dtype) if mask and not leaf.is_complex() else leaf
+    if how is Change.FAR:
+        signs = 1 - 2 * torch.rand(leaf.shape, generator=generator, device="cpu").round()
+        return leaf * (_FAR * signs).to(leaf.device, leaf.dtype)
     if how is Change.NEGATED:
         return -leaf if real and not mask else leaf
     if how in (Change.SHUFFLED, Change.MIXED):

@@ -20,7 +20,8 @@ from .padding import PaddingPlan, Sizes
 
 # About how many sizes of each dimension are tried for a bucket.
 _SERVED_A_DIMENSION = 12
-_MAX_FAMILIES = 64
+# Kinds of calls for which there are proofs.
+MAX_FAMILIES = 64
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ class BucketSelector:
         if not dynamic_signature.in_order(leaves):
             return None, dynamic_signature.own
         family = ShapeFamily(self._fn, dynamic_signature, args, kwargs, pool=self._pool, grad=grad)
-        if len(families) >= _MAX_FAMILIES:
+        if len(families) >= MAX_FAMILIES:
             del families[0]
         families.append(family)
         return family, dynamic_signature.own

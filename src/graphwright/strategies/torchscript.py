@@ -17,11 +17,9 @@ from typing import Any, ClassVar
 
 import torch
 from torch import nn
-from torch.multiprocessing.reductions import StorageWeakRef
 
-from ..calls.modes import OperationMode
+from ..calls.dependence import InputDependence
 from ..calls.objects import flatten_result
-from ..calls.operations import tensors
 from ..calls.serialization import TreeTemplate
 from ..calls.signature import Args, Kwargs, flatten, tensors_of, unflatten
 from ..calls.snapshots import ModuleState, clone_leaves
@@ -44,53 +42,12 @@ _PROFILING_RUNS = 3
 _SCRIPT, _CALL = "script.pt", "call.json"
 
 
-class _InputReads(OperationMode):
-    """Finds out whether Python gets a value that depends on some tensors; sizes are none.
-
-    Attributes:
-        found: the operation that gave the first one; None if there was none.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.found: str | None = None
-        # Storages whose values depend on the inputs. While a weak reference lives, the address of
-        # a storage's handle is not used for another one.
-        self._dependent: dict[int, StorageWeakRef] = {}
-
-    def begin(self, inputs: Sequence[torch.Tensor]) -> None:
-        """Take these tensors for the inputs."""
-        self._dependent.clear()
-        self._mark(inputs)
-
-    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run an operation, and note what depends on the inputs after it."""
-        depends = any(
-            tensor.untyped_storage()._cdata in self._dependent
-            for tensor in tensors((args, kwargs))
-            if tensor.layout is torch.strided
-        )
-        result = func(*args, **kwargs)
-        if depends:
-            made = tensors(result)
-            self._mark(made)
-            if not made and result is not None and self.found is None:
-                self.found = str(func)
-        return result
-
-    def _mark(self, made: Sequence[torch.Tensor]) -> None:
-        for tensor in made:
-            if tensor.layout is torch.strided:
-                storage = tensor.untyped_storage()
-                self._dependent[storage._cdata] = StorageWeakRef(storage)
-
-
 class _Read(Flat):
     """A model from tensors to tensors whose reads of what depends on these are noted."""
 
     def __init__(self, model: nn.Module, call: TreeTemplate) -> None:
         super().__init__(model, call)
-        self.reads = _InputReads()
+        self.reads = InputDependence()
 
     def forward(self, *inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
         self.reads.begin(inputs)
@@ -200,9 +157,9 @@ class TorchScript:
         # A trace of its own: beside a mode, some operations are traced as constants.
         observed = _Read(model, flat.call)
         torch.jit.trace(observed, samples, check_trace=False, strict=False)
-        if observed.reads.found is not None:
+        if observed.reads.read is not None:
             raise StrategyFailed(
-                f"the model reads a value that depends on its inputs ({observed.reads.found}), and "
+                f"the model reads a value that depends on its inputs ({observed.reads.read}), and "
                 "a trace goes on with this one for ever"
             )
         samples = tuple(t for t in clone_leaves(leaves) if isinstance(t, torch.Tensor))

@@ -73,7 +73,7 @@ class ProvedPaddedCalls(PaddedCalls):
         leaves, spec = flatten(args, kwargs)
         if not tuned[0].fits(*unflatten(plan.pad(leaves), spec)):
             return OTHER_KIND
-        if not family.is_checked(plan.bucket):
+        if not family.is_checked(plan):
             problem = family.check(plan, lambda mine, named: tuned[1](*mine, **named), args, kwargs)
             if problem is not None:
                 return problem
