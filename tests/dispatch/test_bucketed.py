@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import threading
@@ -1032,6 +1033,43 @@ def test_what_writes_to_arguments_is_compared_in_its_own_precision(device: torch
         again = gw.graph(writes_and_mixes_in_float32, buckets=gw.Buckets(batch=[8]))
         with pytest.raises(gw.PaddingError, match="with batch padded"):
             again.prepare([(rand(device, 5, WIDTH),)])
+
+
+def few_by_python(x: torch.Tensor) -> torch.Tensor:
+    return x - 1 if 11 <= len(x) <= 13 else x + 1
+
+
+def one_by_text(x: torch.Tensor) -> torch.Tensor:
+    return x - 1 if f"{x.shape[0]}" == "12" else x + 1
+
+
+@TABLE("prepared", [False, True])
+@TABLE("fn", [few_by_python, one_by_text])
+def test_each_size_is_tried_where_branches_are_unknown(
+    fn: Callable[..., Any], prepared: bool, device: torch.device
+) -> None:
+    graphed = gw.graph(fn, buckets=gw.Buckets(batch=[32]))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)
+        if prepared:
+            with contextlib.suppress(gw.PaddingError):
+                graphed.prepare([(rand(device, 8, WIDTH),)])
+        for batch in range(1, 32):
+            x = rand(device, batch, WIDTH)
+            same(graphed(x), fn(x))
+    assert graphed.statistics.eager["padding is not harmless"] <= 3
+    assert graphed.statistics.padded >= 28
+
+
+def test_a_size_is_tried_in_few_runs_where_branches_are_unknown(device: torch.device) -> None:
+    graphed = gw.graph(lambda x: x * 2 if len(x) else x, buckets=gw.Buckets(batch=[32]))
+    with torch.no_grad():
+        graphed(rand(device, 5, WIDTH))
+        runs = graphed.statistics.proof_runs
+        graphed(rand(device, 11, WIDTH))
+        assert graphed.statistics.proof_runs == runs + 2
+        graphed(rand(device, 11, WIDTH))
+        assert graphed.statistics.proof_runs == runs + 2
 
 
 def test_integers_stay_in_their_columns() -> None:

@@ -107,7 +107,7 @@ class ShapeFamily:
         self._observed: Observation | None = None
         self._prover: Prover | None = None
         self._verdicts: dict[Sizes, Verdicts | str] = {}
-        self._checked: set[tuple[Sizes, Case]] = set()
+        self._checked: set[tuple[Sizes, Case, Sizes]] = set()
         self._joints: dict[tuple[str, Sizes], list[int | None] | str] = {}
         self._plans: dict[tuple[Sizes, Sizes], PaddingPlan | str] = {}
         self._drawn: dict[Sizes, list[Draw]] = {}
@@ -190,8 +190,9 @@ class ShapeFamily:
         """Whether a bucket has been compared with eager as it is, for calls of the plan's case."""
         return self._case(plan) in self._checked
 
-    def _case(self, plan: PaddingPlan) -> tuple[Sizes, Case]:
-        return plan.bucket, self._verdicts_of(plan).case(plan.sizes)
+    def _case(self, plan: PaddingPlan) -> tuple[Sizes, Case, Sizes]:
+        verdicts = self._verdicts_of(plan)
+        return plan.bucket, verdicts.case(plan.sizes), plan.sizes if verdicts.shapes.blind else ()
 
     def _verdicts_of(self, plan: PaddingPlan) -> Verdicts:
         verdicts = self._verdicts[plan.bucket]
@@ -247,12 +248,12 @@ class ShapeFamily:
 
     def _refuse(self, plan: PaddingPlan, why: str) -> str:
         """Refuse calls of a plan's case, for which its bucket differs from eager; returns why."""
-        verdicts, refused = self._verdicts_of(plan), self._case(plan)
-        verdicts.refused[refused[1]] = why
+        verdicts = self._verdicts_of(plan)
+        verdicts.note(plan.sizes, why, alone=True)
         self._plans = {
             (sizes, bucket): known
             for (sizes, bucket), known in self._plans.items()
-            if (bucket, verdicts.case(sizes)) != refused
+            if bucket != plan.bucket or verdicts.reason(sizes) is None
         }
         return why
 

@@ -56,7 +56,8 @@ class OutputShapes:
         spec: the outputs' tree.
         guards: comparisons of sizes that held where the expressions were derived; where all of them
             hold, the function takes the same branches.
-        fitted: whether the expressions were fitted, so that branches on sizes are unknown.
+        fitted: whether the expressions were fitted.
+        blind: whether branches on sizes are unknown, as if fitted.
     """
 
     def __init__(
@@ -68,12 +69,14 @@ class OutputShapes:
         *,
         fixed: Mapping[str, int] | None = None,
         fitted: bool = False,
+        blind: bool = False,
     ) -> None:
         self.names = tuple(names)
         self.leaves = tuple(leaves)
         self.spec = spec
         self.guards = tuple(guards)
         self.fitted = fitted
+        self.blind = fitted or blind
         self._fixed = dict(fixed or {})
         # Evaluated one by one: if one does not hold, a later one may raise.
         self._guards = [_compiled(self.names, [guard]) for guard in self.guards]

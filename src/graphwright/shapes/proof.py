@@ -121,8 +121,11 @@ class Prover:
             again: try even if sizes of the same case are known to be right.
         """
         case = verdicts.case(sizes)
-        if case in verdicts.refused and (verdicts.refused[case] is not None or not again):
-            return verdicts.refused[case]
+        if verdicts.know(sizes) and (verdicts.reason(sizes) is not None or not again):
+            return verdicts.reason(sizes)
+        # Where branches are unknown, other sizes of the case were tried well, and this one is once.
+        alone = case in verdicts.refused and not again
+        thorough = thorough and not alone
         reason = verdicts.part_refused(sizes)
         if reason is None:
             begun = time.perf_counter()
@@ -143,7 +146,7 @@ class Prover:
                     self._suspect.add(case[0])
             verdicts.seconds += time.perf_counter() - begun
             verdicts.runs += self._calls - before
-        verdicts.refused[case] = reason
+        verdicts.note(sizes, reason, alone=alone)
         return reason
 
     def split(self, name: str, parts: Sequence[int], sizes: Sizes) -> list[int | None] | str:
@@ -275,7 +278,7 @@ class Prover:
                 (*bucket[:index], n, *bucket[index + 1 :]) for n in _sizes_to_check(low, full)
             ]
             chosen = _representatives(places, shapes.way, thorough=thorough)
-            if shapes.fitted:  # Branches are unknown, so that more is tried.
+            if shapes.blind:  # Branches are unknown, so that more is tried.
                 chosen = sorted({*chosen, *places[1:3], *places[:: max(1, len(places) // 4)]})
             yield from chosen
             several.append([*(sizes[index] for sizes in chosen), full])

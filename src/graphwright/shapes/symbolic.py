@@ -8,8 +8,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
+import threading
 import weakref
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from ..calls.modes import OperationMode
+from ..calls.modes import OperationMode, SharedSwitch
 from ..errors import CaptureError, first_line
 from .dimensions import Axes
 from .outputs import Leaf, OutputShapes, Underivable, symbols_of
@@ -75,7 +76,7 @@ def _derive(sampler: CallSampler, sizes: Sizes) -> OutputShapes:
         symbols[own] = symbol
         symbolic[name] = env.create_symintnode(own, hint=hint, source=source)
     try:
-        with _quiet(), mode, enable_python_dispatcher():
+        with _quiet(), mode, enable_python_dispatcher(), _texts_noted() as texts:
             fakes = _fakes(mode, leaves, sampler.axes, symbolic)
             outputs, out_spec = pytree.tree_flatten(sampler.result(fakes))
             guards = [guard.expr for guard in env.guards]
@@ -96,7 +97,9 @@ def _derive(sampler: CallSampler, sizes: Sizes) -> OutputShapes:
     fixed = {name: n for name, n in zip(sampler.names, sizes, strict=True) if n == 1}
     ours = set(symbols.values())
     ordered = sorted((g for g in kept if g.free_symbols and g.free_symbols <= ours), key=str)
-    return OutputShapes(sampler.names, known, out_spec, ordered, fixed=fixed)
+    # A comparison of text leaves no guard.
+    blind = bool(texts)
+    return OutputShapes(sampler.names, known, out_spec, ordered, fixed=fixed, blind=blind)
 
 
 class _Made(OperationMode):
@@ -139,6 +142,38 @@ class _AttentionByShape(TorchFunctionMode):
         )
         # Its kernels give the result the memory layout of the queries.
         return torch.empty_like(query[..., :1].expand(*query.shape[:-1], value.shape[-1]))
+
+
+def _note_texts() -> Callable[[], None]:
+    """Have texts of symbolic sizes noted for the threads that ask for it; returns the way back."""
+    of_size: Callable[[torch.SymInt], str] = torch.SymInt.__repr__
+
+    def noted(size: torch.SymInt) -> str:
+        text = of_size(size)
+        if (texts := getattr(_OF_THREAD, "texts", None)) is not None:
+            texts.append(text)
+        return text
+
+    def put_back() -> None:
+        torch.SymInt.__repr__ = of_size  # type: ignore[method-assign]
+
+    torch.SymInt.__repr__ = noted  # type: ignore[method-assign]
+    return put_back
+
+
+_OF_THREAD = threading.local()
+_NOTING = SharedSwitch(_note_texts)
+
+
+@contextlib.contextmanager
+def _texts_noted() -> Iterator[list[str]]:
+    """Note the texts that are made of symbolic sizes inside the block."""
+    with _NOTING.thrown():
+        _OF_THREAD.texts = []
+        try:
+            yield _OF_THREAD.texts
+        finally:
+            _OF_THREAD.texts = None
 
 
 @contextlib.contextmanager

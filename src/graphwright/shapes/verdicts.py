@@ -20,6 +20,8 @@ class Verdicts:
         bucket: its sizes.
         shapes: of the outputs there.
         refused: by case, why padding is refused; None if it is allowed.
+        by_size: where branches on sizes are unknown, why padding is refused for each size that was
+            tried, if its case is not.
         cuts: for outputs that can be sliced in several ways, the ways that were right so far.
         runs: calls that were run to find out.
         seconds: what that took.
@@ -28,6 +30,7 @@ class Verdicts:
     bucket: Sizes
     shapes: OutputShapes
     refused: dict[Case, str | None] = field(default_factory=dict)
+    by_size: dict[Sizes, str | None] = field(default_factory=dict)
     cuts: dict[int, list[int]] = field(default_factory=dict)
     runs: int = 0
     seconds: float = 0.0
@@ -38,12 +41,36 @@ class Verdicts:
         return tuple(name for name, n, m in zip(names, sizes, self.bucket, strict=True) if n != m)
 
     def case(self, sizes: Sizes) -> Case:
-        """The case that calls of some sizes belong to: all calls of a case share one verdict."""
+        """The case that calls of some sizes belong to.
+
+        All calls of a case share one verdict, unless branches on sizes are unknown: then sizes of a
+        case that is allowed have a verdict of their own.
+        """
         return self.padded(sizes), self.shapes.way(sizes)
 
     def know(self, sizes: Sizes) -> bool:
         """Whether there is a verdict for calls of some sizes."""
-        return self.case(sizes) in self.refused
+        case = self.case(sizes)
+        if self.refused.get(case) is None and self.shapes.blind:
+            return sizes in self.by_size
+        return case in self.refused
+
+    def reason(self, sizes: Sizes) -> str | None:
+        """Why calls of some sizes are refused; None if they are not, or if that is unknown."""
+        return self.refused.get(self.case(sizes)) or self.by_size.get(sizes)
+
+    def note(self, sizes: Sizes, reason: str | None, *, alone: bool = False) -> None:
+        """Keep a verdict on calls of some sizes.
+
+        Args:
+            sizes: the named sizes.
+            reason: why they are refused, or None.
+            alone: whether it is for no other sizes of their case, where branches are unknown.
+        """
+        if self.shapes.blind:
+            self.by_size[sizes] = reason
+        if not (alone and self.shapes.blind):
+            self.refused[self.case(sizes)] = reason
 
     def culprits(self, sizes: Sizes) -> set[str]:
         """Dimensions that may not be padded even alone; if there are none, all padded ones."""
@@ -62,7 +89,7 @@ class Verdicts:
     def _alone(self, sizes: Sizes, name: str) -> str | None:
         index = self.shapes.names.index(name)
         alone = (*self.bucket[:index], sizes[index], *self.bucket[index + 1 :])
-        return self.refused.get(((name,), self.shapes.way(alone)))
+        return self.reason(alone)
 
     def chosen(self, sizes: Sizes) -> list[Cut]:
         """How outputs are sliced: for each the first way that was right in all trials."""
