@@ -193,9 +193,10 @@ def test_a_file_without_its_model_answers_the_sizes_that_were_saved(tmp_path: Pa
 
     assert parts(1, 8) == [(1, 8)]
     assert parts(9, 16) == [(4, 16), (4, 16), (1, 16)]
-    with pytest.raises(RequestError, match=r"batch 1, length 5.* of 2×8, 2×16") as caught:
-        parts(1, 5)
-    assert caught.value.kind is Kind.INVALID
+    for length in (4, 5):  # Some were computed before it was known that padding does harm.
+        with pytest.raises(RequestError, match=rf"length {length}.* of 2×8, 2×16") as caught:
+            parts(1, length)
+        assert caught.value.kind is Kind.INVALID
     facts_without("argument_names")(path)  # As earlier versions saved it.
     earlier = PreparedModel(ModelConfig(gw.load(path, trust=True)))
     assert [each.name for each in earlier.inputs] == ["args.0", "args.1"]
