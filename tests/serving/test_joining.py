@@ -360,6 +360,21 @@ def test_a_result_that_its_call_does_not_explain_is_not_cut() -> None:
     assert caught.value.kind is Kind.FAILED
 
 
+def test_a_result_of_another_datatype_is_not_sent() -> None:
+    """Its bytes would be taken for numbers of the datatype that clients expect."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.double() if x[0, 0] > 100 else x
+
+    found = PreparedModel(ModelConfig(model, (torch.randn(2, 3),)))
+    usual, other = (found.joiner.part({"x": torch.full((1, 3), n)}) for n in (1.0, 200.0))
+    assert found.compute([usual], (1,))
+    words = "'output' is of torch.float64, and of torch.float32 in the sample call"
+    with pytest.raises(RequestError, match=words) as caught:
+        found.compute([other], (1,))
+    assert caught.value.kind is Kind.FAILED
+
+
 def test_a_model_that_is_served_twice_is_called_in_turns() -> None:
     """It may use its memory again, as in a reload of one that is not made anew."""
     first = PreparedModel(config())

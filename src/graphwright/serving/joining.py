@@ -273,7 +273,8 @@ class Joiner:
             sizes: of the call.
 
         Raises:
-            RequestError: FAILED, the results are not as large as such a call's have to be.
+            RequestError: FAILED, the results are of another datatype than the sample call's, or not
+                as large as such a call's have to be.
         """
         self._check(results, sizes)
         arrays = [_array(value) for value in results]
@@ -289,6 +290,12 @@ class Joiner:
             )
         named = dict(zip(self.layout.names, sizes, strict=True))
         for output, axes, value in zip(self.outputs, self._results_axes, results, strict=True):
+            if value.dtype is not DTYPES[output.datatype]:
+                raise RequestError(
+                    Kind.FAILED,
+                    f"The output {output.name!r} is of {value.dtype}, and of "
+                    f"{DTYPES[output.datatype]} in the sample call.",
+                )
             same_rank = value.dim() == len(output.shape)
             if not same_rank or value.shape != shape_at(value.shape, axes, named):
                 raise RequestError(
@@ -308,8 +315,8 @@ class Joiner:
                 first = begin * size.factor if size.name == BATCH else 0
                 index[axis] = slice(first, first + size.of(named[size.name]))
             own = torch.from_numpy(np.array(array[tuple(index)], order="C"))
-            dtype = DTYPES[output.datatype]
-            found[output.name] = own if own.dtype is dtype else own.view(dtype)
+            bfloat16 = DTYPES[output.datatype] is torch.bfloat16  # Which NumPy does not know.
+            found[output.name] = own.view(torch.bfloat16) if bfloat16 else own
         return found
 
     def _results(self, fn: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
