@@ -202,6 +202,25 @@ def test_a_file_without_its_model_answers_the_sizes_that_were_saved(tmp_path: Pa
     assert [each.name for each in earlier.inputs] == ["args.0", "args.1"]
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_sizes_that_were_never_changed_alone_may_be_any(tmp_path: Path) -> None:
+    with choosing("torchscript"):
+        tuned = gw.tune(
+            _Same().eval(),
+            samples=[((torch.randn(size),), {}) for size in ((2, 8), (4, 16))],
+            strategies=["torchscript"],
+            remember=False,
+            progress=False,
+            isolate=False,
+        )
+    gw.save(tuned, tmp_path / "same.gw")
+    found = PreparedModel(ModelConfig(gw.load(tmp_path / "same.gw", trust=True)))
+    for sizes in ((2, 8), (4, 16)):
+        x = torch.randn(1, sizes[1])
+        (answer,) = found.compute([found.joiner.part({found.inputs[0].name: x})], sizes)
+        assert torch.equal(answer["output"], x)
+
+
 def test_a_model_without_a_sample_is_refused() -> None:
     with pytest.raises(gw.OptionError, match="There is no sample call"):
         PreparedModel(ModelConfig(Encoder()))
@@ -373,6 +392,71 @@ def test_a_result_of_another_datatype_is_not_sent() -> None:
     with pytest.raises(RequestError, match=words) as caught:
         found.compute([other], (1,))
     assert caught.value.kind is Kind.FAILED
+
+
+class _Named:
+    def __init__(self, **named: torch.Tensor) -> None:
+        vars(self).update(named)
+
+
+@pytest.mark.parametrize("kind", [dict, _Named])
+def test_outputs_are_told_by_their_names_in_each_call(kind: Any) -> None:
+    """Not by their places: keys may come in another order."""
+
+    def model(x: torch.Tensor) -> Any:
+        return kind(neg=-x, pos=x) if x[0, 0] > 100 else kind(pos=x, neg=-x)
+
+    found = PreparedModel(ModelConfig(model, (torch.randn(2, 3),)))
+    pos, neg = (output.name for output in found.outputs)
+    for value in (1.0, 200.0):
+        x = torch.full((1, 3), value)
+        (answer,) = found.compute([found.joiner.part({"x": x})], (1,))
+        assert torch.equal(answer[pos], x)
+        assert torch.equal(answer[neg], -x)
+
+
+@pytest.mark.parametrize(
+    ("other", "given"),
+    [
+        (lambda x: {"score": x, "mask": None, "alt": x}, "score, alt"),
+        (lambda x: {"score": x}, "score"),
+        (lambda x: {"score": x, "mask": x, "alt": x}, "score, mask, alt"),
+        (lambda x: None, "none"),
+    ],
+)
+def test_an_output_that_a_call_leaves_out_or_adds_is_not_taken_for_another(
+    other: Any, given: str
+) -> None:
+    def model(x: torch.Tensor) -> Any:
+        return other(x) if x[0, 0] > 100 else {"score": x, "mask": x + 1, "alt": None}
+
+    found = PreparedModel(ModelConfig(model, (torch.randn(2, 3),)))
+    part = found.joiner.part({"x": torch.full((1, 3), 200.0)})
+    words = f"the outputs {given}, and in the sample call score, mask\\."
+    with pytest.raises(RequestError, match=words) as caught:
+        found.compute([part], (1,))
+    assert caught.value.kind is Kind.FAILED
+
+
+def test_values_beside_the_outputs_may_change() -> None:
+    def model(x: torch.Tensor) -> Any:
+        return {"kinds": {"far"} if x[0, 0] > 100 else {"near", "small"}, "score": x, "other": -x}
+
+    found = PreparedModel(ModelConfig(model, (torch.randn(2, 3),)))
+    for value in (1.0, 200.0):
+        x = torch.full((1, 3), value)
+        (answer,) = found.compute([found.joiner.part({"x": x})], (1,))
+        assert torch.equal(next(iter(answer.values())), x)
+
+
+def test_a_result_that_is_shorter_than_declared_is_not_sent() -> None:
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x[:, :2] if x[0, 0] > 100 else x
+
+    found = PreparedModel(ModelConfig(model, (torch.randn(2, 3),)))
+    assert found.outputs[0].shape == (-1, 3)
+    with pytest.raises(RequestError, match=r"shape \[1, 2\], which does not follow"):
+        found.compute([found.joiner.part({"x": torch.full((1, 3), 200.0)})], (1,))
 
 
 def test_a_model_that_is_served_twice_is_called_in_turns() -> None:
