@@ -221,6 +221,39 @@ def test_sizes_that_were_never_changed_alone_may_be_any(tmp_path: Path) -> None:
         assert torch.equal(answer["output"], x)
 
 
+@pytest.mark.parametrize(
+    ("rows", "words"),
+    [
+        (1, r"'output' has the shape \[4\] where batch is 1, and \[2, 4\] where batch is 2.*"),
+        (2, r"'output' has the shape \[2, 4\] where batch is 2, and \[4\] where batch is 1.*"),
+    ],
+)
+def test_dimensions_that_one_row_lacks_are_refused_with_the_remedy(rows: int, words: str) -> None:
+    with pytest.raises(gw.OptionError, match=words + r"\n.*squeeze\(1\)"):
+        PreparedModel(ModelConfig(lambda x: x.squeeze(), (torch.randn(rows, 4),)))
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        (lambda x: x.squeeze(), r"'output' has the shape \[4\], which does not follow"),
+        (lambda x: x if len(x) > 1 else x.double(), r"'output' is of torch.float64, and"),
+    ],
+)
+def test_results_that_the_check_cannot_cut_are_refused(model: Any, words: str) -> None:
+    with pytest.raises(gw.OptionError, match=words):
+        PreparedModel(ModelConfig(model, (torch.randn(3, 4),)))
+
+
+def test_outputs_that_some_sizes_lack_are_refused() -> None:
+    def model(x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"a": x, "b": x} if len(x) > 1 else {"a": x}
+
+    words = "The outputs are a where batch is 1, and a, b where batch is 2"
+    with pytest.raises(gw.OptionError, match=words):
+        PreparedModel(ModelConfig(model, (torch.randn(1, 4),)))
+
+
 def test_a_model_without_a_sample_is_refused() -> None:
     with pytest.raises(gw.OptionError, match="There is no sample call"):
         PreparedModel(ModelConfig(Encoder()))

@@ -394,6 +394,8 @@ class Joiner:
             if which is None:
                 continue
             name, step = self.layout.names[which], sizes[which] - at[0][which]
+            wheres = tuple(f"where {name} is {n}" for n in (at[0][which], sizes[which]))
+            _refuse_others(results[0], other, wheres)
             for axes, (output, value) in zip(found, results[0].items(), strict=True):
                 shapes = value.shape, other[output].shape
                 for axis, (a, b) in enumerate(zip(*shapes, strict=True)):
@@ -402,9 +404,8 @@ class Joiner:
                     factor, rest = divmod(b - a, step)
                     if rest or axes.get(axis, Size(name)).name != name:
                         raise OptionError(
-                            f"Dimension {axis} of the output {output!r} is {a} where {name} is "
-                            f"{at[0][which]}, and {b} where it is {sizes[which]}: such results "
-                            "cannot be cut apart.",
+                            f"Dimension {axis} of the output {output!r} is {a} {wheres[0]}, and "
+                            f"{b} {wheres[1]}: such results cannot be cut apart.",
                             remedy="Leave the dimension out of dynamic_shapes.",
                         )
                     axes[axis] = Size(name, factor, a - factor * at[0][which])
@@ -500,6 +501,25 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _batch_axis(axes: Axes) -> int | None:
     return next((axis for axis, size in axes.items() if size.name == BATCH), None)
+
+
+def _refuse_others(
+    first: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], wheres: Sequence[str]
+) -> None:
+    """Refuse a function whose outputs are other ones where a size is another."""
+    if first.keys() != other.keys():
+        raise OptionError(
+            f"The outputs are {', '.join(first)} {wheres[0]}, and {', '.join(other)} {wheres[1]}.",
+            remedy="Serve a function that gives the same ones at all sizes.",
+        )
+    for name, value in first.items():
+        if value.dim() != other[name].dim():
+            raise OptionError(
+                f"The output {name!r} has the shape {list(value.shape)} {wheres[0]}, and "
+                f"{list(other[name].shape)} {wheres[1]}.",
+                remedy="Keep its dimensions at all sizes: squeeze() drops those of size 1; "
+                "squeeze(1), say, leaves the others.",
+            )
 
 
 def _changed_alone(first: Sizes, other: Sizes) -> int | None:

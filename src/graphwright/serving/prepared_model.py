@@ -97,9 +97,16 @@ class PreparedModel:
             self.instances = self._several(device, points, threads or torch.get_num_threads())
         self.timings = Timings(self._measured(points, exact), exact)
         self.joins = True
-        self._check()
-        self._check_copies()
-        self.splits = self.joins and self._rows_are_apart()
+        try:
+            self._check()
+            self._check_copies()
+            self.splits = self.joins and self._rows_are_apart()
+        except RequestError as error:
+            raise OptionError(
+                f"The model cannot be served: {error.what}",
+                remedy="Serve a function whose outputs have the shapes and datatypes of its "
+                "sample call, but for the named sizes.",
+            ) from error
         self.inputs = tuple(config.inputs) or self.joiner.inputs
         self.outputs = tuple(config.outputs) or self.joiner.outputs
 
