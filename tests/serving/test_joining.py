@@ -254,6 +254,35 @@ def test_outputs_that_some_sizes_lack_are_refused() -> None:
         PreparedModel(ModelConfig(model, (torch.randn(1, 4),)))
 
 
+class _Convolution(nn.Module):
+    """Takes five columns or more, and padding changes its answers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Conv1d(2, 3, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x).mean(2)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("buckets", [None, gw.Buckets(batch=[1, 4], length=[8, 16])])
+def test_no_call_is_below_the_least_size_of_a_dimension(buckets: gw.Buckets | None) -> None:
+    from torch.export import Dim
+
+    model = _Convolution().eval()
+    shapes = {"x": {0: "batch", 2: Dim("length", min=5, max=16)}}
+    args = (torch.randn(1, 2, 16),)
+    found = PreparedModel(ModelConfig(model, args, buckets=buckets, dynamic_shapes=shapes))
+    if buckets is None:
+        assert sorted({length for _, length in found.timings.seconds}) == [5, 8, 16]
+    part = found.joiner.part({"x": torch.randn(1, 2, 5)})
+    (answer,) = found.compute([part], (1, 5))
+    torch.testing.assert_close(answer["output"], model(*part.leaves).detach())
+    with pytest.raises(RequestError, match="is 4; it may be 5 to 16"):
+        found.joiner.part({"x": torch.randn(1, 2, 4)})
+
+
 def test_a_model_without_a_sample_is_refused() -> None:
     with pytest.raises(gw.OptionError, match="There is no sample call"):
         PreparedModel(ModelConfig(Encoder()))

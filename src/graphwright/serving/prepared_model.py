@@ -340,10 +340,17 @@ class PreparedModel:
         for number in range(count):
             others = largest[1:]
             if mixed:
-                others = tuple(max(1, n * (number + 1) // count) for n in others)
+                shares = (n * (number + 1) // count for n in others)
+                others = tuple(map(max, self._shortest, shares))
             change = changes[(number + seed) % len(changes)]
             parts.append(self._part_of(sampler.changed((1, *others), change, generator)))
         return parts
+
+    @property
+    def _shortest(self) -> Sizes:
+        """The least sizes of a request, without the batch."""
+        layout = self.joiner.layout
+        return tuple(layout.bounds[name].low for name in layout.names[1:])
 
     def _words(self, output: str, part: Part) -> str:
         sizes = _in_words(self.joiner.layout.names, part.sizes)
@@ -427,7 +434,7 @@ def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
     pads = [value or 0 for value in dimensions.pads(args, kwargs)]
     bounds = dict(dimensions.bounds)
     if buckets is None:
-        points = _powers([form.own[i] for i in order])
+        points = _powers([form.own[i] for i in order], [bounds[names[i]].low for i in order])
         for name, n in zip(names, form.own, strict=True):
             if name != BATCH and bounds[name] == Bounds():
                 bounds[name] = Bounds(1, n)
@@ -453,10 +460,18 @@ def _names_in(dynamic_shapes: Any) -> tuple[str, ...]:
     return (BATCH,) if dynamic_shapes is None else named(dynamic_shapes)
 
 
-def _powers(own: Sequence[int]) -> list[Sizes]:
-    """Powers of two up to 32 rows, and a quarter, half and all of each other size."""
+def _powers(own: Sequence[int], lows: Sequence[int]) -> list[Sizes]:
+    """Powers of two up to 32 rows, and a quarter, half and all of each other size.
+
+    Args:
+        own: the sample's sizes, the batch first.
+        lows: the least that each may be.
+    """
     rows = [1 << n for n in range(_MAX_BATCH.bit_length())]
-    others = [sorted({max(1, n // 4), max(1, n // 2), n}) for n in own[1:]]
+    others = [
+        sorted({max(low, n // 4), max(low, n // 2), n})
+        for n, low in zip(own[1:], lows[1:], strict=True)
+    ]
     return list(itertools.product(rows, *others))
 
 
