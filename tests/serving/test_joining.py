@@ -254,6 +254,79 @@ def test_outputs_that_some_sizes_lack_are_refused() -> None:
         PreparedModel(ModelConfig(model, (torch.randn(1, 4),)))
 
 
+class _Softmax(nn.Module):
+    """Padding changes its answers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.softmax(x, 1)
+
+
+class _OneIsOther(nn.Module):
+    """Padding changes the answer to a single column only."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * (2 if x.shape[1] == 1 else 3)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("rows", [[1], [2], [1, 4]])
+@pytest.mark.parametrize("kind", [_Softmax, _OneIsOther])
+def test_padding_is_checked_whatever_the_rows_of_a_call(
+    kind: type[nn.Module], rows: list[int]
+) -> None:
+    found = PreparedModel(
+        ModelConfig(
+            kind().eval(),
+            (torch.randn(1, 16),),
+            buckets=gw.Buckets(batch=rows, length=[8, 16]),
+            dynamic_shapes={"x": {0: "batch", 1: "length"}},
+        )
+    )
+    assert not found.timings.pads
+    words = "not padded in length" if rows == [1] else "joined only where they agree in length"
+    assert words in found.notes[0]
+    assert found.timings.sizes_alone((1, 5)) == (1, 5)
+
+
+def test_padding_that_does_no_harm_is_used_in_calls_of_one_row() -> None:
+    buckets = gw.Buckets(batch=[1], length=[8, 16])
+    found = PreparedModel(replace(config(), buckets=buckets))
+    assert (found.joins, found.timings.pads, found.notes) == (True, True, [])
+    assert found.timings.sizes_alone((1, 5)) in [(1, 8), (1, 16)]
+
+
+class _AtLeast(nn.Module):
+    """Refuses fewer columns."""
+
+    def __init__(self, least: int) -> None:
+        super().__init__()
+        self.least = least
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[1] < self.least:
+            raise ValueError(f"fewer than {self.least} columns")
+        return x * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(("least", "pads"), [(3, True), (15, False)])
+def test_padding_is_checked_with_requests_that_the_model_takes(least: int, pads: bool) -> None:
+    found = PreparedModel(
+        ModelConfig(
+            _AtLeast(least).eval(),
+            (torch.randn(1, 16),),
+            buckets=gw.Buckets(batch=[1, 2], length=[15, 16]),
+            dynamic_shapes={"x": {0: "batch", 1: "length"}},
+        )
+    )
+    assert found.timings.pads is pads
+    if not pads:
+        assert (
+            "The model computes no request that is shorter than batch 1, length 16"
+            in (found.notes[0])
+        )
+
+
 class _Convolution(nn.Module):
     """Takes five columns or more, and padding changes its answers."""
 
