@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -109,6 +109,15 @@ def test_where_padding_does_harm_only_equal_lengths_are_joined() -> None:
         assert choose(waiting, timings, NOW).members == (0, 2)
     timings = Timings(dict(BY_LENGTH.seconds), exact=True, pads=False)
     assert choose([Request((1, 5)), Request((1, 5))], timings, NOW) == Choice((0,), (1, 5))
+
+
+def test_timings_without_padding_forget_what_was_found_with_it() -> None:
+    with_padding = Timings({(1, 8): 1.0, (1, 16): 2.0}, exact=True)
+    assert with_padding.points_for((1, 5))
+    assert with_padding.share((1, 5)) == 1.0
+    without = replace(with_padding, pads=False)
+    assert not without.points_for((1, 5))
+    assert without.share((1, 5)) == 2.0  # The most there is, since nothing is known.
 
 
 def test_what_no_size_holds_is_computed_alone() -> None:

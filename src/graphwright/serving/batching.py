@@ -52,8 +52,8 @@ class Timings:
     seconds: Mapping[Sizes, float]
     exact: bool
     pads: bool = True
-    _points: dict[Sizes, list[Sizes]] = field(default_factory=dict, repr=False)
-    _shares: dict[Sizes, float] = field(default_factory=dict, repr=False)
+    _points: dict[Sizes, list[Sizes]] = field(default_factory=dict, init=False, repr=False)
+    _shares: dict[Sizes, float] = field(default_factory=dict, init=False, repr=False)
 
     def points_for(self, sizes: Sizes) -> Sequence[Sizes]:
         """The measured sizes that hold these."""

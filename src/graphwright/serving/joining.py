@@ -14,8 +14,9 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.utils import _pytree as pytree
 
-from ..calls.objects import flatten_result
+from ..calls.objects import apart, flatten_result
 from ..calls.signature import Args, Kwargs, flatten, leaf_names, unflatten
 from ..errors import OptionError
 from ..shapes.dimensions import BATCH, Axes, Bounds, Size, shape_at
@@ -57,6 +58,21 @@ class Part:
     leaves: tuple[torch.Tensor, ...]
     sizes: Sizes
     key: tuple[bytes, ...]
+
+
+@dataclass(frozen=True)
+class _Form:
+    """How a function's result is built.
+
+    Attributes:
+        spec: its tree.
+        tensors: which of its leaves are tensors.
+        paths: where these are, such as `['logits']`; None if two of them cannot be told apart.
+    """
+
+    spec: pytree.TreeSpec
+    tensors: tuple[bool, ...]
+    paths: tuple[str, ...] | None
 
 
 class Joiner:
@@ -119,8 +135,11 @@ class Joiner:
             )
             for name, place, axes in zip(names, self._places, self._axes, strict=True)
         )
-        results = [self._results(fn, self.sampler.at(sizes)) for sizes in at]
+        found = [self._results(fn, self.sampler.at(sizes)) for sizes in at]
+        self._form, results = found[0][0], [named for _, named in found]
         self._results_axes = self._axes_of(at, results)
+        alone = {_changed_alone(at[0], sizes) for sizes in at}
+        self._all_changed = alone >= set(range(len(layout.names)))
         self.outputs = tuple(
             TensorMetadata(name, _datatype("output", name, value), _open(value.shape, axes))
             for (name, value), axes in zip(results[0].items(), self._results_axes, strict=True)
@@ -254,11 +273,31 @@ class Joiner:
         return whole.to(self.device, non_blocking=True)
 
     def results(self, result: Any) -> list[torch.Tensor]:
-        """The tensors of what the function returned, on the CPU, in the order of the outputs."""
-        leaves, _ = flatten_result(result)
+        """The tensors of what the function returned, on the CPU, in the order of the outputs.
+
+        Raises:
+            RequestError: FAILED, they are not where those of the sample call are.
+        """
+        leaves, spec = flatten_result(result)
+        tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in leaves)
+        found = list(itertools.compress(leaves, tensors))
+        if tensors != self._form.tensors or spec != self._form.spec:
+            found = self._in_order(result, found)
         # NumPy has no tensors that are negative by a bit alone.
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        return [tensor.detach().cpu().resolve_neg() for tensor in tensors]
+        return [tensor.detach().cpu().resolve_neg() for tensor in found]
+
+    def _in_order(self, result: Any, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """The tensors of a result whose keys, say, come in another order than the sample's."""
+        paths, expected = _paths(result), self._form.paths
+        if paths is None or expected is None or set(paths) != set(expected):
+            given = "another structure" if paths is None else f"the outputs {_listed(paths)}"
+            raise RequestError(
+                Kind.FAILED,
+                f"The model gave {given}, and in the sample call "
+                f"{', '.join(output.name for output in self.outputs)}.",
+            )
+        at = dict(zip(paths, tensors, strict=True))
+        return [at[path] for path in expected]
 
     def cut(
         self, results: Sequence[torch.Tensor], parts: Sequence[Part], sizes: Sizes
@@ -273,7 +312,8 @@ class Joiner:
             sizes: of the call.
 
         Raises:
-            RequestError: FAILED, the results are not as large as such a call's have to be.
+            RequestError: FAILED, the results are of another datatype than the sample call's, or not
+                as large as such a call's have to be.
         """
         self._check(results, sizes)
         arrays = [_array(value) for value in results]
@@ -282,15 +322,18 @@ class Joiner:
 
     def _check(self, results: Sequence[torch.Tensor], sizes: Sizes) -> None:
         """Refuse results that cannot be cut apart: they depend on more than the call's sizes."""
-        if len(results) != len(self.outputs):
-            raise RequestError(
-                Kind.FAILED,
-                f"The model gave {len(results)} tensors, and {len(self.outputs)} are expected.",
-            )
         named = dict(zip(self.layout.names, sizes, strict=True))
         for output, axes, value in zip(self.outputs, self._results_axes, results, strict=True):
+            if value.dtype is not DTYPES[output.datatype]:
+                raise RequestError(
+                    Kind.FAILED,
+                    f"The output {output.name!r} is of {value.dtype}, and of "
+                    f"{DTYPES[output.datatype]} in the sample call.",
+                )
             same_rank = value.dim() == len(output.shape)
-            if not same_rank or value.shape != shape_at(value.shape, axes, named):
+            # Where not all named sizes could be changed, more may vary than is known.
+            shape = output.shape if self._all_changed else value.shape
+            if not same_rank or value.shape != shape_at(shape, axes, named):
                 raise RequestError(
                     Kind.FAILED,
                     f"The output {output.name!r} has the shape {list(value.shape)}, which does not "
@@ -308,15 +351,18 @@ class Joiner:
                 first = begin * size.factor if size.name == BATCH else 0
                 index[axis] = slice(first, first + size.of(named[size.name]))
             own = torch.from_numpy(np.array(array[tuple(index)], order="C"))
-            dtype = DTYPES[output.datatype]
-            found[output.name] = own if own.dtype is dtype else own.view(dtype)
+            bfloat16 = DTYPES[output.datatype] is torch.bfloat16  # Which NumPy does not know.
+            found[output.name] = own.view(torch.bfloat16) if bfloat16 else own
         return found
 
-    def _results(self, fn: Callable[..., Any], leaves: Sequence[Any]) -> dict[str, torch.Tensor]:
+    def _results(
+        self, fn: Callable[..., Any], leaves: Sequence[Any]
+    ) -> tuple[_Form, dict[str, torch.Tensor]]:
+        """How the result of a call is built, and its tensors by their names."""
         args, kwargs = unflatten(list(leaves), self._spec)
         with torch.no_grad():
             result = fn(*args, **kwargs)
-        found, _ = flatten_result(result)
+        found, spec = flatten_result(result)
         names = leaf_names(result, "output")
         if len(names) != len(found):
             names = [f"output[{index}]" for index in range(len(found))]
@@ -331,7 +377,8 @@ class Joiner:
                 "The model returns no tensors that a server could send.",
                 remedy="Serve a function that returns tensors.",
             )
-        return dict(pairs)
+        tensors = tuple(isinstance(leaf, torch.Tensor) for leaf in found)
+        return _Form(spec, tensors, _paths(result)), dict(pairs)
 
     def _axes_of(
         self, at: Sequence[Sizes], results: Sequence[Mapping[str, torch.Tensor]]
@@ -343,11 +390,12 @@ class Joiner:
                 if value.shape[:1] == (at[0][0],):
                     axes[0] = Size(BATCH)
         for sizes, other in zip(at[1:], results[1:], strict=True):
-            changed = [i for i, (a, b) in enumerate(zip(at[0], sizes, strict=True)) if a != b]
-            if len(changed) != 1:
+            which = _changed_alone(at[0], sizes)
+            if which is None:
                 continue
-            (which,) = changed
             name, step = self.layout.names[which], sizes[which] - at[0][which]
+            wheres = tuple(f"where {name} is {n}" for n in (at[0][which], sizes[which]))
+            _refuse_others(results[0], other, wheres)
             for axes, (output, value) in zip(found, results[0].items(), strict=True):
                 shapes = value.shape, other[output].shape
                 for axis, (a, b) in enumerate(zip(*shapes, strict=True)):
@@ -356,9 +404,8 @@ class Joiner:
                     factor, rest = divmod(b - a, step)
                     if rest or axes.get(axis, Size(name)).name != name:
                         raise OptionError(
-                            f"Dimension {axis} of the output {output!r} is {a} where {name} is "
-                            f"{at[0][which]}, and {b} where it is {sizes[which]}: such results "
-                            "cannot be cut apart.",
+                            f"Dimension {axis} of the output {output!r} is {a} {wheres[0]}, and "
+                            f"{b} {wheres[1]}: such results cannot be cut apart.",
                             remedy="Leave the dimension out of dynamic_shapes.",
                         )
                     axes[axis] = Size(name, factor, a - factor * at[0][which])
@@ -454,6 +501,45 @@ def _array(tensor: torch.Tensor) -> np.ndarray[Any, Any]:
 
 def _batch_axis(axes: Axes) -> int | None:
     return next((axis for axis, size in axes.items() if size.name == BATCH), None)
+
+
+def _refuse_others(
+    first: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor], wheres: Sequence[str]
+) -> None:
+    """Refuse a function whose outputs are other ones where a size is another."""
+    if first.keys() != other.keys():
+        raise OptionError(
+            f"The outputs are {', '.join(first)} {wheres[0]}, and {', '.join(other)} {wheres[1]}.",
+            remedy="Serve a function that gives the same ones at all sizes.",
+        )
+    for name, value in first.items():
+        if value.dim() != other[name].dim():
+            raise OptionError(
+                f"The output {name!r} has the shape {list(value.shape)} {wheres[0]}, and "
+                f"{list(other[name].shape)} {wheres[1]}.",
+                remedy="Keep its dimensions at all sizes: squeeze() drops those of size 1; "
+                "squeeze(1), say, leaves the others.",
+            )
+
+
+def _changed_alone(first: Sizes, other: Sizes) -> int | None:
+    """The index of the one size that differs; None if several do, or none."""
+    changed = [index for index, (a, b) in enumerate(zip(first, other, strict=True)) if a != b]
+    return changed[0] if len(changed) == 1 else None
+
+
+def _paths(result: Any) -> tuple[str, ...] | None:
+    """Where the tensors of a result are; None if two of them cannot be told apart."""
+    try:
+        leaves, _ = pytree.tree_flatten_with_path(apart(result))
+    except ValueError:  # A node type was registered without names for its children.
+        return None
+    paths = [pytree.keystr(path) for path, leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return tuple(paths) if len(set(paths)) == len(paths) else None
+
+
+def _listed(paths: Sequence[str]) -> str:
+    return ", ".join(output_name(path) for path in paths) or "none"
 
 
 def _open(shape: Sequence[int], axes: Axes) -> Sizes:

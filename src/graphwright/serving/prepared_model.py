@@ -97,9 +97,16 @@ class PreparedModel:
             self.instances = self._several(device, points, threads or torch.get_num_threads())
         self.timings = Timings(self._measured(points, exact), exact)
         self.joins = True
-        self._check()
-        self._check_copies()
-        self.splits = self.joins and self._rows_are_apart()
+        try:
+            self._check()
+            self._check_copies()
+            self.splits = self.joins and self._rows_are_apart()
+        except RequestError as error:
+            raise OptionError(
+                f"The model cannot be served: {error.what}",
+                remedy="Serve a function whose outputs have the shapes and datatypes of its "
+                "sample call, but for the named sizes.",
+            ) from error
         self.inputs = tuple(config.inputs) or self.joiner.inputs
         self.outputs = tuple(config.outputs) or self.joiner.outputs
 
@@ -242,9 +249,8 @@ class PreparedModel:
         names = self.joiner.layout.names
         if len(names) > 1 and (why := self._difference(mixed=True)) is not None:
             self.timings = replace(self.timings, pads=False)
-            self._note(
-                f"Requests are joined only where they agree in {', '.join(names[1:])}: {why}"
-            )
+            are = "are joined only where they agree" if self._most_rows > 1 else "are not padded"
+            self._note(f"Requests {are} in {', '.join(names[1:])}: {why}")
         if (why := self._difference(mixed=False)) is not None:
             self.joins = False
             self._note(f"Requests are not joined, since an answer depends on other rows: {why}")
@@ -306,37 +312,77 @@ class PreparedModel:
 
         Beside others, kernels round in other ways; so the first one is also computed beside two
         kinds of others, where nothing but these differs.
+
+        Args:
+            mixed: whether the requests are of several lengths, so that they are padded.
         """
         largest = max(self.timings.seconds, key=math.prod)
         parts, others = (self._requests(largest, seed, mixed=mixed) for seed in (0, 1))
-        joined = self.compute(parts, largest)
-        for part, answer in zip(parts, joined, strict=True):
-            alone = self._alone(part)
+        expected = self._answers_alone(parts)
+        if len(expected) == 1 < len(parts):
+            sizes = _in_words(self.joiner.layout.names, parts[-1].sizes)
+            return f"The model computes no request that is shorter than {sizes}."
+        parts = [parts[number] for number in expected]
+        joined = self._in_calls(parts, largest)
+        how = "when padded" if mixed and largest[0] == 1 else "beside others"
+        for part, answer, alone in zip(parts, joined, expected.values(), strict=True):
             for name, value in answer.items():
                 why = difference(value, alone[name], other_kernels=True)
                 if why is not None:
-                    return f"{self._words(name, part)} is {why} beside others."
-        beside = [parts[0], *others[1:]]
-        again = self.compute(beside, largest)[0]
+                    return f"{self._words(name, part)} is {why} {how}."
+        beside = [parts[0], *(others[number] for number in [*expected][1:])]
+        again = self._in_calls(beside, largest)[0]
         for name, value in again.items():
             why = difference(value, joined[0][name])
             if why is not None:
                 return f"{self._words(name, parts[0])} is {why} beside others than before."
         return None
 
+    def _answers_alone(self, parts: Sequence[Part]) -> dict[int, Tensors]:
+        """The answers to each request alone, by their numbers; the last one is the longest.
+
+        Shorter ones than the model takes, which nobody said it does not, are left out.
+        """
+        found = {}
+        for number, part in enumerate(parts):
+            try:
+                found[number] = self._alone(part)
+            except Exception as error:
+                if isinstance(error, RequestError) or part.sizes[1:] == parts[-1].sizes[1:]:
+                    raise
+        return found
+
+    def _in_calls(self, parts: Sequence[Part], sizes: Sizes) -> list[Tensors]:
+        """The answers to requests of a row each, in calls of as many as there are rows."""
+        rows, found = sizes[0], []
+        for begin in range(0, len(parts), rows):
+            found += self.compute(parts[begin : begin + rows], sizes)
+        return found
+
     def _requests(self, largest: Sizes, seed: int, *, mixed: bool) -> list[Part]:
-        """A few requests of other values, of the largest sizes or from short to these."""
-        count = min(largest[0], _CHECKED)
+        """A few requests of other values, of the largest sizes or from the shortest to these."""
+        # Padding is to be seen in calls of one row, too.
+        count = _CHECKED if mixed else min(largest[0], _CHECKED)
         sampler, generator = self.joiner.sampler, torch.Generator().manual_seed(seed)
         changes = sampler.changes()
         parts = []
         for number in range(count):
             others = largest[1:]
             if mixed:
-                others = tuple(max(1, n * (number + 1) // count) for n in others)
+                lows = self._shortest
+                others = tuple(
+                    low + (n - low) * number // (count - 1)
+                    for low, n in zip(lows, others, strict=True)
+                )
             change = changes[(number + seed) % len(changes)]
             parts.append(self._part_of(sampler.changed((1, *others), change, generator)))
         return parts
+
+    @property
+    def _shortest(self) -> Sizes:
+        """The least sizes of a request, without the batch."""
+        layout = self.joiner.layout
+        return tuple(layout.bounds[name].low for name in layout.names[1:])
 
     def _words(self, output: str, part: Part) -> str:
         sizes = _in_words(self.joiner.layout.names, part.sizes)
@@ -420,7 +466,7 @@ def _described(config: ModelConfig) -> tuple[Args, Kwargs, Layout, list[Sizes]]:
     pads = [value or 0 for value in dimensions.pads(args, kwargs)]
     bounds = dict(dimensions.bounds)
     if buckets is None:
-        points = _powers([form.own[i] for i in order])
+        points = _powers([form.own[i] for i in order], [bounds[names[i]].low for i in order])
         for name, n in zip(names, form.own, strict=True):
             if name != BATCH and bounds[name] == Bounds():
                 bounds[name] = Bounds(1, n)
@@ -446,10 +492,18 @@ def _names_in(dynamic_shapes: Any) -> tuple[str, ...]:
     return (BATCH,) if dynamic_shapes is None else named(dynamic_shapes)
 
 
-def _powers(own: Sequence[int]) -> list[Sizes]:
-    """Powers of two up to 32 rows, and a quarter, half and all of each other size."""
+def _powers(own: Sequence[int], lows: Sequence[int]) -> list[Sizes]:
+    """Powers of two up to 32 rows, and a quarter, half and all of each other size.
+
+    Args:
+        own: the sample's sizes, the batch first.
+        lows: the least that each may be.
+    """
     rows = [1 << n for n in range(_MAX_BATCH.bit_length())]
-    others = [sorted({max(1, n // 4), max(1, n // 2), n}) for n in own[1:]]
+    others = [
+        sorted({max(low, n // 4), max(low, n // 2), n})
+        for n, low in zip(own[1:], lows[1:], strict=True)
+    ]
     return list(itertools.product(rows, *others))
 
 
