@@ -150,6 +150,45 @@ def test_a_loop_that_is_over_stays_over() -> None:
     assert list(gw.prefetch([])) == []
 
 
+def test_closing_ends_the_wait_of_other_threads() -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Batches):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for batch in super().__iter__():
+                yield batch
+                asked.set()
+                goes_on.wait(20)
+
+    ahead = iter(gw.prefetch(Slow(20)))
+    next(ahead)
+    asked.wait(20)
+    ended: list[bool] = []
+    waiting = [
+        threading.Thread(target=lambda: ended.append(next(ahead, None) is None), daemon=True)
+        for _ in range(3)
+    ]
+    closing = threading.Thread(target=ahead.close)
+    for thread in waiting:
+        thread.start()
+        until(lambda thread=thread: _is_in(thread, "take"))
+    closing.start()
+    until(ahead._ahead._closing.is_set)
+    goes_on.set()
+    for thread in (closing, *waiting):
+        thread.join(20)
+    assert len(ended) == 3
+    assert sum(ended) >= 2  # One may get the batch that was being loaded.
+
+
+def _is_in(thread: threading.Thread, name: str) -> bool:
+    assert thread.ident is not None
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
 def test_loading_has_the_modes_of_the_loop() -> None:
     seen: list[tuple[bool, bool]] = []
 

@@ -116,7 +116,7 @@ class Prefetched(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """End the thread; it may have to load a batch to its end first."""
+        """End the thread and what waits for it; it may have to load a batch to its end first."""
         self._end()
 
     def __enter__(self) -> Prefetched[Batch]:
@@ -139,9 +139,10 @@ class _Ahead:
 
     def take(self) -> Any:
         """The next batch; StopIteration and what the loader raises are raised here."""
+        thread = self._thread  # Read first: what is closed from here on puts an end in the queue.
         if self._over or self._closing.is_set():
             raise StopIteration
-        if self._thread is None:
+        if thread is None:
             try:
                 first = self._loaded()
             except BaseException:
@@ -167,12 +168,15 @@ class _Ahead:
         self._over = True
         self._closing.set()
         self._room.release()
-        self._found = queue.SimpleQueue()
         thread, self._thread = self._thread, None
         if thread is threading.current_thread():
             return  # The last reference was dropped in the middle of loading: it ends after that.
         if thread is not None:
             thread.join()
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._found.get_nowait()
+        self._found.put(("end", None))  # For another thread that waits; it puts one for the next.
         batches, self._batches = self._batches, iter(())
         if hasattr(batches, "close"):
             batches.close()  # A generator.
@@ -186,6 +190,7 @@ class _Ahead:
             while True:
                 self._room.acquire()
                 if self._closing.is_set():
+                    self._found.put(("end", None))
                     return
                 try:
                     found = ("batch", self._loaded())
