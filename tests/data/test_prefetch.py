@@ -150,6 +150,42 @@ def test_a_loop_that_is_over_stays_over() -> None:
     assert list(gw.prefetch([])) == []
 
 
+class Reader:
+    """Iterates over itself and can be closed, as a file."""
+
+    def __init__(self) -> None:
+        self.closed, self.at = False, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.closed or self.at == 3:
+            raise (ValueError if self.closed else StopIteration)
+        self.at += 1
+        return torch.tensor(self.at)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_loader_that_can_be_closed_is_left_open() -> None:
+    reader = Reader()
+    for _ in range(2):
+        assert [int(batch) for batch in gw.prefetch(reader)] == [1, 2, 3]
+    for _ in gw.prefetch(reader):
+        break
+    assert not reader.closed
+
+
+def test_a_generator_that_the_caller_holds_goes_on() -> None:
+    batches = iter(Batches(20))
+    with iter(gw.prefetch(batches)) as ahead:
+        assert float(next(ahead)[0, 0]) == 0
+    assert next(batches, None) is not None
+
+
 def test_closing_ends_the_wait_of_other_threads() -> None:
     asked, goes_on = threading.Event(), threading.Event()
 

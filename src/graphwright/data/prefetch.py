@@ -164,7 +164,7 @@ class _Ahead:
         raise value
 
     def close(self) -> None:
-        """End the thread, and what the loader has begun."""
+        """End the thread, and let go of what it iterates over."""
         self._over = True
         self._closing.set()
         self._room.release()
@@ -177,9 +177,8 @@ class _Ahead:
             while True:
                 self._found.get_nowait()
         self._found.put(("end", None))  # For another thread that waits; it puts one for the next.
-        batches, self._batches = self._batches, iter(())
-        if hasattr(batches, "close"):
-            batches.close()  # A generator.
+        # As after a plain loop, a generator ends here if nobody else holds it.
+        self._batches = iter(())
 
     def _loaded(self) -> Any:
         batch = next(self._batches)
