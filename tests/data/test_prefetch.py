@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import gc
 import os
 import signal
@@ -245,6 +246,36 @@ def test_loading_has_the_modes_of_the_loop() -> None:
         with mode():
             list(gw.prefetch(DataLoader(Modes())))
         assert seen == [expected] * 4
+
+
+def test_loading_is_under_the_autocast_of_the_loop() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(3):
+            seen.append(
+                (
+                    torch.is_autocast_enabled("cpu"),
+                    torch.get_autocast_dtype("cpu"),
+                    torch.is_autocast_cache_enabled(),
+                )
+            )
+            yield torch.ones(2, 2) @ torch.ones(2, 2)
+
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        found = list(gw.prefetch(batches()))
+    assert seen == [(True, torch.float16, False)] * 3
+    assert {batch.dtype for batch in found} == {torch.float16}
+    seen.clear()
+    assert {batch.dtype for batch in gw.prefetch(batches())} == {torch.float32}
+    assert not any(enabled for enabled, *_ in seen)
+
+
+def test_loading_sees_the_context_variables_of_the_loop() -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+    before = variable.set(7)
+    assert list(gw.prefetch(variable.get() for _ in range(3))) == [7, 7, 7]
+    variable.reset(before)
 
 
 class Pair(NamedTuple):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
 import queue
 import threading
 import weakref
@@ -25,6 +26,8 @@ from ..calls.options import count_problem, refuse, shown
 from ..errors import OptionError
 
 Batch = TypeVar("Batch")
+# The types of devices whose autocast a loader may use.
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "xla")
 
 
 def prefetch(
@@ -35,7 +38,8 @@ def prefetch(
     The batches, their order and what the loader raises are those of a plain loop over it. The first
     batch is loaded by the loop itself, so that a sampler draws its seed there; all others by the
     thread, where a dataset that draws random numbers draws them at other moments than in a plain
-    loop. Loading goes on in the modes of the loop: gradients, inference mode, default device.
+    loop. Loading goes on in the modes of the loop: gradients, inference mode, autocast, default
+    device; and with a copy of its context variables.
 
     Args:
         loader: any iterable of batches, such as torch.utils.data.DataLoader. A batch is a tensor,
@@ -148,9 +152,11 @@ class _Ahead:
             except BaseException:
                 self.close()
                 raise
-            modes = _Modes()
             self._thread = threading.Thread(
-                target=self._load, args=(modes,), name="graphwright prefetch", daemon=True
+                target=contextvars.copy_context().run,
+                args=(self._load, _Modes()),
+                name="graphwright prefetch",
+                daemon=True,
             )
             self._thread.start()
             return first
@@ -210,6 +216,11 @@ class _Modes(contextlib.ExitStack):
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _AUTOCAST
+        ]
+        self._caches_casts = torch.is_autocast_cache_enabled()
 
     def __enter__(self) -> _Modes:
         super().__enter__()
@@ -218,6 +229,11 @@ class _Modes(contextlib.ExitStack):
         self.enter_context(torch.set_grad_enabled(self._grad))
         if self._device.type != "cpu":
             self.enter_context(self._device)
+        # These end with the thread. torch.autocast would empty a cache that all threads share.
+        for kind, enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._caches_casts)
         return self
 
 
