@@ -327,6 +327,33 @@ def _tensors(batch: dict[str, Any]) -> list[torch.Tensor]:
     return found
 
 
+class Row(tuple[Any, ...]):
+    """A tuple that PyTorch's trees do not know."""
+
+    name: str
+
+
+class Slim(tuple[Any, ...]):
+    __slots__ = ()
+
+
+def test_subclasses_of_tuples_are_followed() -> None:
+    image = torch.zeros(2)
+    row = Row((image, 3))
+    row.name = "cat"
+    found = with_tensors({"row": row, "slim": Slim((Labelled(image, 1),))}, lambda t: t + 1)
+    assert type(found["row"]) is Row
+    assert found["row"].name == "cat"
+    assert found["row"][1] == 3
+    assert type(found["slim"]) is Slim
+    held = with_tensors(Labelled(row, 1), lambda t: t + 1).image  # type: ignore[arg-type]
+    assert type(held) is Row
+    for new in (found["row"][0], found["slim"][0].image, held[0]):
+        assert torch.equal(new, torch.ones(2))
+    plain = Slim((1, 2))
+    assert with_tensors(plain, lambda t: t + 1) is plain
+
+
 def test_packed_sequences_keep_their_sizes_on_the_cpu(device: torch.device) -> None:
     packed = pack_sequence([torch.randn(n, 4) for n in (5, 3, 1)])
     (found,) = gw.prefetch([packed], device)

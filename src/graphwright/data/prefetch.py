@@ -10,6 +10,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import operator
 import queue
 import threading
 import weakref
@@ -21,7 +22,7 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from ..calls.objects import flatten_result, map_tensors
+from ..calls.objects import build, flatten_result
 from ..calls.options import count_problem, refuse, shown
 from ..errors import OptionError
 
@@ -48,7 +49,7 @@ def prefetch(
         device: where tensors go; None or "cpu" leaves batches as they are. Tensors that are there
             already, and values that hold no tensors, are handed out as they are. An object with
             tensors is built anew, without its `__init__`; of a PackedSequence the batch sizes stay
-            on the CPU.
+            on the CPU. Tensors in sets, keys and read-only views of dictionaries are not followed.
         depth: batches that are at most loaded and not yet taken.
 
     Returns:
@@ -246,8 +247,18 @@ def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
         if isinstance(leaf, PackedSequence):
             indices = [None if i is None else change(i) for i in leaf[2:]]
             return type(leaf)(change(leaf.data), leaf.batch_sizes, *indices)
-        holds = any(isinstance(part, torch.Tensor) for part in flatten_result(leaf)[0])
-        return map_tensors(change, leaf) if holds else leaf
+        if isinstance(leaf, tuple):  # Of a class that PyTorch's trees do not know.
+            parts = with_tensors(list(leaf), change)
+            if all(map(operator.is_, parts, leaf)):
+                return leaf
+            made = tuple.__new__(type(leaf), parts)
+            if attributes := getattr(leaf, "__dict__", None):
+                vars(made).update(with_tensors(attributes, change))
+            return made
+        parts, spec = flatten_result(leaf)
+        new = [part if part is leaf else changed(part) for part in parts]
+        holds = any(isinstance(part, torch.Tensor) for part in parts)
+        return build(new, spec) if holds or not all(map(operator.is_, new, parts)) else leaf
 
     return pytree.tree_map(changed, batch, is_leaf=lambda part: isinstance(part, PackedSequence))
 
