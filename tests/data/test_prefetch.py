@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -119,6 +120,23 @@ def test_what_the_loader_raises_is_raised_in_its_place(fails_at: int) -> None:
     assert seen == [float(n) for n in range(fails_at)]
     assert "__iter__" in {frame.name for frame in raised.traceback}
     assert batches.ended == 1
+
+
+def test_a_batch_that_is_dropped_is_freed_while_the_next_one_is_loaded() -> None:
+    goes_on = threading.Event()
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.zeros(2)
+        yield torch.zeros(2)
+        goes_on.wait(60)
+
+    with iter(gw.prefetch(batches())) as ahead:
+        next(ahead)
+        dropped = weakref.ref(next(ahead))
+        try:
+            until(lambda: dropped() is None)
+        finally:
+            goes_on.set()
 
 
 def test_leaving_the_loop_ends_all() -> None:

@@ -199,13 +199,13 @@ class _Ahead:
                     self._found.put(("end", None))
                     return
                 try:
-                    found = ("batch", self._loaded())
+                    # No name is left here for a batch that the consumer may drop meanwhile.
+                    self._found.put(("batch", self._loaded()))
                 except StopIteration:
-                    found = ("end", None)
+                    self._found.put(("end", None))
+                    return
                 except BaseException as error:
-                    found = ("error", error)
-                self._found.put(found)
-                if found[0] != "batch":
+                    self._found.put(("error", error))
                     return
 
 
