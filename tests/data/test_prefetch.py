@@ -5,14 +5,16 @@ from __future__ import annotations
 import collections
 import contextvars
 import gc
+import operator
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -339,7 +341,7 @@ def test_all_that_holds_tensors_is_followed(device: torch.device) -> None:
         assert torch.equal(a.cpu(), b)
 
 
-def _tensors(batch: dict[str, Any]) -> list[torch.Tensor]:
+def _tensors(batch: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     with_tensors(batch, lambda t: (found.append(t), t)[1])
     return found
@@ -399,17 +401,124 @@ def test_a_batch_is_never_overwritten_by_later_ones(device: torch.device) -> Non
     assert all(bool((batch == n).all()) for n, batch in kept)
 
 
-def test_a_loader_that_fills_one_tensor_again_is_copied_in_time(device: torch.device) -> None:
-    if device.type == "cpu":
-        return  # A plain loop hands out the same tensor too.
-    shared = torch.empty(1 << 20)
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_loader_that_fills_one_tensor_again_is_copied_in_time(
+    device: torch.device, pinned: bool
+) -> None:
+    shared = torch.empty(1 << 20, pin_memory=pinned)
 
     def batches() -> Iterator[torch.Tensor]:
         for n in range(10):
             yield shared.fill_(float(n))
 
-    for n, batch in enumerate(gw.prefetch(batches(), device)):
-        assert bool((batch == n).all())
+    found = list(gw.prefetch(batches(), device))
+    assert all(bool((batch == n).all()) for n, batch in enumerate(found))
+
+
+# What a loader holds of a tensor, how it gets at it, and what it hands out.
+WAYS: dict[
+    str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any], Callable[[Any], Any]]
+] = {
+    "itself": (lambda t: t, lambda held: held, lambda held: held),
+    "slice": (lambda t: t, lambda held: held, lambda held: held[1]),
+    "transposed": (lambda t: t, lambda held: held, lambda held: [held.t()]),
+    "detached": (lambda t: t, lambda held: held, lambda held: {"image": held.detach()}),
+    "beside new ones": (lambda t: t, lambda held: held, lambda held: (torch.zeros(2), held)),
+    "array": (torch.Tensor.numpy, torch.from_numpy, torch.from_numpy),
+    "storage": (
+        torch.Tensor.untyped_storage,
+        lambda held: torch.empty(0).set_(held),
+        lambda held: torch.empty(0).set_(held),
+    ),
+    "named tuple": (lambda t: Pair(t, "cat"), lambda held: held.image, lambda held: held),
+    "subclass of tuple": (lambda t: Row((t,)), lambda held: held[0], lambda held: [held]),
+    "object": (lambda t: Labelled(t, 1), lambda held: held.image, lambda held: held),
+    "dictionary": (lambda t: {"a": [t]}, lambda held: held["a"][0], lambda held: held),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_the_loader_holds_is_copied_before_it_goes_on(way: str, inference: bool) -> None:
+    hold, reach, hand_out = WAYS[way]
+
+    def batches() -> Iterator[Any]:
+        held = hold(torch.zeros(2, 3))
+        for n in range(6):
+            reach(held).fill_(n)
+            yield hand_out(held)
+
+    with torch.inference_mode(inference):
+        found = list(gw.prefetch(batches()))
+        assert [max(float(t.max()) for t in _tensors(batch)) for batch in found] == [*range(6)]
+
+
+def test_a_loader_that_fills_an_entry_anew_gets_batches_of_their_own() -> None:
+    def batches() -> Iterator[Any]:
+        batch: dict[str, torch.Tensor] = {}
+        for n in range(6):
+            batch["image"] = torch.full((2,), n)
+            yield batch
+
+    assert [int(batch["image"][0]) for batch in list(gw.prefetch(batches()))] == [*range(6)]
+
+
+def test_new_tensors_are_not_copied() -> None:
+    made: list[int] = []
+
+    def new(shape: tuple[int, ...] = (3, 4)) -> torch.Tensor:
+        tensor = torch.zeros(shape)
+        made.append(tensor.data_ptr())
+        return tensor
+
+    def collate(items: list[int]) -> dict[str, Any]:
+        return {"image": new(), "label": (new(), items)}
+
+    makers: list[Callable[[], Any]] = [
+        new,
+        lambda: new().t(),
+        lambda: [new(), {"a": (new(), "text")}],
+        lambda: Labelled(new(), 1),
+        lambda: Pair(new(), "cat"),
+        lambda: new().split(2),
+    ]
+    for make in makers:
+        made.clear()
+        found = list(gw.prefetch(make() for _ in range(4)))
+        assert made == _places(found)
+    made.clear()
+    found = list(gw.prefetch(DataLoader(range(8), batch_size=2, collate_fn=collate)))  # type: ignore[arg-type]
+    assert made == _places(found)
+
+
+def _places(batches: list[Any]) -> list[int]:
+    """Where the memory of batches lies, each once."""
+    tensors = _tensors(batches)
+    return [*dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in tensors)]
+
+
+def test_what_a_worker_sends_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Any] = []
+    module = sys.modules[with_tensors.__module__]
+    monkeypatch.setattr(module, "kept_from_the_loader", lambda *given: copied.append(given))
+    data = TensorDataset(torch.randn(8, 3), torch.arange(8))
+    list(gw.prefetch(DataLoader(data, batch_size=2, num_workers=1)))
+    assert copied == []
+
+
+def test_items_of_a_list_and_variables_are_handed_out_as_they_are() -> None:
+    items = [torch.zeros(2) for _ in range(4)]
+    assert all(map(operator.is_, gw.prefetch(items), items))
+    model = nn.Linear(3, 4)
+    assert all(map(operator.is_, gw.prefetch(model.parameters()), model.parameters()))
+
+
+def test_an_object_that_refers_to_itself_is_handed_out_as_it_is() -> None:
+    batch = types.SimpleNamespace(image=torch.zeros(2))
+    batch.itself = batch
+    (found,) = gw.prefetch(each for each in [batch])
+    assert found is batch
+    del batch.itself
 
 
 @pytest.mark.gpu

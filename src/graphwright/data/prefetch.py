@@ -24,7 +24,8 @@ from torch.utils import _pytree as pytree
 
 from ..calls.objects import build, flatten_result
 from ..calls.options import count_problem, refuse, shown
-from ..errors import OptionError
+from ..errors import OptionError, SignatureError
+from .holders import held_elsewhere, may_fill_again
 
 Batch = TypeVar("Batch")
 # The types of devices whose autocast a loader may use.
@@ -46,8 +47,9 @@ def prefetch(
         loader: any iterable of batches, such as torch.utils.data.DataLoader. A batch is a tensor,
             or lists, dictionaries, tuples and objects that hold tensors, to any depth. It may be
             iterated over as often as the loader may.
-        device: where tensors go; None or "cpu" leaves batches as they are. Tensors that are there
-            already, and values that hold no tensors, are handed out as they are. An object with
+        device: where tensors go. Tensors that are there already, and values that hold no tensors,
+            are handed out as they are. So are batches for None or "cpu", but tensors that the
+            loader holds too, and could fill again, are copied before it goes on. An object with
             tensors is built anew, without its `__init__`; of a PackedSequence the batch sizes stay
             on the CPU. Tensors in sets, keys and read-only views of dictionaries are not followed.
         depth: batches that are at most loaded and not yet taken.
@@ -136,6 +138,7 @@ class _Ahead:
 
     def __init__(self, batches: Iterator[Any], copies: _Copies | None, depth: int) -> None:
         self._batches, self._copies = batches, copies
+        self._fills_again = may_fill_again(batches)
         self._found: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._closing = threading.Event()
@@ -188,8 +191,12 @@ class _Ahead:
         self._batches = iter(())
 
     def _loaded(self) -> Any:
-        batch = next(self._batches)
-        return batch if self._copies is None else self._copies.sent(batch)
+        box = [next(self._batches)]
+        held = held_elsewhere(box) if self._fills_again else set()
+        batch = box.pop()
+        if self._copies is not None:
+            return self._copies.sent(batch, held)
+        return kept_from_the_loader(batch, held) if held else batch
 
     def _load(self, modes: _Modes) -> None:
         with modes:
@@ -263,6 +270,21 @@ def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
     return pytree.tree_map(changed, batch, is_leaf=lambda part: isinstance(part, PackedSequence))
 
 
+def kept_from_the_loader(batch: Any, held: set[int]) -> Any:
+    """A batch with copies of some tensors, which are told by their identities."""
+    new: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in held and id(tensor) not in new:
+            new[id(tensor)] = tensor.clone()
+        return new.get(id(tensor), tensor)
+
+    try:
+        return with_tensors(batch, copied)
+    except SignatureError:  # It holds itself.
+        return batch
+
+
 @dataclass
 class _Sent:
     """A batch on its way to a GPU: its tree, its new tensors there, and when they are complete.
@@ -296,21 +318,28 @@ class _Copies:
         self._free: list[torch.Tensor] = []
         self._depth = depth
 
-    def sent(self, batch: Any) -> _Sent:
-        """Begin to copy a batch."""
+    def sent(self, batch: Any, held: set[int]) -> _Sent:
+        """Begin to copy a batch, and read to the end what the loader may fill again.
+
+        Args:
+            batch: what was loaded.
+            held: the identities of tensors that the loader holds too.
+        """
         self._collect()
         source = _Source(torch.cuda.Event())
         known: dict[int, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in known:
-                known[id(tensor)] = self._copied(tensor, source)
+                known[id(tensor)] = self._copied(tensor, source, id(tensor) in held)
             return known[id(tensor)]
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             tree = with_tensors(batch, copied)
             source.done.record(self._stream)
         self._used.append(source)
+        if any(id(tensor) in held for tensor in source.theirs):
+            source.done.synchronize()
         new = [tensor for tensor in known.values() if tensor.device == self._device]
         return _Sent(tree, new, source.done, waits=len(new) < len(known))
 
@@ -326,12 +355,14 @@ class _Copies:
             return sent.tree
         return with_tensors(sent.tree, lambda tensor: tensor.to(self._device))
 
-    def _copied(self, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
+    def _copied(self, tensor: torch.Tensor, source: _Source, held: bool) -> torch.Tensor:
         if tensor.device == self._device:
             return tensor
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         simple = plain and tensor.layout is torch.strided and not tensor.requires_grad
         if not simple or tensor.device.type != "cpu":
+            if held:
+                return tensor.clone()
             return tensor  # Of parts that lie elsewhere nobody could say who reads them.
         there = torch.empty_like(tensor, device=self._device)
         if tensor.is_pinned():
