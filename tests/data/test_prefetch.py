@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import collections
+import contextvars
 import gc
+import operator
 import os
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import types
+import weakref
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -120,6 +124,23 @@ def test_what_the_loader_raises_is_raised_in_its_place(fails_at: int) -> None:
     assert batches.ended == 1
 
 
+def test_a_batch_that_is_dropped_is_freed_while_the_next_one_is_loaded() -> None:
+    goes_on = threading.Event()
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.zeros(2)
+        yield torch.zeros(2)
+        goes_on.wait(60)
+
+    with iter(gw.prefetch(batches())) as ahead:
+        next(ahead)
+        dropped = weakref.ref(next(ahead))
+        try:
+            until(lambda: dropped() is None)
+        finally:
+            goes_on.set()
+
+
 def test_leaving_the_loop_ends_all() -> None:
     batches = Batches(100)
     for batch in gw.prefetch(batches):
@@ -150,6 +171,81 @@ def test_a_loop_that_is_over_stays_over() -> None:
     assert list(gw.prefetch([])) == []
 
 
+class Reader:
+    """Iterates over itself and can be closed, as a file."""
+
+    def __init__(self) -> None:
+        self.closed, self.at = False, 0
+
+    def __iter__(self) -> Iterator[torch.Tensor]:
+        self.at = 0
+        return self
+
+    def __next__(self) -> torch.Tensor:
+        if self.closed or self.at == 3:
+            raise (ValueError if self.closed else StopIteration)
+        self.at += 1
+        return torch.tensor(self.at)
+
+    def close(self) -> None:
+        self.closed = True
+
+
+def test_a_loader_that_can_be_closed_is_left_open() -> None:
+    reader = Reader()
+    for _ in range(2):
+        assert [int(batch) for batch in gw.prefetch(reader)] == [1, 2, 3]
+    for _ in gw.prefetch(reader):
+        break
+    assert not reader.closed
+
+
+def test_a_generator_that_the_caller_holds_goes_on() -> None:
+    batches = iter(Batches(20))
+    with iter(gw.prefetch(batches)) as ahead:
+        assert float(next(ahead)[0, 0]) == 0
+    assert next(batches, None) is not None
+
+
+def test_closing_ends_the_wait_of_other_threads() -> None:
+    asked, goes_on = threading.Event(), threading.Event()
+
+    class Slow(Batches):
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            for batch in super().__iter__():
+                yield batch
+                asked.set()
+                goes_on.wait(20)
+
+    ahead = iter(gw.prefetch(Slow(20)))
+    next(ahead)
+    asked.wait(20)
+    ended: list[bool] = []
+    waiting = [
+        threading.Thread(target=lambda: ended.append(next(ahead, None) is None), daemon=True)
+        for _ in range(3)
+    ]
+    closing = threading.Thread(target=ahead.close)
+    for thread in waiting:
+        thread.start()
+        until(lambda thread=thread: _is_in(thread, "take"))
+    closing.start()
+    until(ahead._ahead._closing.is_set)
+    goes_on.set()
+    for thread in (closing, *waiting):
+        thread.join(20)
+    assert len(ended) == 3
+    assert sum(ended) >= 2  # One may get the batch that was being loaded.
+
+
+def _is_in(thread: threading.Thread, name: str) -> bool:
+    assert thread.ident is not None
+    frame = sys._current_frames().get(thread.ident)
+    while frame is not None and frame.f_code.co_name != name:
+        frame = frame.f_back
+    return frame is not None
+
+
 def test_loading_has_the_modes_of_the_loop() -> None:
     seen: list[tuple[bool, bool]] = []
 
@@ -170,6 +266,36 @@ def test_loading_has_the_modes_of_the_loop() -> None:
         with mode():
             list(gw.prefetch(DataLoader(Modes())))
         assert seen == [expected] * 4
+
+
+def test_loading_is_under_the_autocast_of_the_loop() -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    def batches() -> Iterator[torch.Tensor]:
+        for _ in range(3):
+            seen.append(
+                (
+                    torch.is_autocast_enabled("cpu"),
+                    torch.get_autocast_dtype("cpu"),
+                    torch.is_autocast_cache_enabled(),
+                )
+            )
+            yield torch.ones(2, 2) @ torch.ones(2, 2)
+
+    with torch.autocast("cpu", torch.float16, cache_enabled=False):
+        found = list(gw.prefetch(batches()))
+    assert seen == [(True, torch.float16, False)] * 3
+    assert {batch.dtype for batch in found} == {torch.float16}
+    seen.clear()
+    assert {batch.dtype for batch in gw.prefetch(batches())} == {torch.float32}
+    assert not any(enabled for enabled, *_ in seen)
+
+
+def test_loading_sees_the_context_variables_of_the_loop() -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+    before = variable.set(7)
+    assert list(gw.prefetch(variable.get() for _ in range(3))) == [7, 7, 7]
+    variable.reset(before)
 
 
 class Pair(NamedTuple):
@@ -215,10 +341,37 @@ def test_all_that_holds_tensors_is_followed(device: torch.device) -> None:
         assert torch.equal(a.cpu(), b)
 
 
-def _tensors(batch: dict[str, Any]) -> list[torch.Tensor]:
+def _tensors(batch: Any) -> list[torch.Tensor]:
     found: list[torch.Tensor] = []
     with_tensors(batch, lambda t: (found.append(t), t)[1])
     return found
+
+
+class Row(tuple[Any, ...]):
+    """A tuple that PyTorch's trees do not know."""
+
+    name: str
+
+
+class Slim(tuple[Any, ...]):
+    __slots__ = ()
+
+
+def test_subclasses_of_tuples_are_followed() -> None:
+    image = torch.zeros(2)
+    row = Row((image, 3))
+    row.name = "cat"
+    found = with_tensors({"row": row, "slim": Slim((Labelled(image, 1),))}, lambda t: t + 1)
+    assert type(found["row"]) is Row
+    assert found["row"].name == "cat"
+    assert found["row"][1] == 3
+    assert type(found["slim"]) is Slim
+    held = with_tensors(Labelled(row, 1), lambda t: t + 1).image  # type: ignore[arg-type]
+    assert type(held) is Row
+    for new in (found["row"][0], found["slim"][0].image, held[0]):
+        assert torch.equal(new, torch.ones(2))
+    plain = Slim((1, 2))
+    assert with_tensors(plain, lambda t: t + 1) is plain
 
 
 def test_packed_sequences_keep_their_sizes_on_the_cpu(device: torch.device) -> None:
@@ -248,17 +401,124 @@ def test_a_batch_is_never_overwritten_by_later_ones(device: torch.device) -> Non
     assert all(bool((batch == n).all()) for n, batch in kept)
 
 
-def test_a_loader_that_fills_one_tensor_again_is_copied_in_time(device: torch.device) -> None:
-    if device.type == "cpu":
-        return  # A plain loop hands out the same tensor too.
-    shared = torch.empty(1 << 20)
+@pytest.mark.parametrize("pinned", [False, pytest.param(True, marks=pytest.mark.gpu)])
+def test_a_loader_that_fills_one_tensor_again_is_copied_in_time(
+    device: torch.device, pinned: bool
+) -> None:
+    shared = torch.empty(1 << 20, pin_memory=pinned)
 
     def batches() -> Iterator[torch.Tensor]:
         for n in range(10):
             yield shared.fill_(float(n))
 
-    for n, batch in enumerate(gw.prefetch(batches(), device)):
-        assert bool((batch == n).all())
+    found = list(gw.prefetch(batches(), device))
+    assert all(bool((batch == n).all()) for n, batch in enumerate(found))
+
+
+# What a loader holds of a tensor, how it gets at it, and what it hands out.
+WAYS: dict[
+    str, tuple[Callable[[torch.Tensor], Any], Callable[[Any], Any], Callable[[Any], Any]]
+] = {
+    "itself": (lambda t: t, lambda held: held, lambda held: held),
+    "slice": (lambda t: t, lambda held: held, lambda held: held[1]),
+    "transposed": (lambda t: t, lambda held: held, lambda held: [held.t()]),
+    "detached": (lambda t: t, lambda held: held, lambda held: {"image": held.detach()}),
+    "beside new ones": (lambda t: t, lambda held: held, lambda held: (torch.zeros(2), held)),
+    "array": (torch.Tensor.numpy, torch.from_numpy, torch.from_numpy),
+    "storage": (
+        torch.Tensor.untyped_storage,
+        lambda held: torch.empty(0).set_(held),
+        lambda held: torch.empty(0).set_(held),
+    ),
+    "named tuple": (lambda t: Pair(t, "cat"), lambda held: held.image, lambda held: held),
+    "subclass of tuple": (lambda t: Row((t,)), lambda held: held[0], lambda held: [held]),
+    "object": (lambda t: Labelled(t, 1), lambda held: held.image, lambda held: held),
+    "dictionary": (lambda t: {"a": [t]}, lambda held: held["a"][0], lambda held: held),
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("inference", [False, True])
+def test_what_the_loader_holds_is_copied_before_it_goes_on(way: str, inference: bool) -> None:
+    hold, reach, hand_out = WAYS[way]
+
+    def batches() -> Iterator[Any]:
+        held = hold(torch.zeros(2, 3))
+        for n in range(6):
+            reach(held).fill_(n)
+            yield hand_out(held)
+
+    with torch.inference_mode(inference):
+        found = list(gw.prefetch(batches()))
+        assert [max(float(t.max()) for t in _tensors(batch)) for batch in found] == [*range(6)]
+
+
+def test_a_loader_that_fills_an_entry_anew_gets_batches_of_their_own() -> None:
+    def batches() -> Iterator[Any]:
+        batch: dict[str, torch.Tensor] = {}
+        for n in range(6):
+            batch["image"] = torch.full((2,), n)
+            yield batch
+
+    assert [int(batch["image"][0]) for batch in list(gw.prefetch(batches()))] == [*range(6)]
+
+
+def test_new_tensors_are_not_copied() -> None:
+    made: list[int] = []
+
+    def new(shape: tuple[int, ...] = (3, 4)) -> torch.Tensor:
+        tensor = torch.zeros(shape)
+        made.append(tensor.data_ptr())
+        return tensor
+
+    def collate(items: list[int]) -> dict[str, Any]:
+        return {"image": new(), "label": (new(), items)}
+
+    makers: list[Callable[[], Any]] = [
+        new,
+        lambda: new().t(),
+        lambda: [new(), {"a": (new(), "text")}],
+        lambda: Labelled(new(), 1),
+        lambda: Pair(new(), "cat"),
+        lambda: new().split(2),
+    ]
+    for make in makers:
+        made.clear()
+        found = list(gw.prefetch(make() for _ in range(4)))
+        assert made == _places(found)
+    made.clear()
+    found = list(gw.prefetch(DataLoader(range(8), batch_size=2, collate_fn=collate)))  # type: ignore[arg-type]
+    assert made == _places(found)
+
+
+def _places(batches: list[Any]) -> list[int]:
+    """Where the memory of batches lies, each once."""
+    tensors = _tensors(batches)
+    return [*dict.fromkeys(tensor.untyped_storage().data_ptr() for tensor in tensors)]
+
+
+def test_what_a_worker_sends_is_not_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[Any] = []
+    module = sys.modules[with_tensors.__module__]
+    monkeypatch.setattr(module, "kept_from_the_loader", lambda *given: copied.append(given))
+    data = TensorDataset(torch.randn(8, 3), torch.arange(8))
+    list(gw.prefetch(DataLoader(data, batch_size=2, num_workers=1)))
+    assert copied == []
+
+
+def test_items_of_a_list_and_variables_are_handed_out_as_they_are() -> None:
+    items = [torch.zeros(2) for _ in range(4)]
+    assert all(map(operator.is_, gw.prefetch(items), items))
+    model = nn.Linear(3, 4)
+    assert all(map(operator.is_, gw.prefetch(model.parameters()), model.parameters()))
+
+
+def test_an_object_that_refers_to_itself_is_handed_out_as_it_is() -> None:
+    batch = types.SimpleNamespace(image=torch.zeros(2))
+    batch.itself = batch
+    (found,) = gw.prefetch(each for each in [batch])
+    assert found is batch
+    del batch.itself
 
 
 @pytest.mark.gpu

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import contextvars
+import operator
 import queue
 import threading
 import weakref
@@ -20,11 +22,14 @@ import torch
 from torch.nn.utils.rnn import PackedSequence
 from torch.utils import _pytree as pytree
 
-from ..calls.objects import flatten_result, map_tensors
+from ..calls.objects import build, flatten_result
 from ..calls.options import count_problem, refuse, shown
-from ..errors import OptionError
+from ..errors import OptionError, SignatureError
+from .holders import held_elsewhere, may_fill_again
 
 Batch = TypeVar("Batch")
+# The types of devices whose autocast a loader may use.
+_AUTOCAST = ("cpu", "cuda", "xpu", "mps", "xla")
 
 
 def prefetch(
@@ -35,16 +40,18 @@ def prefetch(
     The batches, their order and what the loader raises are those of a plain loop over it. The first
     batch is loaded by the loop itself, so that a sampler draws its seed there; all others by the
     thread, where a dataset that draws random numbers draws them at other moments than in a plain
-    loop. Loading goes on in the modes of the loop: gradients, inference mode, default device.
+    loop. Loading goes on in the modes of the loop: gradients, inference mode, autocast, default
+    device; and with a copy of its context variables.
 
     Args:
         loader: any iterable of batches, such as torch.utils.data.DataLoader. A batch is a tensor,
             or lists, dictionaries, tuples and objects that hold tensors, to any depth. It may be
             iterated over as often as the loader may.
-        device: where tensors go; None or "cpu" leaves batches as they are. Tensors that are there
-            already, and values that hold no tensors, are handed out as they are. An object with
+        device: where tensors go. Tensors that are there already, and values that hold no tensors,
+            are handed out as they are. So are batches for None or "cpu", but tensors that the
+            loader holds too, and could fill again, are copied before it goes on. An object with
             tensors is built anew, without its `__init__`; of a PackedSequence the batch sizes stay
-            on the CPU.
+            on the CPU. Tensors in sets, keys and read-only views of dictionaries are not followed.
         depth: batches that are at most loaded and not yet taken.
 
     Returns:
@@ -116,7 +123,7 @@ class Prefetched(Iterator[Batch]):
         return batch
 
     def close(self) -> None:
-        """End the thread; it may have to load a batch to its end first."""
+        """End the thread and what waits for it; it may have to load a batch to its end first."""
         self._end()
 
     def __enter__(self) -> Prefetched[Batch]:
@@ -131,6 +138,7 @@ class _Ahead:
 
     def __init__(self, batches: Iterator[Any], copies: _Copies | None, depth: int) -> None:
         self._batches, self._copies = batches, copies
+        self._fills_again = may_fill_again(batches)
         self._found: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         self._room = threading.Semaphore(depth)
         self._closing = threading.Event()
@@ -139,17 +147,20 @@ class _Ahead:
 
     def take(self) -> Any:
         """The next batch; StopIteration and what the loader raises are raised here."""
+        thread = self._thread  # Read first: what is closed from here on puts an end in the queue.
         if self._over or self._closing.is_set():
             raise StopIteration
-        if self._thread is None:
+        if thread is None:
             try:
                 first = self._loaded()
             except BaseException:
                 self.close()
                 raise
-            modes = _Modes()
             self._thread = threading.Thread(
-                target=self._load, args=(modes,), name="graphwright prefetch", daemon=True
+                target=contextvars.copy_context().run,
+                args=(self._load, _Modes()),
+                name="graphwright prefetch",
+                daemon=True,
             )
             self._thread.start()
             return first
@@ -163,38 +174,45 @@ class _Ahead:
         raise value
 
     def close(self) -> None:
-        """End the thread, and what the loader has begun."""
+        """End the thread, and let go of what it iterates over."""
         self._over = True
         self._closing.set()
         self._room.release()
-        self._found = queue.SimpleQueue()
         thread, self._thread = self._thread, None
         if thread is threading.current_thread():
             return  # The last reference was dropped in the middle of loading: it ends after that.
         if thread is not None:
             thread.join()
-        batches, self._batches = self._batches, iter(())
-        if hasattr(batches, "close"):
-            batches.close()  # A generator.
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._found.get_nowait()
+        self._found.put(("end", None))  # For another thread that waits; it puts one for the next.
+        # As after a plain loop, a generator ends here if nobody else holds it.
+        self._batches = iter(())
 
     def _loaded(self) -> Any:
-        batch = next(self._batches)
-        return batch if self._copies is None else self._copies.sent(batch)
+        box = [next(self._batches)]
+        held = held_elsewhere(box) if self._fills_again else set()
+        batch = box.pop()
+        if self._copies is not None:
+            return self._copies.sent(batch, held)
+        return kept_from_the_loader(batch, held) if held else batch
 
     def _load(self, modes: _Modes) -> None:
         with modes:
             while True:
                 self._room.acquire()
                 if self._closing.is_set():
+                    self._found.put(("end", None))
                     return
                 try:
-                    found = ("batch", self._loaded())
+                    # No name is left here for a batch that the consumer may drop meanwhile.
+                    self._found.put(("batch", self._loaded()))
                 except StopIteration:
-                    found = ("end", None)
+                    self._found.put(("end", None))
+                    return
                 except BaseException as error:
-                    found = ("error", error)
-                self._found.put(found)
-                if found[0] != "batch":
+                    self._found.put(("error", error))
                     return
 
 
@@ -206,6 +224,11 @@ class _Modes(contextlib.ExitStack):
         self._grad = torch.is_grad_enabled()
         self._inference = torch.is_inference_mode_enabled()
         self._device = torch.get_default_device()
+        self._autocast = [
+            (kind, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind))
+            for kind in _AUTOCAST
+        ]
+        self._caches_casts = torch.is_autocast_cache_enabled()
 
     def __enter__(self) -> _Modes:
         super().__enter__()
@@ -214,6 +237,11 @@ class _Modes(contextlib.ExitStack):
         self.enter_context(torch.set_grad_enabled(self._grad))
         if self._device.type != "cpu":
             self.enter_context(self._device)
+        # These end with the thread. torch.autocast would empty a cache that all threads share.
+        for kind, enabled, dtype in self._autocast:
+            torch.set_autocast_enabled(kind, enabled)
+            torch.set_autocast_dtype(kind, dtype)
+        torch.set_autocast_cache_enabled(self._caches_casts)
         return self
 
 
@@ -226,10 +254,35 @@ def with_tensors(batch: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> 
         if isinstance(leaf, PackedSequence):
             indices = [None if i is None else change(i) for i in leaf[2:]]
             return type(leaf)(change(leaf.data), leaf.batch_sizes, *indices)
-        holds = any(isinstance(part, torch.Tensor) for part in flatten_result(leaf)[0])
-        return map_tensors(change, leaf) if holds else leaf
+        if isinstance(leaf, tuple):  # Of a class that PyTorch's trees do not know.
+            parts = with_tensors(list(leaf), change)
+            if all(map(operator.is_, parts, leaf)):
+                return leaf
+            made = tuple.__new__(type(leaf), parts)
+            if attributes := getattr(leaf, "__dict__", None):
+                vars(made).update(with_tensors(attributes, change))
+            return made
+        parts, spec = flatten_result(leaf)
+        new = [part if part is leaf else changed(part) for part in parts]
+        holds = any(isinstance(part, torch.Tensor) for part in parts)
+        return build(new, spec) if holds or not all(map(operator.is_, new, parts)) else leaf
 
     return pytree.tree_map(changed, batch, is_leaf=lambda part: isinstance(part, PackedSequence))
+
+
+def kept_from_the_loader(batch: Any, held: set[int]) -> Any:
+    """A batch with copies of some tensors, which are told by their identities."""
+    new: dict[int, torch.Tensor] = {}
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in held and id(tensor) not in new:
+            new[id(tensor)] = tensor.clone()
+        return new.get(id(tensor), tensor)
+
+    try:
+        return with_tensors(batch, copied)
+    except SignatureError:  # It holds itself.
+        return batch
 
 
 @dataclass
@@ -265,21 +318,28 @@ class _Copies:
         self._free: list[torch.Tensor] = []
         self._depth = depth
 
-    def sent(self, batch: Any) -> _Sent:
-        """Begin to copy a batch."""
+    def sent(self, batch: Any, held: set[int]) -> _Sent:
+        """Begin to copy a batch, and read to the end what the loader may fill again.
+
+        Args:
+            batch: what was loaded.
+            held: the identities of tensors that the loader holds too.
+        """
         self._collect()
         source = _Source(torch.cuda.Event())
         known: dict[int, torch.Tensor] = {}
 
         def copied(tensor: torch.Tensor) -> torch.Tensor:
             if id(tensor) not in known:
-                known[id(tensor)] = self._copied(tensor, source)
+                known[id(tensor)] = self._copied(tensor, source, id(tensor) in held)
             return known[id(tensor)]
 
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             tree = with_tensors(batch, copied)
             source.done.record(self._stream)
         self._used.append(source)
+        if any(id(tensor) in held for tensor in source.theirs):
+            source.done.synchronize()
         new = [tensor for tensor in known.values() if tensor.device == self._device]
         return _Sent(tree, new, source.done, waits=len(new) < len(known))
 
@@ -295,12 +355,14 @@ class _Copies:
             return sent.tree
         return with_tensors(sent.tree, lambda tensor: tensor.to(self._device))
 
-    def _copied(self, tensor: torch.Tensor, source: _Source) -> torch.Tensor:
+    def _copied(self, tensor: torch.Tensor, source: _Source, held: bool) -> torch.Tensor:
         if tensor.device == self._device:
             return tensor
         plain = type(tensor) in (torch.Tensor, torch.nn.Parameter)
         simple = plain and tensor.layout is torch.strided and not tensor.requires_grad
         if not simple or tensor.device.type != "cpu":
+            if held:
+                return tensor.clone()
             return tensor  # Of parts that lie elsewhere nobody could say who reads them.
         there = torch.empty_like(tensor, device=self._device)
         if tensor.is_pinned():
