@@ -177,6 +177,23 @@ def test_an_unexpected_error_is_logged_with_its_traceback_and_told_without(
     assert "Traceback" in caplog.text
 
 
+@pytest.mark.parametrize("kind", [BaseException, SystemExit])
+def test_an_error_that_is_no_exception_is_answered(kind: type[BaseException]) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
+        async def raising(name: str) -> None:
+            raise kind("oh")
+
+        service.unload = raising  # type: ignore[method-assign]  # what a source may raise
+        call = channel.unary_unary("/inference.GRPCInferenceService/RepositoryModelUnload")
+        error = await refusal(call(b"", timeout=10))
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert (
+            await GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())
+        ).live
+
+    talking(talk)
+
+
 def test_what_is_no_message_is_the_client_s_error() -> None:
     async def talk(channel: Any, service: FakeService) -> None:
         for method, data in (("ModelInfer", b"\xff\xff\xff"), ("ModelReady", b"\x0a\x02\xff\xfe")):

@@ -96,6 +96,59 @@ def test_a_request_that_fails_does_not_fail_its_batch() -> None:
     run(test)
 
 
+class _Panic(BaseException):
+    """What PyO3 raises for a panic in Rust is no Exception either."""
+
+
+BEYOND_EXCEPTIONS = [_Panic, SystemExit, asyncio.CancelledError, GeneratorExit]
+
+
+@pytest.mark.parametrize("kind", BEYOND_EXCEPTIONS)
+def test_an_error_that_is_no_exception_fails_its_request_and_no_other(
+    kind: type[BaseException],
+) -> None:
+    class Raising(Encoder):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            if bool((ids[:, 0] == 0).any()):
+                raise kind("a row begins with 0")
+            return super().forward(ids, mask)
+
+    async def test() -> None:
+        given = config(Raising)
+        asked = [request(seed=n) for n in range(8)]
+        asked[3].inputs["ids"][0, 0] = 0
+        async with serving(given) as repository:
+            found = await asyncio.gather(*map(repository.infer, asked), return_exceptions=True)
+            for number, (each, answer) in enumerate(zip(asked, found, strict=True)):
+                if number == 3:
+                    assert isinstance(answer, RequestError)
+                    assert (answer.kind, "a row begins" in str(answer)) == (Kind.FAILED, True)
+                else:
+                    assert_answers(given.model, each, answer.outputs)
+            assert (await repository.infer(request())).outputs
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", BEYOND_EXCEPTIONS)
+@pytest.mark.parametrize("stage", ["preprocess", "postprocess"])
+def test_an_error_in_preprocess_that_is_no_exception_fails_its_request(
+    stage: str, kind: type[BaseException]
+) -> None:
+    def raising(_: Any) -> Any:
+        raise kind("oh")
+
+    async def test() -> None:
+        given = config()
+        changed = {"preprocess": raising} if stage == "preprocess" else {"postprocess": raising}
+        async with serving(replace(given, **changed)) as repository:
+            with pytest.raises(RequestError, match=f"{stage}ing failed") as caught:
+                await asyncio.wait_for(repository.infer(request()), 5)
+            assert caught.value.kind is Kind.FAILED
+
+    run(test)
+
+
 class _Slow(torch.nn.Module):
     """Waits until it is let go, once its sizes were measured."""
 

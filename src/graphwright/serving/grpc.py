@@ -183,7 +183,9 @@ def _handler(name: str, kind: Any, answer: _Answer, limits: Limits) -> Handler:
                 raise
             # Not by the client, who would wait for ever.
             problem = RequestError(Kind.CANCELLED, "The server has dropped the request.")
-        except Exception as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # A client would wait for ever for what is no Exception.
             what = f"The server could not answer {name}: {type(error).__name__}."
             problem = RequestError(Kind.FAILED, what, remedy="Its log says more.")
             problem.__cause__ = error

@@ -253,16 +253,23 @@ class ModelRunner:
 
     async def _aside(self, stage: str, function: Callable[[Any], Any], values: Any) -> Any:
         """Run the user's function in a thread; its own RequestErrors and ValueErrors are kept."""
+
+        def run() -> Any:
+            try:
+                return function(values)
+            except RequestError:
+                raise
+            except ValueError as error:
+                raise RequestError(Kind.INVALID, first_line(error)) from error
+            # Panics of libraries in Rust are no Exceptions; and what ends tasks or the loop is not
+            # to leave this thread.
+            except BaseException as error:
+                _LOGGER.exception("%s of %s failed", stage, self.name)
+                raise RequestError(Kind.FAILED, f"The server's {stage}ing failed.") from error
+
         begin = time.monotonic()
         try:
-            return await asyncio.to_thread(function, values)
-        except RequestError:
-            raise
-        except ValueError as error:
-            raise RequestError(Kind.INVALID, first_line(error)) from error
-        except Exception as error:
-            _LOGGER.exception("%s of %s failed", stage, self.name)
-            raise RequestError(Kind.FAILED, f"The server's {stage}ing failed.") from error
+            return await asyncio.to_thread(run)
         finally:
             self._metrics.stage(stage, time.monotonic() - begin)
 
@@ -332,7 +339,7 @@ class ModelRunner:
             self._computing.add(task)
             task.add_done_callback(self._computing.discard)
 
-    def _fail(self, batch: Sequence[_Pending], error: Exception) -> None:
+    def _fail(self, batch: Sequence[_Pending], error: BaseException) -> None:
         """A defect of ours: other requests are answered all the same."""
         _LOGGER.error("a batch of %s failed", self.name, exc_info=error)
         failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
@@ -347,8 +354,13 @@ class ModelRunner:
         """Compute requests together by one of the instances, and answer each."""
         try:
             await self._answered(batch, sizes, instance)
-        except Exception as error:
+        except asyncio.CancelledError:
+            _settle(batch, [_unloaded(self.name)] * len(batch))
+            raise
+        except BaseException as error:
             self._fail(batch, error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             if self._is_used(instance):
                 self._free.append(instance)
@@ -381,7 +393,7 @@ class ModelRunner:
         """Answer a batch; if that fails, each of its requests alone. Runs in the thread."""
         try:
             return self._computed_together(parts, sizes, instance)
-        except Exception as error:
+        except BaseException as error:  # Whatever a library raises: requests wait for an answer.
             if len(parts) == 1:
                 _LOGGER.exception("a request of %s failed", self.name)
                 failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
