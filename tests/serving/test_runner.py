@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -231,6 +232,40 @@ def test_a_request_that_waits_beyond_its_deadline_is_dropped_and_never_computed(
             model.go.set()
             await first
             assert repository.statistics("net", "")[0].inference_count == 1
+
+    run(test)
+
+
+def test_nobody_waits_for_ever_behind_requests_with_near_deadlines() -> None:
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return x * scale
+
+    def scaled(scale: float, deadline: float | None = None) -> InferRequest:
+        inputs = {"x": torch.ones(1, 4), "scale": torch.full((4,), scale)}
+        return InferRequest("net", "", "", inputs, deadline=deadline)
+
+    async def test() -> None:
+        shapes: Any = {"x": {0: "batch"}, "scale": None}
+        args = (torch.randn(1, 4), torch.ones(4))
+        given = ModelConfig(Scaled().eval(), args, dynamic_shapes=shapes, instances=1)
+        async with serving(given) as repository:
+            going = True
+
+            async def client() -> None:
+                while going:
+                    with contextlib.suppress(RequestError):
+                        await repository.infer(scaled(1.0, time.monotonic() + 0.04))
+
+            clients = [asyncio.create_task(client()) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            try:
+                answer = await asyncio.wait_for(repository.infer(scaled(3.0)), 5)
+            finally:
+                going = False
+            await asyncio.gather(*clients)
+        assert answer.outputs["output"].tolist() == [[3.0] * 4]
 
     run(test)
 

@@ -127,6 +127,7 @@ class ModelRunner:
         self._idle.set()
         self._answering = 0
         self._preparing = 0  # requests that are in the user's preprocess
+        self._passed = 0  # batches in a row without the oldest request
         self._closing = False
         # Threads of its own, one for each instance: graphs are replayed one after the other.
         self._threads = ThreadPoolExecutor(len(model.instances), f"graphwright-serve-{name}")
@@ -379,7 +380,9 @@ class ModelRunner:
     def _choice(self) -> Choice:
         if not self.model.joins:
             return Choice((0,), self._queue[0].sizes)
-        return choose(self._queue, self.model.timings, time.monotonic())
+        found = choose(self._queue, self.model.timings, time.monotonic(), passed=self._passed)
+        self._passed = 0 if 0 in found.members else self._passed + 1
+        return found
 
     def _drop_the_late(self) -> None:
         now = time.monotonic()
