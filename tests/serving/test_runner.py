@@ -402,6 +402,42 @@ def test_draining_answers_what_was_asked_and_takes_no_more() -> None:
     run(test)
 
 
+@pytest.mark.parametrize("stage", ["preprocess", "model", "a model that was replaced"])
+def test_requests_that_take_longer_than_the_drain_are_refused(stage: str) -> None:
+    async def test() -> None:
+        model, given = slow()
+        go = threading.Event()
+
+        def waiting(inputs: Any) -> Any:
+            assert go.wait(30)
+            return inputs
+
+        if stage == "preprocess":
+            given = replace(config(), preprocess=waiting)
+        models = [given, config()]
+        repository = Repository({"net": lambda: models.pop(0)}, max_queue=9, drain_s=0.2)
+        await repository.load_all()
+        model.go.clear()
+        loading: asyncio.Task[Any] | None = None
+        if stage == "a model that was replaced":
+            asked, loading = await loaded_beside(repository)
+        else:
+            asked = await computing(repository)
+        begin = time.monotonic()
+        await repository.drain()
+        with pytest.raises(RequestError, match="being unloaded") as caught:
+            await asyncio.wait_for(asyncio.shield(asked), 1)
+        assert caught.value.kind is Kind.UNAVAILABLE
+        assert not await asyncio.wait_for(repository.close(), 5)
+        assert time.monotonic() - begin < 3
+        go.set()
+        model.go.set()
+        if loading is not None:
+            await loading
+
+    run(test)
+
+
 def test_a_model_is_loaded_again_without_losing_a_request() -> None:
     async def test() -> None:
         models = [made()]
