@@ -20,6 +20,7 @@ from ..errors import OptionError
 from . import grpc as grpc_transport
 from . import http as http_transport
 from . import interpreter
+from .http_connection import Connection
 from .model_config import ModelConfig
 from .options import Models, ServerOptions, Source
 from .prepared_model import PreparedModel
@@ -83,7 +84,7 @@ class Server:
             files = options.tls
             config = uvicorn.Config(
                 http_transport.application(self.repository, options),
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
