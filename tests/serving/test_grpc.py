@@ -20,6 +20,7 @@ from fake_service import FakeLimits, FakeService
 from open_inference.grpc import protocol as messages
 from open_inference.grpc.service import GRPCInferenceServiceStub
 
+from graphwright.serving import grpc_codec
 from graphwright.serving import grpc_extensions as extensions
 from graphwright.serving.grpc import server
 from graphwright.serving.protocol import Kind
@@ -230,6 +231,33 @@ def test_what_is_too_large_is_refused_and_what_fits_is_not() -> None:
         await stub.ModelInfer(floats("echo", *[1.0] * 200))
 
     talking(talk, FakeLimits(max_request_bytes=1000))
+
+
+def test_large_messages_are_read_and_written_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_loop: list[bool] = []
+    read, write = grpc_codec.infer_request, grpc_codec.infer_response
+
+    def reads(*args: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return read(*args)
+
+    def writes(response: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return write(response)
+
+    monkeypatch.setattr(grpc_codec, "infer_request", reads)
+    monkeypatch.setattr(grpc_codec, "infer_response", writes)
+
+    async def talk(channel: Any, service: FakeService) -> None:
+        stub = GRPCInferenceServiceStub(channel)
+        for count in (2, 20_000):
+            answer = await stub.ModelInfer(floats("echo", *[1.5] * count))
+            assert len(answer.raw_output_contents[0]) == 4 * count
+
+    talking(talk)
+    assert on_loop == [True, True, False, False]
 
 
 @pytest.mark.parametrize(
