@@ -15,6 +15,7 @@ import pytest
 import torch
 from served import AmongRows, Encoder, Picky, config, made, sample
 
+import graphwright as gw
 from graphwright.serving.model_config import ModelConfig
 from graphwright.serving.options import Source
 from graphwright.serving.prepared_model import PreparedModel
@@ -669,6 +670,28 @@ def test_metrics_say_what_happened() -> None:
         assert f'graphwright_elements_total{{kind="requested",{of}version="1"}} 45.0' in text
         assert f'graphwright_stage_seconds_count{{{of}stage="queue",version="1"}} 9.0' in text
         assert "graphwright_batch_rows_bucket" in text
+
+    run(test)
+
+
+def test_only_the_calls_of_requests_are_counted_and_each_of_them_once() -> None:
+    def counted(repository: Repository) -> float:
+        lines = repository.metrics()[0].decode().splitlines()
+        found = [line for line in lines if line.startswith("graphwright_calls_total{")]
+        return sum(float(line.split()[-1]) for line in found)
+
+    async def test() -> None:
+        graphed = gw.graph(torch.nn.Linear(4, 4).eval(), buckets=gw.Buckets(batch=[1, 4]))
+        asked = InferRequest("net", "", "", {"input": torch.ones(1, 4)})
+        async with serving(ModelConfig(graphed, (torch.randn(1, 4),))) as repository:
+            for number in range(1, 4):
+                await repository.infer(asked)
+                assert counted(repository) == 2 * number - 1
+                loading = asyncio.create_task(repository.load("net", {}))
+                await repository.infer(asked)
+                assert counted(repository) == 2 * number
+                await loading
+                assert counted(repository) == 2 * number
 
     run(test)
 

@@ -205,17 +205,24 @@ class Repository:
         entry = self._entry(name, "")
         async with entry.lock:
             before = entry.runner
+            if before is not None:
+                before.share(True)
             try:
                 await self._load(name, entry)
             except Exception as error:
+                if before is not None:
+                    before.share(False)
                 if self._ending:
                     raise _about_to_end() from error
                 _LOGGER.exception("%s could not be loaded", name)
                 what = error.what if isinstance(error, GraphwrightError) else first_line(error)
                 raise RequestError(Kind.FAILED, f"{name} could not be loaded: {what}") from error
-            if before is not None:
+            loaded = entry.runner
+            if before is not None and loaded is not None:
+                loaded.share(True)
                 await self._retire(before)
-            before = None
+                loaded.share(False)
+            before = loaded = None
             await self._settle()
 
     async def unload(self, name: str) -> None:

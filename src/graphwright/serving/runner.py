@@ -148,7 +148,9 @@ class ModelRunner:
         self._free = list(model.instances)
         self._computing: set[asyncio.Task[None]] = set()
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"serve {name}")
-        self._counted: Counter[str] = Counter()
+        self._uncounted: Counter[str] = Counter()
+        self._counted: Counter[str] | None = None  # all calls so far, unless it has to be asked
+        self._shared = False
 
     @property
     def metadata(self) -> ModelMetadata:
@@ -447,9 +449,16 @@ class ModelRunner:
         self, parts: Sequence[Part], sizes: Sizes, instance: Instance
     ) -> _Computed:
         times = [time.perf_counter()]
-        answers = self.model.compute(
-            parts, sizes, lambda: times.append(time.perf_counter()), instance
-        )
+        with instance.lock:  # Under it, nobody else calls the model.
+            before = self._counted if self._counted is not None else _calls_of(self.model.call)
+            try:
+                answers = self.model.compute(
+                    parts, sizes, lambda: times.append(time.perf_counter()), instance
+                )
+            finally:
+                now = _calls_of(self.model.call)
+                self._uncounted += now - before
+                self._counted = None if self._shared else now
         took = (end - begin for begin, end in itertools.pairwise(times))
         return _Computed(answers, dict(zip(_STAGES, took, strict=True)), sizes)
 
@@ -467,11 +476,17 @@ class ModelRunner:
         self._metrics.batch(rows, bucket, math.prod(computed.sizes), true)
         self._metrics.calls(self._new_calls())
 
+    def share(self, shared: bool) -> None:
+        """Say whether others may call the same model: a load, or what it takes the place of.
+
+        Their calls are left out of the count, for which calls are counted before each batch, too.
+        """
+        self._shared = shared
+        self._counted = None
+
     def _new_calls(self) -> Mapping[str, int]:
         """How the calls since the last time went: by graph, tuned, or eagerly and why."""
-        now = _calls_of(self.model.call)
-        new = now - self._counted
-        self._counted = now
+        new, self._uncounted = self._uncounted, Counter()
         return new
 
     def statistics(self) -> ModelStatistics:
