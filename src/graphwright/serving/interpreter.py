@@ -12,12 +12,16 @@ import gc
 import logging
 import os
 import sys
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, NoReturn, TypeVar
 
 # The thread that computes lets go of the GIL in each operation of PyTorch, and takes it back from
 # the event loop, which gives it up only after this time: 5 ms by default, several times a batch.
 _TURN_S = 1e-4
+# How many servers want short turns, and how long turns were before the first of them.
+_users, _turn_before = 0, 0.0
+_turns_lock = threading.Lock()
 
 _Result = TypeVar("_Result")
 
@@ -49,13 +53,20 @@ def _fastest_loop() -> Callable[[], asyncio.AbstractEventLoop] | None:
 
 @contextlib.contextmanager
 def short_turns() -> Iterator[None]:
-    """Threads give way to each other soon, as long as this lasts."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(min(before, _TURN_S))
+    """Threads give way to each other soon, as long as this lasts for any server of the process."""
+    global _users, _turn_before
+    with _turns_lock:
+        if not _users:
+            _turn_before = sys.getswitchinterval()
+            sys.setswitchinterval(min(_turn_before, _TURN_S))
+        _users += 1
     try:
         yield
     finally:
-        sys.setswitchinterval(before)
+        with _turns_lock:
+            _users -= 1
+            if not _users:
+                sys.setswitchinterval(_turn_before)
 
 
 def freeze_garbage_collector() -> None:
