@@ -96,6 +96,13 @@ def test_what_would_be_late_is_computed_first_in_a_size_that_is_quick_enough() -
     assert 0 in choose(unhurried, timings, NOW).members
 
 
+def test_requests_that_would_be_late_pass_the_oldest_only_a_few_times() -> None:
+    timings = Timings({(1,): 1.0}, exact=True)
+    waiting = [*rows(1), *[Request((1,), (b"other",), NOW + 1.5)] * 3]
+    taken = [choose(waiting, timings, NOW, passed=n).members for n in range(5)]
+    assert taken == [(1,), (1,), (1,), (0,), (0,)]
+
+
 def test_requests_with_other_values_are_not_joined() -> None:
     timings = Timings({(8,): 1.0}, exact=True)
     waiting = [Request((1,), (b"a",)), Request((1,), (b"b",)), Request((1,), (b"a",))]

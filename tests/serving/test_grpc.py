@@ -20,6 +20,7 @@ from fake_service import FakeLimits, FakeService
 from open_inference.grpc import protocol as messages
 from open_inference.grpc.service import GRPCInferenceServiceStub
 
+from graphwright.serving import grpc_codec
 from graphwright.serving import grpc_extensions as extensions
 from graphwright.serving.grpc import server
 from graphwright.serving.protocol import Kind
@@ -177,6 +178,23 @@ def test_an_unexpected_error_is_logged_with_its_traceback_and_told_without(
     assert "Traceback" in caplog.text
 
 
+@pytest.mark.parametrize("kind", [BaseException, SystemExit])
+def test_an_error_that_is_no_exception_is_answered(kind: type[BaseException]) -> None:
+    async def talk(channel: Any, service: FakeService) -> None:
+        async def raising(name: str) -> None:
+            raise kind("oh")
+
+        service.unload = raising  # type: ignore[method-assign]  # what a source may raise
+        call = channel.unary_unary("/inference.GRPCInferenceService/RepositoryModelUnload")
+        error = await refusal(call(b"", timeout=10))
+        assert error.code() is grpc.StatusCode.INTERNAL
+        assert (
+            await GRPCInferenceServiceStub(channel).ServerLive(messages.ServerLiveRequest())
+        ).live
+
+    talking(talk)
+
+
 def test_what_is_no_message_is_the_client_s_error() -> None:
     async def talk(channel: Any, service: FakeService) -> None:
         for method, data in (("ModelInfer", b"\xff\xff\xff"), ("ModelReady", b"\x0a\x02\xff\xfe")):
@@ -213,6 +231,33 @@ def test_what_is_too_large_is_refused_and_what_fits_is_not() -> None:
         await stub.ModelInfer(floats("echo", *[1.0] * 200))
 
     talking(talk, FakeLimits(max_request_bytes=1000))
+
+
+def test_large_messages_are_read_and_written_beside_the_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    on_loop: list[bool] = []
+    read, write = grpc_codec.infer_request, grpc_codec.infer_response
+
+    def reads(*args: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return read(*args)
+
+    def writes(response: Any) -> Any:
+        on_loop.append(threading.current_thread() is threading.main_thread())
+        return write(response)
+
+    monkeypatch.setattr(grpc_codec, "infer_request", reads)
+    monkeypatch.setattr(grpc_codec, "infer_response", writes)
+
+    async def talk(channel: Any, service: FakeService) -> None:
+        stub = GRPCInferenceServiceStub(channel)
+        for count in (2, 20_000):
+            answer = await stub.ModelInfer(floats("echo", *[1.5] * count))
+            assert len(answer.raw_output_contents[0]) == 4 * count
+
+    talking(talk)
+    assert on_loop == [True, True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,9 @@ from fake_service import FakeLimits, FakeService
 from tritonclient.utils import InferenceServerException
 
 from graphwright.serving import http_codec as codec
+from graphwright.serving import http_connection
 from graphwright.serving.http import application
+from graphwright.serving.http_connection import Connection
 from graphwright.serving.protocol import Kind
 
 JSON_FP32 = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1.5, -2]}
@@ -35,7 +37,7 @@ JSON_FP32 = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1.5, -2]}
 def serving(service: FakeService, limits: FakeLimits) -> Iterator[str]:
     """A server in a thread; its host and port."""
     app = application(service, limits)
-    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http="httptools"))
+    server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_config=None, http=Connection))
     # asyncio turns Nagle's waiting off only for sockets that name their protocol.
     with socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP) as listening:
         listening.bind(("127.0.0.1", 0))
@@ -490,6 +492,71 @@ class TestLimits:
                 assert (await web.get("/models/v2", headers=headers)).status_code == 200
 
         asyncio.run(test())
+
+
+POST = b"POST /v2/models/echo/infer HTTP/1.1\r\nHost: x\r\n"
+
+
+class TestHeaders:
+    def received(self, address: str, *sent: bytes) -> bytes:
+        """What comes until the server closes the connection."""
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            for each in sent:
+                connection.sendall(each)
+            return b"".join(iter(lambda: connection.recv(65536), b""))
+
+    @pytest.mark.parametrize(
+        "head",
+        [
+            POST + b"X-A: " + b"a" * 66_000,
+            POST + b"X-A: b\r\n" * 8_250,
+            b"GET /v2/" + b"a" * 66_000,
+            b"\r\n" * 33_000,
+        ],
+        ids=["one", "many", "the URL", "blank lines"],
+    )
+    def test_too_large_ones_are_refused_before_they_end(self, address: str, head: bytes) -> None:
+        answer = self.received(address, head)
+        assert answer.startswith(b"HTTP/1.1 431 "), answer
+        assert b"larger than 64 KiB" in answer
+
+    def test_too_large_ones_are_refused_after_another_request(self, address: str) -> None:
+        host, port = address.split(":")
+        with socket.create_connection((host, int(port)), timeout=10) as connection:
+            connection.sendall(b"GET /v2/health/live HTTP/1.1\r\nHost: x\r\n\r\n")
+            assert connection.recv(65536).startswith(b"HTTP/1.1 200 ")
+            connection.sendall(POST + b"X-A: " + b"a" * 66_000)
+            assert connection.recv(65536).startswith(b"HTTP/1.1 431 ")
+
+    def test_too_large_trailers_close_the_connection(self, address: str) -> None:
+        chunked = POST + b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n0\r\n"
+        with contextlib.suppress(ConnectionError):  # It has not read all of it.
+            assert self.received(address, chunked, b"X-A: " + b"a" * 999_000) == b""
+
+    def test_those_that_fit_are_read_beside_large_bodies(
+        self, web: httpx.Client, limits: FakeLimits
+    ) -> None:
+        limits.max_request_bytes = 2 << 20
+        count = 300_000
+        body = {"inputs": [{**JSON_FP32, "shape": [count], "data": [1.0] * count}]}
+        for _ in range(3):
+            found = web.post("/v2/models/echo/infer", json=body, headers={"x-a": "a" * 60_000})
+            assert found.json()["outputs"][0]["shape"] == [count]
+
+    @pytest.mark.parametrize("sent", [b"", POST + b"X-A: "])
+    def test_those_that_do_not_come_close_the_connection(
+        self, address: str, sent: bytes, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_connection, "HEADERS_S", 0.2)
+        assert self.received(address, sent) == b""
+
+    def test_the_answer_may_take_longer_than_headers_may(
+        self, web: httpx.Client, service: FakeService, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(http_connection, "HEADERS_S", 0.2)
+        with pytest.raises(httpx.ReadTimeout):
+            web.post("/v2/models/slow/infer", json={"inputs": [JSON_FP32]}, timeout=0.7)
 
 
 class TestGoing:

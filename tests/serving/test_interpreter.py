@@ -17,6 +17,8 @@ from served import config, made
 from graphwright.serving import interpreter
 from graphwright.serving.launch import serve
 from graphwright.serving.model_config import ModelConfig
+from graphwright.serving.options import ServerOptions
+from graphwright.serving.replica import Replica
 from graphwright.serving.repository import Repository
 
 
@@ -31,6 +33,30 @@ def test_threads_take_short_turns_while_a_server_runs() -> None:
     with serve({"net": config()}, block=False, http_port=0, grpc_port=0):
         assert sys.getswitchinterval() < before / 10
     assert sys.getswitchinterval() == before
+
+
+def test_the_last_of_several_servers_restores_the_turns() -> None:
+    before = sys.getswitchinterval()
+    first, second = interpreter.short_turns(), interpreter.short_turns()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    assert sys.getswitchinterval() < before / 10
+    second.__exit__(None, None, None)
+    assert sys.getswitchinterval() == before
+
+
+def test_threads_take_short_turns_in_a_replica() -> None:
+    async def test() -> None:
+        before = sys.getswitchinterval()
+        replica = Replica.__new__(Replica)
+        await replica.__init__({"net": config}, ServerOptions())  # type: ignore[misc]
+        assert sys.getswitchinterval() < before / 10
+        await replica._repository.close()
+        replica._settings.close()
+        assert sys.getswitchinterval() == before
+
+    asyncio.run(test())
 
 
 def test_a_server_that_does_not_start_leaves_the_turns_as_they_were() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -14,6 +15,7 @@ import pytest
 import torch
 from served import AmongRows, Encoder, Picky, config, made, sample
 
+import graphwright as gw
 from graphwright.serving.model_config import ModelConfig
 from graphwright.serving.options import Source
 from graphwright.serving.prepared_model import PreparedModel
@@ -92,6 +94,59 @@ def test_a_request_that_fails_does_not_fail_its_batch() -> None:
             else:
                 assert_answers(given.model, each, answer.outputs)
         assert (statistics.success.count, statistics.fail.count) == (18, 2)
+
+    run(test)
+
+
+class _Panic(BaseException):
+    """What PyO3 raises for a panic in Rust is no Exception either."""
+
+
+BEYOND_EXCEPTIONS = [_Panic, SystemExit, asyncio.CancelledError, GeneratorExit]
+
+
+@pytest.mark.parametrize("kind", BEYOND_EXCEPTIONS)
+def test_an_error_that_is_no_exception_fails_its_request_and_no_other(
+    kind: type[BaseException],
+) -> None:
+    class Raising(Encoder):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> dict[str, torch.Tensor]:
+            if bool((ids[:, 0] == 0).any()):
+                raise kind("a row begins with 0")
+            return super().forward(ids, mask)
+
+    async def test() -> None:
+        given = config(Raising)
+        asked = [request(seed=n) for n in range(8)]
+        asked[3].inputs["ids"][0, 0] = 0
+        async with serving(given) as repository:
+            found = await asyncio.gather(*map(repository.infer, asked), return_exceptions=True)
+            for number, (each, answer) in enumerate(zip(asked, found, strict=True)):
+                if number == 3:
+                    assert isinstance(answer, RequestError)
+                    assert (answer.kind, "a row begins" in str(answer)) == (Kind.FAILED, True)
+                else:
+                    assert_answers(given.model, each, answer.outputs)
+            assert (await repository.infer(request())).outputs
+
+    run(test)
+
+
+@pytest.mark.parametrize("kind", BEYOND_EXCEPTIONS)
+@pytest.mark.parametrize("stage", ["preprocess", "postprocess"])
+def test_an_error_in_preprocess_that_is_no_exception_fails_its_request(
+    stage: str, kind: type[BaseException]
+) -> None:
+    def raising(_: Any) -> Any:
+        raise kind("oh")
+
+    async def test() -> None:
+        given = config()
+        changed = {"preprocess": raising} if stage == "preprocess" else {"postprocess": raising}
+        async with serving(replace(given, **changed)) as repository:
+            with pytest.raises(RequestError, match=f"{stage}ing failed") as caught:
+                await asyncio.wait_for(repository.infer(request()), 5)
+            assert caught.value.kind is Kind.FAILED
 
     run(test)
 
@@ -178,6 +233,40 @@ def test_a_request_that_waits_beyond_its_deadline_is_dropped_and_never_computed(
             model.go.set()
             await first
             assert repository.statistics("net", "")[0].inference_count == 1
+
+    run(test)
+
+
+def test_nobody_waits_for_ever_behind_requests_with_near_deadlines() -> None:
+    class Scaled(torch.nn.Module):
+        def forward(self, x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            time.sleep(0.02)
+            return x * scale
+
+    def scaled(scale: float, deadline: float | None = None) -> InferRequest:
+        inputs = {"x": torch.ones(1, 4), "scale": torch.full((4,), scale)}
+        return InferRequest("net", "", "", inputs, deadline=deadline)
+
+    async def test() -> None:
+        shapes: Any = {"x": {0: "batch"}, "scale": None}
+        args = (torch.randn(1, 4), torch.ones(4))
+        given = ModelConfig(Scaled().eval(), args, dynamic_shapes=shapes, instances=1)
+        async with serving(given) as repository:
+            going = True
+
+            async def client() -> None:
+                while going:
+                    with contextlib.suppress(RequestError):
+                        await repository.infer(scaled(1.0, time.monotonic() + 0.04))
+
+            clients = [asyncio.create_task(client()) for _ in range(6)]
+            await asyncio.sleep(0.1)
+            try:
+                answer = await asyncio.wait_for(repository.infer(scaled(3.0)), 5)
+            finally:
+                going = False
+            await asyncio.gather(*clients)
+        assert answer.outputs["output"].tolist() == [[3.0] * 4]
 
     run(test)
 
@@ -310,6 +399,42 @@ def test_draining_answers_what_was_asked_and_takes_no_more() -> None:
             model.go.set()
             await draining
             assert all(task.done() and not task.exception() for task in asked)
+
+    run(test)
+
+
+@pytest.mark.parametrize("stage", ["preprocess", "model", "a model that was replaced"])
+def test_requests_that_take_longer_than_the_drain_are_refused(stage: str) -> None:
+    async def test() -> None:
+        model, given = slow()
+        go = threading.Event()
+
+        def waiting(inputs: Any) -> Any:
+            assert go.wait(30)
+            return inputs
+
+        if stage == "preprocess":
+            given = replace(config(), preprocess=waiting)
+        models = [given, config()]
+        repository = Repository({"net": lambda: models.pop(0)}, max_queue=9, drain_s=0.2)
+        await repository.load_all()
+        model.go.clear()
+        loading: asyncio.Task[Any] | None = None
+        if stage == "a model that was replaced":
+            asked, loading = await loaded_beside(repository)
+        else:
+            asked = await computing(repository)
+        begin = time.monotonic()
+        await repository.drain()
+        with pytest.raises(RequestError, match="being unloaded") as caught:
+            await asyncio.wait_for(asyncio.shield(asked), 1)
+        assert caught.value.kind is Kind.UNAVAILABLE
+        assert not await asyncio.wait_for(repository.close(), 5)
+        assert time.monotonic() - begin < 3
+        go.set()
+        model.go.set()
+        if loading is not None:
+            await loading
 
     run(test)
 
@@ -545,6 +670,28 @@ def test_metrics_say_what_happened() -> None:
         assert f'graphwright_elements_total{{kind="requested",{of}version="1"}} 45.0' in text
         assert f'graphwright_stage_seconds_count{{{of}stage="queue",version="1"}} 9.0' in text
         assert "graphwright_batch_rows_bucket" in text
+
+    run(test)
+
+
+def test_only_the_calls_of_requests_are_counted_and_each_of_them_once() -> None:
+    def counted(repository: Repository) -> float:
+        lines = repository.metrics()[0].decode().splitlines()
+        found = [line for line in lines if line.startswith("graphwright_calls_total{")]
+        return sum(float(line.split()[-1]) for line in found)
+
+    async def test() -> None:
+        graphed = gw.graph(torch.nn.Linear(4, 4).eval(), buckets=gw.Buckets(batch=[1, 4]))
+        asked = InferRequest("net", "", "", {"input": torch.ones(1, 4)})
+        async with serving(ModelConfig(graphed, (torch.randn(1, 4),))) as repository:
+            for number in range(1, 4):
+                await repository.infer(asked)
+                assert counted(repository) == 2 * number - 1
+                loading = asyncio.create_task(repository.load("net", {}))
+                await repository.infer(asked)
+                assert counted(repository) == 2 * number
+                await loading
+                assert counted(repository) == 2 * number
 
     run(test)
 

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -160,6 +161,49 @@ def test_sigterm_answers_what_was_asked_and_ends() -> None:
             assert "Traceback" not in running.stderr.read()
 
     asyncio.run(asyncio.wait_for(test(), 120))
+
+
+def test_sigterm_ends_the_process_although_a_call_takes_longer_than_the_drain() -> None:
+    target = f"{Path(__file__).with_name('served.py')}:lasting"
+    with process(target, "--drain", "0.5") as (running, address), ThreadPoolExecutor(1) as pool:
+        asked = request_of(0)
+        asked["ids"][0, 0] = 0
+        path, body, headers = binary("lasting", asked)
+        call = pool.submit(httpx.post, address + path, content=body, headers=headers, timeout=60)
+        time.sleep(1)
+        running.send_signal(signal.SIGTERM)
+        begin = time.monotonic()
+        assert running.wait(20) == 0
+        assert time.monotonic() - begin < 10
+        assert call.result().status_code == 503, call.result().text
+        assert running.stderr is not None
+        assert "Traceback" not in running.stderr.read()
+
+
+def test_a_server_ends_although_a_call_takes_longer_than_the_drain() -> None:
+    go = threading.Event()
+    go.set()
+
+    class Slow(torch.nn.Module):
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            assert go.wait(30)
+            return ids * mask
+
+    before = threads()
+    path, body, headers = binary("net", request_of(0))
+    given = replace(config(), model=Slow().eval())
+    with serve({"net": given}, block=False, drain_s=0.3, **ANY) as server:
+        go.clear()
+        address = f"http://127.0.0.1:{server.http_port}"
+        with ThreadPoolExecutor(1) as pool:
+            call = pool.submit(httpx.post, address + path, content=body, headers=headers)
+            time.sleep(0.3)
+            begin = time.monotonic()
+            server.close()
+            assert time.monotonic() - begin < 5
+            assert call.result().status_code == 503, call.result().text
+    go.set()
+    end_with(before)
 
 
 @pytest.mark.parametrize(

@@ -90,4 +90,5 @@ def run_server(sources: Mapping[str, Source], options: ServerOptions) -> None:
     from ..serving.server import serve_until_told
 
     click.echo(f"graphwright: preparing {', '.join(sources)} …", err=True)
-    interpreter.run(serve_until_told(dict(sources), options, click.echo))
+    if not interpreter.run(serve_until_told(dict(sources), options, click.echo)):
+        interpreter.end_process()

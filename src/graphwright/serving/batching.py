@@ -3,7 +3,8 @@
 A model that is idle computes what is there at once. While it computes, requests gather; of all
 sizes that it could compute next, it takes the one that does the most work a second, measured by
 what the requests would take in the best batches of their own size. The request that has waited
-longest, or whose deadline is near, is always among them, so that none waits for ever.
+longest, or whose deadline is near, is always among them. Deadlines pass the request that has waited
+longest only a few times in a row, so that none waits for ever.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ from ..shapes.padding import Sizes
 
 # How many waiting requests are looked at for one batch.
 _LOOKED_AT = 1024
+# How often in a row requests whose deadlines are near may pass the oldest.
+_PASSED = 3
 # For how many sizes is remembered what was found.
 _REMEMBERED = 1 << 14
 
@@ -102,16 +105,17 @@ class Choice:
     sizes: Sizes
 
 
-def choose(waiting: Sequence[Waiting], timings: Timings, now: float) -> Choice:
+def choose(waiting: Sequence[Waiting], timings: Timings, now: float, *, passed: int = 0) -> Choice:
     """The next batch.
 
     Args:
         waiting: at least one request, the oldest first.
         timings: of the model.
         now: on the clock of `time.monotonic`.
+        passed: how many choices before this one, in a row, left the oldest request out.
     """
     looked_at = waiting[:_LOOKED_AT]
-    first = _most_urgent(looked_at, timings, now)
+    first = _most_urgent(looked_at, timings, now) if passed < _PASSED else 0
     anchor = looked_at[first]
     points = timings.points_for(anchor.sizes)
     if not points:  # Larger than all that was measured: by itself, as it is.

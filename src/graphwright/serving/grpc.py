@@ -16,7 +16,8 @@ from open_inference.grpc import protocol as messages
 
 from . import grpc_codec, requests
 from . import grpc_extensions as extensions
-from .protocol import Kind, RequestError
+from .aside import SMALL, called
+from .protocol import InferRequest, Kind, RequestError
 from .service import Limits, Service
 
 _LOGGER = logging.getLogger("graphwright.serving")
@@ -35,6 +36,8 @@ _CODES = {
 }
 # Clients refuse errors with longer text, since it is sent as a header.
 _LONGEST_TEXT = 500
+# So many parameters are read in a moment.
+_FEW = 1000
 # What may be asked without a token.
 _OPEN = frozenset({"ServerLive", "ServerReady"})
 
@@ -93,7 +96,10 @@ def _add(server: Any, handlers: Mapping[str, Any]) -> None:
 
 
 class _Methods:
-    """The methods of the protocol: each takes a message and gRPC's context, and gives a message."""
+    """The methods of the protocol: each takes a message and gRPC's context, and gives a message.
+
+    What has no class in `METHODS` takes and gives bytes.
+    """
 
     def __init__(self, service: Service, limits: Limits) -> None:
         self._service, self._limits = service, limits
@@ -115,11 +121,22 @@ class _Methods:
         found = self._service.model_metadata(request.name, request.version)
         return grpc_codec.model_metadata(found)
 
-    async def infer(self, request: Any, context: Any) -> messages.ModelInferResponse:
-        wanted = grpc_codec.infer_request(
-            request, time.monotonic(), context.time_remaining(), self._limits.timeout_s
-        )
-        return grpc_codec.infer_response(await self._service.infer(wanted))
+    async def infer(self, data: bytes, context: Any) -> bytes:
+        """Reads and writes its messages itself: at once, if that is done in a thread."""
+        received, left = time.monotonic(), context.time_remaining()
+
+        def read() -> InferRequest:
+            message = _read(messages.ModelInferRequest, data)
+            return grpc_codec.infer_request(message, received, left, self._limits.timeout_s)
+
+        wanted = await called(len(data) <= SMALL, read)
+        response = await self._service.infer(wanted)
+
+        def written() -> bytes:
+            answer: bytes = grpc_codec.infer_response(response).SerializeToString()
+            return answer
+
+        return await called(grpc_codec.writes_quickly(response), written)
 
     async def statistics(self, request: Any, context: Any) -> Any:
         return grpc_codec.statistics(self._service.statistics(request.name, request.version))
@@ -134,7 +151,9 @@ class _Methods:
 
     async def load(self, request: Any, context: Any) -> Any:
         _check_repository(request)
-        await self._service.load(request.model_name, grpc_codec.load_parameters(request))
+        few = len(request.parameters) <= _FEW
+        parameters = await called(few, grpc_codec.load_parameters, request)
+        await self._service.load(request.model_name, parameters)
         return extensions.RepositoryModelLoadResponse()
 
     async def unload(self, request: Any, context: Any) -> Any:
@@ -143,14 +162,14 @@ class _Methods:
         return extensions.RepositoryModelUnloadResponse()
 
 
-# For each method the class of its request, and what answers.
+# For each method the class of its request, if it does not read it itself, and what answers.
 METHODS: dict[str, tuple[Any, Callable[[_Methods, Any, Any], Awaitable[Any]]]] = {
     "ServerLive": (messages.ServerLiveRequest, _Methods.server_live),
     "ServerReady": (messages.ServerReadyRequest, _Methods.server_ready),
     "ServerMetadata": (messages.ServerMetadataRequest, _Methods.server_metadata),
     "ModelReady": (messages.ModelReadyRequest, _Methods.model_ready),
     "ModelMetadata": (messages.ModelMetadataRequest, _Methods.model_metadata),
-    "ModelInfer": (messages.ModelInferRequest, _Methods.infer),
+    "ModelInfer": (None, _Methods.infer),
     "ModelConfig": (extensions.ModelConfigRequest, _Methods.configuration),
     "ModelStatistics": (extensions.ModelStatisticsRequest, _Methods.statistics),
     "RepositoryIndex": (extensions.RepositoryIndexRequest, _Methods.index),
@@ -173,7 +192,12 @@ def _handler(name: str, kind: Any, answer: _Answer, limits: Limits) -> Handler:
             if name not in _OPEN:
                 metadata = dict(context.invocation_metadata())
                 requests.check_token(metadata.get("authorization"), limits.token)
-            answered: bytes = (await answer(_read(kind, data), context)).SerializeToString()
+            answered: bytes
+            if kind is None:
+                answered = await answer(data, context)
+            else:
+                request = await called(len(data) <= SMALL, _read, kind, data)
+                answered = (await answer(request, context)).SerializeToString()
             return answered
         except RequestError as error:
             problem = error
@@ -183,7 +207,9 @@ def _handler(name: str, kind: Any, answer: _Answer, limits: Limits) -> Handler:
                 raise
             # Not by the client, who would wait for ever.
             problem = RequestError(Kind.CANCELLED, "The server has dropped the request.")
-        except Exception as error:
+        except (KeyboardInterrupt, GeneratorExit):
+            raise
+        except BaseException as error:  # A client would wait for ever for what is no Exception.
             what = f"The server could not answer {name}: {type(error).__name__}."
             problem = RequestError(Kind.FAILED, what, remedy="Its log says more.")
             problem.__cause__ = error

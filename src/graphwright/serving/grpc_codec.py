@@ -14,6 +14,7 @@ from open_inference.grpc import protocol as messages
 from ..calls.options import shown
 from . import grpc_extensions as extensions
 from . import requests
+from .aside import SMALL
 from .protocol import (
     BYTES,
     Duration,
@@ -28,6 +29,7 @@ from .protocol import (
     Parameters,
     RequestError,
     ServerMetadata,
+    Strings,
     TensorMetadata,
     Value,
     datatype_of,
@@ -90,6 +92,17 @@ def infer_request(
         deadline=requests.deadline(received, parameters, client_s, default_s),
         received=received,
     )
+
+
+def writes_quickly(response: InferResponse) -> bool:
+    """Whether `infer_response` takes so little time that a loop can wait for it."""
+    size = 0
+    for value in response.outputs.values():
+        if isinstance(value, Strings):
+            size += sum(map(len, value.values)) + 4 * len(value.values)
+        else:
+            size += value.nbytes
+    return size <= SMALL
 
 
 def infer_response(response: InferResponse) -> messages.ModelInferResponse:

@@ -12,7 +12,7 @@ import math
 import re
 import time
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from . import http_codec as codec
+from .aside import SMALL, called
 from .protocol import InferRequest, InferResponse, Kind, RequestError
 from .requests import check_token
 from .service import Limits, Service
@@ -44,7 +45,6 @@ _STATUS = {
 _OPEN_TO_ALL = "/v2/health/"
 _INFER = re.compile(r"/v2/models/(?P<model>[^/]+)(?:/versions/(?P<version>[^/]+))?/infer")
 
-Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
@@ -164,7 +164,7 @@ class _Endpoints:
         def decoded() -> Result:
             return decode(body if encoding is None else codec.decompress(body, encoding, limit, 0))
 
-        return await _called(encoding is None and len(body) <= codec.SMALL, decoded)
+        return await called(encoding is None and len(body) <= SMALL, decoded)
 
 
 class _Infer:
@@ -194,12 +194,12 @@ class _Infer:
             )
 
         quick = encoding is None and codec.reads_quickly(body, length)
-        request, binary = await _called(quick, decoded)
+        request, binary = await called(quick, decoded)
         response = await self._answer(request, receive)
         quick = codec.writes_quickly(response, binary)
-        answer, parts = await _called(quick, codec.encode_infer, response, binary)
+        answer, parts = await called(quick, codec.encode_infer, response, binary)
 
-        if sum(map(len, parts)) <= codec.SMALL:
+        if sum(map(len, parts)) <= SMALL:
             parts = [b"".join(parts)]
         await send({"type": "http.response.start", "status": 200, "headers": answer})
         for part in parts[:-1]:
@@ -293,18 +293,6 @@ def _model(scope: Scope) -> tuple[str, str]:
     """Name and version of the model in the path; "" for what is not there."""
     found = scope["path_params"]
     return found.get("model", ""), found.get("version", "")
-
-
-async def _called(
-    here: bool,
-    function: Callable[Arguments, Result],
-    *args: Arguments.args,
-    **kwargs: Arguments.kwargs,
-) -> Result:
-    """A function's result; called in a thread if the loop is not to wait for it."""
-    if here:
-        return function(*args, **kwargs)
-    return await asyncio.to_thread(function, *args, **kwargs)
 
 
 def _json(content: object, status: int = 200, headers: dict[str, str] | None = None) -> Response:

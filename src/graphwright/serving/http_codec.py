@@ -24,6 +24,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from .aside import SMALL
 from .protocol import (
     BYTES,
     DATATYPES,
@@ -53,8 +54,6 @@ from .requests import (
 Headers: TypeAlias = list[tuple[bytes, bytes]]
 Object: TypeAlias = dict[str, Any]
 
-# Bytes that are read or written one element at a time within a millisecond or two.
-SMALL = 64 * 1024
 _ALIGNMENT = 16  # is enough for every datatype
 _SHOWN = 60  # characters of a client's value in a sentence
 # An array's code for each datatype that has a JSON form.

@@ -91,7 +91,7 @@ class Metrics:
         )
         self.calls = Counter(
             "graphwright_calls",
-            "Calls of the model: by graph, tuned, or eager with the reason.",
+            "Calls of the model for requests: by graph, tuned, or eager with the reason.",
             (*_MODEL, "how"),
             registry=registry,
         )

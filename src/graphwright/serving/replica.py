@@ -27,8 +27,9 @@ class Replica:
             owns_process=True,
         )
         self._grpc = grpc.handlers_of(self._repository, options)
-        # Ray has one process for each replica, and ends it with that.
-        contextlib.ExitStack().enter_context(interpreter.short_turns())
+        # Ray has one process for each replica, and ends it with that; what nobody holds is undone.
+        self._settings = contextlib.ExitStack()
+        self._settings.enter_context(interpreter.short_turns())
         await self._repository.load_all()
 
     def __serve_build_asgi_app__(self) -> ASGIApp:

@@ -6,8 +6,9 @@ import asyncio
 import logging
 import threading
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -82,6 +83,7 @@ class Repository:
         self._ending = False
         # Models that are loaded at once would disturb each other's times.
         self._loading = threading.Lock()
+        self._calls: set[Future[Any]] = set()  # that run in threads
         # Answer what they were asked before another took their place, and are closed then.
         self._retiring: dict[ModelRunner, asyncio.Task[None]] = {}
 
@@ -102,13 +104,22 @@ class Repository:
             await asyncio.to_thread(freeze_garbage_collector)
 
     async def drain(self) -> None:
-        """Take no new requests, and answer those that are there."""
+        """Take no new requests, and answer those that are there, as long as that may take."""
         self._ending = True
-        runners = [*self._runners(), *self._retiring]
-        await asyncio.gather(*(runner.drain(self._drain_s) for runner in runners))
 
-    async def close(self) -> None:
-        """Drop all models."""
+        async def drain(runner: ModelRunner) -> None:
+            if not await runner.drain(self._drain_s):
+                _LOGGER.warning("requests of %s are given up: the time is over", runner.name)
+                runner.give_up()
+
+        await asyncio.gather(*(drain(runner) for runner in [*self._runners(), *self._retiring]))
+
+    async def close(self) -> bool:
+        """Drop all models; what is computed is waited for, unless drain() gave it up.
+
+        Returns:
+            whether nothing runs on in a thread: a call that was given up, or a load.
+        """
         self._ending = True
         for entry in self._entries.values():
             runner, entry.runner = entry.runner, None
@@ -116,6 +127,7 @@ class Repository:
                 await runner.close()
         await asyncio.gather(*(runner.close() for runner in self._retiring))
         await asyncio.gather(*self._retiring.values(), return_exceptions=True)
+        return not self._calls
 
     async def _retire(self, runner: ModelRunner) -> None:
         """Let a model answer what it was asked, then close it, even if nobody waits for that."""
@@ -193,17 +205,24 @@ class Repository:
         entry = self._entry(name, "")
         async with entry.lock:
             before = entry.runner
+            if before is not None:
+                before.share(True)
             try:
                 await self._load(name, entry)
             except Exception as error:
+                if before is not None:
+                    before.share(False)
                 if self._ending:
                     raise _about_to_end() from error
                 _LOGGER.exception("%s could not be loaded", name)
                 what = error.what if isinstance(error, GraphwrightError) else first_line(error)
                 raise RequestError(Kind.FAILED, f"{name} could not be loaded: {what}") from error
-            if before is not None:
+            loaded = entry.runner
+            if before is not None and loaded is not None:
+                loaded.share(True)
                 await self._retire(before)
-            before = None
+                loaded.share(False)
+            before = loaded = None
             await self._settle()
 
     async def unload(self, name: str) -> None:
@@ -239,7 +258,12 @@ class Repository:
                 entry.state, entry.reason = "UNAVAILABLE", first_line(error)
             raise
         entry.runner = ModelRunner(
-            name, _VERSION, model, max_queue=self._max_queue, metrics=self._metrics
+            name,
+            _VERSION,
+            model,
+            max_queue=self._max_queue,
+            metrics=self._metrics,
+            calls=self._calls,
         )
         entry.state, entry.reason = "READY", ""
 
@@ -262,7 +286,10 @@ class Repository:
 
         thread = ThreadPoolExecutor(1, "graphwright-load")
         try:
-            return await asyncio.get_running_loop().run_in_executor(thread, prepared)
+            load = thread.submit(prepared)
+            self._calls.add(load)
+            load.add_done_callback(self._calls.discard)
+            return await asyncio.wrap_future(load)
         finally:
             thread.shutdown(wait=False)
 

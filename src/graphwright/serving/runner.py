@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import itertools
 import logging
 import math
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -44,6 +45,7 @@ from .requests import check_inputs
 
 _LOGGER = logging.getLogger("graphwright.serving")
 PLATFORM = "graphwright_pytorch"
+_Result = TypeVar("_Result")
 _STAGES = ("compute_input", "compute_infer", "compute_output")
 
 
@@ -112,13 +114,21 @@ class ModelRunner:
         model: it.
         max_queue: how many requests may wait.
         metrics: of the server.
+        calls: where to note what runs in threads, as long as it runs.
     """
 
     def __init__(
-        self, name: str, version: str, model: PreparedModel, *, max_queue: int, metrics: Metrics
+        self,
+        name: str,
+        version: str,
+        model: PreparedModel,
+        *,
+        max_queue: int,
+        metrics: Metrics,
+        calls: set[Future[Any]],
     ) -> None:
         self.name, self.version, self.model = name, version, model
-        self._max_queue = max_queue
+        self._max_queue, self._calls = max_queue, calls
         self._metrics: ModelMetrics = metrics.of_model(name, version)
         self._counts = _Counts()
         self._queue: list[_Pending] = []
@@ -127,13 +137,20 @@ class ModelRunner:
         self._idle.set()
         self._answering = 0
         self._preparing = 0  # requests that are in the user's preprocess
+        self._passed = 0  # batches in a row without the oldest request
         self._closing = False
+        self._given_up = False
+        # One for each request, by which it ends when it is given up.
+        self._limits: set[asyncio.Timeout] = set()
         # Threads of its own, one for each instance: graphs are replayed one after the other.
         self._threads = ThreadPoolExecutor(len(model.instances), f"graphwright-serve-{name}")
+        self._aside_threads = ThreadPoolExecutor(None, f"graphwright-aside-{name}")
         self._free = list(model.instances)
         self._computing: set[asyncio.Task[None]] = set()
         self._task = asyncio.get_running_loop().create_task(self._run(), name=f"serve {name}")
-        self._counted: Counter[str] = Counter()
+        self._uncounted: Counter[str] = Counter()
+        self._counted: Counter[str] | None = None  # all calls so far, unless it has to be asked
+        self._shared = False
 
     @property
     def metadata(self) -> ModelMetadata:
@@ -162,7 +179,7 @@ class ModelRunner:
         self._idle.clear()
         spent: dict[str, float] = {}
         try:
-            response = await self._answer(request, spent)
+            response = await self._answer_unless_given_up(request, spent)
         except BaseException as error:
             took = time.monotonic() - begin
             self._counts.add("fail", took)
@@ -182,6 +199,20 @@ class ModelRunner:
         self._counts.last_inference = time.time_ns() // 1_000_000
         self._metrics.answered(took)
         return response
+
+    async def _answer_unless_given_up(
+        self, request: InferRequest, spent: dict[str, float]
+    ) -> InferResponse:
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._limits.add(limit)
+                return await self._answer(request, spent)
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            raise _unloaded(self.name) from None
+        finally:
+            self._limits.discard(limit)
 
     async def _answer(self, request: InferRequest, spent: dict[str, float]) -> InferResponse:
         """The answer to a request; adds to `spent` the seconds of each stage."""
@@ -253,18 +284,34 @@ class ModelRunner:
 
     async def _aside(self, stage: str, function: Callable[[Any], Any], values: Any) -> Any:
         """Run the user's function in a thread; its own RequestErrors and ValueErrors are kept."""
+
+        def run() -> Any:
+            try:
+                return function(values)
+            except RequestError:
+                raise
+            except ValueError as error:
+                raise RequestError(Kind.INVALID, first_line(error)) from error
+            # Panics of libraries in Rust are no Exceptions; and what ends tasks or the loop is not
+            # to leave this thread.
+            except BaseException as error:
+                _LOGGER.exception("%s of %s failed", stage, self.name)
+                raise RequestError(Kind.FAILED, f"The server's {stage}ing failed.") from error
+
         begin = time.monotonic()
         try:
-            return await asyncio.to_thread(function, values)
-        except RequestError:
-            raise
-        except ValueError as error:
-            raise RequestError(Kind.INVALID, first_line(error)) from error
-        except Exception as error:
-            _LOGGER.exception("%s of %s failed", stage, self.name)
-            raise RequestError(Kind.FAILED, f"The server's {stage}ing failed.") from error
+            return await self._called(self._aside_threads, contextvars.copy_context().run, run)
         finally:
             self._metrics.stage(stage, time.monotonic() - begin)
+
+    def _called(
+        self, threads: ThreadPoolExecutor, function: Callable[..., _Result], *args: Any
+    ) -> asyncio.Future[_Result]:
+        """Call a function in a thread, and note that as long as it runs."""
+        call = threads.submit(function, *args)
+        self._calls.add(call)
+        call.add_done_callback(self._calls.discard)
+        return asyncio.wrap_future(call)
 
     def _refuse_overload(self) -> None:
         """Refuse a request that would wait, be it for preprocess, beside as many as may."""
@@ -332,7 +379,7 @@ class ModelRunner:
             self._computing.add(task)
             task.add_done_callback(self._computing.discard)
 
-    def _fail(self, batch: Sequence[_Pending], error: Exception) -> None:
+    def _fail(self, batch: Sequence[_Pending], error: BaseException) -> None:
         """A defect of ours: other requests are answered all the same."""
         _LOGGER.error("a batch of %s failed", self.name, exc_info=error)
         failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
@@ -347,8 +394,13 @@ class ModelRunner:
         """Compute requests together by one of the instances, and answer each."""
         try:
             await self._answered(batch, sizes, instance)
-        except Exception as error:
+        except asyncio.CancelledError:
+            _settle(batch, [_unloaded(self.name)] * len(batch))
+            raise
+        except BaseException as error:
             self._fail(batch, error)
+            if not isinstance(error, Exception):
+                raise
         finally:
             if self._is_used(instance):
                 self._free.append(instance)
@@ -357,8 +409,7 @@ class ModelRunner:
     async def _answered(self, batch: Sequence[_Pending], sizes: Sizes, instance: Instance) -> None:
         now = time.monotonic()
         parts = [pending.part for pending in batch]
-        loop = asyncio.get_running_loop()
-        computed = await loop.run_in_executor(self._threads, self._compute, parts, sizes, instance)
+        computed = await self._called(self._threads, self._compute, parts, sizes, instance)
         for pending in batch:
             pending.seconds = {"queue": now - pending.since, **computed.seconds}
         _settle(batch, computed.answers)
@@ -367,7 +418,9 @@ class ModelRunner:
     def _choice(self) -> Choice:
         if not self.model.joins:
             return Choice((0,), self._queue[0].sizes)
-        return choose(self._queue, self.model.timings, time.monotonic())
+        found = choose(self._queue, self.model.timings, time.monotonic(), passed=self._passed)
+        self._passed = 0 if 0 in found.members else self._passed + 1
+        return found
 
     def _drop_the_late(self) -> None:
         now = time.monotonic()
@@ -381,7 +434,7 @@ class ModelRunner:
         """Answer a batch; if that fails, each of its requests alone. Runs in the thread."""
         try:
             return self._computed_together(parts, sizes, instance)
-        except Exception as error:
+        except BaseException as error:  # Whatever a library raises: requests wait for an answer.
             if len(parts) == 1:
                 _LOGGER.exception("a request of %s failed", self.name)
                 failed = RequestError(Kind.FAILED, f"{self.name} failed: {first_line(error)}")
@@ -396,9 +449,16 @@ class ModelRunner:
         self, parts: Sequence[Part], sizes: Sizes, instance: Instance
     ) -> _Computed:
         times = [time.perf_counter()]
-        answers = self.model.compute(
-            parts, sizes, lambda: times.append(time.perf_counter()), instance
-        )
+        with instance.lock:  # Under it, nobody else calls the model.
+            before = self._counted if self._counted is not None else _calls_of(self.model.call)
+            try:
+                answers = self.model.compute(
+                    parts, sizes, lambda: times.append(time.perf_counter()), instance
+                )
+            finally:
+                now = _calls_of(self.model.call)
+                self._uncounted += now - before
+                self._counted = None if self._shared else now
         took = (end - begin for begin, end in itertools.pairwise(times))
         return _Computed(answers, dict(zip(_STAGES, took, strict=True)), sizes)
 
@@ -416,11 +476,17 @@ class ModelRunner:
         self._metrics.batch(rows, bucket, math.prod(computed.sizes), true)
         self._metrics.calls(self._new_calls())
 
+    def share(self, shared: bool) -> None:
+        """Say whether others may call the same model: a load, or what it takes the place of.
+
+        Their calls are left out of the count, for which calls are counted before each batch, too.
+        """
+        self._shared = shared
+        self._counted = None
+
     def _new_calls(self) -> Mapping[str, int]:
         """How the calls since the last time went: by graph, tuned, or eagerly and why."""
-        now = _calls_of(self.model.call)
-        new = now - self._counted
-        self._counted = now
+        new, self._uncounted = self._uncounted, Counter()
         return new
 
     def statistics(self) -> ModelStatistics:
@@ -446,13 +512,25 @@ class ModelRunner:
         )
 
     async def drain(self, timeout_s: float | None) -> bool:
-        """Wait until all requests are answered; whether that was in time."""
+        """Wait until all requests are answered, and no call runs; whether that was in time."""
         try:
             async with asyncio.timeout(timeout_s):
                 await self._idle.wait()
+                if self._computing:  # For clients that have gone.
+                    await asyncio.wait(self._computing)
         except TimeoutError:
             return False
         return True
+
+    def give_up(self) -> None:
+        """Refuse all requests, and wait for none of the calls that are running."""
+        self._closing = self._given_up = True
+        self._work.set()
+        for limit in self._limits:
+            if not limit.expired():
+                limit.reschedule(asyncio.get_running_loop().time())
+        for task in self._computing:
+            task.cancel()
 
     async def close(self) -> None:
         """End the threads; what they compute is answered, and requests that still wait are refused.
@@ -464,7 +542,12 @@ class ModelRunner:
         _settle(self._queue, [_unloaded(self.name) for _ in self._queue])
         self._queue.clear()
         await asyncio.wait([self._task, *self._computing])
-        await asyncio.to_thread(self._threads.shutdown)
+        await self._idle.wait()
+        self._aside_threads.shutdown(wait=False)
+        if self._given_up:
+            self._threads.shutdown(wait=False)
+        else:
+            await asyncio.to_thread(self._threads.shutdown)
 
 
 def _settle(batch: Sequence[_Pending], answers: Sequence[Tensors | Exception]) -> None:

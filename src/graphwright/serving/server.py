@@ -20,6 +20,7 @@ from ..errors import OptionError
 from . import grpc as grpc_transport
 from . import http as http_transport
 from . import interpreter
+from .http_connection import Connection
 from .model_config import ModelConfig
 from .options import Models, ServerOptions, Source
 from .prepared_model import PreparedModel
@@ -83,7 +84,7 @@ class Server:
             files = options.tls
             config = uvicorn.Config(
                 http_transport.application(self.repository, options),
-                http="httptools",
+                http=Connection,
                 ws="none",
                 lifespan="off",
                 log_config=None,
@@ -114,8 +115,11 @@ class Server:
                 raise _taken(options.host, options.grpc_port, error) from error
             await self._grpc.start()
 
-    async def stop(self) -> None:
-        """Answer what was asked, and end."""
+    async def stop(self) -> bool:
+        """Answer what was asked, and end; whether all threads ended, too.
+
+        A call that takes longer than the time to drain cannot be ended: its thread goes on.
+        """
         await self.repository.drain()
         if self._grpc is not None:
             await self._grpc.stop(1.0)
@@ -123,8 +127,9 @@ class Server:
         if self._http is not None and self._http_task is not None:
             self._http.should_exit = True
             await asyncio.gather(self._http_task, return_exceptions=True)
-        await self.repository.close()
+        ended = await self.repository.close()
         self._settings.close()
+        return ended
 
     def addresses(self) -> list[str]:
         """Where clients find it."""
@@ -198,13 +203,16 @@ class RunningServer:
 
 async def serve_until_told(
     models: Models, options: ServerOptions, tell: Callable[[str], None] = print
-) -> None:
+) -> bool:
     """Serve until SIGTERM or SIGINT; then answer what was asked, and end.
 
     Args:
         models: by their names.
         options: of the server.
         tell: is told what is served and where.
+
+    Returns:
+        whether all its threads ended: else the process ends only after them, or by `os._exit`.
     """
     server, stop = Server(models, options, owns_process=True), asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -217,14 +225,17 @@ async def serve_until_told(
     if not starting.done():
         starting.cancel()
         await asyncio.gather(starting, return_exceptions=True)
-        return
+        return await server.repository.close()
     try:
         await starting
         tell(server.describe())
         await told
+    except BaseException:
+        await server.stop()
+        raise
     finally:
         told.cancel()
-        await server.stop()
+    return await server.stop()
 
 
 class _Uvicorn(uvicorn.Server):
