@@ -557,6 +557,7 @@ class TestHeaders:
         monkeypatch.setattr(http_connection, "HEADERS_S", 0.2)
         with pytest.raises(httpx.ReadTimeout):
             web.post("/v2/models/slow/infer", json={"inputs": [JSON_FP32]}, timeout=0.7)
+        assert service.dropped.wait(10)  # Before the next test, whose service is the same one.
 
 
 class TestGoing:
