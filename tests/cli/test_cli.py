@@ -616,6 +616,7 @@ def _closed_pipe() -> int:
     return writing
 
 
+@pytest.mark.slow
 def test_files_are_written_though_nobody_reads_what_is_printed(
     source: Path, tmp_path: Path
 ) -> None:

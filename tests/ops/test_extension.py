@@ -241,6 +241,7 @@ def test_defaults_reach_the_fake() -> None:
     made.scaled_add.check(X, X)
 
 
+@pytest.mark.slow
 def test_without_a_backward_it_is_compiled_and_the_gradient_is_an_error() -> None:
     made = demo("no_gradient", backward=None, setup_context=None, samples=[(X, X, 2.0)])
     compiled = torch.compile(made.scaled_add, fullgraph=True, backend="aot_eager")
@@ -276,6 +277,7 @@ def test_what_is_written_to_has_a_new_version() -> None:
         loss.backward()
 
 
+@pytest.mark.slow
 def test_a_result_that_is_an_argument_is_seen_when_it_happens() -> None:
     cpp = "#include <ATen/core/Tensor.h>\n"
     cpp += "at::Tensor whole(const at::Tensor& x) { return x.contiguous(); }\n"
@@ -286,6 +288,7 @@ def test_a_result_that_is_an_argument_is_seen_when_it_happens() -> None:
         made.whole(X)
 
 
+@pytest.mark.slow
 def test_two_calls_of_a_random_operator_are_not_one() -> None:
     cpp = "#include <ATen/core/Tensor.h>\n#include <ATen/ops/rand_like.h>\n"
     cpp += "at::Tensor noise(const at::Tensor& x) { return at::rand_like(x); }\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
 import os
@@ -52,9 +53,13 @@ def assert_same(built: Built, model: nn.Module, *args: Any, **kwargs: Any) -> No
     assert verdict.ok, verdict.reason
 
 
+# A probe exports a model: once is enough.
+probed = functools.cache(ONNXRUNTIME.probe)
+
+
 @pytest.fixture(autouse=True)
 def there(device: torch.device) -> None:
-    found = ONNXRUNTIME.probe(device)
+    found = probed(device)
     if device.type == "cuda" and not found.available:
         pytest.skip(found.reason)
     assert found.available, found.reason

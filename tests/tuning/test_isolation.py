@@ -82,6 +82,7 @@ def test_each_planted_harm_gets_its_status_and_the_run_goes_on(
     assert _children() <= before
 
 
+@pytest.mark.slow
 def test_a_leak_past_the_limit_is_a_row() -> None:
     leak = Planted("leak", planted.leaks)
     report = tune([leak, QUICK], memory_limit="1GiB")
@@ -141,6 +142,7 @@ def test_one_zeroed_element_of_sixteen_million_is_wrong(device: torch.device) ->
     assert {row.strategy: row.status for row in report.rows}["zero"] is Status.WRONG
 
 
+@pytest.mark.slow
 def test_what_a_candidate_does_to_its_process_ends_with_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -328,6 +330,7 @@ def test_what_comes_too_late_does_not_run_beside_the_timings(tmp_path: Path) -> 
     assert float(beats.read_text()) < times[-20]
 
 
+@pytest.mark.slow
 def test_set_ups_overlap_and_timings_do_not(tmp_path: Path) -> None:
     model, x = Small().eval(), torch.randn(4, 16)
     files = tuple(str(tmp_path / f"{n}") for n in range(3))

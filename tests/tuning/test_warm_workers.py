@@ -131,6 +131,7 @@ def test_where_memory_is_the_objective_each_has_a_worker_of_its_own(tmp_path: Pa
     assert (each.same_before, each.same_after) == (False, False)
 
 
+@pytest.mark.slow
 def test_a_strategy_of_others_shares_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -440,7 +441,10 @@ def test_a_build_that_fails_is_a_row_of_each(tmp_path: Path) -> None:
 @pytest.mark.usefixtures("as_ours")
 @pytest.mark.parametrize(
     ("make", "status"),
-    [(planted.corrupts_weights, Status.WRONG), (planted.hangs_later, Status.TIMED_OUT)],
+    [
+        (planted.corrupts_weights, Status.WRONG),
+        pytest.param(planted.hangs_later, Status.TIMED_OUT, marks=pytest.mark.slow),
+    ],
 )
 def test_where_the_first_is_not_right_the_second_has_a_build_of_its_own(
     make: Callable[[nn.Module], Any], status: Status, tmp_path: Path

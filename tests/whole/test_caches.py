@@ -213,9 +213,9 @@ def test_tune_takes_steps_with_caches_of_several_lengths(tmp_path: Path) -> None
             assert each.calls == {"tuned": 3}
 
 
-# CI has time for every third.
+# CI has time for every sixth.
 FEW = [
-    pytest.param(name, marks=pytest.mark.exhaustive if n % 3 else pytest.mark.slow)
+    pytest.param(name, marks=pytest.mark.exhaustive if n % 6 else pytest.mark.slow)
     for n, name in enumerate(generative.FEW)
 ]
 

@@ -172,8 +172,13 @@ def steps_are_not_looked_over(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(CapturedStep, "is_current", lambda self: True)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", PLANTED)
+def time_for(name: str) -> pytest.MarkDecorator:
+    """CI has none for the bug that takes a minute and a half to find."""
+    long = name == the_audit_of_weights_is_left_out.__name__
+    return pytest.mark.exhaustive if long else pytest.mark.slow
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=time_for(name)) for name in PLANTED])
 def test_a_planted_bug_is_found(
     name: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

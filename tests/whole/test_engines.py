@@ -13,9 +13,15 @@ from graphwright.report.result import Status
 ENGINES = ("onnxruntime", "aot_inductor", "xla")
 
 
-@pytest.mark.slow
+SLOW, EXHAUSTIVE = pytest.mark.slow, pytest.mark.exhaustive
+MODELS = {"mlp": SLOW, "cnn": SLOW}
+MODELS |= dict.fromkeys(("rnn", "conv_relu_pool", "minilm"), EXHAUSTIVE)
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ["mlp", "cnn", "rnn", "conv_relu_pool", "minilm"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=mark) for name, mark in MODELS.items()]
+)
 def test_an_engine_is_measured_or_says_why_not(name: str) -> None:
     from bench import cases
 

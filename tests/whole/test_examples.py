@@ -12,9 +12,9 @@ import torch
 ROOT = Path(__file__).parents[2]
 CLASSICS = [
     "mlp",
-    "cnn",
+    pytest.param("cnn", marks=pytest.mark.slow),
     "rnn",
-    pytest.param("conv_relu_pool", marks=[pytest.mark.slow, pytest.mark.long]),
+    pytest.param("conv_relu_pool", marks=[pytest.mark.exhaustive, pytest.mark.long]),
 ]
 
 
@@ -48,6 +48,7 @@ def test_the_classics_have_the_sizes_that_they_are_known_by() -> None:
             assert model(*inputs).shape == expected
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_thread")
 def test_a_network_is_tuned_over_buckets(capsys: pytest.CaptureFixture[str]) -> None:
     module = importlib.import_module("tune_shapes")

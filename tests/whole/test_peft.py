@@ -548,7 +548,9 @@ def test_tuned_modules_follow_adapters(
     goes_through(change, tuned(model, x, strategy), model, x)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize(
+    "strategy", [pytest.param(s, marks=() if s == QUICK else pytest.mark.slow) for s in STRATEGIES]
+)
 def test_a_winner_answers_again_when_its_adapter_is_back(
     strategy: str, device: torch.device
 ) -> None:
