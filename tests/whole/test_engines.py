@@ -19,9 +19,7 @@ MODELS |= dict.fromkeys(("rnn", "conv_relu_pool", "minilm"), EXHAUSTIVE)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=mark) for name, mark in MODELS.items()]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=mark) for name, mark in MODELS.items()])
 def test_an_engine_is_measured_or_says_why_not(name: str) -> None:
     from bench import cases
 
