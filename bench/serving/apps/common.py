@@ -13,7 +13,7 @@ import torch
 
 # The variable that names the file of the tuned model.
 FILE = "GRAPHWRIGHT_BENCH_TUNED"
-Target = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+Target = Callable[..., torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -69,6 +69,8 @@ def answers(target: Target, device: str, bodies: Sequence[bytes]) -> list[bytes]
     mask = np.zeros_like(ids)
     for number, text in enumerate(texts):
         ids[number, : len(text)], mask[number, : len(text)] = text, 1
+    # By name, as it was tuned: given by position, they would be another call.
+    named = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
     with torch.inference_mode():
-        found = target(torch.from_numpy(ids).to(device), torch.from_numpy(mask).to(device))
+        found = target(**{name: value.to(device) for name, value in named.items()})
     return [row.tobytes() for row in found.float().cpu().numpy()]
