@@ -14,6 +14,7 @@ from typing import Any
 import fake_v2_server
 import numpy as np
 import pytest
+import torch
 
 from bench.serving import peers, run, traffic
 from bench.serving.apps.common import Options, answers
@@ -194,6 +195,10 @@ def test_requests_are_short_mostly_and_kept_as_they_are(tmp_path: Path) -> None:
 
 def test_a_batch_of_peers_is_padded_and_masked() -> None:
     texts = [np.array([5, 6, 7]), np.array([9])]
-    found = answers(lambda ids, mask: ids * 10 + mask, "cpu", [text.tobytes() for text in texts])
+
+    def target(input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        return input_ids * 10 + attention_mask
+
+    found = answers(target, "cpu", [text.tobytes() for text in texts])
     rows = [np.frombuffer(one, np.float32).tolist() for one in found]
     assert rows == [[51, 61, 71], [91, 0, 0]]
