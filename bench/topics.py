@@ -561,6 +561,11 @@ def _serving(results: Results) -> Outcome:
 
 def _servers(results: Results) -> Outcome:
     found, replicas = results["serving-h100"], results["replicas-h100"]["replicas"]
+    on_cpu = {name: dict(modes) for name, modes in results["serving-cpu"]["servers"].items()}
+    tuned_here = on_cpu.pop("graphwright")["tuned"]["highest_rate"]
+    eager, tuned = (
+        max(modes[mode]["highest_rate"] for modes in on_cpu.values()) for mode in ("eager", "tuned")
+    )
     rows: list[Row] = []
     for name, modes in found["servers"].items():
         row = modes["eager"]
@@ -573,7 +578,10 @@ def _servers(results: Results) -> Outcome:
     return Outcome(
         f"{mine:.0f} requests a second with 99 of 100 answers within "
         f"{1e3 * found['bound_s']:.0f} ms, {peers}; {over(closed, best):.1f}× the best other one "
-        f"in a closed loop; two GPUs answer {two / one:.2f}× as many requests as one",
+        f"in a closed loop; two GPUs answer {two / one:.2f}× as many requests as one; on two CPU "
+        f"cores {tuned_here:.0f} within {1e3 * results['serving-cpu']['bound_s']:.0f} ms with what "
+        f"`tune` made, the best other server {eager:.0f} with the plain model and {tuned:.0f} with "
+        "the same file",
         Bars(
             "Requests a second by server, in time and in a closed loop",
             "requests/s",
