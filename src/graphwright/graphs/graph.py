@@ -105,7 +105,8 @@ class Graph:
 
         Args:
             timed: replay the graph, on what its static inputs hold, and say when each node ran: by
-                PyTorch's profiler on a GPU. The replay writes to what the graph writes to.
+                PyTorch's profiler on a GPU, in the middle one of five replays. Each replay writes
+                to what the graph writes to.
 
         Raises:
             CaptureError: the graph is closed, or there is no driver to ask.

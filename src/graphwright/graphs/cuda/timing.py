@@ -1,4 +1,4 @@
-"""When each node of a CUDA graph ran in one replay, by PyTorch's profiler (CUPTI).
+"""When each node of a CUDA graph ran in a usual replay, by PyTorch's profiler (CUPTI).
 
 CUPTI reports the kernels, copies and memsets of a launched graph one by one, without the nodes
 that they belong to. They are matched by name, in the order in which they began, each to the first
@@ -17,6 +17,8 @@ import torch
 from ..inspection.node import Node
 
 _TIMED = ("kernel", "copy", "memset")
+# Launches that are traced: the one in the middle, by the sum of its times, is told.
+_LAUNCHES = 5
 # Parts of the names of other activities that are reported for a device.
 _NO_NODES = ("annotation", "sync", "overhead", "event")
 
@@ -32,27 +34,34 @@ class Span:
 
 
 def spans_of(launch: Callable[[], None], device: torch.device | None) -> list[Span]:
-    """What ran on a device, the current one by default, in a launch: in the order of its begin."""
+    """What ran on a device, the current one by default, in a usual launch, by its begin.
+
+    Several are traced: what else runs on the device makes single ones slower.
+    """
     launch()
     torch.cuda.synchronize(device)
     activities = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
     with torch.profiler.profile(activities=activities, acc_events=True) as profiler:
-        launch()
-        torch.cuda.synchronize(device)
+        for _ in range(_LAUNCHES):
+            launch()
+            torch.cuda.synchronize(device)
     results: Any = profiler.profiler
     events = results.kineto_results.events()
     # Before a graph that draws random numbers, PyTorch launches kernels that set its seed.
     launches = {event.correlation_id() for event in events if "GraphLaunch" in event.name()}
-    of_graphs = {event.correlation_id() for event in events if _on_gpu(event)} & launches
-    found = []
+    traced: dict[int, list[Span]] = {}
     for event in events:
-        if not _on_gpu(event) or (of_graphs and event.correlation_id() not in of_graphs):
+        if not _on_gpu(event) or event.correlation_id() not in launches:
             continue
         kind = _kind(event)
         if kind is not None:
             start, took = event.start_ns() / 1e3, event.duration_ns() / 1e3
-            found.append(Span(kind, event.name(), start, took))
-    return sorted(found, key=lambda span: span.start_us)
+            spans = traced.setdefault(event.correlation_id(), [])
+            spans.append(Span(kind, event.name(), start, took))
+    if not traced:
+        return []
+    by_total = sorted(traced.values(), key=lambda spans: sum(span.duration_us for span in spans))
+    return sorted(by_total[len(by_total) // 2], key=lambda span: span.start_us)
 
 
 def _on_gpu(event: Any) -> bool:
