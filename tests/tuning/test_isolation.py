@@ -192,7 +192,7 @@ def test_what_is_aimed_at_the_watch_is_a_row_too(before: set[int]) -> None:
 @pytest.mark.slow
 def test_a_candidate_that_ends_the_fork_server_is_told_from_the_others_of_its_group() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
+        patch.setattr("graphwright.tuning.workers.pool.cores", lambda: 4)
         report = tune([QUICK, Planted("kill", planted.kills_its_parent)])
     statuses = {row.strategy: row.status for row in report.rows}
     assert statuses == {"eager": Status.OK, "quick": Status.OK, "kill": Status.CRASHED}
@@ -203,7 +203,7 @@ def test_what_exceeds_its_share_alone_is_tried_with_all_of_it() -> None:
     limits = gw.tuning.workers.pool.Limits(5.0, 800 << 20, shared=True)
     assert limits.split(4).host_bytes == 200 << 20
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
+        patch.setattr("graphwright.tuning.workers.pool.cores", lambda: 4)
         patch.setattr("graphwright.tuning.workers.pool._free_host_bytes", lambda: 1 << 30)
         report = tune([Planted("large", planted.takes_half_a_gib), QUICK])
     statuses = {row.strategy: row.status for row in report.rows}
@@ -319,7 +319,7 @@ def test_what_comes_too_late_does_not_run_beside_the_timings(tmp_path: Path) -> 
         return evaluate(pool, *args, deadline=deadline, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
+        patch.setattr("graphwright.tuning.workers.pool.cores", lambda: 4)
         patch.setattr(WorkerPool, "evaluate", soon_over)
         report = gw.tune(
             Small().eval(), (torch.randn(4, 16),), strategies=strategies, budget_s=120
@@ -336,7 +336,7 @@ def test_set_ups_overlap_and_timings_do_not(tmp_path: Path) -> None:
     files = tuple(str(tmp_path / f"{n}") for n in range(3))
     strategies = [Planted(f"s{n}", planted.Logs(files[n], beside=files)) for n in range(3)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("graphwright.tuning.workers.pool._cores", lambda: 6)
+        patch.setattr("graphwright.tuning.workers.pool.cores", lambda: 6)
         gw.tune(model, (x,), strategies=strategies)
     spans = {}
     for n in range(3):

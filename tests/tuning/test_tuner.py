@@ -240,6 +240,22 @@ def test_a_certain_gain_beats_simplicity_however_noisy_eager_is() -> None:
     assert tuning._ranked()[0].strategy == "fast"
 
 
+def test_what_seems_slower_than_eager_is_not_chosen_for_being_simple() -> None:
+    def rounds(*times: float) -> Measurement:
+        return Measurement(tuple((t,) for t in times), times)
+
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=[])
+    noisy = (1.0, 1.3, 1.3, 1.0, 1.3, 1.3)
+    figures = {"eager": (1.1,) * 6, "simple": noisy, "fast": (1.0,) * 6}
+    for rank, (name, times) in enumerate(figures.items()):
+        row = Row(name, Status.OK, complexity=rank, final=rounds(*times), screening=rounds(*times))
+        row.baseline = rounds(*figures["eager"])
+        tuning.report.rows.append(row)
+        tuning._kept[name] = [Built(model)]
+    assert [row.strategy for row in tuning._ranked()] == ["fast", "eager", "simple"]
+
+
 def test_eager_three_ways_torchscript_aot_and_inductor_on_the_cpu() -> None:
     model, x = small()
     tuned = gw.tune(model, (x,))

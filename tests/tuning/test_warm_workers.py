@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import planted
 import pytest
@@ -53,7 +55,7 @@ def as_ours(monkeypatch: pytest.MonkeyPatch) -> None:
     """Planted strategies are taken for graphwright's own, which share a worker."""
     monkeypatch.setattr("graphwright.tuning.workers.pool.is_ours", lambda candidate: True)
     monkeypatch.setattr("graphwright.tuning.workers.schedule.is_ours", lambda candidate: True)
-    monkeypatch.setattr("graphwright.tuning.workers.pool._cores", lambda: 1)
+    monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 1)
 
 
 def make_evaluator(
@@ -135,7 +137,7 @@ def test_where_memory_is_the_objective_each_has_a_worker_of_its_own(tmp_path: Pa
 def test_a_strategy_of_others_shares_no_worker(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("graphwright.tuning.workers.pool._cores", lambda: 1)
+    monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 1)
     [each] = served(tmp_path, {"quick": torch.no_grad()}).values()
     assert (each.same_before, each.same_after) == (False, False)
 
@@ -530,7 +532,7 @@ def named(*names: str) -> list[Candidate]:
 def test_each_row_is_known_when_the_next_candidates_are_chosen(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("graphwright.tuning.workers.pool._cores", lambda: 4)
+    monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 4)
     candidates = [Candidate(Planted(name, directly)) for name in ("a", "b", "c")]
     answers = [candidates[:1], candidates[1:], []]
     known: list[str] = []
@@ -549,6 +551,80 @@ def test_each_row_is_known_when_the_next_candidates_are_chosen(
     assert asked == [(2, []), (2, ["a"]), (2, ["a", "b", "c"])]
 
 
+def late(model: nn.Module) -> Any:
+    time.sleep(3)
+    return directly(model)
+
+
+def never_done(model: nn.Module) -> Any:
+    time.sleep(300)
+    return directly(model)
+
+
+def rows_beside(
+    monkeypatch: pytest.MonkeyPatch,
+    slow: Callable[[nn.Module], Any],
+    *,
+    spare: bool,
+    seconds: float,
+) -> list[tuple[str, Row]]:
+    """The rows of a candidate that compiles for long and of two others, in their order."""
+    monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 6)
+    monkeypatch.setattr(Candidate, "compiles", property(lambda self: self.name == "slow"))
+    candidates = [
+        Candidate(Planted("slow", slow)),
+        *(Candidate(Planted(name, directly)) for name in ("a", "b")),
+    ]
+    model, x = Small().eval(), torch.randn(4, 16)
+    with WorkerPool(model, candidates) as pool:
+        pool.spare = spare
+        pool.load(make_evaluator(model, x), Limits(60.0, 4 << 30))
+        deadline = time.monotonic() + seconds
+        found = []
+        for candidate, row in pool.evaluate(in_order(candidates), deadline=deadline):
+            assert isinstance(row, Row), row
+            found.append((candidate.name, row))
+    return found
+
+
+@pytest.mark.parametrize(("spare", "order"), [(True, "a b slow"), (False, "slow a b")])
+def test_where_cores_are_to_spare_others_are_timed_while_one_compiles(
+    spare: bool, order: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = rows_beside(monkeypatch, late, spare=spare, seconds=120)
+    assert [name for name, _ in found] == order.split()
+    assert all(row.screening is not None for _, row in found)
+
+
+def test_what_compiles_for_too_long_costs_nothing_but_its_row(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = dict(rows_beside(monkeypatch, never_done, spare=True, seconds=20))
+    assert found["slow"].status is Status.NOT_TRIED
+    assert all(found[name].screening is not None for name in ("a", "b"))
+
+
+def test_cores_are_to_spare_on_a_gpu_with_many(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphwright.tuning.workers.pool.ForkServer", Mock())
+    for count, device, spare in ((16, "cuda", True), (4, "cuda", False), (16, "cpu", False)):
+        monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda count=count: count)
+        assert WorkerPool(Small(), [], torch.device(device)).spare is spare
+
+
+def test_compilers_are_not_reset_where_nothing_was_compiled(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    torch._dynamo.reset()
+    reset = Mock()
+    monkeypatch.setattr(torch._dynamo, "reset", reset)
+    leftovers._let_compilers_forget()
+    reset.assert_not_called()
+    compiled: Any = torch.compile(lambda x: x + 1, backend="eager")
+    compiled(torch.ones(2))
+    leftovers._let_compilers_forget()
+    reset.assert_called_once_with()
+
+
 def test_candidates_that_share_a_build_are_one_job() -> None:
     candidates = named("inductor+graph", "fused", "inductor", "channels_last+inductor")
     jobs = [[each.name for each in job.candidates] for job in jobs_of(candidates)]
@@ -562,7 +638,8 @@ def groups_of(names: Sequence[str], at_once: int) -> list[list[str]]:
     groups = []
     while group := schedule.next_group():
         groups.append([job.candidates.pop(0).name for job in group])
-        schedule.put_back(group)
+        for job in group:
+            schedule.put_back(job)
     return groups
 
 

@@ -65,7 +65,7 @@ class Screening:
         """Start the fork server, which begins to import what workers need."""
         if self.terms.isolate and self.search.waiting:
             try:
-                self._workers = WorkerPool(self.module, self.search.waiting)
+                self._workers = WorkerPool(self.module, self.search.waiting, self.device)
             except IsolationError as error:
                 self._note_not_isolated(str(error))
         return self
@@ -82,7 +82,7 @@ class Screening:
         """Yield the row of each candidate, as it becomes known; the report must take it in."""
         progress.step(EAGER)
         try:
-            if self._workers is not None:
+            if self._workers is not None and not self._workers.spare:
                 self._workers.wait_until_ready()  # Nothing else runs while eager is timed.
         except IsolationError as error:
             self._note_not_isolated(str(error))

@@ -195,7 +195,10 @@ def _other(before: Settings, now: Settings) -> list[str]:
 
 def _let_compilers_forget() -> None:
     """Drop what TorchDynamo keeps of code that it has compiled, which holds weights."""
-    if "torch._dynamo" in sys.modules:
+    frames = sys.modules.get("torch._dynamo.convert_frame")
+    # Where it has compiled nothing there is nothing to drop; and on a GPU the first reset imports
+    # Inductor, which takes seconds.
+    if frames is not None and getattr(frames, "FRAME_COUNTER", True):
         torch._dynamo.reset()
 
 

@@ -2,8 +2,9 @@
 
 The model, its inputs and eager's results are written once, to a file without a name. The fork
 server imports what the model needs and forks workers. Several workers may set up at once; only one
-is timed at a time, and nothing else runs then. A worker that crashes, hangs or takes too much
-memory becomes a row of the report, and its whole process group is killed.
+is timed at a time, and nothing else runs then, but compilers where cores are to spare. A worker
+that crashes, hangs or takes too much memory becomes a row of the report, and its whole process
+group is killed.
 
 A worker serves one candidate after the other, as long as each is graphwright's own, ends well, and
 leaves it as it was (`leftovers`). Candidates that differ in the runner alone come one after the
@@ -24,7 +25,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import wait
 from pathlib import Path
-from typing import IO
+from typing import IO, TypeGuard
 
 import torch
 from torch import nn
@@ -50,6 +51,9 @@ _COPIES = 6
 _BESIDE_ROUNDS_S = 0.7
 # Seconds that a worker has to end after it has closed its channel.
 _END_TIMEOUT_S = 2.0
+# With so many, some are to spare while one call is timed.
+_MANY_CORES = 8
+_CPU = torch.device("cpu")
 # How often a fork server that has ended is replaced.
 _MAX_RESTARTS = 16
 
@@ -89,6 +93,25 @@ class Limits:
         return cls(timeout_s, host, given, shared=shared)
 
 
+# What is known of a candidate: who tries it, its row, or the reason why no worker can try it.
+_Found = Worker | Row | str
+
+
+@dataclass(eq=False)
+class _Trial:
+    """A job whose first candidate is under way.
+
+    Attributes:
+        job: the job.
+        found: its worker, until the candidate is known.
+        crowded: whether it has only a share of the memory.
+    """
+
+    job: Job
+    found: _Found
+    crowded: bool
+
+
 class WorkerPool:
     """Evaluates candidates in workers; a context manager that leaves no process behind.
 
@@ -97,20 +120,28 @@ class WorkerPool:
     Args:
         module: the model.
         candidates: what will be tried.
+        device: where the model is.
+
+    Attributes:
+        spare: whether there are cores to spare: on a GPU, imports and compilers then work beside
+            what is timed. Finalists are timed again, alone.
 
     Raises:
         IsolationError: this machine does not allow it; the text says why.
     """
 
-    def __init__(self, module: nn.Module, candidates: Sequence[Candidate]) -> None:
+    def __init__(
+        self, module: nn.Module, candidates: Sequence[Candidate], device: torch.device = _CPU
+    ) -> None:
         self._workers: list[Worker] = []
         # Those that are clean and have nothing to do.
         self._idle: list[Worker] = []
         self._task: IO[bytes] | None = None
         compiling = sum(candidate.compiles for candidate in candidates)
         modules = [*modules_to_import(module), *(["torch._dynamo"] if compiling else [])]
-        self._at_once = max(1, _cores() // 2)
-        threads = max(1, _cores() // max(1, min(compiling, self._at_once)))
+        self.spare = device.type == "cuda" and cores() >= _MANY_CORES
+        self._at_once = max(1, cores() * 3 // 4 if self.spare else cores() // 2)
+        threads = max(1, cores() // max(1, min(compiling, self._at_once)))
         self._server_arguments = (modules, threads)
         self._restarts = 0
         self._server = ForkServer(*self._server_arguments)
@@ -178,45 +209,98 @@ class WorkerPool:
             deadline: `time.monotonic()` after which no timing begins; what is left is not tried.
             doing: is told what is under way.
         """
-        schedule = Schedule(choose, self._at_once)
-        while group := schedule.next_group():
-            crowded = len(group) > 1 and self._limits.shared
-            again = []
-            for job, candidate, found in self._evaluate_safely(group, deadline, doing):
-                exceeded = isinstance(found, Row) and found.status is Status.MEMORY_EXCEEDED
-                if crowded and exceeded:
-                    # It had only a share, or another one took everything: try it alone.
-                    again.append(Job([candidate, *job.candidates]))
-                    job.candidates.clear()
-                else:
-                    yield candidate, found
-            for job in again:
-                self._end_all()
-                for _, candidate, found in self._evaluate_safely([job], deadline, doing):
-                    yield candidate, found
-            schedule.put_back((*group, *again))
-
-    def _evaluate_safely(
-        self, group: Sequence[Job], deadline: float | None, doing: Callable[[str], None]
-    ) -> Iterator[tuple[Job, Candidate, Row | str]]:
-        """The rows of the first candidates of some jobs, even if one ends the fork server."""
-        left = list(group)
-        try:
-            for job, candidate, found in self._evaluate_group(group, deadline, doing):
-                left.remove(job)
-                yield job, candidate, found
-        except ForkServerGone as error:
-            # The rest never runs in the caller's process: one by one shows which one did it.
-            if len(group) == 1 and left:
-                yield group[0], *_ended_server(left.pop())
+        schedule = Schedule(choose, self._at_once, waits_for_caches=not self.spare)
+        under_way: list[_Trial] = []
+        # They lacked memory beside others, or the fork server has ended: these are tried alone.
+        alone: list[Job] = []
+        while True:
+            started: list[Job] = []
+            lone = bool(alone) and not under_way
             try:
-                self._restart(str(error))
-            except IsolationError:
-                for job in left:
-                    yield job, *_ended_server(job)
-                raise
-            for job in left:
-                yield from self._evaluate_safely([job], deadline, doing)
+                if lone:
+                    self._end_all()
+                    started = [alone.pop(0)]
+                elif not alone and self._has_room(under_way):
+                    started = schedule.next_group(self._at_once - len(under_way))
+                self._start_all(started, under_way, lone, deadline, doing)
+                if not under_way:
+                    return
+                trial = self._next_known(under_way, deadline, doing)
+            except ForkServerGone as error:
+                # The rest never runs in the caller's process: one by one shows which one did it.
+                known = [trial.job for trial in under_way]
+                lost = known + [job for job in started if job not in known]
+                under_way.clear()
+                if lone:
+                    (job,) = lost
+                    yield _ended_server(job)
+                    schedule.put_back(job)
+                    lost = []
+                try:
+                    self._restart(str(error))
+                except IsolationError:
+                    for job in lost:
+                        yield _ended_server(job)
+                    raise
+                alone += lost
+                continue
+            under_way.remove(trial)
+            job, candidate, found = trial.job, trial.job.candidates.pop(0), trial.found
+            exceeded = isinstance(found, Row) and found.status is Status.MEMORY_EXCEEDED
+            if trial.crowded and exceeded:
+                # It had only a share, or another one took everything: try it alone.
+                alone.append(Job([candidate, *job.candidates]))
+            else:
+                assert not isinstance(found, Worker)
+                yield candidate, found
+                schedule.put_back(job)
+
+    def _has_room(self, under_way: Sequence[_Trial]) -> bool:
+        """Whether other candidates may be set up now: nothing is, or only what compiles."""
+        if not self.spare:
+            return not under_way
+        return len(under_way) < self._at_once and all(map(self._is_aside, under_way))
+
+    def _is_aside(self, trial: _Trial) -> bool:
+        """Whether a candidate compiles, and others are set up and timed meanwhile."""
+        found = trial.found
+        return self.spare and isinstance(found, Worker) and _compiles(found)
+
+    def _start_all(
+        self,
+        jobs: Sequence[Job],
+        under_way: list[_Trial],
+        lone: bool,
+        deadline: float | None,
+        doing: Callable[[str], None],
+    ) -> None:
+        """Begin to set up the first candidate of each job."""
+        if not jobs:
+            return
+        doing(f"setting up {', '.join(job.candidates[0].name for job in jobs)}")
+        count = len(under_way) + len(jobs)
+        if self.spare and not lone and count > 1:
+            count = self._at_once  # Others follow before all of these are done.
+        limits, crowded = self._limits.split(count), count > 1 and self._limits.shared
+        for job in jobs:
+            under_way.append(_Trial(job, self._start_or_refuse(job, deadline, limits), crowded))
+
+    def _next_known(
+        self, under_way: Sequence[_Trial], deadline: float | None, doing: Callable[[str], None]
+    ) -> _Trial:
+        """Wait until a candidate's row is known, and time it for that, if it can be timed."""
+        self._wait_for_set_up(under_way, deadline)
+        for trial in under_way:
+            worker = trial.found
+            if not isinstance(worker, Worker):
+                return trial
+            if worker.settled or _waits(worker):
+                doing(f"timing {trial.job.candidates[0].name}")
+                self._time(worker, under_way, deadline)
+                self._leave(worker, trial.job)
+                trial.found = worker.row or str(worker.unfit)
+                return trial
+        raise AssertionError("it was waited for one that is known or can be timed")
 
     def _restart(self, why: str) -> None:
         self._kill_workers()
@@ -226,26 +310,6 @@ class WorkerPool:
             raise IsolationError(why)
         self._server = ForkServer(*self._server_arguments)
         self._server.wait_until_ready()
-
-    def _evaluate_group(
-        self, group: Sequence[Job], deadline: float | None, doing: Callable[[str], None]
-    ) -> Iterator[tuple[Job, Candidate, Row | str]]:
-        """Set up the first candidate of each job at once, then time them one by one."""
-        limits = self._limits.split(len(group))
-        doing(f"setting up {', '.join(job.candidates[0].name for job in group)}")
-        started = [(job, self._start_or_refuse(job, deadline, limits)) for job in group]
-        workers = [worker for _, worker in started if isinstance(worker, Worker)]
-        self._wait_for_set_up(workers, deadline)
-        for job, worker in started:
-            found: Row | str
-            if isinstance(worker, Worker):
-                doing(f"timing {job.candidates[0].name}")
-                self._time(worker, deadline)
-                found = worker.row or str(worker.unfit)
-                self._leave(worker, job)
-            else:
-                found = worker
-            yield job, job.candidates.pop(0), found
 
     def _start_or_refuse(
         self, job: Job, deadline: float | None, limits: Limits
@@ -315,33 +379,39 @@ class WorkerPool:
         else:
             self._idle.append(worker)
 
-    def _wait_for_set_up(self, workers: Sequence[Worker], deadline: float | None) -> None:
-        """Wait until each worker is ready or settled.
+    def _wait_for_set_up(self, under_way: Sequence[_Trial], deadline: float | None) -> None:
+        """Wait until one may be timed, or is known: nothing is set up then but what is aside.
 
         Slow ones are stopped when the time that is left is needed to time those that are ready.
         """
-        while waiting := [each for each in workers if _sets_up(each)]:
-            self._poll(waiting)
+        while waiting := [trial for trial in under_way if _sets_up(trial.found)]:
+            in_the_way = [trial for trial in waiting if not self._is_aside(trial)]
+            if not in_the_way and len(waiting) < len(under_way):
+                return
+            self._poll([trial.found for trial in waiting])
             if deadline is not None:
-                ready = sum(map(_waits, workers))
-                if time.monotonic() > deadline - ready * self._timing_s:
-                    # Those that have become ready just now can still be timed.
-                    for worker in filter(_sets_up, waiting):
-                        worker.stop(worker.row or _not_tried(_candidate_of(worker)))
+                ready = sum(_waits(trial.found) for trial in under_way)
+                late = time.monotonic() > deadline - ready * self._timing_s
+                # Those that have become ready just now can still be timed.
+                for trial in in_the_way or waiting if late else ():
+                    if _sets_up(trial.found):
+                        _stop_late(trial.found)
 
-    def _time(self, worker: Worker, deadline: float | None) -> None:
+    def _time(self, worker: Worker, under_way: Sequence[_Trial], deadline: float | None) -> None:
         if worker.settled:
             return
         if deadline is not None and time.monotonic() > deadline:
-            worker.stop(worker.row or _not_tried(_candidate_of(worker)))
+            _stop_late(worker)
             return
         worker.phase_began = time.monotonic()
         worker.go_on()
+        others = [trial.found for trial in under_way if trial.found is not worker]
         while not worker.settled:
-            self._poll([worker])
+            self._poll([worker, *filter(_sets_up, others)])
 
-    def _poll(self, workers: Sequence[Worker]) -> None:
+    def _poll(self, found: Sequence[_Found]) -> None:
         """Wait a moment for messages of workers, and check their limits."""
+        workers = [worker for worker in found if isinstance(worker, Worker)]
         readable = set(wait([handle for one in workers for handle in one.handles], _POLL_S))
         for worker in workers:
             closed = not readable.isdisjoint(worker.handles) and worker.read_messages()
@@ -423,14 +493,24 @@ def _candidate_of(worker: Worker) -> Candidate:
     return worker.candidate
 
 
-def _waits(worker: Worker) -> bool:
+def _compiles(worker: Worker) -> bool:
+    """Whether a worker sets up what goes through torch.compile."""
+    return _candidate_of(worker).compiles and _sets_up(worker)
+
+
+def _waits(found: _Found) -> bool:
     """Whether a worker is set up and waits to be timed."""
-    return worker.ready and not worker.done
+    return isinstance(found, Worker) and found.ready and not found.done
 
 
-def _sets_up(worker: Worker) -> bool:
-    """Whether a worker is neither ready nor settled."""
-    return not (worker.settled or _waits(worker))
+def _sets_up(found: _Found) -> TypeGuard[Worker]:
+    """Whether it is a worker that is neither ready nor settled."""
+    return isinstance(found, Worker) and not (found.settled or _waits(found))
+
+
+def _stop_late(worker: Worker) -> None:
+    """Stop a worker since there is no time left to time its candidate."""
+    worker.stop(worker.row or _not_tried(_candidate_of(worker)))
 
 
 def _ended_server(job: Job) -> tuple[Candidate, Row]:
@@ -444,7 +524,7 @@ def _not_tried(candidate: Candidate) -> Row:
     return Row(candidate.name, Status.NOT_TRIED, complexity=candidate.complexity)
 
 
-def _cores() -> int:
+def cores() -> int:
     """Cores that this process may run on."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 

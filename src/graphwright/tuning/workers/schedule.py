@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from ...strategies.base import Candidate
@@ -55,44 +55,52 @@ class Schedule:
 
     Args:
         choose: is asked for candidates whenever there is room.
-        at_once: how many jobs a group may have.
+        at_once: how many jobs may be set up at once.
+        waits_for_caches: whether builds wait for the first one that fills their compiler's cache,
+            if there is anything else to do.
     """
 
-    def __init__(self, choose: Choose, at_once: int) -> None:
+    def __init__(self, choose: Choose, at_once: int, *, waits_for_caches: bool = True) -> None:
         self._choose = choose
         self._at_once = at_once
+        self._waits_for_caches = waits_for_caches
         self._waiting: list[Job] = []
+        self._returned: list[Job] = []
         # The caches that were filled by earlier groups.
         self._filled: set[str | None] = {None}
 
-    def next_group(self) -> list[Job]:
+    def next_group(self, room: int | None = None) -> list[Job]:
         """Take the jobs that are set up at once next; none if nothing is left.
 
-        The first build that fills a compiler's cache goes without others that would find their
-        kernels there, if there is anything else to do.
+        Args:
+            room: for how many there is room now; by default for as many as may be set up at once.
         """
+        room = self._at_once if room is None else room
         group: list[Job] = []
-        self._ask(self._at_once - len(self._waiting))
-        self._take(group, beside_first=False)
-        if self._waiting and len(group) < self._at_once:
-            self._ask(self._at_once - len(group))
-            self._take(group, beside_first=False)
-            self._take(group, beside_first=True)
+        self._waiting[:0], self._returned = self._returned, []
+        self._ask(room - len(self._waiting))
+        if self._waits_for_caches:
+            self._take(group, room, beside_first=False)
+            if self._waiting and len(group) < room:
+                self._ask(room - len(group))
+                self._take(group, room, beside_first=False)
+        self._take(group, room, beside_first=True)
         self._filled |= {job.cache for job in group}
         return group
 
-    def put_back(self, jobs: Iterable[Job]) -> None:
-        """Have what is left of some jobs come next: what their candidates share is there."""
-        self._waiting[:0] = [job for job in jobs if job.candidates]
+    def put_back(self, job: Job) -> None:
+        """Have what is left of a job come next: what its candidates share is there."""
+        if job.candidates:
+            self._returned.append(job)
 
     def _ask(self, room: int) -> None:
         if room > 0:
             self._waiting += jobs_of(self._choose(room))
 
-    def _take(self, group: list[Job], *, beside_first: bool) -> None:
+    def _take(self, group: list[Job], room: int, *, beside_first: bool) -> None:
         """Move jobs into a group; with `beside_first`, also beside the first that fills a cache."""
         for job in self._waiting.copy():
             first_builds = {each.cache for each in group} - self._filled
-            if len(group) < self._at_once and (beside_first or job.cache not in first_builds):
+            if len(group) < room and (beside_first or job.cache not in first_builds):
                 group.append(job)
                 self._waiting.remove(job)
