@@ -181,6 +181,13 @@ def test_the_most_promising_comes_first_and_what_was_found_counts() -> None:
     ]
 
 
+def test_a_compiler_whose_kernels_did_well_in_a_graph_is_tried_without_one_soon() -> None:
+    rows = [row("eager", EAGER_S), row("eager+graph", 1.1e-3), row("inductor+graph", 0.7e-3)]
+    names = "eager+graph,inductor+graph,torchscript:fuser,fused,aot_autograd,inductor"
+    search = search_of(GPU, rows, names, objective="throughput", input_bytes=1 << 30)
+    assert [each.name for each in search.choose(1)] == ["inductor"]
+
+
 def test_the_host_needs_no_more_than_the_call(device: torch.device) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(device).eval()
     x = torch.randn(2048, 256, device=device)

@@ -24,6 +24,8 @@ from ..strategies.registry import kernels_of, usual
 _HOPE = 1.3
 # Seconds that verifying and timing take in addition to set-up.
 _BESIDE_S = 2.0
+# Seconds of a set-up that finds its kernels compiled, at most.
+_WARM_S = 1.0
 # Kernels in less memory, or warmer caches, may be faster than in eager by so much.
 _KERNELS = 0.95
 # A graph that is so much faster than eager shows that the host is the limit.
@@ -172,10 +174,26 @@ class Search:
     def _promise(self, candidate: Candidate) -> float:
         """What a candidate should gain over the best, per second of trying it."""
         gain, seconds = usual(candidate, self.device)
+        gain *= self._correction(candidate)
+        if shares := self._shares_of_kernels(candidate):
+            # What they are worth is known, and the compiler's cache has them.
+            gain, seconds = 1 / min(shares), min(seconds, _WARM_S)
         best = self._best()
         known = 1.0 if best is None else max(1.0, 1 / self._share(best.strategy))
-        hope = math.log(_HOPE * gain * self._correction(candidate) / known)
+        hope = math.log(_HOPE * gain / known)
         return hope / (seconds + _BESIDE_S) if hope > 0 else hope
+
+    def _shares_of_kernels(self, candidate: Candidate) -> list[float]:
+        """What others that run the same kernels have taken, as shares of eager's time."""
+        kernels = kernels_of(candidate)
+        if kernels == EAGER:  # Not compiled: all the difference is the runner's.
+            return []
+        found = []
+        for row in self.report.rows:
+            other = self._all.get(row.strategy)
+            if other is not None and kernels_of(other) == kernels:
+                found.append(self._share(row.strategy))
+        return [share for share in found if share < math.inf]
 
     def _correction(self, candidate: Candidate) -> float:
         """By how much candidates of the same compiler gained more here than usual."""

@@ -54,6 +54,8 @@ _END_TIMEOUT_S = 2.0
 # With so many, some are to spare while one call is timed.
 _MANY_CORES = 8
 _CPU = torch.device("cpu")
+# For which a worker that was killed is waited for at once.
+_SOON_S = 0.5
 # How often a fork server that has ended is replaced.
 _MAX_RESTARTS = 16
 
@@ -136,6 +138,8 @@ class WorkerPool:
         self._workers: list[Worker] = []
         # Those that are clean and have nothing to do.
         self._idle: list[Worker] = []
+        # Those that were killed, and have not ended yet.
+        self._ending: list[Worker] = []
         self._task: IO[bytes] | None = None
         compiling = sum(candidate.compiles for candidate in candidates)
         modules = [*modules_to_import(module), *(["torch._dynamo"] if compiling else [])]
@@ -160,10 +164,11 @@ class WorkerPool:
             self._task.close()
 
     def _kill_workers(self) -> None:
-        for worker in self._workers:
+        for worker in (*self._workers, *self._ending):
             kill_group(worker.pid)  # Not waited for yet, so the number is still its own.
             worker.close()
         self._workers.clear()
+        self._ending.clear()
         self._idle.clear()
 
     def wait_until_ready(self) -> None:
@@ -290,6 +295,7 @@ class WorkerPool:
     ) -> _Trial:
         """Wait until a candidate's row is known, and time it for that, if it can be timed."""
         self._wait_for_set_up(under_way, deadline)
+        self._reap_ended()
         for trial in under_way:
             worker = trial.found
             if not isinstance(worker, Worker):
@@ -366,14 +372,14 @@ class WorkerPool:
     def _end_all(self) -> None:
         """End all workers, so that one candidate has all of the memory."""
         self._idle.clear()
-        for worker in self._workers.copy():
+        for worker in (*self._workers, *self._ending):
             self._end(worker)
 
     def _leave(self, worker: Worker, job: Job) -> None:
         """Keep a worker that is clean for the rest of its job or for other ones; end any other."""
         worker.cache = job.cache
         if not worker.clean:
-            self._end(worker)
+            self._let_end(worker)
         elif len(job.candidates) > 1:
             job.worker = worker
         else:
@@ -478,14 +484,31 @@ class WorkerPool:
 
     def _end(self, worker: Worker) -> int:
         """End a worker and whatever it has started; its exit status, as `ForkServer.reap`."""
-        if worker not in self._workers:
+        if worker in self._workers:
+            self._workers.remove(worker)
+            kill_group(worker.pid)
+        elif worker in self._ending:
+            self._ending.remove(worker)
+        else:
             return 0
-        self._workers.remove(worker)
-        kill_group(worker.pid)
         try:
             return self._server.reap(worker.pid)
         finally:
             worker.close()
+
+    def _let_end(self, worker: Worker) -> None:
+        """Kill a worker; if it has not ended soon, as on a GPU, it is waited for later."""
+        if worker in self._workers:
+            self._workers.remove(worker)
+            kill_group(worker.pid)
+            self._ending.append(worker)
+            worker.has_ended(_SOON_S)
+        self._reap_ended()
+
+    def _reap_ended(self) -> None:
+        for worker in self._ending.copy():
+            if worker.has_ended(0.0):
+                self._end(worker)
 
 
 def _candidate_of(worker: Worker) -> Candidate:
