@@ -191,15 +191,15 @@ def _capture(results: Results) -> Outcome:
 
 
 def _calls(results: Results) -> Outcome:
-    turns = results["calls-h100"]["rounds"]["now"]
+    turns = results["calls-h200"]["rounds"]["now"]
     both = {name: added(turns, name) for name in turns[0]}
     rows: list[Row] = list(both.items())
     tuned, graphed = zip(*both.values(), strict=True)
-    targets = results["calls-h100"]["targets"]
+    targets = results["calls-h200"]["targets"]
     met = sum(target["met"] for target in targets)
     form = "{:.1f}".format
     return Outcome(
-        f"on an H100 a call of `tune`'s result takes {span(tuned, form)} µs longer than what it "
+        f"on an H200 a call of `tune`'s result takes {span(tuned, form)} µs longer than what it "
         f"chose, and a call of `graph()` {span(graphed, form)} µs longer than a bare replay; "
         f"{met} of {len(targets)} targets met there",
         Bars(

@@ -13,6 +13,7 @@ from torch import nn
 import graphwright as gw
 from graphwright.dispatch import payoff
 from graphwright.dispatch.graphed_callable import _BESIDE, _FIRST_IN_SEGMENTS
+from graphwright.graphs import as_eager
 
 TIMED = 2 * payoff._ROUNDS
 
@@ -91,6 +92,49 @@ def test_what_has_no_segments_or_was_ordered_is_not_timed(device: torch.device) 
     ordered.prepare([(torch.randn(2, 8, device=device),)])
     called(ordered, model, _FIRST_IN_SEGMENTS + TIMED + 4, device)
     assert not ordered.statistics.eager
+
+
+def skips(x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Where the mask masks nothing, eager code has nearly nothing to do."""
+    try:
+        asked = torch.cuda.is_current_stream_capturing()
+    except RuntimeError:  # a build without CUDA
+        asked = False
+    if not asked and mask.all():
+        return x + 1
+    for _ in range(40):
+        x = x * mask
+    return x + 1
+
+
+@pytest.mark.usefixtures("timed")
+@pytest.mark.parametrize("pays", [True, False])
+def test_one_graph_in_place_of_segments_is_timed_too(
+    device: torch.device, monkeypatch: pytest.MonkeyPatch, pays: bool
+) -> None:
+    monkeypatch.setattr(as_eager, "TRIED_ON", {"cpu", "cuda"})
+    monkeypatch.setattr(as_eager, "_BELOW", float("inf"))
+    clock(monkeypatch, 1.0, 1.5)
+    graphed = gw.graph(skips)
+    x, ones = torch.rand(8, device=device), torch.ones(8, device=device)
+
+    def call(count: int) -> None:
+        for _ in range(count):
+            torch.testing.assert_close(graphed(x, ones), x + 1)
+
+    call(1)
+    assert "in segments" in {graph.divided for graph in graphed.graphs}
+    call(_FIRST_IN_SEGMENTS + TIMED - 1)
+    call(1)
+    assert {graph.divided for graph in graphed.graphs} == {"in one graph"}
+    monkeypatch.setattr(payoff, "WORTH", 2.0 if pays else payoff.WORTH)
+    call(_FIRST_IN_SEGMENTS + TIMED)
+    if pays:
+        assert "in one graph it takes 1.50 of eager's time" in graphed.explain()
+        assert graphed._short is not None
+        return
+    assert not graphed.graphs
+    assert "In one graph it takes 1.50 of eager's time" in graphed.explain()
 
 
 @pytest.mark.usefixtures("timed")

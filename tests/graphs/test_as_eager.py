@@ -48,8 +48,9 @@ def looks(x: torch.Tensor, mask: torch.Tensor, slow: int) -> torch.Tensor:
     return x * mask @ x
 
 
+# Many, so that nothing else on the device makes one graph of these faster.
 @pytest.mark.usefixtures("chosen_by_time")
-@pytest.mark.parametrize("slow", [0, 40])
+@pytest.mark.parametrize("slow", [0, 160])
 def test_what_is_faster_by_what_eager_code_reads_is_captured_so(
     slow: int, device: torch.device
 ) -> None:

@@ -256,7 +256,7 @@ class GraphedCallable(StandIn):
         """The fast path to an entry's graph; None if it has none."""
         if entry.graph is None or not entry.pure or entry.grad is not None:
             return None
-        if self._audit_every is not None:
+        if self._audit_every is not None or self._is_timed(entry):
             return None
         state = entry.state
         return shortcut(
@@ -278,9 +278,14 @@ class GraphedCallable(StandIn):
             and (entry.hits + 1) % self._audit_every == 0
         ):
             return self._audited(entry, graph, args, kwargs)
-        if entry.payoff is not None and entry.payoff.ratio is None and self.on_miss == "capture":
+        if entry.payoff is not None and self._is_timed(entry):
             return self._answer_timed(entry, entry.payoff, graph, args, kwargs)
         return self._answer_by(entry, graph, args, kwargs)
+
+    def _is_timed(self, entry: CacheEntry) -> bool:
+        """Whether it is not known yet that the graph is faster than eager."""
+        payoff = entry.payoff
+        return payoff is not None and payoff.ratio is None and self.on_miss == "capture"
 
     def _answer_timed(
         self, entry: CacheEntry, payoff: Payoff, graph: CapturedCall, args: Args, kwargs: Kwargs
@@ -292,9 +297,11 @@ class GraphedCallable(StandIn):
 
         result, _ = payoff.call(eager, lambda: self._answer_by(entry, graph, args, kwargs))
         if not payoff.pays:
-            why = f"In segments it takes {payoff.ratio:.2f} of eager's time."
+            why = f"{graph.divided.capitalize()} it takes {payoff.share}."
             remedy = "Leave out what it reads of the device; check() lists it."
             self._entries.give_up(entry, CaptureError(why, remedy=remedy))
+        elif payoff.ratio is not None and entry is self._recent:
+            self._used(entry, args, kwargs)  # From now on it may have a shortcut.
         return result
 
     def _answer_by(self, entry: CacheEntry, graph: CapturedCall, args: Args, kwargs: Kwargs) -> Any:
@@ -469,7 +476,7 @@ class GraphedCallable(StandIn):
                 refuse_talk(self.fn)
             is_full, evictions = self._entries.is_full(), self.pool.evictions
             made = self._entries.capture(signature, state, call.args, call.kwargs)
-            if made.graph is not None and made.graph.tree is not None and made.payoff is None:
+            if made.graph is not None and made.graph.may_not_pay and made.payoff is None:
                 device = made.graph.device
                 made.payoff = Payoff(device, _FIRST_IN_SEGMENTS) if device.type in _TIMED else None
             evicted = self.pool.evictions > evictions

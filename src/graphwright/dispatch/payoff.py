@@ -39,6 +39,11 @@ class Payoff:
         """Whether the other way is faster, as far as is known."""
         return self.ratio is None or self.ratio <= WORTH
 
+    @property
+    def share(self) -> str:
+        """Its ratio in words."""
+        return f"{self.ratio:.2f} of eager's time"
+
     def call(self, eager: Callable[[], Any], other: Callable[[], Any]) -> tuple[Any, bool]:
         """Answer a call.
 

@@ -235,7 +235,7 @@ def explained(
             nbytes, kind = format_bytes(entry.graph.nbytes), _does(entry.graph)
             lines.append(f"  {entry.graph.name}: {nbytes}, {kind}")
             if entry.payoff is not None and entry.payoff.ratio is not None:
-                lines.append(f"    in segments it takes {entry.payoff.ratio:.2f} of eager's time")
+                lines.append(f"    {entry.graph.divided} it takes {entry.payoff.share}")
             lines += [f"    {line}" for line in entry.graph.describe_segments()]
     return lines
 

@@ -389,6 +389,17 @@ class CapturedCall(Graph):
         return [] if root is None else describe_tree(root)
 
     @property
+    def divided(self) -> str:
+        """How it answers calls, in words."""
+        return "in one graph" if self._tree is None else "in segments"
+
+    @property
+    def may_not_pay(self) -> bool:
+        """Whether eager code may be faster: it waits for values, or looks at them to do less."""
+        skips = self._warmed is not None and self._warmed.looks_in_eager and not self._may_look
+        return skips or self._tree is not None
+
+    @property
     def given_up(self) -> CaptureError | None:
         """Why calls now run eagerly, if they do."""
         return None if self._tree is None else self._tree.given_up

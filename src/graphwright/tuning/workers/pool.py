@@ -226,7 +226,7 @@ class WorkerPool:
                     self._end_all()
                     started = [alone.pop(0)]
                 elif not alone and self._has_room(under_way):
-                    started = schedule.next_group(self._at_once - len(under_way))
+                    started = schedule.next_group(self._room(under_way, deadline))
                 self._start_all(started, under_way, lone, deadline, doing)
                 if not under_way:
                     return
@@ -265,6 +265,13 @@ class WorkerPool:
         if not self.spare:
             return not under_way
         return len(under_way) < self._at_once and all(map(self._is_aside, under_way))
+
+    def _room(self, under_way: Sequence[_Trial], deadline: float | None) -> int:
+        """How many more may be set up now; of many, as many as there is time to time."""
+        room = self._at_once - len(under_way)
+        if deadline is not None and self.spare:
+            room = min(room, int((deadline - time.monotonic()) / self._timing_s))
+        return max(1, room)
 
     def _is_aside(self, trial: _Trial) -> bool:
         """Whether a candidate compiles, and others are set up and timed meanwhile."""
@@ -388,18 +395,22 @@ class WorkerPool:
     def _wait_for_set_up(self, under_way: Sequence[_Trial], deadline: float | None) -> None:
         """Wait until one may be timed, or is known: nothing is set up then but what is aside.
 
-        Slow ones are stopped when the time that is left is needed to time those that are ready.
+        When the time that is left is needed to time those that are ready, slow ones are stopped, or
+        go on beside these.
         """
         while waiting := [trial for trial in under_way if _sets_up(trial.found)]:
             in_the_way = [trial for trial in waiting if not self._is_aside(trial)]
-            if not in_the_way and len(waiting) < len(under_way):
+            known = len(waiting) < len(under_way)
+            if known and not in_the_way:
                 return
             self._poll([trial.found for trial in waiting])
             if deadline is not None:
                 ready = sum(_waits(trial.found) for trial in under_way)
                 late = time.monotonic() > deadline - ready * self._timing_s
+                if late and known and self.spare:
+                    return  # They may go on beside what is timed.
                 # Those that have become ready just now can still be timed.
-                for trial in in_the_way or waiting if late else ():
+                for trial in waiting if late else ():
                     if _sets_up(trial.found):
                         _stop_late(trial.found)
 
