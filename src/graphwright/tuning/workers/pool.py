@@ -232,15 +232,14 @@ class WorkerPool:
                     return
                 trial = self._next_known(under_way, deadline, doing)
             except ForkServerGone as error:
-                # The rest never runs in the caller's process: one by one shows which one did it.
+                # None runs in the caller's process: one by one shows which one did it.
                 known = [trial.job for trial in under_way]
                 lost = known + [job for job in started if job not in known]
                 under_way.clear()
-                if lone:
-                    (job,) = lost
+                if len(lost) == 1:
+                    job = lost.pop()
                     yield _ended_server(job)
                     schedule.put_back(job)
-                    lost = []
                 try:
                     self._restart(str(error))
                 except IsolationError:
