@@ -275,7 +275,7 @@ class WorkerPool:
     def _is_aside(self, trial: _Trial) -> bool:
         """Whether a candidate compiles, and others are set up and timed meanwhile."""
         found = trial.found
-        return self.spare and isinstance(found, Worker) and _compiles(found)
+        return self.spare and _sets_up(found) and _candidate_of(found).compiles
 
     def _start_all(
         self,
@@ -524,11 +524,6 @@ class WorkerPool:
 def _candidate_of(worker: Worker) -> Candidate:
     assert worker.candidate is not None
     return worker.candidate
-
-
-def _compiles(worker: Worker) -> bool:
-    """Whether a worker sets up what goes through torch.compile."""
-    return _candidate_of(worker).compiles and _sets_up(worker)
 
 
 def _waits(found: _Found) -> bool:
