@@ -1,7 +1,7 @@
 """The searches of one model, and PyTorch's own ways, all in one process, then timed in turns.
 
-`scripts/bench search` runs this module for each model. Each search and each way begins with empty
-caches of compilers, and what they give runs on other values of the inputs.
+`scripts/bench search` runs this module for each model. Each search begins with empty caches of
+compilers, PyTorch's ways share one, and what all of them give runs on other values of the inputs.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ PEERS: Mapping[str, Callable[[Case], Call]] = {
     "make_graphed_callables": make_graphed_callables,
 }
 # About so many seconds does each take: a model is begun only where that fits.
-ESTIMATES_S = {"default": 65, "throughput": 65, "30 s": 40, "exhaustive": 240}
-PEERS_S = 45
+ESTIMATES_S = {"default": 60, "throughput": 60, "30 s": 35, "exhaustive": 120}
+PEERS_S = 30
 TIMING_S = 4.0
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 UNUSABLE = "unusable"
@@ -113,20 +113,17 @@ def measure(
         made: Call = call
         return made
 
-    def with_empty_caches(case: Case, make: Callable[[Case], Call]) -> Call:
-        with empty_caches():
-            return make(case)
-
     # Searches come first: graphs of theirs keep the workspaces that they were captured with.
+    ways: dict[str, Callable[[Case], Call]]
     ways = {way: partial(searched, way=way) for way in searches}
-    ways |= {way: partial(with_empty_caches, make=make) for way, make in PEERS.items()}
-    calls, rows = set_up(
-        case,
-        ways,
-        timer,
-        lambda way: needs_cuda(way, device),
-        lambda way, rows: save(figures | {"ways": rows}, way),
-    )
+    with empty_caches():
+        calls, rows = set_up(
+            case,
+            ways | dict(PEERS),
+            timer,
+            lambda way: needs_cuda(way, device),
+            lambda way, rows: save(figures | {"ways": rows}, way),
+        )
     figures["ways"] = rows
     save(figures, "the timing")
     on_others = {way: case.on_others(call) for way, call in calls.items()}

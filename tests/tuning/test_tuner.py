@@ -57,7 +57,7 @@ def test_planted_strategies_get_their_status_and_none_is_chosen(device: torch.de
 def test_a_faster_right_strategy_is_chosen_and_called(device: torch.device) -> None:
     class Slow(Small):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for _ in range(50):
+            for _ in range(500):
                 x = x + 0
             return super().forward(x)
 
@@ -65,7 +65,7 @@ def test_a_faster_right_strategy_is_chosen_and_called(device: torch.device) -> N
     x = torch.randn(4, 16, device=device)
     quick = Planted("quick", lambda m: torch.no_grad()(lambda x: Small.forward(m, x)))
     tuned = gw.tune(model, (x,), strategies=[quick])
-    assert tuned.report.chosen == "quick"
+    assert tuned.report.chosen == "quick", tuned.report
     assert "quick was chosen" in tuned.report.reason
     torch.testing.assert_close(tuned(x), model(x).detach())
     assert tuned.calls == {"tuned": 1}

@@ -568,9 +568,12 @@ def rows_beside(
     spare: bool,
     seconds: float,
 ) -> list[tuple[str, Row]]:
-    """The rows of a candidate that compiles for long and of two others, in their order."""
+    """The rows of a candidate that is slow to set up and of two others, in their order."""
     monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 6)
-    monkeypatch.setattr(Candidate, "compiles", property(lambda self: self.name == "slow"))
+    monkeypatch.setattr(
+        "graphwright.tuning.workers.pool.usual",
+        lambda candidate, device: (1.0, 10.0 if candidate.name == "slow" else 0.5),
+    )
     candidates = [
         Candidate(Planted("slow", slow)),
         *(Candidate(Planted(name, directly)) for name in ("a", "b")),
@@ -588,7 +591,7 @@ def rows_beside(
 
 
 @pytest.mark.parametrize(("spare", "order"), [(True, "a b slow"), (False, "slow a b")])
-def test_where_cores_are_to_spare_others_are_timed_while_one_compiles(
+def test_where_cores_are_to_spare_others_are_timed_while_one_is_set_up(
     spare: bool, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = rows_beside(monkeypatch, late, spare=spare, seconds=120)
@@ -596,7 +599,7 @@ def test_where_cores_are_to_spare_others_are_timed_while_one_compiles(
     assert all(row.screening is not None for _, row in found)
 
 
-def test_what_compiles_for_too_long_costs_nothing_but_its_row(
+def test_what_is_set_up_for_too_long_costs_nothing_but_its_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     found = dict(rows_beside(monkeypatch, never_done, spare=True, seconds=20))
@@ -609,6 +612,25 @@ def test_cores_are_to_spare_on_a_gpu_with_many(monkeypatch: pytest.MonkeyPatch) 
     for count, device, spare in ((16, "cuda", True), (4, "cuda", False), (16, "cpu", False)):
         monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda count=count: count)
         assert WorkerPool(Small(), [], torch.device(device)).spare is spare
+
+
+def test_the_caller_imports_its_compiler_while_the_fork_server_imports() -> None:
+    code = """
+import sys
+import torch
+from torch import nn
+from graphwright.strategies.base import Candidate
+from graphwright.strategies import inductor, torchscript
+from graphwright.tuning.workers.pool import WorkerPool
+for compiler in (torchscript.FREEZE, inductor.INDUCTOR):
+    with WorkerPool(nn.Linear(2, 2), [Candidate(compiler)]) as pool:
+        pool.wait_until_ready()
+    print("torch._inductor.compile_fx" in sys.modules)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.stdout.split() == ["False", "True"], done.stderr
 
 
 def test_compilers_are_not_reset_where_nothing_was_compiled(

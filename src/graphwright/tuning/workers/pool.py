@@ -2,7 +2,7 @@
 
 The model, its inputs and eager's results are written once, to a file without a name. The fork
 server imports what the model needs and forks workers. Several workers may set up at once; only one
-is timed at a time, and nothing else runs then, but compilers where cores are to spare. A worker
+is timed at a time, and nothing else runs then, but slow set-ups where cores are to spare. A worker
 that crashes, hangs or takes too much memory becomes a row of the report, and its whole process
 group is killed.
 
@@ -18,6 +18,7 @@ and then, unless it is to be ended, "clean" or "not clean".
 from __future__ import annotations
 
 import contextlib
+import importlib
 import os
 import signal
 import time
@@ -33,7 +34,7 @@ from torch import nn
 from ...report.result import Row, Status
 from ...report.table import duration, memory
 from ...strategies.base import Candidate
-from ...strategies.registry import is_ours
+from ...strategies.registry import is_ours, usual
 from ..trial import CandidateEvaluator
 from .fork_server import START_TIMEOUT_S, ForkServer, ForkServerGone
 from .process import kill_group, resident_bytes
@@ -54,6 +55,8 @@ _END_TIMEOUT_S = 2.0
 # With so many, some are to spare while one call is timed.
 _MANY_CORES = 8
 _CPU = torch.device("cpu")
+# A set-up that usually takes so long is slow. No other one waits for it.
+_SLOW_S = 3.0
 # For which a worker that was killed is waited for at once.
 _SOON_S = 0.5
 # How often a fork server that has ended is replaced.
@@ -125,8 +128,8 @@ class WorkerPool:
         device: where the model is.
 
     Attributes:
-        spare: whether there are cores to spare: on a GPU, imports and compilers then work beside
-            what is timed. Finalists are timed again, alone.
+        spare: whether there are cores to spare: on a GPU, imports and slow set-ups then go on
+            beside what is timed. Finalists are timed again, alone.
 
     Raises:
         IsolationError: this machine does not allow it; the text says why.
@@ -141,7 +144,8 @@ class WorkerPool:
         # Those that were killed, and have not ended yet.
         self._ending: list[Worker] = []
         self._task: IO[bytes] | None = None
-        compiling = sum(candidate.compiles for candidate in candidates)
+        self._device = device
+        compiling = self._compiling = sum(candidate.compiles for candidate in candidates)
         modules = [*modules_to_import(module), *(["torch._dynamo"] if compiling else [])]
         self.spare = device.type == "cuda" and cores() >= _MANY_CORES
         self._at_once = max(1, cores() * 3 // 4 if self.spare else cores() // 2)
@@ -172,7 +176,14 @@ class WorkerPool:
         self._idle.clear()
 
     def wait_until_ready(self) -> None:
-        """Wait until the fork server has imported everything."""
+        """Wait until the fork server has imported everything.
+
+        This process, which will build what may be chosen, imports its compiler meanwhile.
+        """
+        # If the compiler is broken, its candidates say so.
+        with contextlib.suppress(Exception):
+            if self._compiling:
+                importlib.import_module("torch._inductor.compile_fx")
         self._server.wait_until_ready()
 
     def load(self, evaluator: CandidateEvaluator, limits: Limits) -> None:
@@ -196,7 +207,7 @@ class WorkerPool:
         needed = _COPIES * max(1, os.fstat(self._task.fileno()).st_size)
         room = limits.host_bytes if limits.device_bytes is None else limits.device_bytes
         self._at_once = max(1, min(self._at_once, room // needed))
-        self._server.wait_until_ready()
+        self.wait_until_ready()
 
     # ------------------------------------------------------------ candidates
 
@@ -260,7 +271,7 @@ class WorkerPool:
                 schedule.put_back(job)
 
     def _has_room(self, under_way: Sequence[_Trial]) -> bool:
-        """Whether other candidates may be set up now: nothing is, or only what compiles."""
+        """Whether other candidates may be set up now: nothing is, or only what is slow."""
         if not self.spare:
             return not under_way
         return len(under_way) < self._at_once and all(map(self._is_aside, under_way))
@@ -273,9 +284,11 @@ class WorkerPool:
         return max(1, room)
 
     def _is_aside(self, trial: _Trial) -> bool:
-        """Whether a candidate compiles, and others are set up and timed meanwhile."""
+        """Whether a set-up is slow, and others are set up and timed meanwhile."""
         found = trial.found
-        return self.spare and _sets_up(found) and _candidate_of(found).compiles
+        if not (self.spare and _sets_up(found)):
+            return False
+        return usual(_candidate_of(found), self._device)[1] >= _SLOW_S
 
     def _start_all(
         self,
