@@ -81,6 +81,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("graphwright.tuning.tuner.FINAL_S_EACH", 0.05)
     monkeypatch.setattr("graphwright.evaluation.measurement.WARMUP_S", 0.0)
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_CALLS_PER_BLOCK", 10)
+    monkeypatch.setattr("graphwright.evaluation.measurement.TELLING_S_EACH", 0.0)
     # What else runs here decides nothing: only planted samples are unsteady.
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_SPREAD", math.inf)
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_HELD_UP_SHARE", math.inf)

@@ -7,6 +7,7 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from graphwright.evaluation import measurement
 from graphwright.evaluation.measurement import (
     MAX_ROUNDS,
     MIN_ROUNDS,
+    TELLING_ROUNDS,
     Measurement,
     MemoryMeter,
     Samples,
@@ -45,7 +47,7 @@ class FakeTimer(Timer):
             self.order.append(value)
         return value
 
-    def block(self, call: object, calls: int) -> float:
+    def back_to_back(self, call: object, single: Sequence[float]) -> float:
         return self.once(call) / 2
 
 
@@ -69,6 +71,31 @@ def test_at_least_and_at_most_so_many_rounds() -> None:
     calls = {"a": lambda: 0.01}
     assert len(interleave(calls, FakeTimer(), budget_s=0)["a"].throughput) == MIN_ROUNDS
     assert len(interleave(calls, FakeTimer(), budget_s=1e9)["a"].throughput) == MAX_ROUNDS
+
+
+@pytest.mark.usefixtures("strict")
+@pytest.mark.parametrize(
+    ("seconds", "drift", "rounds"),
+    [(0.01, 2, TELLING_ROUNDS), (0.01, 1, MIN_ROUNDS), (1.1, 2, MIN_ROUNDS)],
+)
+def test_while_it_is_unsteady_more_rounds_are_taken_if_they_are_cheap(
+    seconds: float, drift: int, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measurement, "TELLING_S_EACH", 0.5)
+    ticks = itertools.count(step=seconds)
+    calls = itertools.count()
+    found = interleave(
+        {"a": lambda: 0.1 * (1 + next(calls) // 3 % drift), "b": lambda: 0.1},
+        FakeTimer(),
+        budget_s=0,
+        clock=lambda: next(ticks),
+    )
+    assert len(found["a"].throughput) == rounds
+
+
+def test_the_interval_of_many_rounds_leaves_out_its_ends() -> None:
+    ends = [0.1, 0.2, 0.3, *[1.0] * (TELLING_ROUNDS - 6), 7.0, 8.0, 9.0]
+    assert median_interval(ends) == (1.0, 1.0)
 
 
 @given(st.lists(times, min_size=1, max_size=200))
@@ -161,7 +188,8 @@ class Machine:
     """A clock that timed calls and sleep move, and a load that holds some calls up until a time.
 
     Attributes:
-        until: seconds; before that, three of four calls of "threads" take a hundred times as long.
+        until: seconds; before that, all but the first calls of "threads" take 100 times as long.
+        slept: seconds of each pause but for those in which threads are placed anew.
     """
 
     def __init__(self, until: float) -> None:
@@ -171,14 +199,15 @@ class Machine:
         self._turn = 0
 
     def run(self, seconds: float, *, held_up: bool) -> float:
-        self._turn += 1
-        if held_up and self.now < self.until and self._turn % 8:
+        self._turn += held_up
+        if held_up and self.now < self.until and self._turn > 4:
             seconds *= 100
         self.now += seconds
         return seconds
 
     def sleep(self, seconds: float) -> None:
-        self.slept.append(seconds)
+        if seconds != measurement.PLACING_S:
+            self.slept.append(seconds)
         self.now += seconds
 
     def time(self, **given: float) -> dict[str, Measurement]:
@@ -204,7 +233,7 @@ def test_what_is_unsteady_is_timed_again_later_and_longer() -> None:
     once = Machine(until=1e9).time(deadline=0.0)
     assert unsteadiness(once["threads"])
     assert not unsteadiness(once["eager"])
-    machine = Machine(until=2.0)
+    machine = Machine(until=4.0)
     found = machine.time()
     assert machine.slept == [1.0]
     assert not any(map(unsteadiness, found.values()))
@@ -222,7 +251,7 @@ def test_a_load_that_stays_is_given_up_after_two_more_times() -> None:
 @pytest.mark.usefixtures("strict")
 def test_nothing_is_timed_again_that_would_end_too_late() -> None:
     machine = Machine(until=1e9)
-    machine.time(deadline=machine.now + 5.0)
+    machine.time(deadline=machine.now + 16.0)
     assert machine.slept == [1.0]
 
 
@@ -233,7 +262,7 @@ def test_a_block_is_sized_by_the_fastest_call_and_ends_in_time() -> None:
     assert {len(block) for block in found["a"].latency[1:]} == {10}
     slow = interleave({"a": lambda: 0.2}, FakeTimer(), budget_s=0)["a"]
     assert {len(block) for block in slow.latency} == {1}
-    held_up = itertools.chain([1e-3] * 4, itertools.repeat(0.2))
+    held_up = itertools.chain([1e-3] * 4, itertools.repeat(0.03))
     short = interleave({"a": lambda: next(held_up)}, FakeTimer(), budget_s=0)["a"]
     assert {len(block) for block in short.latency} == {2}
 
@@ -287,6 +316,25 @@ def test_threads_that_share_a_processor_are_given_time_to_part(
     assert found.typical().median == pytest.approx(0.3e-3)
     assert found.interrupted == 0.0
     assert not unsteadiness(found)
+
+
+@pytest.mark.usefixtures("strict")
+def test_a_block_that_is_held_up_as_a_whole_is_timed_again() -> None:
+    """The system does not count all of what holds calls up."""
+    seconds = itertools.chain([1e-3] * 30, [24e-3] * 15, itertools.repeat(1e-3))
+    slept: list[float] = []
+    found = interleave({"a": lambda: next(seconds)}, FakeTimer(), budget_s=0, sleep=slept.append)[
+        "a"
+    ]
+    assert set(slept) == {measurement.PLACING_S}
+    assert found.rounds("latency") == [1e-3] * MIN_ROUNDS
+
+
+def test_on_the_cpu_single_calls_are_back_to_back() -> None:
+    calls = itertools.count()
+    found = interleave({"a": lambda: next(calls)}, Timer(torch.device("cpu")), budget_s=0)["a"]
+    singles = [measurement._undisturbed_median(b, min(b)) for b in found.latency]
+    assert list(found.throughput) == pytest.approx(singles, abs=1e-9)
 
 
 @pytest.mark.usefixtures("strict")

@@ -6,7 +6,7 @@ import contextlib
 import gc
 import importlib.util
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import planted
@@ -20,7 +20,7 @@ from graphwright.evaluation.measurement import Measurement
 from graphwright.report.result import Row, Status
 from graphwright.strategies.base import Availability, Built
 from graphwright.tuning import choice_cache
-from graphwright.tuning.selection import near_best
+from graphwright.tuning.selection import near_best, ranked
 from graphwright.tuning.trial import judge
 from graphwright.tuning.tuner import Tuning
 
@@ -142,7 +142,9 @@ def wild(monkeypatch: pytest.MonkeyPatch) -> set[str]:
     return names
 
 
-def test_what_is_unsteady_is_never_chosen_and_the_verdict_says_why(wild: set[str]) -> None:
+def test_what_is_unsteady_and_slow_at_times_is_not_chosen_and_the_verdict_says_it(
+    wild: set[str],
+) -> None:
     model, x = small()
     wild.add("eager:no_grad")
     tuning = Tuning(model, (x,), strategies=["eager:no_grad", "eager:inference_mode"])
@@ -162,7 +164,7 @@ def test_what_is_unsteady_is_never_chosen_and_the_verdict_says_why(wild: set[str
     assert choice_cache.recall(key) is None
 
 
-def test_where_eager_is_unsteady_it_is_kept(wild: set[str]) -> None:
+def test_where_eager_is_unsteady_and_fast_at_times_it_is_kept(wild: set[str]) -> None:
     model, x = small()
     wild.add("eager")
     tuning = Tuning(model, (x,), strategies=["eager:no_grad", "eager:inference_mode"])
@@ -171,6 +173,48 @@ def test_where_eager_is_unsteady_it_is_kept(wild: set[str]) -> None:
     assert all(report.speedup(row) is None for row in report.rows)
     assert "its own time is unsteady" in report.reason
     assert "The machine was busy" in report.reason
+
+
+def rows_of(tuning: Tuning, rounds: Mapping[str, Sequence[float]], wild: str) -> list[str]:
+    """Give a tuning rows with final rounds, one of them unsteady; their names, best first."""
+    report = tuning.report
+    for name, seconds in rounds.items():
+        row = Row(name, Status.OK, final=rounds_of(*seconds), complexity=1 - (name == "eager"))
+        row.unsteady = "its rounds disagree by a factor of 2.0" * (name == wild)
+        report.rows.append(row)
+    found = [row.strategy for row in ranked(report, report.rows)]
+    tuning._conclude(report.row(found[0]))
+    return found
+
+
+@pytest.mark.parametrize("objective", ["latency", "throughput"])
+def test_what_is_always_faster_than_the_fastest_call_of_an_unsteady_eager_is_chosen(
+    objective: str,
+) -> None:
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=[], objective=objective)
+    rounds = {"eager": [4, 8] * 5, "good": [1.0] * 10, "better": [0.5] * 10, "slow": [5] * 10}
+    assert rows_of(tuning, rounds, "eager") == ["better", "good", "eager", "slow"]
+    assert tuning.report.ratios(tuning.report.rows[1]) == []
+    assert "8.00 times as fast as eager's fastest call. The machine was busy" in (
+        tuning.report.reason
+    )
+
+
+def test_eager_is_as_fast_as_its_fastest_call_in_any_screening() -> None:
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=[])
+    seen = Row("screened", Status.OK, screening=rounds_of(*[3] * 10))
+    seen.baseline = rounds_of(0.9, *[3] * 9)
+    tuning.report.rows.append(seen)
+    assert rows_of(tuning, {"eager": [4, 8] * 5, "good": [1.0] * 10}, "eager")[0] == "eager"
+
+
+def test_an_unsteady_candidate_counts_with_its_slowest_round() -> None:
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=[])
+    rounds = {"eager": [10] * 10, "wild": [1, 4] * 5, "good": [3] * 10, "late": [5] * 10}
+    assert rows_of(tuning, rounds, "wild") == ["good", "wild", "late", "eager"]
 
 
 def test_a_steady_run_says_nothing_of_the_load_and_is_remembered(wild: set[str]) -> None:

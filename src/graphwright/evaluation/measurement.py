@@ -40,9 +40,12 @@ MAX_CALLS_PER_BLOCK = 50
 BLOCK_S = 0.02
 MIN_ROUNDS = 5
 MAX_ROUNDS = 25
+# Of so many rounds, the interval of a median leaves out three at each end. While something is
+# unsteady, so many are taken if that costs at most so many seconds more for each callable.
+TELLING_ROUNDS, TELLING_S_EACH = 15, 0.5
 WARMUP_S = 0.1
 # Seconds after which a block ends early, as where other work holds its calls up.
-MAX_BLOCK_S = 0.25
+MAX_BLOCK_S = 0.05
 # A call that takes more than so many times as long as the fastest one was held up by other work.
 HELD_UP = 3.0
 # Figures are unsteady if the 95 % interval of their median spans more than this factor ...
@@ -54,8 +57,8 @@ MAX_HELD_UP_SHARE = 0.75
 MAX_INTERRUPTIONS = 20.0
 # A process that has so large a share of all processors is in its own way.
 OWN_SHARE = 0.9
-# Seconds to wait after an interrupted block, so that threads are placed anew; how often in vain,
-# and how often at all.
+# Seconds to wait after a block that was interrupted or held up, so that threads are placed anew;
+# how often in vain, and how often at all.
 PLACING_S, IN_VAIN, PLACINGS = 0.2, 4, 30
 # Seconds to wait before unsteady callables are timed again, each time for twice as long.
 PAUSES_S = (1.0, 4.0)
@@ -104,7 +107,8 @@ class Measurement:
 
     `latency` holds, for each round, the synchronised single calls; `throughput` one figure a
     round for calls issued back to back. All in seconds per call. `interrupted` is the share of the
-    single calls from which the system took a processor, for other work than the process's own.
+    single calls from which the system took a processor, for other work than the process's own, or
+    of the rounds in which that was so of nearly all calls, or all were held up, if that is larger.
     """
 
     latency: tuple[tuple[float, ...], ...] = field(repr=False)
@@ -125,8 +129,11 @@ class Measurement:
         """One figure a round: the median latency, or the seconds per call back to back."""
         if objective == "throughput":
             return list(self.throughput)
-        fastest = min(map(min, self.latency))
-        return [_undisturbed_median(block, fastest) for block in self.latency]
+        return [_undisturbed_median(block, self.fastest()) for block in self.latency]
+
+    def fastest(self, objective: str = "latency") -> float:
+        """The fastest single call, or the fastest round of calls back to back."""
+        return min(self.throughput) if objective == "throughput" else min(map(min, self.latency))
 
     def typical(self, objective: str = "latency") -> Samples:
         """The figures of the rounds as samples, whose median is what is shown."""
@@ -191,6 +198,11 @@ class _Block:
             return 0.0
         return self.interrupted / len(self.seconds)
 
+    def is_disturbed(self, fastest: float) -> bool:
+        """Whether nearly all calls were interrupted, or all held up beside the fastest so far."""
+        held_up = min(self.seconds) > HELD_UP * fastest
+        return held_up or self.interrupted_share > MAX_HELD_UP_SHARE
+
 
 class Timer:
     """Times calls on one device. On CUDA every single call is synchronised."""
@@ -212,20 +224,22 @@ class Timer:
         self.synchronize()
         return time.perf_counter() - start
 
-    def block(self, call: Call, calls: int) -> float:
-        """Seconds per call of back-to-back calls: by CUDA events, or of each one on the CPU."""
-        self.synchronize()
+    def back_to_back(self, call: Call, single: Sequence[float]) -> float:
+        """Seconds per call of as many calls issued back to back, by CUDA events.
+
+        On the CPU each call is waited for in any case, so the single ones say it.
+        """
         if not self._cuda:
-            spent = _timed_calls(self, call, calls).seconds
-            return _undisturbed_median(spent, min(spent))
+            return _undisturbed_median(single, min(single))
+        self.synchronize()
         begin = torch.cuda.Event(enable_timing=True)
         end = torch.cuda.Event(enable_timing=True)
         begin.record()
-        for _ in range(calls):
+        for _ in single:
             call()
         end.record()
         end.synchronize()
-        return float(begin.elapsed_time(end)) / 1e3 / calls
+        return float(begin.elapsed_time(end)) / 1e3 / len(single)
 
 
 def interleave(
@@ -234,6 +248,7 @@ def interleave(
     *,
     budget_s: float,
     max_rounds: int | None = None,
+    fastest: dict[str, float] | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], object] = time.sleep,
 ) -> dict[str, Measurement]:
@@ -242,8 +257,10 @@ def interleave(
     Args:
         calls: what to time, by name; each takes no argument.
         timer: where they run.
-        budget_s: seconds to spend in all; at least five rounds are taken whatever they cost.
+        budget_s: seconds to spend in all; at least five rounds are taken whatever they cost, and
+            while something is unsteady fifteen, if they cost little more.
         max_rounds: the most rounds to take; twenty-five by default.
+        fastest: seconds of the fastest call of each that is known; brought up to date.
         clock: seconds, monotonic; tests pass their own.
         sleep: waits for seconds; likewise.
 
@@ -251,16 +268,33 @@ def interleave(
         a Measurement for each name, with as many rounds as all the others.
     """
     names = list(calls)
-    fastest = {name: _warm_up(calls[name], timer) for name in names}
+    fastest = {} if fastest is None else fastest
+    for name in names:
+        fastest[name] = min(_warm_up(calls[name], timer), fastest.get(name, math.inf))
     latency: dict[str, list[tuple[float, ...]]] = {name: [] for name in names}
     throughput: dict[str, list[float]] = {name: [] for name in names}
     total = {name: _Block() for name in names}
+    disturbed = dict.fromkeys(names, 0)
     in_vain = placings = 0
+
+    def found() -> dict[str, Measurement]:
+        return {
+            name: Measurement(
+                tuple(latency[name]),
+                tuple(throughput[name]),
+                max(total[name].interrupted_share, disturbed[name] / len(latency[name])),
+            )
+            for name in names
+        }
+
     deadline = clock() + budget_s
     with collection_held_off():
         for turn in range(max_rounds or MAX_ROUNDS):
-            if turn >= MIN_ROUNDS and clock() >= deadline:
-                break
+            late_s = clock() - deadline
+            if turn >= MIN_ROUNDS and late_s >= 0:
+                telling = turn >= TELLING_ROUNDS or not _count_unsteady(found(), "latency")
+                if telling or late_s >= TELLING_S_EACH * len(names):
+                    break
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 call = calls[name]
@@ -269,7 +303,7 @@ def interleave(
                 # The fastest call so far: one that was held up says little about the others.
                 size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
                 block = _timed_calls(timer, call, size)
-                while block.interrupted_share > MAX_HELD_UP_SHARE:
+                while block.is_disturbed(fastest[name]):
                     if in_vain == IN_VAIN or placings == PLACINGS:
                         break
                     in_vain, placings = in_vain + 1, placings + 1
@@ -278,16 +312,12 @@ def interleave(
                     block = _timed_calls(timer, call, size)
                 else:
                     in_vain = 0
+                disturbed[name] += block.is_disturbed(fastest[name])
                 fastest[name] = min(fastest[name], *block.seconds)
                 total[name].add(block)
                 latency[name].append(tuple(round(s, DIGITS) for s in block.seconds))
-                throughput[name].append(round(timer.block(call, size), DIGITS))
-    return {
-        name: Measurement(
-            tuple(latency[name]), tuple(throughput[name]), total[name].interrupted_share
-        )
-        for name in names
-    }
+                throughput[name].append(round(timer.back_to_back(call, block.seconds), DIGITS))
+    return found()
 
 
 def interleave_until_steady(
@@ -314,7 +344,9 @@ def interleave_until_steady(
     Returns:
         the measurements that have the fewest unsteady ones among them, the latest of those.
     """
-    found = interleave(calls, timer, budget_s=budget_s, clock=clock, sleep=sleep)
+    fastest: dict[str, float] = {}
+    given: dict[str, Any] = {"fastest": fastest, "clock": clock, "sleep": sleep}
+    found = interleave(calls, timer, budget_s=budget_s, **given)
     for attempt, pause_s in enumerate(PAUSES_S, 1):
         unsteady = _count_unsteady(found, objective)
         longer_s = budget_s * 2**attempt
@@ -326,8 +358,7 @@ def interleave_until_steady(
             timer,
             budget_s=longer_s,
             max_rounds=MAX_ROUNDS * 2**attempt,
-            clock=clock,
-            sleep=sleep,
+            **given,
         )
         if _count_unsteady(again, objective) <= unsteady:
             found = again

@@ -214,13 +214,29 @@ class Results:
     def cost(self, row: Row) -> float:
         """The figure to minimize: time relative to eager, peak bytes, or seconds to an answer.
 
-        Infinite if it is not known, as of an unsteady candidate's time.
+        Where a ratio to eager is not known, as beside other work that makes times unsteady, it is
+        the most that it can be. Infinite if nothing is known.
         """
         if self.objective == "cold_start":
             return math.inf if row.cold_start_s is None else row.cold_start_s
         if self.objective == "memory" and row.peak_bytes is not None:
             return float(row.peak_bytes)
-        return statistics.median(self.ratios(row) or [math.inf])
+        ratios = self.ratios(row)
+        return statistics.median(ratios) if ratios else self._cost_at_most(row)
+
+    def _cost_at_most(self, row: Row) -> float:
+        """A row's slowest rounds relative to the fastest that eager was ever seen."""
+        if row.measurement is None:
+            return math.inf
+        if row.strategy == EAGER:
+            return 1.0
+        eager = self.row(EAGER)
+        seen = [] if eager is None else [eager.screening, eager.final]
+        seen += [each.baseline for each in self.rows]
+        fastest = min((each.fastest(self.figure) for each in seen if each), default=0.0)
+        rounds = row.measurement.rounds(self.figure)
+        slowest = max(rounds) if row.unsteady else median_interval(rounds)[1]
+        return slowest / fastest if fastest else math.inf
 
     def speedup(self, row: Row, other: str = EAGER) -> tuple[float, float, float] | None:
         """How many times faster than another row: median and 95 % interval; None without data."""

@@ -34,7 +34,7 @@ def near_best(report: Report) -> list[Row]:
     and so are unsteady ones.
     """
     rows = eligible(report)
-    near = {row.strategy for row in rows if report.cost(row) == math.inf}
+    near = {row.strategy for row in rows if row.unsteady or report.cost(row) == math.inf}
     for measure in (Report.cost, _own_cost):
         limit = FINALIST_FACTOR * min((measure(report, row) for row in rows), default=0.0)
         near |= {row.strategy for row in rows if measure(report, row) <= limit}
@@ -44,7 +44,8 @@ def near_best(report: Report) -> list[Row]:
 def ranked(report: Report, rows: list[Row]) -> list[Row]:
     """The eligible ones of some rows, best first; within the noise of the best, simplest first.
 
-    Those that were not timed in the common rounds, if there were any, come last.
+    Those that were not timed in the common rounds, if there were any, come last. What is unsteady
+    counts with its slowest rounds, against the fastest call of eager.
     """
     rows = [row for row in rows if row.status is Status.OK]
     timed_apart = [row for row in rows if row.final is None]
@@ -69,15 +70,16 @@ def _ties(report: Report, row: Row, best: Row) -> bool:
     """Whether a row is as good as the best within the noise."""
     if report.objective in ("memory", "cold_start"):
         return report.cost(row) <= _WORTH_IT * report.cost(best)
-    if report.cost(row) == math.inf:
-        return False
+    if row.unsteady or best.unsteady:
+        return row is best
     if row.final is not None and best.final is not None:
         # Compare them directly: the ratios to eager have eager's noise in addition.
         low, _ = median_interval(row.final.ratios(best.final, report.objective))
         return low <= _WORTH_IT
-    low, _ = median_interval(report.ratios(row))
-    _, high = median_interval(report.ratios(best))
-    return low <= high * _WORTH_IT
+    mine, its = report.ratios(row), report.ratios(best)
+    if not (mine and its):
+        return row is best
+    return median_interval(mine)[0] <= median_interval(its)[1] * _WORTH_IT
 
 
 def reason_for(report: Report, chosen: Row, finalists: list[Row], load: str = "") -> str:
@@ -120,12 +122,16 @@ def _reason(report: Report, chosen: Row, finalists: list[Row]) -> str:
         if others == 1:
             beaten = "the other one that was measured does not beat it"
         if chosen.unsteady:
-            beaten = "its own time is unsteady, so no strategy can be shown to beat it"
+            beaten = "its own time is unsteady, and none is always faster than its fastest call"
+            return f"eager was chosen: {beaten}.{untried}"
         return f"eager was chosen: {beaten} beyond the noise.{untried}"
     text = f"{chosen.strategy} was chosen: {what} that agrees with float64"
     speed = report.speedup(chosen)
     if speed is not None:
         text += f", {speed[0]:.2f} ({speed[1]:.2f} to {speed[2]:.2f}) times as fast as eager"
+    elif report.objective != "memory" and report.cost(chosen) < 1:
+        least = 1 / report.cost(chosen)
+        text += f", at least {least:.2f} times as fast as eager's fastest call"
     best = min(finalists, key=report.cost, default=chosen)
     known = report.cost(best) < math.inf
     if known and best is not chosen and report.objective != "memory":
