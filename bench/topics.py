@@ -17,6 +17,8 @@ from .architectures.table import WAYS as DIMENSIONS
 from .architectures.table import to_markdown as architectures_to_markdown
 from .breaks.run import to_markdown as breaks_to_markdown
 from .buckets.run import to_markdown as buckets_to_markdown
+from .busy.run import LIMIT, furthest
+from .busy.run import to_markdown as busy_to_markdown
 from .calls.run import added
 from .calls.run import to_markdown as calls_to_markdown
 from .capture.table import to_markdown as capture_to_markdown
@@ -168,6 +170,27 @@ def _search(results: Results) -> Outcome:
 
 
 # ------------------------------------------------------------ graphs
+
+
+def _busy(results: Results) -> Outcome:
+    result = results["busy-cpu"]
+    quiet, busy = result["quiet"], result["busy"]
+    marked = sum(bool(run["unsteady"]) for run in busy)
+    rows: list[Row] = [
+        (f"run {number}", [furthest(quiet, run)[1]]) for number, run in enumerate(busy, 1)
+    ]
+    return Outcome(
+        f"in {len(busy)} runs no ratio is off by more than a factor of {max(firsts(rows)):.2f}, "
+        f"and {marked} have rows that are marked as unsteady",
+        Bars(
+            "By which factor the ratio that is furthest off differs from the quiet one's, by run",
+            "factor",
+            ["tune()"],
+            rows,
+            "{:.2f}".format,
+            (LIMIT, "limit"),
+        ),
+    )
 
 
 def _capture(results: Results) -> Outcome:
@@ -614,6 +637,14 @@ TOPICS = (
         ["search"],
         {"search*": _unnamed(search_to_markdown)},
         _search,
+    ),
+    Topic(
+        "busy",
+        "On a busy machine",
+        "How far the ratios of `tune()` are off where other processes take its time.",
+        ["busy"],
+        {"busy*": _unnamed(busy_to_markdown)},
+        _busy,
     ),
     Topic(
         "capture",

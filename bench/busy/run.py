@@ -7,7 +7,6 @@ A ratio that is off by more than LIMIT has to be of a row that is marked as unst
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import subprocess
 import sys
@@ -24,6 +23,7 @@ from graphwright.report.result import COMPILE_DEFAULT, EAGER
 
 from ..cases import mlp
 from ..common.record import commit, write
+from ..common.rendering import machine, marked
 
 SCHEMA = "graphwright.bench.busy"
 # A ratio may be off by this factor.
@@ -93,7 +93,6 @@ def tuned() -> dict[str, Any]:
         "reason": report.reason,
         "seconds": report.seconds,
         "load": os.getloadavg()[0],
-        "report": json.loads(report.to_json()),
     }
 
 
@@ -108,7 +107,7 @@ def benchmark(out: Path, *, runs: int, processes: int) -> int:
             busy.append(tuned())
             print(_line(f"busy {number}", quiet, busy[-1]), flush=True)
     found = problems(quiet, busy)
-    where = out / "busy.json"
+    where = out / "busy-cpu.json"
     result = {
         "schema": SCHEMA,
         "schema_version": 1,
@@ -126,11 +125,43 @@ def benchmark(out: Path, *, runs: int, processes: int) -> int:
     return len(found)
 
 
+def furthest(quiet: Mapping[str, Any], run: Mapping[str, Any]) -> tuple[str, float]:
+    """Which ratio of a run is furthest off the quiet one's, and by which factor."""
+    off = deviations(quiet["ratios"], run["ratios"])
+    return max(off.items(), key=lambda item: item[1], default=("", 1.0))
+
+
+def to_markdown(result: Mapping[str, Any]) -> str:
+    """The runs as a table, and what they show that must not be."""
+    quiet = result["quiet"]
+    table = [
+        ["", "chosen", "seconds", "load average", "furthest off", "by a factor of", "unsteady"]
+    ]
+    for number, run in enumerate([quiet, *result["busy"]]):
+        name, off = furthest(quiet, run) if number else ("–", 1.0)
+        row = [f"run {number}" if number else "quiet", run["chosen"], f"{run['seconds']:.0f}"]
+        row += [f"{run['load']:.1f}", name, f"{off:.2f}" if number else "–"]
+        table.append([*row, ", ".join(run["unsteady"]) or "none"])
+    return "\n".join(
+        [
+            f"An MLP of two layers, tuned on the CPU once while nothing else ran, then beside "
+            f"{result['processes']} processes that only compute. *Furthest off* is the ratio that "
+            "differs most from the quiet one's. What is marked as unsteady has no ratio.",
+            "",
+            *marked(table),
+            "",
+            "; ".join(result["problems"]) + "." if result["problems"] else "Every target was met.",
+            "",
+            machine(result["environment"]),
+            "",
+        ]
+    )
+
+
 def _line(name: str, quiet: Mapping[str, Any], run: Mapping[str, Any]) -> str:
     """One run in a line, for whoever watches."""
-    off = deviations(quiet["ratios"], run["ratios"])
-    worst = max(off, key=lambda name: off[name], default="")
+    worst, off = furthest(quiet, run)
     text = f"{name}: {run['chosen']} chosen, {run['seconds']:.0f} s, load {run['load']:.1f}"
     if run is not quiet and worst:
-        text += f"; furthest off: {worst}, {off[worst]:.2f}"
+        text += f"; furthest off: {worst}, {off:.2f}"
     return f"{text}; unsteady: {', '.join(run['unsteady']) or 'none'}"

@@ -206,7 +206,7 @@ class Machine:
         return seconds
 
     def sleep(self, seconds: float) -> None:
-        if seconds != measurement.PLACING_S:
+        if seconds in measurement.PAUSES_S:
             self.slept.append(seconds)
         self.now += seconds
 
@@ -312,7 +312,7 @@ def test_threads_that_share_a_processor_are_given_time_to_part(
 ) -> None:
     shared = Shared(monkeypatch, until=2)
     found = shared.time()
-    assert shared.slept == [measurement.PLACING_S] * 2
+    assert shared.slept == [measurement.PLACING_S, 2 * measurement.PLACING_S]
     assert found.typical().median == pytest.approx(0.3e-3)
     assert found.interrupted == 0.0
     assert not unsteadiness(found)
@@ -326,7 +326,7 @@ def test_a_block_that_is_held_up_as_a_whole_is_timed_again() -> None:
     found = interleave({"a": lambda: next(seconds)}, FakeTimer(), budget_s=0, sleep=slept.append)[
         "a"
     ]
-    assert set(slept) == {measurement.PLACING_S}
+    assert slept[:2] == [measurement.PLACING_S, 2 * measurement.PLACING_S]
     assert found.rounds("latency") == [1e-3] * MIN_ROUNDS
 
 
@@ -343,11 +343,23 @@ def test_calls_that_stay_interrupted_are_unsteady_however_alike(
 ) -> None:
     shared = Shared(monkeypatch, until=1000)
     found = shared.time(deadline=0.0)
-    assert shared.slept == [measurement.PLACING_S] * measurement.IN_VAIN
+    assert shared.slept == [measurement.PLACING_S * 2**n for n in range(measurement.IN_VAIN)]
     assert found.typical().median == pytest.approx(24e-3)
     assert unsteadiness(found) == "other work interrupted 100% of its calls"
     both = weighted([(1.0, found), (3.0, Measurement(found.latency, found.throughput))])
     assert unsteadiness(both) == "other work interrupted 100% of its calls"
+
+
+@pytest.mark.usefixtures("strict")
+def test_where_threads_part_and_meet_for_too_long_no_more_rounds_are_taken() -> None:
+    """Of every other block one waits for its threads to part, for six seconds in all."""
+    seconds = itertools.cycle([1e-3] * 14 + [24e-3] * 10)
+    slept: list[float] = []
+    found = interleave(
+        {"a": lambda: next(seconds)}, FakeTimer(), budget_s=1e9, max_rounds=1000, sleep=slept.append
+    )["a"]
+    assert sum(slept) == pytest.approx(measurement.PLACINGS_S)
+    assert MIN_ROUNDS <= len(found.throughput) < 1000
 
 
 @pytest.mark.usefixtures("strict")

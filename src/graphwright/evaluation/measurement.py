@@ -57,9 +57,9 @@ MAX_HELD_UP_SHARE = 0.75
 MAX_INTERRUPTIONS = 20.0
 # A process that has so large a share of all processors is in its own way.
 OWN_SHARE = 0.9
-# Seconds to wait after a block that was interrupted or held up, so that threads are placed anew;
-# how often in vain, and how often at all.
-PLACING_S, IN_VAIN, PLACINGS = 0.2, 4, 30
+# Seconds to wait after a block that was interrupted or held up, so that threads are placed anew:
+# twice as long each time in vain, so often in vain, and so long in all.
+PLACING_S, IN_VAIN, PLACINGS_S = 0.05, 5, 6.0
 # Seconds to wait before unsteady callables are timed again, each time for twice as long.
 PAUSES_S = (1.0, 4.0)
 # Seconds are kept to a tenth of a nanosecond, beyond any clock, so that a saved sample is short and
@@ -275,7 +275,7 @@ def interleave(
     throughput: dict[str, list[float]] = {name: [] for name in names}
     total = {name: _Block() for name in names}
     disturbed = dict.fromkeys(names, 0)
-    in_vain = placings = 0
+    in_vain, paused_s = 0, 0.0
 
     def found() -> dict[str, Measurement]:
         return {
@@ -295,6 +295,9 @@ def interleave(
                 telling = turn >= TELLING_ROUNDS or not _count_unsteady(found(), "latency")
                 if telling or late_s >= TELLING_S_EACH * len(names):
                     break
+            # What is no longer waited for says little.
+            if turn >= MIN_ROUNDS and paused_s >= PLACINGS_S:
+                break
             shift = turn % len(names)
             for name in names[shift:] + names[:shift]:
                 call = calls[name]
@@ -304,10 +307,11 @@ def interleave(
                 size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
                 block = _timed_calls(timer, call, size)
                 while block.is_disturbed(fastest[name]):
-                    if in_vain == IN_VAIN or placings == PLACINGS:
+                    pause_s = min(PLACING_S * 2**in_vain, PLACINGS_S - paused_s)
+                    if in_vain == IN_VAIN or pause_s <= 0:
                         break
-                    in_vain, placings = in_vain + 1, placings + 1
-                    sleep(PLACING_S)
+                    in_vain, paused_s = in_vain + 1, paused_s + pause_s
+                    sleep(pause_s)
                     timer.once(call)
                     block = _timed_calls(timer, call, size)
                 else:
