@@ -48,6 +48,8 @@ WARMUP_S = 0.1
 MAX_BLOCK_S = 0.05
 # A call that takes more than so many times as long as the fastest one was held up by other work.
 HELD_UP = 3.0
+# On a CPU, a call whose threads share a processor takes up to twice as long, in whole blocks.
+TOGETHER = 1.4
 # Figures are unsteady if the 95 % interval of their median spans more than this factor ...
 MAX_SPREAD = 1.5
 # ... or if more than this share of the calls were held up.
@@ -198,10 +200,9 @@ class _Block:
             return 0.0
         return self.interrupted / len(self.seconds)
 
-    def is_disturbed(self, fastest: float) -> bool:
-        """Whether nearly all calls were interrupted, or all held up beside the fastest so far."""
-        held_up = min(self.seconds) > HELD_UP * fastest
-        return held_up or self.interrupted_share > MAX_HELD_UP_SHARE
+    def is_disturbed(self, most: float) -> bool:
+        """Whether nearly all calls were interrupted, or all took more than so many seconds."""
+        return min(self.seconds) > most or self.interrupted_share > MAX_HELD_UP_SHARE
 
 
 class Timer:
@@ -210,6 +211,8 @@ class Timer:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._cuda = device.type == "cuda"
+        # How many times as long as the fastest call all calls of a block may take.
+        self.slowest_block = HELD_UP if self._cuda else TOGETHER
 
     def synchronize(self) -> None:
         """Wait until the device has finished what was issued."""
@@ -275,7 +278,8 @@ def interleave(
     throughput: dict[str, list[float]] = {name: [] for name in names}
     total = {name: _Block() for name in names}
     disturbed = dict.fromkeys(names, 0)
-    in_vain, paused_s = 0, 0.0
+    in_vain = dict.fromkeys(names, 0)
+    paused_s = 0.0
 
     def found() -> dict[str, Measurement]:
         return {
@@ -306,17 +310,19 @@ def interleave(
                 # The fastest call so far: one that was held up says little about the others.
                 size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
                 block = _timed_calls(timer, call, size)
-                while block.is_disturbed(fastest[name]):
-                    pause_s = min(PLACING_S * 2**in_vain, PLACINGS_S - paused_s)
-                    if in_vain == IN_VAIN or pause_s <= 0:
+                most = timer.slowest_block * fastest[name]
+                while block.is_disturbed(most):
+                    pause_s = min(PLACING_S * 2 ** in_vain[name], PLACINGS_S - paused_s)
+                    if in_vain[name] == IN_VAIN or pause_s <= 0:
                         break
-                    in_vain, paused_s = in_vain + 1, paused_s + pause_s
+                    in_vain[name] += 1
+                    paused_s += pause_s
                     sleep(pause_s)
                     timer.once(call)
                     block = _timed_calls(timer, call, size)
                 else:
-                    in_vain = 0
-                disturbed[name] += block.is_disturbed(fastest[name])
+                    in_vain[name] = 0
+                disturbed[name] += block.is_disturbed(most)
                 fastest[name] = min(fastest[name], *block.seconds)
                 total[name].add(block)
                 latency[name].append(tuple(round(s, DIGITS) for s in block.seconds))

@@ -107,15 +107,15 @@ class FinalRounds:
             for name, measurement in measured.items():
                 found.setdefault(name, []).append((sample.weight, measurement))
                 why = unsteadiness(measurement, self.report.figure)
-                row = rows[COMPILE_DEFAULT if name == _BARE else name]
                 if why:
-                    unsteady.setdefault(row.strategy, why)
+                    unsteady.setdefault(name, why)
                 if len(samples) > 1 and name != _BARE:
-                    part = row.by_shape[sample.name]
+                    part = rows[name].by_shape[sample.name]
                     part.final, part.unsteady = measurement, why
         means = {n: m[0][1] if len(samples) == 1 else weighted(m) for n, m in found.items()}
-        if _BARE in means:
-            rows[COMPILE_DEFAULT].bare = means.pop(_BARE)
+        bare = means.pop(_BARE, None)
+        if bare is not None and _BARE not in unsteady:
+            rows[COMPILE_DEFAULT].bare = bare
         for name, measurement in means.items():
             rows[name].final, rows[name].unsteady = measurement, unsteady.get(name, "")
         if EAGER not in unsteady:
