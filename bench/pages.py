@@ -61,7 +61,7 @@ def page_of(topic: Topic, results: Results) -> tuple[str, str, list[str]]:
         f"![{outcome.plot.label}](../images/results-{topic.name}.svg)",
         "",
         f"To repeat: {commands}; `scripts/bench tables` makes this page from the files under "
-        "`bench/results/`, which hold every raw sample. [How the figures are "
+        "`bench/results/`, which hold what was measured. [How the figures are "
         "taken](../explanation/measuring.md).",
         "",
     ]

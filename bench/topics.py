@@ -150,7 +150,7 @@ def _tune(results: Results) -> Outcome:
 
 
 def _search(results: Results) -> Outcome:
-    data = results["search-h100"]
+    data = results["search-h200"]
     rows: list[Row] = []
     for name, model in data["models"].items():
         eager = figure(model, "eager")
@@ -167,9 +167,6 @@ def _search(results: Results) -> Outcome:
             rows,
         ),
     )
-
-
-# ------------------------------------------------------------ graphs
 
 
 def _busy(results: Results) -> Outcome:
@@ -191,6 +188,9 @@ def _busy(results: Results) -> Outcome:
             (LIMIT, "limit"),
         ),
     )
+
+
+# ------------------------------------------------------------ graphs
 
 
 def _capture(results: Results) -> Outcome:

@@ -10,6 +10,7 @@ import argparse
 import contextlib
 import json
 import os
+import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -63,6 +64,12 @@ CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 UNUSABLE = "unusable"
 # Searches whose rows are compared one by one.
 WHOLE = ("default", "exhaustive")
+MEASUREMENTS = ("screening", "baseline", "final", "bare")
+
+
+def medians(latency: list[list[float]]) -> list[list[float]]:
+    """For each round the median of its calls: of all of them a report has half a megabyte."""
+    return [[statistics.median(block)] for block in latency]
 
 
 @contextlib.contextmanager
@@ -106,8 +113,11 @@ def measure(
         seconds = time.perf_counter() - began
         call.report.model = name
         report = json.loads(call.report.to_json())
-        if way not in WHOLE:  # Half a megabyte of samples.
+        if way not in WHOLE:
             report = {key: report[key] for key in ("chosen", "reason", "curve")}
+        for row in report.get("rows", ()):
+            for measurement in filter(None, (row[key] for key in MEASUREMENTS)):
+                measurement["latency"] = medians(measurement["latency"])
         figures["searches"][way] = {"seconds": seconds, "report": report}
         call.calls.clear()
         made: Call = call

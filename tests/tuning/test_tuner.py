@@ -175,6 +175,17 @@ def test_where_eager_is_unsteady_and_fast_at_times_it_is_kept(wild: set[str]) ->
     assert "The machine was busy" in report.reason
 
 
+def test_an_unsteady_figure_without_checks_does_not_mark_torch_compile(wild: set[str]) -> None:
+    model, x = small()
+    wild.add("torch.compile without checks")
+    report = gw.tune(model, (x,), strategies=[Planted("inductor", planted.directly)]).report
+    compiled = report.row("inductor")
+    assert compiled is not None
+    assert not compiled.unsteady
+    assert compiled.bare is None
+    assert report.ratios(compiled) == [1.0] * 10
+
+
 def rows_of(tuning: Tuning, rounds: Mapping[str, Sequence[float]], wild: str) -> list[str]:
     """Give a tuning rows with final rounds, one of them unsteady; their names, best first."""
     report = tuning.report
