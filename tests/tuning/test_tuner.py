@@ -264,6 +264,11 @@ def test_what_was_unsteady_when_screened_is_timed_again_with_the_finalists() -> 
         tuning.report.rows.append(row)
     tuning.report.rows[-1].unsteady = "its rounds disagree by a factor of 3.0"
     assert [row.strategy for row in near_best(tuning.report)] == ["fast", "wild"]
+    # Of what is tuned for memory, times decide nothing.
+    for row, peak in zip(tuning.report.rows, (9, 1, 9, 9), strict=True):
+        row.peak_bytes = peak
+    tuning.report.objective = "memory"
+    assert [row.strategy for row in near_best(tuning.report)] == ["fast"]
 
 
 def test_within_the_noise_the_simpler_one_is_chosen() -> None:

@@ -34,7 +34,10 @@ def near_best(report: Report) -> list[Row]:
     and so are unsteady ones.
     """
     rows = eligible(report)
-    near = {row.strategy for row in rows if row.unsteady or report.cost(row) == math.inf}
+    of_time = report.objective in ("latency", "throughput")
+    near = {
+        row.strategy for row in rows if report.cost(row) == math.inf or (of_time and row.unsteady)
+    }
     for measure in (Report.cost, _own_cost):
         limit = FINALIST_FACTOR * min((measure(report, row) for row in rows), default=0.0)
         near |= {row.strategy for row in rows if measure(report, row) <= limit}
