@@ -633,6 +633,29 @@ for compiler in (torchscript.FREEZE, inductor.INDUCTOR):
     assert done.stdout.split() == ["False", "True"], done.stderr
 
 
+@pytest.mark.parametrize("spare", [True, False])
+def test_with_cores_to_spare_workers_do_not_wait_for_that(
+    spare: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_end, ended = threading.Event(), []
+
+    def imported() -> None:
+        may_end.wait(60)
+        ended.append("imported")
+
+    monkeypatch.setattr("graphwright.tuning.workers.pool._import_compiler", imported)
+    monkeypatch.setattr("graphwright.tuning.workers.pool.ForkServer", Mock())
+    pool = WorkerPool(Small(), parse_candidates(["inductor"], ()))
+    pool.spare = spare
+    if not spare:
+        may_end.set()
+    pool.wait_until_ready()
+    assert ended == ([] if spare else ["imported"])
+    may_end.set()
+    pool.close()
+    assert ended == ["imported"]
+
+
 def test_compilers_are_not_reset_where_nothing_was_compiled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -21,6 +21,7 @@ import contextlib
 import importlib
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -150,6 +151,7 @@ class WorkerPool:
         self.spare = device.type == "cuda" and cores() >= _MANY_CORES
         self._at_once = max(1, cores() * 3 // 4 if self.spare else cores() // 2)
         threads = max(1, cores() // max(1, min(compiling, self._at_once)))
+        self._importing: threading.Thread | None = None
         self._server_arguments = (modules, threads)
         self._restarts = 0
         self._server = ForkServer(*self._server_arguments)
@@ -166,6 +168,8 @@ class WorkerPool:
         self._server.close()
         if self._task is not None:
             self._task.close()
+        if self._importing is not None:
+            self._importing.join()
 
     def _kill_workers(self) -> None:
         for worker in (*self._workers, *self._ending):
@@ -178,12 +182,14 @@ class WorkerPool:
     def wait_until_ready(self) -> None:
         """Wait until the fork server has imported everything.
 
-        This process, which will build what may be chosen, imports its compiler meanwhile.
+        This process, which will build what may be chosen, imports its compiler meanwhile: in a
+        thread where there are cores to spare, so that workers need not wait for that.
         """
-        # If the compiler is broken, its candidates say so.
-        with contextlib.suppress(Exception):
-            if self._compiling:
-                importlib.import_module("torch._inductor.compile_fx")
+        if self._compiling and self._importing is None:
+            self._importing = threading.Thread(target=_import_compiler, daemon=True)
+            self._importing.start()
+            if not self.spare:
+                self._importing.join()
         self._server.wait_until_ready()
 
     def load(self, evaluator: CandidateEvaluator, limits: Limits) -> None:
@@ -532,6 +538,12 @@ class WorkerPool:
         for worker in self._ending.copy():
             if worker.has_ended(0.0):
                 self._end(worker)
+
+
+def _import_compiler() -> None:
+    # If the compiler is broken, its candidates say so.
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch._inductor.compile_fx")
 
 
 def _candidate_of(worker: Worker) -> Candidate:
