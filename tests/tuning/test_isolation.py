@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -528,7 +529,8 @@ def _descendants(pid: int) -> list[int]:
     found = [pid]
     for parent in found:
         for task in Path(f"/proc/{parent}/task").iterdir():
-            found += [int(child) for child in (task / "children").read_text().split()]
+            with contextlib.suppress(OSError):  # The thread has ended meanwhile.
+                found += [int(child) for child in (task / "children").read_text().split()]
     return found
 
 
