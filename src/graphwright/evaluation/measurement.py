@@ -131,7 +131,8 @@ class Measurement:
         """One figure a round: the median latency, or the seconds per call back to back."""
         if objective == "throughput":
             return list(self.throughput)
-        return [_undisturbed_median(block, self.fastest()) for block in self.latency]
+        fastest = self.fastest()
+        return [_undisturbed_median(block, fastest) for block in self.latency]
 
     def fastest(self, objective: str = "latency") -> float:
         """The fastest single call, or the fastest round of calls back to back."""
