@@ -83,7 +83,7 @@ def test_where_the_host_is_the_limit_a_graph_of_the_same_kernels_stands_for_them
     )
     while chosen := search.choose(3):
         assert not out & {each.name for each in chosen}
-    assert {each.strategy for each in search.rest()} == out
+    assert {each.name for each, _ in search.rest()} == out
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def test_what_a_failing_graph_stood_for_is_tried_after_all() -> None:
     assert {each.name for each in search.choose(9)} == {"inductor+graph", "fused+graph"}
     rows += [row("inductor+graph", 0, Status.FAILED), row("fused+graph", 0.1e-3)]
     assert [each.name for each in search.choose(9)] == ["inductor"]
-    assert [each.strategy for each in search.rest()] == ["fused"]
+    assert [each.name for each, _ in search.rest()] == ["fused"]
 
 
 def test_eagers_kernels_are_left_out_where_others_are_faster_than_these_alone() -> None:
@@ -188,6 +188,42 @@ def test_a_compiler_whose_kernels_did_well_in_a_graph_is_tried_without_one_soon(
     assert [each.name for each in search.choose(1)] == ["inductor"]
 
 
+def test_what_there_is_no_time_to_set_up_is_not_begun() -> None:
+    rows = [row("eager", EAGER_S)]
+    names = "fused,torchscript,inductor,inductor:freeze"
+    search = search_of(CPU, rows, names)
+    assert {each.name for each in search.choose(9, 18.0)} == {"fused", "torchscript", "inductor"}
+    assert search.choose(9, 18.0) == []
+    assert [(each.name, why) for each, why in search.rest()] == [("inductor:freeze", "")]
+    # No limit, all is wanted, or it is too late for all.
+    for left_s, given in ((None, {}), (18.0, {"exhaustive": True}), (18.0, {"in_order": True})):
+        every = search_of(CPU, rows, names, **given).choose(9, left_s)
+        assert {each.name for each in every} == set(names.split(","))
+    assert len(search_of(CPU, rows, names).choose(9, 0.0)) == 4
+    # Its kernels are in the compiler's cache.
+    known = [*rows, row("inductor+graph", 0.5e-3)]
+    search = search_of(GPU, known, "inductor,inductor+graph,aot_autograd")
+    assert [each.name for each in search.choose(9, 4.0)] == ["inductor"]
+
+
+def test_a_row_says_that_there_was_no_time_to_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphwright.tuning import request
+
+    monkeypatch.setattr(request, "BUDGET_S", 16.0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+    report = gw.tune(model, (torch.randn(2, 8),), isolate=False, remember=False).report
+    row = report.row("inductor")
+    assert row is not None
+    assert row.status is Status.NOT_TRIED
+    assert row.reason == (
+        "its set-up usually takes 15 s, for which the budget of 16 s left no time"
+    )
+    assert "larger budget" in row.remedy
+    tried = report.row("torchscript:freeze")
+    assert tried is not None
+    assert tried.status is not Status.NOT_TRIED
+
+
 def test_the_host_needs_no_more_than_the_call(device: torch.device) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(device).eval()
     x = torch.randn(2048, 256, device=device)
@@ -231,8 +267,8 @@ def test_a_search_without_a_budget_has_about_a_minute_a_sample() -> None:
         asked = Request.of(nn.Linear(2, 2).eval(), args, None, samples=samples, **given)
         return asked.budget_s
 
-    assert budget() == 55.0
-    assert budget(samples=[(torch.randn(n, 2),) for n in (1, 2, 3)]) == 165.0
+    assert budget() == 50.0
+    assert budget(samples=[(torch.randn(n, 2),) for n in (1, 2, 3)]) == 150.0
     assert budget(budget_s=10) == 10.0
     assert budget(exhaustive=True) is None
     assert budget(exhaustive=True, budget_s=7) == 7.0

@@ -90,12 +90,24 @@ class Screening:
         yield self._in_this_process(Candidate(eager.EAGER), evaluator)
         if self._workers is not None and self.search.waiting:
             yield from self._in_workers(self._workers, evaluator, progress)
-        while chosen := self.search.choose(1):
+        while chosen := self.search.choose(1, self._left_s()):
             progress.step(chosen[0].name)
             yield self._in_this_process(chosen[0], evaluator)
-        for row in self.search.rest():
-            progress.step(row.strategy)
-            yield row
+        for candidate, why in self.search.rest():
+            progress.step(candidate.name)
+            yield (
+                self._cannot_win(candidate, why)
+                if why
+                else self._not_tried(
+                    candidate,
+                    f"its set-up usually takes {self.search.set_up_s(candidate):g} s, for which the "
+                    f"budget of {self.terms.budget_s:g} s left no time",
+                )
+            )
+
+    def _left_s(self) -> float | None:
+        """Seconds until no further candidate is set up; None for no limit."""
+        return None if self.terms.deadline is None else self.terms.deadline - time.monotonic()
 
     def _in_workers(
         self,
@@ -108,7 +120,8 @@ class Screening:
         handed_out: list[Candidate] = []
 
         def choose(count: int) -> list[Candidate]:
-            chosen = self.search.choose(count)
+            # Where there are cores to spare, nothing waits for a slow set-up.
+            chosen = self.search.choose(count, None if workers.spare else self._left_s())
             handed_out.extend(chosen)
             return chosen
 
@@ -147,13 +160,20 @@ class Screening:
             self.kept[candidate.name] = trial.builts
         return self.with_repeat(trial.row)
 
-    def _not_tried(self, candidate: Candidate) -> Row:
+    def _cannot_win(self, candidate: Candidate, why: str) -> Row:
+        again = "Pass exhaustive=True to try it all the same."
+        name, complexity = candidate.name, candidate.complexity
+        return Row(name, Status.NOT_TRIED, why, again, complexity=complexity)
+
+    def _not_tried(self, candidate: Candidate, why: str = "") -> Row:
+        """The row of a candidate that there was no time for."""
         row = Row(candidate.name, Status.NOT_TRIED, complexity=candidate.complexity)
         found = candidate.availability(self.device)
         if not found.available:
             row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
             return row
-        row.reason = f"the budget of {self.terms.budget_s:g} s was spent before it was measured"
+        spent = f"the budget of {self.terms.budget_s:g} s was spent before it was measured"
+        row.reason = why or spent
         row.remedy = "Give a larger budget or exhaustive=True, or name the strategies to try."
         return row
 

@@ -2,7 +2,7 @@
 
 The order is by what a candidate should gain per second of trying it: by what its parts usually
 gain, corrected by what was found here of the same compiler. What cannot win is held back, and is
-tried after all if what it was compared with fails.
+tried after all if what it was compared with fails; so is what there is no time for.
 """
 
 from __future__ import annotations
@@ -60,14 +60,19 @@ class Search:
     def __post_init__(self) -> None:
         self._all = {candidate.name: candidate for candidate in self.waiting}
 
-    def choose(self, count: int) -> list[Candidate]:
+    def choose(self, count: int, left_s: float | None = None) -> list[Candidate]:
         """The candidates to try next; none if nothing left can win, or what is under way decides.
 
         Args:
             count: how many, at most; those that differ in the runner alone come together, since
                 they are built once, and count as one.
+            left_s: seconds that are left, where set-ups that usually take longer would only keep
+                others waiting; None to begin these all the same. When none are left, all come:
+                they are refused.
         """
-        able = [each for each in self.waiting if not self.cannot_win(each)]
+        able = [
+            each for each in self.waiting if not self.cannot_win(each) and self._fits(each, left_s)
+        ]
         first = [each for each in able if not self._can_wait(each)]
         if first or any(self.report.row(name) is None for name in self._handed_out):
             able = first
@@ -86,26 +91,27 @@ class Search:
         self.waiting[:0] = candidates
         self._handed_out -= {each.name for each in candidates}
 
-    def rest(self) -> list[Row]:
-        """The rows of what is left: of what cannot win."""
+    def rest(self) -> list[tuple[Candidate, str]]:
+        """What is left, with the reason why it cannot win; "" for what there is no time for."""
         rest, self.waiting = self.waiting, []
-        again = "Pass exhaustive=True to try it all the same."
-        return [
-            Row(
-                each.name,
-                Status.NOT_TRIED,
-                self.cannot_win(each),
-                again,
-                complexity=each.complexity,
-            )
-            for each in rest
-        ]
+        return [(each, self.cannot_win(each)) for each in rest]
+
+    def set_up_s(self, candidate: Candidate) -> float:
+        """Seconds that its set-up usually takes; few if its kernels have been compiled here."""
+        seconds = usual(candidate, self.device)[1]
+        return min(seconds, _WARM_S) if self._shares_of_kernels(candidate) else seconds
 
     def cannot_win(self, candidate: Candidate) -> str:
         """Why a candidate cannot be the best, as far as is known; "" if it may be."""
         if self._all_wanted or candidate.runner is not None:
             return ""
         return self._beaten_by_its_graph(candidate) or self._beaten_by_kernels(candidate)
+
+    def _fits(self, candidate: Candidate, left_s: float | None) -> bool:
+        """Whether there is time to set it up, verify and time it, where not all is wanted."""
+        if left_s is None or left_s <= 0 or self.in_order or self.exhaustive:
+            return True
+        return self.set_up_s(candidate) + _BESIDE_S <= left_s
 
     def _can_wait(self, candidate: Candidate) -> bool:
         """Whether what is not known yet of graphs may show that it cannot win."""
@@ -173,15 +179,13 @@ class Search:
 
     def _promise(self, candidate: Candidate) -> float:
         """What a candidate should gain over the best, per second of trying it."""
-        gain, seconds = usual(candidate, self.device)
-        gain *= self._correction(candidate)
+        gain = usual(candidate, self.device)[0] * self._correction(candidate)
         if shares := self._shares_of_kernels(candidate):
-            # What they are worth is known, and the compiler's cache has them.
-            gain, seconds = 1 / min(shares), min(seconds, _WARM_S)
+            gain = 1 / min(shares)  # What they are worth is known.
         best = self._best()
         known = 1.0 if best is None else max(1.0, 1 / self._share(best.strategy))
         hope = math.log(_HOPE * gain / known)
-        return hope / (seconds + _BESIDE_S) if hope > 0 else hope
+        return hope / (self.set_up_s(candidate) + _BESIDE_S) if hope > 0 else hope
 
     def _shares_of_kernels(self, candidate: Candidate) -> list[float]:
         """What others that run the same kernels have taken, as shares of eager's time."""

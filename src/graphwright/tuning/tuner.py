@@ -136,7 +136,7 @@ def tune(
             float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
         budget_s: seconds that all of tuning may take; candidates that there is no time for are
-            reported as not tried. None for 55 s a sample, and for no limit where `strategies`
+            reported as not tried. None for 50 s a sample, and for no limit where `strategies`
             are named, the search is `exhaustive` or the objective is "cold_start".
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
         memory_limit: bytes, or a text such as "2GiB", that one candidate may take in addition to
