@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import subprocess
@@ -551,8 +552,8 @@ def test_each_row_is_known_when_the_next_candidates_are_chosen(
     assert asked == [(2, []), (2, ["a"]), (2, ["a", "b", "c"])]
 
 
-def late(model: nn.Module) -> Any:
-    time.sleep(3)
+def late(model: nn.Module, *, seconds: float) -> Any:
+    time.sleep(seconds)
     return directly(model)
 
 
@@ -590,11 +591,14 @@ def rows_beside(
     return found
 
 
-@pytest.mark.parametrize(("spare", "order"), [(True, "a b slow"), (False, "slow a b")])
+@pytest.mark.parametrize(
+    ("spare", "late_s", "order"), [(True, 12.0, "a b slow"), (False, 3.0, "slow a b")]
+)
 def test_where_cores_are_to_spare_others_are_timed_while_one_is_set_up(
-    spare: bool, order: str, monkeypatch: pytest.MonkeyPatch
+    spare: bool, late_s: float, order: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = rows_beside(monkeypatch, late, spare=spare, seconds=120)
+    slow = functools.partial(late, seconds=late_s)
+    found = rows_beside(monkeypatch, slow, spare=spare, seconds=120)
     assert [name for name, _ in found] == order.split()
     assert all(row.screening is not None for _, row in found)
 

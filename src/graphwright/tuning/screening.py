@@ -95,15 +95,12 @@ class Screening:
             yield self._in_this_process(chosen[0], evaluator)
         for candidate, why in self.search.rest():
             progress.step(candidate.name)
-            yield (
-                self._cannot_win(candidate, why)
-                if why
-                else self._not_tried(
-                    candidate,
-                    f"its set-up usually takes {self.search.set_up_s(candidate):g} s, for which the "
-                    f"budget of {self.terms.budget_s:g} s left no time",
-                )
-            )
+            if why:
+                yield self._cannot_win(candidate, why)
+            else:
+                usual_s = self.search.set_up_s(candidate)
+                why = f"its set-up usually takes {usual_s:g} s, for which the budget of"
+                yield self._not_tried(candidate, f"{why} {self.terms.budget_s:g} s left no time")
 
     def _left_s(self) -> float | None:
         """Seconds until no further candidate is set up; None for no limit."""
