@@ -738,3 +738,36 @@ def test_what_pytorch_attaches_to_a_module_is_no_change(
     assert dict(fast.calls) == {"tuned": 1}
     assert dict(fused_.calls) == {"fused": 1}
     assert graph.statistics.captures == 1
+
+
+class Positions(nn.Module):
+    """Reads what is named elsewhere, so that every attribute of its tensors may count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("positions", torch.arange(8.0))
+        self.positions: torch.Tensor
+        vars(self.positions)["scale"] = 2.0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.positions * getattr(self.positions, "sca" + "le")
+
+
+def test_what_a_compiler_notes_on_a_tensor_is_no_change(device: torch.device) -> None:
+    model, x = Positions().to(device).eval(), torch.randn(2, 8, device=device)
+    vars(model.positions)["scale"] = 2.0  # A copy on another device lacks it.
+    with torch.no_grad():
+        fast, graph = tuned(model, x, FREEZE), gw.graph(model)
+        graph(x)
+        # What Inductor does to the buffers of a model that it compiles, and users to inputs.
+        torch._dynamo.mark_static_address(model.positions)
+        torch._dynamo.mark_dynamic(model.positions, 0)
+        for call in (fast, graph):
+            torch.testing.assert_close(call(x), model(x))
+        assert dict(fast.calls) == {"tuned": 1}
+        assert graph.statistics.captures == 1
+        vars(model.positions)["scale"] = 3.0
+        for call in (fast, graph):
+            torch.testing.assert_close(call(x), model(x))
+    assert dict(fast.calls) == {"tuned": 1, "eager: the module changed": 1}
+    assert graph.statistics.captures == 2

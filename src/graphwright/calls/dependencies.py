@@ -48,6 +48,9 @@ _IGNORED = {
     "_jit_override_qualname",
     "_graphwright_stands_for",
 } - {"training"}
+# PyTorch's compiler attaches attributes whose names begin so to tensors: what it may assume of their
+# sizes and addresses. Nothing that was built before depends on them.
+_MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on")
 _OF_MODULES = tuple(name for name in vars(nn.Module()) if name not in _HOLDERS)
 _MAX_DEPTH = 50
 # How many objects and containers are looked into, those near the root first.
@@ -276,7 +279,7 @@ class AttributesSource(Source):
     def read(self) -> dict[Any, Any]:
         names, now = self._names, {}
         is_module = isinstance(self.owner, nn.Module)
-        for key, value in dict(_attributes_of(self.owner) or ()).items():
+        for key, value in _without_marks(self.owner).items():
             if key in self._holders:
                 now[key] = value
                 continue
@@ -708,7 +711,7 @@ class Dependencies:
 
     def _tensor(self, name: Name, value: torch.Tensor, inside: bool) -> None:
         wraps = hasattr(type(value), "__tensor_flatten__")
-        if _attributes_of(value):
+        if _without_marks(value):
             # Of a wrapper, its own methods name them.
             names = None if wraps else self._names
             source = AttributesSource(name, value, names, self._hidden_of(value))
@@ -1243,6 +1246,14 @@ def _attributes_of(value: Any) -> dict[str, Any] | None:
     except Exception:
         return None
     return found if isinstance(found, dict) else None
+
+
+def _without_marks(owner: Any) -> dict[str, Any]:
+    """A copy of an object's own attributes, without what a compiler has noted on a tensor."""
+    attributes = dict(_attributes_of(owner) or ())
+    if not isinstance(owner, torch.Tensor):
+        return attributes
+    return {key: value for key, value in attributes.items() if not str(key).startswith(_MARKS)}
 
 
 def _owner_of(called: Any) -> Any:

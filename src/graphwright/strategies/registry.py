@@ -132,6 +132,9 @@ _USUAL_OF_GRAPHS = (3.0, 0.2)
 _USUAL_OF_REWRITES = (1.1, 0.1)
 # Seconds that verifying and timing take in addition to set-up.
 _BESIDE_S = 2.0
+# On a GPU they are right where an eager call keeps the host busy so long. Where it is longer, there
+# are more operations, and a compiler needs as much longer.
+_USUAL_HOST_S = 4e-3
 
 
 def default_candidates(
@@ -167,13 +170,23 @@ def _promise(candidate: Candidate, device: torch.device) -> float:
     return math.log(gain) / (seconds + _BESIDE_S)
 
 
-def usual(candidate: Candidate, device: torch.device) -> tuple[float, float]:
-    """How many times as fast as eager a candidate usually is, and the seconds of its set-up."""
+def usual(
+    candidate: Candidate, device: torch.device, host_s: float | None = None
+) -> tuple[float, float]:
+    """How many times as fast as eager a candidate usually is, and the seconds of its set-up.
+
+    Args:
+        candidate: the candidate.
+        device: where the model is.
+        host_s: seconds for which an eager call keeps the host busy; None if they are not known.
+    """
     gain, seconds = _USUAL[device.type].get(candidate.compiler.name, (1.0, 1.0))
     if candidate.runner is not None:
         gain, seconds = max(gain, 1.0) * _USUAL_OF_GRAPHS[0], seconds + _USUAL_OF_GRAPHS[1]
     if candidate.rewrite is not None:
         gain, seconds = gain * _USUAL_OF_REWRITES[0], seconds + _USUAL_OF_REWRITES[1]
+    if host_s is not None and device.type == "cuda":
+        seconds *= max(1.0, host_s / _USUAL_HOST_S)
     return gain, seconds
 
 

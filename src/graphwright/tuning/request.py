@@ -75,6 +75,8 @@ class Request:
         device: where the model and its inputs are.
         candidates: what to try, eager first.
         named: whether the caller has named them.
+        budget_s: seconds for all of tuning; None for no limit.
+        budgeted: whether the caller has given them.
     """
 
     name: str
@@ -91,6 +93,7 @@ class Request:
     tolerance: float | None
     allow: tuple[str, ...]
     budget_s: float | None
+    budgeted: bool
     timeout_s: float
     memory_limit: int | None
     isolate: bool | None
@@ -234,6 +237,7 @@ class Request:
                 len(calls),
                 everything=exhaustive or strategies is not None or objective == "cold_start",
             ),
+            budget_s is not None,
             float(timeout_s),
             None if memory_limit is None else parse_bytes(memory_limit),
             isolate,

@@ -98,7 +98,7 @@ class Search:
 
     def set_up_s(self, candidate: Candidate) -> float:
         """Seconds that its set-up usually takes; few if its kernels have been compiled here."""
-        seconds = usual(candidate, self.device)[1]
+        seconds = usual(candidate, self.device, self.report.host_s)[1]
         return min(seconds, _WARM_S) if self._shares_of_kernels(candidate) else seconds
 
     def cannot_win(self, candidate: Candidate) -> str:

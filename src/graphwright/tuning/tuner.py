@@ -64,6 +64,10 @@ SCREENING_S = 1.0
 FINAL_S_EACH = 2.0
 # The share of a time budget that is kept for the finalists.
 _FINALISTS_SHARE = 0.25
+# A default budget grows with what compilers need, up to so many seconds a sample. Beside their
+# set-ups, so many go by until workers begin and all that is ready is timed.
+MOST_BUDGET_S = 100.0
+_BESIDE_SET_UPS_S = 15.0
 # Calls with objects of what was chosen, and of the model itself, before either is taken.
 _ROUNDS_WITH_OBJECTS = 21
 # How notes about calls between the buckets begin.
@@ -257,8 +261,7 @@ class Tuning:
         )
         # What was built in this process, by name.
         self._kept: dict[str, list[Built]] = {}
-        budget_s = asked.budget_s
-        deadline = None if budget_s is None else self._started + (1 - _FINALISTS_SHARE) * budget_s
+        self._budget_s = asked.budget_s
         isolate = ISOLATED if asked.isolate is None else asked.isolate
         self._search = Search(
             self.report,
@@ -267,7 +270,9 @@ class Tuning:
             in_order=asked.named,
             exhaustive=asked.exhaustive,
         )
-        terms = Terms(isolate, asked.timeout_s, asked.memory_limit, budget_s, deadline)
+        terms = Terms(
+            isolate, asked.timeout_s, asked.memory_limit, self._budget_s, self._search_ends()
+        )
         self._screening = Screening(
             asked.module,
             asked.device,
@@ -324,6 +329,7 @@ class Tuning:
                 progress.row(row)
                 if row.strategy == EAGER and not self.asked.named:
                     self.report.host_s = self._host_seconds()
+                    self._give_compilers_time()
                 self._drop_the_beaten()
         if self.asked.objective == "cold_start":
             self._time_first_answers(progress)
@@ -376,6 +382,28 @@ class Tuning:
         finally:
             self._restore()
         return found / sum(weight for weight, _ in self.asked.calls)
+
+    def _search_ends(self) -> float | None:
+        """When no further candidate is begun, in `time.monotonic()`; None for no limit."""
+        if self._budget_s is None:
+            return None
+        return self._started + (1 - _FINALISTS_SHARE) * self._budget_s
+
+    def _give_compilers_time(self) -> None:
+        """Raise a default budget where compilers need long, since the model has many operations.
+
+        On a CPU, where nothing goes on beside a set-up, the time is for what takes less of it.
+        """
+        asked, terms = self.asked, self._screening.terms
+        if asked.budgeted or self._budget_s is None or asked.device.type != "cuda":
+            return
+        compiled = [each for each in self._search.waiting if each.compiles]
+        slowest_s = max(map(self._search.set_up_s, compiled), default=0.0)
+        spent_s = time.monotonic() - self._started
+        search_s = spent_s + _BESIDE_SET_UPS_S + slowest_s * len(asked.calls)
+        needed_s = math.ceil(search_s / (1 - _FINALISTS_SHARE))
+        self._budget_s = max(self._budget_s, min(needed_s, MOST_BUDGET_S * len(asked.calls)))
+        terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
 
     def _refer(self, progress: Progress) -> None:
         """Make the references that candidates are compared with, once."""
@@ -445,7 +473,7 @@ class Tuning:
 
     def _time_first_answers(self, progress: Progress) -> None:
         """Time new processes until their first right answer, for candidates still in the race."""
-        budget_s = self.asked.budget_s
+        budget_s = self._budget_s
         starts = ColdStarts(
             self.evaluator,
             self._kept,
@@ -471,7 +499,7 @@ class Tuning:
             self._by_name,
             self._tuned,
             FINAL_S_EACH,
-            None if self.asked.budget_s is None else self._started + self.asked.budget_s,
+            None if self._budget_s is None else self._started + self._budget_s,
         )
         rounds.run(self._screening.with_repeat)
 

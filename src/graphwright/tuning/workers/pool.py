@@ -56,7 +56,7 @@ _END_TIMEOUT_S = 2.0
 # With so many, some are to spare while one call is timed.
 _MANY_CORES = 8
 _CPU = torch.device("cpu")
-# A set-up that usually takes so long is slow. No other one waits for it.
+# A set-up that usually takes so long, or has taken so long, is slow. No other one waits for it.
 _SLOW_S = 3.0
 # For which a worker that was killed is waited for at once.
 _SOON_S = 0.5
@@ -294,7 +294,8 @@ class WorkerPool:
         found = trial.found
         if not (self.spare and _sets_up(found)):
             return False
-        return usual(_candidate_of(found), self._device)[1] >= _SLOW_S
+        usual_s = usual(_candidate_of(found), self._device)[1]
+        return max(usual_s, time.monotonic() - found.phase_began) >= _SLOW_S
 
     def _start_all(
         self,
