@@ -86,6 +86,17 @@ def test_where_the_host_is_the_limit_a_graph_of_the_same_kernels_stands_for_them
     assert {each.name for each, _ in search.rest()} == out
 
 
+def test_unsteady_figures_still_show_that_the_host_is_the_limit() -> None:
+    graphed = row("eager+graph", 0.2e-3)
+    graphed.unsteady = "of eager beside it, its rounds disagree by a factor of 2.0"
+    assert {"inductor", "fused", "torchscript"} <= left_out(
+        search_of(GPU, [row("eager", EAGER_S), graphed])
+    )
+    # Its slowest rounds are not faster than the fastest that eager ever was.
+    graphed.baseline = replace(row("eager", EAGER_S).baseline, latency=((0.21e-3,) * 4,) * 6)
+    assert not left_out(search_of(GPU, [row("eager", EAGER_S), graphed]))
+
+
 @pytest.mark.parametrize(
     ("changed", "why"),
     [
@@ -204,6 +215,64 @@ def test_what_there_is_no_time_to_set_up_is_not_begun() -> None:
     known = [*rows, row("inductor+graph", 0.5e-3)]
     search = search_of(GPU, known, "inductor,inductor+graph,aot_autograd")
     assert [each.name for each in search.choose(9, 4.0)] == ["inductor"]
+
+
+def test_slow_set_ups_begin_early_where_others_are_timed_meanwhile() -> None:
+    names = (
+        "eager+graph,torchscript:freeze+graph,fused+graph,aot_autograd+graph,inductor+graph,"
+        "inductor:freeze+graph"
+    )
+    rows = [row("eager", EAGER_S)]
+
+    def firsts(count: int, **given: Any) -> list[str]:
+        return [each.name for each in search_of(GPU, rows, names, **given).choose(count)]
+
+    quick = {"eager+graph", "torchscript:freeze+graph"}
+    assert set(firsts(2)) == quick
+    assert {*firsts(3, spare=True)} == {
+        "eager+graph",
+        "inductor+graph",
+        "inductor:freeze+graph",
+    }
+    assert firsts(1, spare=True) == firsts(1)  # One at a time, what pays soonest.
+    assert len(firsts(9, spare=True)) == 6
+    # Nothing waits for them, so they need not fit.
+    assert len(search_of(GPU, rows, names, spare=True).choose(9, 1.0)) == 6
+
+
+def test_set_ups_take_longer_where_the_host_needs_longer_for_a_call() -> None:
+    (inductor,) = parse_candidates(["inductor:freeze"], ())
+    seconds = [search_of(GPU, [], host_s=s).set_up_s(inductor) for s in (None, 1e-3, 18e-3)]
+    assert seconds[0] == seconds[1] == 12.0
+    assert seconds[2] == pytest.approx(12.0 * 23 / 7.5)
+    assert search_of(CPU, [], host_s=18e-3).set_up_s(inductor) == 20.0
+
+
+def test_a_default_budget_grows_with_what_compilers_need() -> None:
+    from graphwright.tuning.tuner import MOST_BUDGET_S, Tuning
+
+    model, x = nn.Linear(2, 2).eval(), torch.randn(2, 2)
+
+    def budget(host_s: float | None, device: torch.device = GPU, **given: Any) -> float | None:
+        tuning = Tuning(model, (x,), remember=False, **given)
+        tuning.asked = replace(tuning.asked, device=device)
+        tuning._search.device, tuning.report.host_s = device, host_s
+        tuning._give_compilers_time()
+        terms = tuning._screening.terms
+        assert terms.budget_s == tuning._budget_s
+        if terms.budget_s is not None:
+            assert terms.deadline == pytest.approx(tuning._started + 0.75 * terms.budget_s)
+        return terms.budget_s
+
+    assert budget(None) == budget(3e-3) == 50.0
+    known = budget(18e-3)
+    assert known is not None
+    assert 75 < known < MOST_BUDGET_S
+    assert budget(1.0) == MOST_BUDGET_S
+    assert budget(1.0, CPU) == 50.0
+    assert budget(1.0, budget_s=7) == 7.0
+    assert budget(1.0, exhaustive=True) is None
+    assert budget(1.0, exclude=[f"inductor{kind}" for kind in ("", ":freeze", ":reduce-overhead")]) == 50
 
 
 def test_a_row_says_that_there_was_no_time_to_set_it_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -257,15 +257,23 @@ def test_screening_is_not_repeated_beyond_a_tenth_of_the_budget(
 def test_what_was_unsteady_when_screened_is_timed_again_with_the_finalists() -> None:
     model, x = small()
     tuning = Tuning(model, (x,), strategies=[])
-    figures = {"eager": (3, 3), "fast": (1, 3), "beaten": (2, 3), "wild": (9, 3)}
-    for name, (mine, eager) in figures.items():
-        row = Row(name, Status.OK, screening=rounds_of(*[mine] * 5))
-        row.baseline = rounds_of(*[eager] * 5)
+    figures = {
+        "eager": [3] * 5,
+        "fast": [1] * 5,
+        "beaten": [2] * 5,
+        "hopeless": [9, 2, 9, 2, 9],
+        "wild": [9, 1.4, 9, 9, 9],
+        # Other work held it up, nearly always.
+        "late": [1.5, 1.5, 1.05, 1.5, 1.5],
+    }
+    for name, times in figures.items():
+        row = Row(name, Status.OK, screening=rounds_of(*times))
+        row.baseline = rounds_of(*[3] * 5)
+        row.unsteady = "its rounds disagree" if times[0] == 9 else ""
         tuning.report.rows.append(row)
-    tuning.report.rows[-1].unsteady = "its rounds disagree by a factor of 3.0"
-    assert [row.strategy for row in near_best(tuning.report)] == ["fast", "wild"]
+    assert [row.strategy for row in near_best(tuning.report)] == ["fast", "wild", "late"]
     # Of what is tuned for memory, times decide nothing.
-    for row, peak in zip(tuning.report.rows, (9, 1, 9, 9), strict=True):
+    for row, peak in zip(tuning.report.rows, (9, 1, 9, 9, 9, 9), strict=True):
         row.peak_bytes = peak
     tuning.report.objective = "memory"
     assert [row.strategy for row in near_best(tuning.report)] == ["fast"]

@@ -48,8 +48,8 @@ _IGNORED = {
     "_jit_override_qualname",
     "_graphwright_stands_for",
 } - {"training"}
-# PyTorch's compiler attaches attributes whose names begin so to tensors: what it may assume of their
-# sizes and addresses. Nothing that was built before depends on them.
+# So begin the names of what PyTorch's compiler attaches to tensors: what it may assume of them.
+# Nothing that was built before depends on it.
 _MARKS = ("_dynamo_", "_has_dynamo_", "_specialize_on")
 _OF_MODULES = tuple(name for name in vars(nn.Module()) if name not in _HOLDERS)
 _MAX_DEPTH = 50

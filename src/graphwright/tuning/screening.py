@@ -66,6 +66,7 @@ class Screening:
         if self.terms.isolate and self.search.waiting:
             try:
                 self._workers = WorkerPool(self.module, self.search.waiting, self.device)
+                self.search.spare = self._workers.spare
             except IsolationError as error:
                 self._note_not_isolated(str(error))
         return self
@@ -76,7 +77,7 @@ class Screening:
     def _close(self) -> None:
         if self._workers is not None:
             self._workers.close()
-            self._workers = None
+            self._workers, self.search.spare = None, False
 
     def rows(self, evaluator: CandidateEvaluator, progress: Progress) -> Iterator[Row]:
         """Yield the row of each candidate, as it becomes known; the report must take it in."""
@@ -117,8 +118,7 @@ class Screening:
         handed_out: list[Candidate] = []
 
         def choose(count: int) -> list[Candidate]:
-            # Where there are cores to spare, nothing waits for a slow set-up.
-            chosen = self.search.choose(count, None if workers.spare else self._left_s())
+            chosen = self.search.choose(count, self._left_s())
             handed_out.extend(chosen)
             return chosen
 

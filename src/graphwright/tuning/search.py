@@ -18,7 +18,7 @@ from ..report.report import Report
 from ..report.result import EAGER, Row, Status
 from ..report.table import duration
 from ..strategies.base import Candidate
-from ..strategies.registry import kernels_of, usual
+from ..strategies.registry import is_slow, kernels_of, usual
 
 # A prediction may be too low by this factor.
 _HOPE = 1.3
@@ -47,6 +47,7 @@ class Search:
         waiting: candidates that were not handed out yet.
         in_order: whether they are tried in their order, and all of them.
         exhaustive: whether all are tried, the most promising first.
+        spare: whether slow set-ups go on while others are timed.
     """
 
     report: Report
@@ -54,6 +55,7 @@ class Search:
     waiting: list[Candidate]
     in_order: bool = False
     exhaustive: bool = False
+    spare: bool = False
     _all: dict[str, Candidate] = field(default_factory=dict)
     _handed_out: set[str] = field(default_factory=set)
 
@@ -66,8 +68,8 @@ class Search:
         Args:
             count: how many, at most; those that differ in the runner alone come together, since
                 they are built once, and count as one.
-            left_s: seconds that are left, where set-ups that usually take longer would only keep
-                others waiting; None to begin these all the same. When none are left, all come:
+            left_s: seconds that are left; None for no limit. What usually needs more would only
+                keep others waiting, unless there are cores to spare. When none are left, all come:
                 they are refused.
         """
         able = [
@@ -78,6 +80,7 @@ class Search:
             able = first
         if not self.in_order:
             able.sort(key=self._promise, reverse=True)
+            able = self._slow_first(able, count) if self.spare else able
         builds: dict[str, list[Candidate]] = {}
         for each in able:
             builds.setdefault(each.without_runner.name, []).append(each)
@@ -101,15 +104,26 @@ class Search:
         seconds = usual(candidate, self.device, self.report.host_s)[1]
         return min(seconds, _WARM_S) if self._shares_of_kernels(candidate) else seconds
 
+    def longest_set_up_s(self) -> float:
+        """Seconds that PyTorch's own compiler needs at most; others may not be installed."""
+        compiled = [each for each in self.waiting if _family(each) == "inductor"]
+        return max(map(self.set_up_s, compiled), default=0.0)
+
     def cannot_win(self, candidate: Candidate) -> str:
         """Why a candidate cannot be the best, as far as is known; "" if it may be."""
         if self._all_wanted or candidate.runner is not None:
             return ""
         return self._beaten_by_its_graph(candidate) or self._beaten_by_kernels(candidate)
 
+    def _slow_first(self, candidates: list[Candidate], count: int) -> list[Candidate]:
+        """Begin slow set-ups early, which go on beside the others: two of three at a time."""
+        slow = [each for each in candidates if is_slow(each, self.device)]
+        first = sorted(slow, key=self._hope, reverse=True)[: count * 2 // 3]
+        return [*first, *(each for each in candidates if each not in first)]
+
     def _fits(self, candidate: Candidate, left_s: float | None) -> bool:
         """Whether there is time to set it up, verify and time it, where not all is wanted."""
-        if left_s is None or left_s <= 0 or self.in_order or self.exhaustive:
+        if left_s is None or left_s <= 0 or self.in_order or self.exhaustive or self.spare:
             return True
         return self.set_up_s(candidate) + _BESIDE_S <= left_s
 
@@ -161,11 +175,11 @@ class Search:
         return self.in_order or self.exhaustive or self.report.objective not in _OF_TIME
 
     def _share(self, strategy: str) -> float:
-        """Time of a row relative to eager's, in the rounds of its screening; inf if not known."""
+        """Time of a row relative to eager's, or the most that it can be; inf if not known."""
         row = self.report.row(strategy)
         if row is None or row.status not in (Status.OK, Status.SLOWER):
             return math.inf
-        return statistics.median(self.report.ratios(row) or [math.inf])
+        return self.report.time_cost(row)
 
     def _seconds(self, strategy: str) -> float:
         row = self.report.row(strategy)
@@ -179,13 +193,17 @@ class Search:
 
     def _promise(self, candidate: Candidate) -> float:
         """What a candidate should gain over the best, per second of trying it."""
+        hope = self._hope(candidate)
+        return hope / (self.set_up_s(candidate) + _BESIDE_S) if hope > 0 else hope
+
+    def _hope(self, candidate: Candidate) -> float:
+        """What a candidate should gain over the best: the logarithm of a factor."""
         gain = usual(candidate, self.device)[0] * self._correction(candidate)
         if shares := self._shares_of_kernels(candidate):
             gain = 1 / min(shares)  # What they are worth is known.
         best = self._best()
         known = 1.0 if best is None else max(1.0, 1 / self._share(best.strategy))
-        hope = math.log(_HOPE * gain / known)
-        return hope / (self.set_up_s(candidate) + _BESIDE_S) if hope > 0 else hope
+        return math.log(_HOPE * gain / known)
 
     def _shares_of_kernels(self, candidate: Candidate) -> list[float]:
         """What others that run the same kernels have taken, as shares of eager's time."""

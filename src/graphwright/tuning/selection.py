@@ -8,8 +8,8 @@ from ..evaluation.measurement import median_interval
 from ..report.report import Report
 from ..report.result import EAGER, Row, Status
 
-# Candidates within this factor of the best are timed again.
-FINALIST_FACTOR = 1.10
+# Candidates within this factor of the best are timed again, and unsteady ones within a larger one.
+FINALIST_FACTOR, UNSTEADY_FACTOR = 1.10, 1.5
 # A smaller gain is not worth a more complex candidate, however certain it is.
 _WORTH_IT = 1.01
 
@@ -19,28 +19,27 @@ def eligible(report: Report) -> list[Row]:
     return [row for row in report.rows if row.status is Status.OK]
 
 
-def _own_cost(report: Report, row: Row) -> float:
-    """The figure to minimize, but with the row's absolute time in place of its ratio to eager."""
-    if report.objective in ("memory", "cold_start") or row.screening is None or row.unsteady:
-        return report.cost(row)
-    return row.screening.typical(report.figure).median
-
-
 def near_best(report: Report) -> list[Row]:
     """The candidates to time again: those near the best by their ratio to eager or by their time.
 
     Both count, since ratios of different candidates cannot be compared when eager's own time varies
-    from one screening to the next. Candidates whose first answer was not timed yet are kept too,
-    and so are unsteady ones.
+    from one screening to the next. Their time is the fastest that was seen: other work, such as
+    set-ups of others, only makes calls longer. Candidates whose first answer was not timed yet are
+    kept too.
     """
     rows = eligible(report)
-    of_time = report.objective in ("latency", "throughput")
-    near = {
-        row.strategy for row in rows if report.cost(row) == math.inf or (of_time and row.unsteady)
-    }
-    for measure in (Report.cost, _own_cost):
-        limit = FINALIST_FACTOR * min((measure(report, row) for row in rows), default=0.0)
-        near |= {row.strategy for row in rows if measure(report, row) <= limit}
+    near = {row.strategy for row in rows if report.cost(row) == math.inf}
+    limit = FINALIST_FACTOR * min(map(report.cost, rows), default=0.0)
+    near |= {row.strategy for row in rows if report.cost(row) <= limit}
+    if report.objective in ("latency", "throughput"):
+        fastest = {
+            row.strategy: row.screening.fastest(report.figure) for row in rows if row.screening
+        }
+        least = min(fastest.values(), default=0.0)
+        for row in rows:
+            factor = UNSTEADY_FACTOR if row.unsteady else FINALIST_FACTOR
+            if fastest.get(row.strategy, math.inf) <= factor * least:
+                near.add(row.strategy)
     return [row for row in rows if row.strategy in near]
 
 

@@ -64,10 +64,10 @@ SCREENING_S = 1.0
 FINAL_S_EACH = 2.0
 # The share of a time budget that is kept for the finalists.
 _FINALISTS_SHARE = 0.25
-# A default budget grows with what compilers need, up to so many seconds a sample. Beside their
-# set-ups, so many go by until workers begin and all that is ready is timed.
+# A default budget grows with what compilers need, up to so many seconds a sample. They begin after
+# so many seconds, and take so many times as long beside others.
 MOST_BUDGET_S = 100.0
-_BESIDE_SET_UPS_S = 15.0
+_BEFORE_SET_UPS_S, _BESIDE_OTHERS = 10.0, 1.4
 # Calls with objects of what was chosen, and of the model itself, before either is taken.
 _ROUNDS_WITH_OBJECTS = 21
 # How notes about calls between the buckets begin.
@@ -140,8 +140,9 @@ def tune(
             float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
         budget_s: seconds that all of tuning may take; candidates that there is no time for are
-            reported as not tried. None for 50 s a sample, and for no limit where `strategies`
-            are named, the search is `exhaustive` or the objective is "cold_start".
+            reported as not tried. None for 50 s a sample (up to 100 s on a GPU for a model of many
+            operations), and for no limit where `strategies` are named, the search is `exhaustive`
+            or the objective is "cold_start".
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
         memory_limit: bytes, or a text such as "2GiB", that one candidate may take in addition to
             the model: memory of the GPU for a model there, else of the host. By default most of
@@ -397,10 +398,9 @@ class Tuning:
         asked, terms = self.asked, self._screening.terms
         if asked.budgeted or self._budget_s is None or asked.device.type != "cuda":
             return
-        compiled = [each for each in self._search.waiting if each.compiles]
-        slowest_s = max(map(self._search.set_up_s, compiled), default=0.0)
         spent_s = time.monotonic() - self._started
-        search_s = spent_s + _BESIDE_SET_UPS_S + slowest_s * len(asked.calls)
+        set_up_s = self._search.longest_set_up_s() * len(asked.calls)
+        search_s = spent_s + _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
         needed_s = math.ceil(search_s / (1 - _FINALISTS_SHARE))
         self._budget_s = max(self._budget_s, min(needed_s, MOST_BUDGET_S * len(asked.calls)))
         terms.budget_s, terms.deadline = self._budget_s, self._search_ends()

@@ -35,7 +35,7 @@ from torch import nn
 from ...report.result import Row, Status
 from ...report.table import duration, memory
 from ...strategies.base import Candidate
-from ...strategies.registry import is_ours, usual
+from ...strategies.registry import is_ours, is_slow
 from ..trial import CandidateEvaluator
 from .fork_server import START_TIMEOUT_S, ForkServer, ForkServerGone
 from .process import kill_group, resident_bytes
@@ -56,8 +56,6 @@ _END_TIMEOUT_S = 2.0
 # With so many, some are to spare while one call is timed.
 _MANY_CORES = 8
 _CPU = torch.device("cpu")
-# A set-up that usually takes so long, or has taken so long, is slow. No other one waits for it.
-_SLOW_S = 3.0
 # For which a worker that was killed is waited for at once.
 _SOON_S = 0.5
 # How often a fork server that has ended is replaced.
@@ -294,8 +292,7 @@ class WorkerPool:
         found = trial.found
         if not (self.spare and _sets_up(found)):
             return False
-        usual_s = usual(_candidate_of(found), self._device)[1]
-        return max(usual_s, time.monotonic() - found.phase_began) >= _SLOW_S
+        return is_slow(_candidate_of(found), self._device)
 
     def _start_all(
         self,
