@@ -572,8 +572,8 @@ def rows_beside(
     """The rows of a candidate that is slow to set up and of two others, in their order."""
     monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 6)
     monkeypatch.setattr(
-        "graphwright.tuning.workers.pool.usual",
-        lambda candidate, device: (1.0, 10.0 if candidate.name == "slow" else 0.5),
+        "graphwright.tuning.workers.pool.is_slow",
+        lambda candidate, device: candidate.name == "slow",
     )
     candidates = [
         Candidate(Planted("slow", slow)),
