@@ -57,8 +57,8 @@ PEERS: Mapping[str, Callable[[Case], Call]] = {
     "make_graphed_callables": make_graphed_callables,
 }
 # About so many seconds does each take: a model is begun only where that fits.
-ESTIMATES_S = {"default": 60, "throughput": 60, "30 s": 35, "exhaustive": 120}
-PEERS_S = 30
+ESTIMATES_S = {"default": 90, "throughput": 60, "30 s": 35, "exhaustive": 150}
+PEERS_S = 60
 TIMING_S = 4.0
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 UNUSABLE = "unusable"
