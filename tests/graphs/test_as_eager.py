@@ -48,12 +48,14 @@ def looks(x: torch.Tensor, mask: torch.Tensor, slow: int) -> torch.Tensor:
     return x * mask @ x
 
 
-# Many, so that nothing else on the device makes one graph of these faster.
+# Many, so that nothing else on the device makes one graph of these faster. A GPU that others share
+# is theirs for milliseconds after each wait.
 @pytest.mark.usefixtures("chosen_by_time")
 @pytest.mark.parametrize("slow", [0, 160])
 def test_what_is_faster_by_what_eager_code_reads_is_captured_so(
     slow: int, device: torch.device
 ) -> None:
+    slow = slow * 20 if device.type == "cuda" else slow
     x = torch.rand(192, 192, device=device)
     ones, some = torch.ones_like(x), (torch.rand_like(x) > 0.5).float()
     graphed = gw.graph(looks)

@@ -69,8 +69,7 @@ class Search:
             count: how many, at most; those that differ in the runner alone come together, since
                 they are built once, and count as one.
             left_s: seconds that are left; None for no limit. What usually needs more would only
-                keep others waiting, unless there are cores to spare. When none are left, all come:
-                they are refused.
+                hold others up. When none are left, all come: they are refused.
         """
         able = [
             each for each in self.waiting if not self.cannot_win(each) and self._fits(each, left_s)
@@ -123,7 +122,7 @@ class Search:
 
     def _fits(self, candidate: Candidate, left_s: float | None) -> bool:
         """Whether there is time to set it up, verify and time it, where not all is wanted."""
-        if left_s is None or left_s <= 0 or self.in_order or self.exhaustive or self.spare:
+        if left_s is None or left_s <= 0 or self.in_order or self.exhaustive:
             return True
         return self.set_up_s(candidate) + _BESIDE_S <= left_s
 

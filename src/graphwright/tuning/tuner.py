@@ -58,8 +58,8 @@ Objective = Literal["latency", "throughput", "memory", "cold_start"]
 
 # Whether candidates are tried in processes of their own if `isolate` is None.
 ISOLATED = True
-# Seconds to time one candidate in turns with eager.
-SCREENING_S = 1.0
+# Seconds to time one candidate in turns with eager, at most, and their share of the budget.
+SCREENING_S, _SCREENING_SHARE = 1.0, 0.02
 # Seconds to time each finalist in common rounds.
 FINAL_S_EACH = 2.0
 # The share of a time budget that is kept for the finalists.
@@ -427,13 +427,14 @@ class Tuning:
         self.report.eager_error = max(
             (error for error in errors if error), key=lambda e: e.rms, default=None
         )
+        budget_s = math.inf if self._budget_s is None else self._budget_s
         return CandidateEvaluator(
             model,
             samples,
             self.asked.device,
             objective=self.asked.objective,
-            screening_s=SCREENING_S,
-            timing_s=min(self.asked.timeout_s / 2, (self.asked.budget_s or math.inf) / 10),
+            screening_s=min(SCREENING_S, _SCREENING_SHARE * budget_s),
+            timing_s=min(self.asked.timeout_s / 2, budget_s / 10),
             dynamic_shapes=self._dynamic_shapes(),
         )
 
