@@ -192,6 +192,18 @@ def test_the_most_promising_comes_first_and_what_was_found_counts() -> None:
     ]
 
 
+def test_what_an_unsteady_row_gained_says_nothing_of_its_compiler() -> None:
+    names = "inductor:freeze+graph,aot_autograd,inductor+graph"
+    unsteady = row("inductor+graph", 3e-3)
+    unsteady.unsteady = "its rounds disagree by a factor of 3.0"
+    beside, steady = (
+        search_of(GPU, [row("eager", EAGER_S), known], names).choose(1)
+        for known in (unsteady, row("inductor+graph", 3e-3))
+    )
+    assert [each.name for each in beside] == ["inductor:freeze+graph"]
+    assert [each.name for each in steady] == ["aot_autograd"]
+
+
 def test_a_compiler_whose_kernels_did_well_in_a_graph_is_tried_without_one_soon() -> None:
     rows = [row("eager", EAGER_S), row("eager+graph", 1.1e-3), row("inductor+graph", 0.7e-3)]
     names = "eager+graph,inductor+graph,torchscript:fuser,fused,aot_autograd,inductor"

@@ -100,7 +100,7 @@ class Screening:
                 yield self._cannot_win(candidate, why)
             else:
                 usual_s = self.search.set_up_s(candidate)
-                why = f"its set-up usually takes {usual_s:g} s, for which the budget of"
+                why = f"its set-up usually takes {usual_s:.0f} s, for which the budget of"
                 yield self._not_tried(candidate, f"{why} {self.terms.budget_s:g} s left no time")
 
     def _left_s(self) -> float | None:

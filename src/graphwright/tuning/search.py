@@ -212,7 +212,7 @@ class Search:
         found = []
         for row in self.report.rows:
             other = self._all.get(row.strategy)
-            if other is not None and kernels_of(other) == kernels:
+            if other is not None and kernels_of(other) == kernels and not row.unsteady:
                 found.append(self._share(row.strategy))
         return [share for share in found if share < math.inf]
 
@@ -225,7 +225,7 @@ class Search:
                 continue
             if row.status in (Status.FAILED, Status.UNAVAILABLE, Status.CRASHED, Status.TIMED_OUT):
                 found.append(0.5)  # What stopped one often stops the others.
-            elif self._share(row.strategy) < math.inf:
+            elif self._share(row.strategy) < math.inf and not row.unsteady:
                 found.append(1 / self._share(row.strategy) / usual(other, self.device)[0])
         return statistics.median(found) if found else 1.0
 
