@@ -221,10 +221,6 @@ class Results:
             return math.inf if row.cold_start_s is None else row.cold_start_s
         if self.objective == "memory" and row.peak_bytes is not None:
             return float(row.peak_bytes)
-        return self.time_cost(row)
-
-    def time_cost(self, row: Row) -> float:
-        """Time relative to eager, or the most that it can be where the ratio is not known."""
         ratios = self.ratios(row)
         return statistics.median(ratios) if ratios else self._cost_at_most(row)
 

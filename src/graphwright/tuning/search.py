@@ -178,7 +178,9 @@ class Search:
         row = self.report.row(strategy)
         if row is None or row.status not in (Status.OK, Status.SLOWER):
             return math.inf
-        return self.report.time_cost(row)
+        if self.report.objective in _OF_TIME:
+            return self.report.cost(row)
+        return statistics.median(self.report.ratios(row) or [math.inf])
 
     def _seconds(self, strategy: str) -> float:
         row = self.report.row(strategy)
