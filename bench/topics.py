@@ -178,7 +178,7 @@ def _busy(results: Results) -> Outcome:
     ]
     return Outcome(
         f"in {len(busy)} runs no ratio is off by more than a factor of {max(firsts(rows)):.2f}, "
-        f"and {marked} of them {"has" if marked == 1 else "have"} rows that are marked as unsteady",
+        f"and rows are marked as unsteady in {marked} of them",
         Bars(
             "By which factor the ratio that is furthest off differs from the quiet one's, by run",
             "factor",
