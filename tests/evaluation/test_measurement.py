@@ -143,6 +143,7 @@ def strict(monkeypatch: pytest.MonkeyPatch) -> None:
     """The limits that tune() has; other tests have none."""
     monkeypatch.setattr(measurement, "MAX_SPREAD", 1.5)
     monkeypatch.setattr(measurement, "MAX_HELD_UP_SHARE", 0.75)
+    monkeypatch.setattr(measurement, "MAX_INTERRUPTED_SHARE", 0.5)
 
 
 def rounds_of(*seconds: float, calls: int = 4) -> Measurement:
@@ -274,11 +275,12 @@ class Shared:
     Attributes:
         until: how many pauses that lasts.
         own: processors that this process has.
-        every: one of so many calls is interrupted.
+        share: of the calls, how many are interrupted.
+        together_s: seconds that a call takes there.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, until: int, own: float = 1.0) -> None:
-        self.until, self.own, self.every = until, own, 1
+        self.until, self.own, self.share, self.together_s = until, own, 1.0, 24e-3
         self.now, self.own_s, self.calls, self.interruptions = 0.0, 0.0, 0, 0
         self.slept: list[float] = []
         monkeypatch.setattr(measurement, "_interruptions", lambda: self.interruptions)
@@ -287,9 +289,9 @@ class Shared:
 
     def call(self) -> float:
         together = len(self.slept) < self.until
-        seconds = 24e-3 if together else 0.3e-3
+        seconds = self.together_s if together else 0.3e-3
         self.calls += 1
-        if together and self.calls % self.every == 0:
+        if together and int(self.calls * self.share) > int((self.calls - 1) * self.share):
             self.interruptions += 6
         self.now += seconds
         self.own_s += seconds * (self.own if together else 2.0)
@@ -362,6 +364,15 @@ def test_calls_that_stay_interrupted_are_unsteady_however_alike(
 
 
 @pytest.mark.usefixtures("strict")
+def test_where_more_than_half_of_the_calls_are_interrupted_their_median_says_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shared = Shared(monkeypatch, until=1000)
+    shared.share, shared.together_s = 0.6, 2e-3  # Ten calls a block.
+    assert "other work interrupted" in unsteadiness(shared.time())
+
+
+@pytest.mark.usefixtures("strict")
 def test_where_threads_part_and_meet_for_too_long_no_more_rounds_are_taken() -> None:
     """Of every other block one waits for its threads to part, for six seconds in all."""
     seconds = itertools.cycle([1e-3] * 14 + [24e-3] * 10)
@@ -380,8 +391,12 @@ def test_what_is_seldom_interrupted_or_in_its_own_way_is_steady(
     oversubscribed = Shared(monkeypatch, until=1000, own=2.0)
     assert not unsteadiness(oversubscribed.time())
     assert oversubscribed.slept == []
+    # Their median is of calls that were left alone.
+    less_than_half = Shared(monkeypatch, until=1000)
+    less_than_half.share, less_than_half.together_s = 0.4, 2e-3
+    assert not unsteadiness(less_than_half.time())
     seldom = Shared(monkeypatch, until=1000)
-    seldom.every = 20
+    seldom.share = 0.05
     assert not unsteadiness(seldom.time())
 
 

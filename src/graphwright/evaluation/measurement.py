@@ -52,8 +52,10 @@ HELD_UP = 3.0
 TOGETHER = 1.4
 # Figures are unsteady if the 95 % interval of their median spans more than this factor ...
 MAX_SPREAD = 1.5
-# ... or if more than this share of the calls were held up.
+# ... or if more than this share of the calls were held up ...
 MAX_HELD_UP_SHARE = 0.75
+# ... or if more than this share were interrupted: their median is then of an interrupted call.
+MAX_INTERRUPTED_SHARE = 0.5
 # The system takes the processor from a call more often than so many times a second only if others
 # want it: a slice of time is some milliseconds.
 MAX_INTERRUPTIONS = 20.0
@@ -202,8 +204,8 @@ class _Block:
         return self.interrupted / len(self.seconds)
 
     def is_disturbed(self, most: float) -> bool:
-        """Whether nearly all calls were interrupted, or all took more than so many seconds."""
-        return min(self.seconds) > most or self.interrupted_share > MAX_HELD_UP_SHARE
+        """Whether most calls were interrupted, or all took more than so many seconds."""
+        return min(self.seconds) > most or self.interrupted_share > MAX_INTERRUPTED_SHARE
 
 
 class Timer:
@@ -394,7 +396,7 @@ def unsteadiness(measurement: Measurement, objective: str = "latency") -> str:
     share = sum(each > HELD_UP * min(calls) for each in calls) / len(calls)
     if share > MAX_HELD_UP_SHARE:
         return f"{share:.0%} of its calls took over {HELD_UP:g} times as long as the fastest one"
-    if measurement.interrupted > MAX_HELD_UP_SHARE:
+    if measurement.interrupted > MAX_INTERRUPTED_SHARE:
         return f"other work interrupted {measurement.interrupted:.0%} of its calls"
     return ""
 
