@@ -674,6 +674,24 @@ def test_compilers_are_not_reset_where_nothing_was_compiled(
     reset.assert_called_once_with()
 
 
+@pytest.mark.parametrize(
+    ("names", "threads"),
+    [
+        (["inductor", "inductor+graph", "fused", "aot_autograd", "torchscript"], 16),
+        (["inductor", "inductor+graph", "inductor:freeze+graph", "channels_last+inductor"], 5),
+        (["eager+graph"], 16),
+    ],
+)
+def test_builds_of_torch_compile_share_the_cores(
+    names: list[str], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started = Mock()
+    monkeypatch.setattr("graphwright.tuning.workers.pool.ForkServer", started)
+    monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 16)
+    WorkerPool(Small(), named(*names), torch.device("cuda"))
+    assert started.call_args.args[1] == threads
+
+
 def test_candidates_that_share_a_build_are_one_job() -> None:
     candidates = named("inductor+graph", "fused", "inductor", "channels_last+inductor")
     jobs = [[each.name for each in job.candidates] for job in jobs_of(candidates)]

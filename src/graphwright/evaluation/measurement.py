@@ -52,9 +52,9 @@ HELD_UP = 3.0
 TOGETHER = 1.4
 # Figures are unsteady if the 95 % interval of their median spans more than this factor ...
 MAX_SPREAD = 1.5
-# ... or if more than this share of the calls were held up ...
+# ... or if more than this share of the calls or of the rounds were held up.
 MAX_HELD_UP_SHARE = 0.75
-# ... or if more than this share were interrupted: their median is then of an interrupted call.
+# The median of a round is of an interrupted call if more than this share of its calls were.
 MAX_INTERRUPTED_SHARE = 0.5
 # The system takes the processor from a call more often than so many times a second only if others
 # want it: a slice of time is some milliseconds.
@@ -203,9 +203,13 @@ class _Block:
             return 0.0
         return self.interrupted / len(self.seconds)
 
-    def is_disturbed(self, most: float) -> bool:
-        """Whether most calls were interrupted, or all took more than so many seconds."""
-        return min(self.seconds) > most or self.interrupted_share > MAX_INTERRUPTED_SHARE
+    def is_disturbed(self, most: float, *, was_left_alone: bool) -> bool:
+        """Whether too many calls were interrupted, or all took more than so many seconds.
+
+        If an earlier block was left alone, one knows how fast the calls can be.
+        """
+        share = MAX_HELD_UP_SHARE if was_left_alone else MAX_INTERRUPTED_SHARE
+        return min(self.seconds) > most or self.interrupted_share > share
 
 
 class Timer:
@@ -282,6 +286,7 @@ def interleave(
     total = {name: _Block() for name in names}
     disturbed = dict.fromkeys(names, 0)
     in_vain = dict.fromkeys(names, 0)
+    left_alone: set[str] = set()
     paused_s = 0.0
 
     def found() -> dict[str, Measurement]:
@@ -314,7 +319,8 @@ def interleave(
                 size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
                 block = _timed_calls(timer, call, size)
                 most = timer.slowest_block * fastest[name]
-                while block.is_disturbed(most):
+                alone = name in left_alone
+                while block.is_disturbed(most, was_left_alone=alone):
                     pause_s = min(PLACING_S * 2 ** in_vain[name], PLACINGS_S - paused_s)
                     if in_vain[name] == IN_VAIN or pause_s <= 0:
                         break
@@ -325,7 +331,8 @@ def interleave(
                     block = _timed_calls(timer, call, size)
                 else:
                     in_vain[name] = 0
-                disturbed[name] += block.is_disturbed(most)
+                    left_alone.add(name)
+                disturbed[name] += block.is_disturbed(most, was_left_alone=alone)
                 fastest[name] = min(fastest[name], *block.seconds)
                 total[name].add(block)
                 latency[name].append(tuple(round(s, DIGITS) for s in block.seconds))
@@ -396,7 +403,7 @@ def unsteadiness(measurement: Measurement, objective: str = "latency") -> str:
     share = sum(each > HELD_UP * min(calls) for each in calls) / len(calls)
     if share > MAX_HELD_UP_SHARE:
         return f"{share:.0%} of its calls took over {HELD_UP:g} times as long as the fastest one"
-    if measurement.interrupted > MAX_INTERRUPTED_SHARE:
+    if measurement.interrupted > MAX_HELD_UP_SHARE:
         return f"other work interrupted {measurement.interrupted:.0%} of its calls"
     return ""
 

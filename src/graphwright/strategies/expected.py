@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch.utils import _pytree as pytree
 
 from ..calls.objects import build, flatten_result
 from ..calls.signature import Args, Kwargs, flatten, unflatten
-from ..calls.snapshots import clone_leaves
+from ..calls.snapshots import clone_leaves, layout
 from ..errors import StrategyFailed
 
 
@@ -40,11 +40,8 @@ class Expected:
         Raises:
             StrategyFailed: elements of a result overlap, which cannot be laid out again.
         """
-        leaves, spec = flatten(args, kwargs)
-        mine, named = unflatten(clone_leaves(leaves), spec)
-        with torch.no_grad():
-            outputs, out_spec = flatten_result(model(*mine, **named))
-        return cls(tuple(_described(leaf) for leaf in outputs), out_spec)
+        outputs, spec = _called(model, args, kwargs)
+        return cls(tuple(_described(leaf) for leaf in outputs), spec)
 
     @property
     def results(self) -> list[Result]:
@@ -78,10 +75,61 @@ class Expected:
         return build(leaves, self.spec)
 
 
+def laid_out_as(
+    model: Callable[..., Any], compiled: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> Callable[..., Any]:
+    """The compiled callable; where its results have other strides than the model's, with these.
+
+    Of `torch.cat` of an empty tensor and another one, as in transformers' caches, eager mode makes
+    a contiguous tensor, and Inductor one with the strides of the other.
+
+    Raises:
+        StrategyFailed: elements of such a result overlap, which cannot be laid out again.
+    """
+    (made, spec), (wanted, eagers_spec) = (
+        _called(function, args, kwargs) for function in (compiled, model)
+    )
+    if spec != eagers_spec:
+        return compiled
+    results = {
+        number: _described(theirs)
+        for number, (mine, theirs) in enumerate(zip(made, wanted, strict=True))
+        if _differ_in_layout(mine, theirs)
+    }
+    if not results:
+        return compiled
+
+    def laid_out(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = flatten_result(compiled(*args, **kwargs))
+        for number, result in results.items():
+            leaves[number] = _as(leaves[number], result)
+        return build(leaves, spec)
+
+    return laid_out
+
+
 def tf32_allowed() -> bool:
     """Whether torch's own switches let both products and convolutions on CUDA use TF32."""
     get = torch._C._get_fp32_precision_getter
     return all(get("cuda", kind) == "tf32" for kind in ("matmul", "conv"))
+
+
+def _called(
+    function: Callable[..., Any], args: Args, kwargs: Kwargs
+) -> tuple[list[Any], pytree.TreeSpec]:
+    """The leaves of what it returns for copies of the arguments, and their tree."""
+    leaves, spec = flatten(args, kwargs)
+    mine, named = unflatten(clone_leaves(leaves), spec)
+    with torch.no_grad():
+        return flatten_result(function(*mine, **named))
+
+
+def _differ_in_layout(a: Any, b: Any) -> bool:
+    """Whether two results are alike but for strides that matter."""
+    if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
+        return False
+    alike = a.shape == b.shape and a.dtype == b.dtype and a.device == b.device
+    return alike and a.numel() > 0 and layout(a) != layout(b)
 
 
 def _described(leaf: Any) -> Any:

@@ -20,6 +20,7 @@ from ..calls.signature import Args, Kwargs, flatten, unflatten
 from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
+from .expected import laid_out_as
 
 _CACHE = "cache.bin"
 _NOT_KEPT = "torch.compile keeps no code with frozen weights in its cache"
@@ -126,7 +127,8 @@ class Inductor:
         with torch.no_grad(), torch._inductor.config.patch(FROZEN if self.freezing else {}):
             notes, delta = compile_and_run(compiled, args, kwargs, 3 if self.cuda_graphs else 1)
         if not self.cuda_graphs:
-            return Built(without_grad(compiled), notes, frozen, save=_save_cache, capturable=True)
+            laid_out = laid_out_as(model, compiled, args, kwargs)
+            return Built(without_grad(laid_out), notes, frozen, save=_save_cache, capturable=True)
         if delta["skips"]:
             notes.append("torch.compile skipped CUDA graphs for this model")
         notes.append("outputs are copied out: the next call would overwrite them")
@@ -135,7 +137,8 @@ class Inductor:
             torch.compiler.cudagraph_mark_step_begin()
             return map_tensors(torch.clone, compiled(*args, **kwargs))
 
-        return Built(without_grad(call), notes, frozen, save=_save_cache)
+        laid_out = laid_out_as(model, call, args, kwargs)
+        return Built(without_grad(laid_out), notes, frozen, save=_save_cache)
 
     def warm(self, folder: Path) -> None:
         """Give torch.compile the cache that was saved, so that a build compiles nothing."""

@@ -39,7 +39,7 @@ from ...strategies.registry import is_ours, is_slow
 from ..trial import CandidateEvaluator
 from .fork_server import START_TIMEOUT_S, ForkServer, ForkServerGone
 from .process import kill_group, resident_bytes
-from .schedule import Choose, Job, Schedule
+from .schedule import Choose, Job, Schedule, cache_of
 from .task import IsolationError, Order, Task, modules_to_import, write_task
 from .worker import MAX_PRINTED, Worker
 
@@ -144,11 +144,12 @@ class WorkerPool:
         self._ending: list[Worker] = []
         self._task: IO[bytes] | None = None
         self._device = device
-        compiling = self._compiling = sum(candidate.compiles for candidate in candidates)
-        modules = [*modules_to_import(module), *(["torch._dynamo"] if compiling else [])]
+        self._compiling = any(candidate.compiles for candidate in candidates)
+        modules = [*modules_to_import(module), *(["torch._dynamo"] if self._compiling else [])]
         self.spare = device.type == "cuda" and cores() >= _MANY_CORES
         self._at_once = max(1, cores() * 3 // 4 if self.spare else cores() // 2)
-        threads = max(1, cores() // max(1, min(compiling, self._at_once)))
+        builds = {each.without_runner.name for each in candidates if cache_of(each) == "inductor"}
+        threads = max(1, cores() // max(1, min(len(builds), self._at_once)))
         self._importing: threading.Thread | None = None
         self._server_arguments = (modules, threads)
         self._restarts = 0

@@ -19,6 +19,11 @@ Choose = Callable[[int], Sequence[Candidate]]
 _CACHES = {"inductor": "inductor", "aot_inductor": "inductor", "fused": "triton"}
 
 
+def cache_of(candidate: Candidate) -> str | None:
+    """Which compiler's cache on disk its build fills; None for none."""
+    return _CACHES.get(candidate.compiler.name.split(":")[0])
+
+
 @dataclass(eq=False)
 class Job:
     """Candidates that share a build, as far as they are still to be tried.
@@ -34,7 +39,7 @@ class Job:
     @property
     def cache(self) -> str | None:
         """Which compiler's cache on disk is filled by its build; None for none."""
-        return _CACHES.get(self.candidates[0].compiler.name.split(":")[0])
+        return cache_of(self.candidates[0])
 
 
 def jobs_of(candidates: Sequence[Candidate]) -> Iterator[Job]:
