@@ -84,8 +84,7 @@ def quick(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("graphwright.evaluation.measurement.TELLING_S_EACH", 0.0)
     # What else runs here decides nothing: only planted samples are unsteady.
     monkeypatch.setattr("graphwright.evaluation.measurement.MAX_SPREAD", math.inf)
-    for share in ("MAX_HELD_UP_SHARE", "MAX_INTERRUPTED_SHARE"):
-        monkeypatch.setattr(f"graphwright.evaluation.measurement.{share}", math.inf)
+    monkeypatch.setattr("graphwright.evaluation.measurement.MAX_HELD_UP_SHARE", math.inf)
     # Neither which passes a test sees nor what answers its calls must depend on a time.
     monkeypatch.setattr("graphwright.dispatch.graphed_callable._TIMED", frozenset())
     monkeypatch.setattr("graphwright.fusion.pass_manager.WORTH", 1.0)

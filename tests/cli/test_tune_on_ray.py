@@ -25,7 +25,6 @@ import torch
 from graphwright.evaluation import measurement
 
 measurement.MAX_SPREAD = measurement.MAX_HELD_UP_SHARE = math.inf
-measurement.MAX_INTERRUPTED_SHARE = math.inf
 
 def small():
     torch.manual_seed(0)

@@ -52,13 +52,14 @@ HELD_UP = 3.0
 TOGETHER = 1.4
 # Figures are unsteady if the 95 % interval of their median spans more than this factor ...
 MAX_SPREAD = 1.5
-# ... or if more than this share of the calls or of the rounds were held up.
+# ... or if more than this share of the calls were held up.
 MAX_HELD_UP_SHARE = 0.75
-# The median of a round is of an interrupted call if more than this share of its calls were.
-MAX_INTERRUPTED_SHARE = 0.5
 # The system takes the processor from a call more often than so many times a second only if others
 # want it: a slice of time is some milliseconds.
 MAX_INTERRUPTIONS = 20.0
+# Only the process's own threads, which wake each other on one processor that they share, interrupt
+# each other so often a second. They then have hardly more than that processor.
+MUTUAL_INTERRUPTIONS, ONE_PROCESSOR = 2000.0, 1.2
 # A process that has so large a share of all processors is in its own way.
 OWN_SHARE = 0.9
 # Seconds to wait after a block that was interrupted or held up, so that threads are placed anew:
@@ -203,13 +204,17 @@ class _Block:
             return 0.0
         return self.interrupted / len(self.seconds)
 
-    def is_disturbed(self, most: float, *, was_left_alone: bool) -> bool:
-        """Whether too many calls were interrupted, or all took more than so many seconds.
+    @property
+    def shares_a_processor(self) -> bool:
+        """Whether its threads took turns on one processor since other processes use the others."""
+        wall_s = sum(self.seconds)
+        mutual = self.interruptions > MUTUAL_INTERRUPTIONS * wall_s
+        return mutual and self.own_s < ONE_PROCESSOR * wall_s and _is_crowded()
 
-        If an earlier block was left alone, one knows how fast the calls can be.
-        """
-        share = MAX_HELD_UP_SHARE if was_left_alone else MAX_INTERRUPTED_SHARE
-        return min(self.seconds) > most or self.interrupted_share > share
+    def is_disturbed(self, most: float) -> bool:
+        """Whether nearly all calls were interrupted, or all took more than so many seconds."""
+        held_up = min(self.seconds) > most or self.interrupted_share > MAX_HELD_UP_SHARE
+        return held_up or self.shares_a_processor
 
 
 class Timer:
@@ -286,7 +291,6 @@ def interleave(
     total = {name: _Block() for name in names}
     disturbed = dict.fromkeys(names, 0)
     in_vain = dict.fromkeys(names, 0)
-    left_alone: set[str] = set()
     paused_s = 0.0
 
     def found() -> dict[str, Measurement]:
@@ -319,8 +323,7 @@ def interleave(
                 size = max(1, min(MAX_CALLS_PER_BLOCK, round(BLOCK_S / max(fastest[name], 1e-9))))
                 block = _timed_calls(timer, call, size)
                 most = timer.slowest_block * fastest[name]
-                alone = name in left_alone
-                while block.is_disturbed(most, was_left_alone=alone):
+                while block.is_disturbed(most):
                     pause_s = min(PLACING_S * 2 ** in_vain[name], PLACINGS_S - paused_s)
                     if in_vain[name] == IN_VAIN or pause_s <= 0:
                         break
@@ -331,8 +334,7 @@ def interleave(
                     block = _timed_calls(timer, call, size)
                 else:
                     in_vain[name] = 0
-                    left_alone.add(name)
-                disturbed[name] += block.is_disturbed(most, was_left_alone=alone)
+                disturbed[name] += block.is_disturbed(most)
                 fastest[name] = min(fastest[name], *block.seconds)
                 total[name].add(block)
                 latency[name].append(tuple(round(s, DIGITS) for s in block.seconds))
@@ -438,6 +440,14 @@ def _own_seconds() -> float:
 def _interruptions() -> int:
     """How often the system has taken a processor from a thread of this process that wanted it."""
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def _is_crowded() -> bool:
+    """Whether more threads of all processes want a processor now than there are."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        with open("/proc/loadavg", encoding="ascii") as handle:
+            return int(handle.read().split()[3].partition("/")[0]) > (os.cpu_count() or 1)
+    return False
 
 
 def _processors() -> int:
