@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import io
 import itertools
 import os
 import statistics
@@ -357,9 +359,9 @@ def test_calls_that_stay_interrupted_are_unsteady_however_alike(
     found = shared.time(deadline=0.0)
     assert shared.slept == [measurement.PLACING_S * 2**n for n in range(measurement.IN_VAIN)]
     assert found.typical().median == pytest.approx(24e-3)
-    assert unsteadiness(found) == "other work interrupted 100% of its calls"
+    assert unsteadiness(found) == "other work interrupted it 100% of the time"
     both = weighted([(1.0, found), (3.0, Measurement(found.latency, found.throughput))])
-    assert unsteadiness(both) == "other work interrupted 100% of its calls"
+    assert unsteadiness(both) == "other work interrupted it 100% of the time"
 
 
 @pytest.mark.usefixtures("strict")
@@ -372,10 +374,14 @@ def test_threads_that_wake_each_other_on_one_processor_are_given_time_to_part(
 ) -> None:
     """Half of the calls are not interrupted, and none takes much longer than the fastest."""
     monkeypatch.setattr(measurement, "_is_crowded", lambda: crowded)
+    moves: list[int] = []
+    monkeypatch.setattr(measurement, "_change_processor", lambda: moves.append(1))
     shared = Shared(monkeypatch, until=until, own=own)
     shared.share, shared.together_s = 0.5, 0.45e-3
     found = shared.time()
-    assert shared.slept == [measurement.PLACING_S * 2**n for n in range(until if until < 9 else 0)]
+    pauses = until if until < 9 else 0
+    assert shared.slept == [measurement.PLACING_S * 2**n for n in range(pauses)]
+    assert len(moves) == pauses
     assert found.typical().median == pytest.approx(seconds)
     assert not unsteadiness(found)
 
@@ -387,7 +393,36 @@ def test_threads_that_stay_on_one_processor_beside_other_work_are_unsteady(
     monkeypatch.setattr(measurement, "_is_crowded", lambda: True)
     shared = Shared(monkeypatch, until=1000)
     shared.share, shared.together_s = 0.5, 0.45e-3
-    assert unsteadiness(shared.time()) == "other work interrupted 100% of its calls"
+    assert unsteadiness(shared.time()) == "other work interrupted it 100% of the time"
+
+
+@pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="Linux alone has it")
+def test_a_thread_goes_to_another_processor_and_may_go_anywhere_after() -> None:
+    allowed = os.sched_getaffinity(0)
+    processor = ctypes.CDLL(None).sched_getcpu
+    moved = []
+    for _ in range(20):  # The system may move it back at any time.
+        before = processor()
+        measurement._change_processor()
+        moved.append(processor() != before)
+        assert os.sched_getaffinity(0) == allowed
+    assert any(moved) or len(allowed) == 1
+    os.sched_setaffinity(0, {min(allowed)})
+    try:
+        measurement._change_processor()
+        assert os.sched_getaffinity(0) == {min(allowed)}
+    finally:
+        os.sched_setaffinity(0, allowed)
+
+
+@pytest.mark.parametrize(("wanted", "crowded"), [("3/90", True), ("2/90", False), ("?", False)])
+def test_a_machine_is_crowded_if_more_threads_want_a_processor_than_there_are(
+    wanted: str, crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = f"0.67 2.29 2.65 {wanted} 31778"
+    monkeypatch.setattr(measurement, "open", lambda *_, **__: io.StringIO(line), raising=False)
+    monkeypatch.setattr(os, "cpu_count", lambda: 2)
+    assert measurement._is_crowded() is crowded
 
 
 @pytest.mark.usefixtures("strict")

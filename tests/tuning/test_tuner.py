@@ -8,6 +8,7 @@ import importlib.util
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
+from unittest.mock import Mock
 
 import planted
 import pytest
@@ -17,9 +18,11 @@ from torch import nn
 
 import graphwright as gw
 from graphwright.evaluation.measurement import Measurement
+from graphwright.report.report import Report
 from graphwright.report.result import Row, Status
 from graphwright.strategies.base import Availability, Built
 from graphwright.tuning import choice_cache
+from graphwright.tuning.final_rounds import FinalRounds
 from graphwright.tuning.selection import near_best, ranked
 from graphwright.tuning.trial import judge
 from graphwright.tuning.tuner import Tuning
@@ -277,6 +280,34 @@ def test_what_was_unsteady_when_screened_is_timed_again_with_the_finalists() -> 
         row.peak_bytes = peak
     tuning.report.objective = "memory"
     assert [row.strategy for row in near_best(tuning.report)] == ["fast"]
+
+
+@pytest.mark.parametrize(
+    ("left_s", "built"), [(None, "best slow quick"), (20, "best quick"), (-1, "best")]
+)
+def test_a_finalist_is_built_if_its_set_up_can_end_in_time(
+    left_s: float | None, built: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The best is built in any case, so that there is something to choose."""
+    set_ups = {"eager": 0.0, "best": 500.0, "slow": 3.0, "quick": 3.0}
+    report = Report("Model", [], "latency", [], {})
+    for name, speed in (("eager", 3.0), ("best", 1.0), ("slow", 1.01), ("quick", 1.02)):
+        times = {"screening": rounds_of(*[speed] * 5), "baseline": rounds_of(*[3.0] * 5)}
+        report.rows.append(Row(name, Status.OK, setup_s=set_ups[name], **times))
+        report.rows[-1].build_s = 400.0 if name == "slow" else 0.0  # It shares a build there.
+    deadline = None if left_s is None else time.monotonic() + left_s
+    kept: dict[str, list[Built]] = {"eager": []}
+    rounds = FinalRounds(report, Mock(), kept, {}, Mock(), 1.0, deadline)
+    monkeypatch.setattr(
+        rounds, "_build_here", lambda row, on_failure: kept.setdefault(row.strategy, [])
+    )
+    monkeypatch.setattr(rounds, "_time", Mock())
+    rounds.run(Mock())
+    assert list(kept) == ["eager", *built.split()]
+    for name in {"slow", "quick"} - kept.keys():
+        row = report.row(name)
+        assert row is not None
+        assert row.notes == ["a finalist, but not timed again: the budget left no time"]
 
 
 def test_within_the_noise_the_simpler_one_is_chosen() -> None:

@@ -9,7 +9,8 @@ environments, 2016). Shown are the median of the rounds and its rank-based 95 % 
 Where several threads compute one call and other processes compute too, the scheduler may put two of
 the threads on one processor, and leave them there. Each then waits for the other until its time is
 up, some milliseconds, and all calls take that long: steadily, so that no spread tells. What tells
-is that the system has interrupted them. After a pause they are mostly put apart.
+is that the system has interrupted them. After a pause they are mostly put apart. Threads that wait
+for each other asleep stay together; they are apart once one has gone to another processor.
 """
 
 from __future__ import annotations
@@ -180,12 +181,14 @@ class _Block:
         interrupted: calls from which a processor was taken.
         interruptions: how often that happened.
         own_s: seconds that all threads of this process had a processor.
+        crowded: whether more threads of all processes wanted a processor than there are.
     """
 
     seconds: list[float] = field(default_factory=list)
     interrupted: int = 0
     interruptions: int = 0
     own_s: float = 0.0
+    crowded: bool = False
 
     def add(self, other: _Block) -> None:
         """Count the calls of another block too."""
@@ -209,7 +212,7 @@ class _Block:
         """Whether its threads took turns on one processor since other processes use the others."""
         wall_s = sum(self.seconds)
         mutual = self.interruptions > MUTUAL_INTERRUPTIONS * wall_s
-        return mutual and self.own_s < ONE_PROCESSOR * wall_s and _is_crowded()
+        return self.crowded and mutual and self.own_s < ONE_PROCESSOR * wall_s
 
     def is_disturbed(self, most: float) -> bool:
         """Whether nearly all calls were interrupted, or all took more than so many seconds."""
@@ -330,6 +333,8 @@ def interleave(
                     in_vain[name] += 1
                     paused_s += pause_s
                     sleep(pause_s)
+                    if block.shares_a_processor:
+                        _change_processor()
                     timer.once(call)
                     block = _timed_calls(timer, call, size)
                 else:
@@ -406,7 +411,7 @@ def unsteadiness(measurement: Measurement, objective: str = "latency") -> str:
     if share > MAX_HELD_UP_SHARE:
         return f"{share:.0%} of its calls took over {HELD_UP:g} times as long as the fastest one"
     if measurement.interrupted > MAX_HELD_UP_SHARE:
-        return f"other work interrupted {measurement.interrupted:.0%} of its calls"
+        return f"other work interrupted it {measurement.interrupted:.0%} of the time"
     return ""
 
 
@@ -429,6 +434,7 @@ def _timed_calls(timer: Timer, call: Call, count: int) -> _Block:
         block.interruptions += now - before
         before = now
     block.own_s = _own_seconds() - began
+    block.crowded = _is_crowded()
     return block
 
 
@@ -440,6 +446,19 @@ def _own_seconds() -> float:
 def _interruptions() -> int:
     """How often the system has taken a processor from a thread of this process that wanted it."""
     return 0 if resource is None else resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw
+
+
+def _change_processor() -> None:
+    """Have this thread go on on another processor, where the system allows that."""
+    with contextlib.suppress(AttributeError, OSError):
+        allowed = os.sched_getaffinity(0)
+        here = ctypes.CDLL(None).sched_getcpu()
+        others = sorted(allowed - {here}, key=lambda number: (number < here, number))
+        if others:
+            try:
+                os.sched_setaffinity(0, others[:1])
+            finally:
+                os.sched_setaffinity(0, allowed)
 
 
 def _is_crowded() -> bool:

@@ -42,7 +42,7 @@ class AotAutograd:
         backend: Callable[..., Any] = aot_autograd(fw_compiler=_run_as_it_is)
         compiled = torch.compile(fresh_entry(model), backend=backend, dynamic=False)
         with torch.no_grad():
-            notes, _ = compile_and_run(compiled, args, kwargs, 1)
+            notes, *_ = compile_and_run(compiled, args, kwargs, 1)
         return Built(without_grad(compiled), notes, capturable=True)
 
 

@@ -40,7 +40,8 @@ class Expected:
         Raises:
             StrategyFailed: elements of a result overlap, which cannot be laid out again.
         """
-        outputs, spec = _called(model, args, kwargs)
+        with torch.no_grad():
+            outputs, spec = _called(model, args, kwargs)
         return cls(tuple(_described(leaf) for leaf in outputs), spec)
 
     @property
@@ -76,33 +77,46 @@ class Expected:
 
 
 def laid_out_as(
-    model: Callable[..., Any], compiled: Callable[..., Any], args: Args, kwargs: Kwargs
+    model: Callable[..., Any],
+    compiled: Callable[..., Any],
+    made: Any,
+    args: Args,
+    kwargs: Kwargs,
 ) -> Callable[..., Any]:
     """The compiled callable; where its results have other strides than the model's, with these.
 
     Of `torch.cat` of an empty tensor and another one, as in transformers' caches, eager mode makes
     a contiguous tensor, and Inductor one with the strides of the other.
 
+    Args:
+        model: is called once, with copies of the arguments, in the caller's gradient mode.
+        compiled: computes the same.
+        made: what it has returned for these arguments.
+        args: of the sample.
+        kwargs: likewise.
+
     Raises:
         StrategyFailed: elements of such a result overlap, which cannot be laid out again.
     """
-    (made, spec), (wanted, eagers_spec) = (
-        _called(function, args, kwargs) for function in (compiled, model)
-    )
+    mine, spec = flatten_result(made)
+    theirs, eagers_spec = _called(model, args, kwargs)
     if spec != eagers_spec:
         return compiled
     results = {
-        number: _described(theirs)
-        for number, (mine, theirs) in enumerate(zip(made, wanted, strict=True))
-        if _differ_in_layout(mine, theirs)
+        number: _described(wanted)
+        for number, (leaf, wanted) in enumerate(zip(mine, theirs, strict=True))
+        if _differ_in_layout(leaf, wanted)
     }
     if not results:
         return compiled
 
     def laid_out(*args: Any, **kwargs: Any) -> Any:
-        leaves, spec = flatten_result(compiled(*args, **kwargs))
-        for number, result in results.items():
-            leaves[number] = _as(leaves[number], result)
+        result = compiled(*args, **kwargs)
+        leaves, found = flatten_result(result)
+        if found != spec:
+            return result
+        for number, wanted in results.items():
+            leaves[number] = _laid_out(leaves[number], wanted)
         return build(leaves, spec)
 
     return laid_out
@@ -120,8 +134,7 @@ def _called(
     """The leaves of what it returns for copies of the arguments, and their tree."""
     leaves, spec = flatten(args, kwargs)
     mine, named = unflatten(clone_leaves(leaves), spec)
-    with torch.no_grad():
-        return flatten_result(function(*mine, **named))
+    return flatten_result(function(*mine, **named))
 
 
 def _differ_in_layout(a: Any, b: Any) -> bool:
@@ -142,6 +155,19 @@ def _described(leaf: Any) -> Any:
                 raise StrategyFailed("elements of a result overlap in memory")
             reach += stride * (size - 1)
     return Result(leaf.shape, leaf.stride(), leaf.dtype, leaf.device)
+
+
+def _laid_out(tensor: torch.Tensor, wanted: Result) -> torch.Tensor:
+    """The same values with eager's strides; for another shape, its dimensions in eager's order."""
+    if tensor.shape == wanted.shape:
+        return _as(tensor, wanted)
+    steps, step = [0] * tensor.dim(), 1
+    for axis in sorted(range(tensor.dim()), key=lambda axis: (wanted.stride[axis], -axis)):
+        steps[axis], step = step, step * max(1, tensor.shape[axis])
+    if list(tensor.stride()) == steps:
+        return tensor
+    made = torch.empty_strided(tensor.shape, steps, dtype=tensor.dtype, device=tensor.device)
+    return made.copy_(tensor)
 
 
 def _as(tensor: torch.Tensor, expected: Result) -> torch.Tensor:

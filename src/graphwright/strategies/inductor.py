@@ -44,8 +44,8 @@ def fresh_entry(model: Callable[..., Any]) -> Callable[..., Any]:
 
 def compile_and_run(
     compiled: Callable[..., Any], args: Args, kwargs: Kwargs, runs: int
-) -> tuple[list[str], dict[str, int]]:
-    """Call a torch.compile'd function until it has settled; notes on breaks, and the counters."""
+) -> tuple[list[str], dict[str, int], Any]:
+    """Call a torch.compile'd function until it has settled: notes on breaks, counters, a result."""
     from torch._dynamo.utils import counters
 
     def count() -> dict[str, int]:
@@ -58,9 +58,10 @@ def compile_and_run(
 
     before = count()
     leaves, spec = flatten(args, kwargs)
+    result = None
     for _ in range(runs):
         mine, named = unflatten(clone_leaves(leaves), spec)
-        compiled(*mine, **named)
+        result = compiled(*mine, **named)
     delta = {name: value - before[name] for name, value in count().items()}
     notes = []
     if delta["graphs"] == 0:
@@ -69,7 +70,7 @@ def compile_and_run(
         notes.append(f"{delta['graphs']} graphs with {delta['breaks']} graph breaks between them")
     if delta["cached"]:
         notes.append("compiled code came from torch.compile's cache: a first set-up takes longer")
-    return notes, delta
+    return notes, delta, result
 
 
 @dataclass(frozen=True)
@@ -125,9 +126,10 @@ class Inductor:
             compiled = torch.compile(fresh_entry(model), mode=self.mode, dynamic=False)
         # TorchDynamo asks for this switch too, so that an option of the backend is not enough.
         with torch.no_grad(), torch._inductor.config.patch(FROZEN if self.freezing else {}):
-            notes, delta = compile_and_run(compiled, args, kwargs, 3 if self.cuda_graphs else 1)
+            runs = 3 if self.cuda_graphs else 1
+            notes, delta, made = compile_and_run(compiled, args, kwargs, runs)
         if not self.cuda_graphs:
-            laid_out = laid_out_as(model, compiled, args, kwargs)
+            laid_out = laid_out_as(model, compiled, made, args, kwargs)
             return Built(without_grad(laid_out), notes, frozen, save=_save_cache, capturable=True)
         if delta["skips"]:
             notes.append("torch.compile skipped CUDA graphs for this model")
@@ -137,7 +139,7 @@ class Inductor:
             torch.compiler.cudagraph_mark_step_begin()
             return map_tensors(torch.clone, compiled(*args, **kwargs))
 
-        laid_out = laid_out_as(model, call, args, kwargs)
+        laid_out = laid_out_as(model, call, made, args, kwargs)
         return Built(without_grad(laid_out), notes, frozen, save=_save_cache)
 
     def warm(self, folder: Path) -> None:

@@ -21,6 +21,9 @@ from .trial import CandidateEvaluator, judge
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
 _BARE = "torch.compile without checks"
+# About the share of a worker's set-up that one takes here: nothing goes on beside it, and compilers
+# find kernels on disk.
+_ALONE = 0.3
 
 
 @dataclass
@@ -55,13 +58,13 @@ class FinalRounds:
             on_failure: called with the row of a candidate that is not right in this process.
         """
         while missing := [row for row in self._finalists() if row.strategy not in self.kept]:
-            late = self.deadline is not None and time.monotonic() > self.deadline
-            if late and len(self.kept) > 1:
+            able = [row for row in missing if len(self.kept) == 1 or self._fits(row)]
+            if not able:
                 for row in missing:
-                    row.notes.append("a finalist, but not timed again: the budget was spent")
+                    row.notes.append("a finalist, but not timed again: the budget left no time")
                 break
             # One at a time: if it fails, others may be near the best.
-            self._build_here(min(missing, key=self.report.cost), on_failure)
+            self._build_here(min(able, key=self.report.cost), on_failure)
         if len(self.kept) > 1:
             self._time()
 
@@ -72,6 +75,13 @@ class FinalRounds:
         if compiled is None or compiled in found:
             return found
         return [*found, compiled] if compiled.status in (Status.OK, Status.SLOWER) else found
+
+    def _fits(self, row: Row) -> bool:
+        """Whether there is time to build it here, by what its set-up took in a worker."""
+        if self.deadline is None:
+            return True
+        seconds = (row.setup_s or 0.0) + row.build_s
+        return time.monotonic() + _ALONE * seconds < self.deadline
 
     def _build_here(self, row: Row, on_failure: Callable[[Row], object]) -> None:
         trial = self.evaluator.set_up(self.candidates[row.strategy])
