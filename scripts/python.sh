@@ -6,5 +6,6 @@ export PYTHONPATH="src${PYTHONPATH:+:$PYTHONPATH}"
 # sources, which takes seconds. So it is kept in a folder of its own.
 if [ -n "${PYTHONDONTWRITEBYTECODE:-}" ]; then
   unset PYTHONDONTWRITEBYTECODE
-  export PYTHONPYCACHEPREFIX=${XDG_CACHE_HOME:-$HOME/.cache}/graphwright/bytecode
+  : "${PYTHONPYCACHEPREFIX:=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/graphwright/bytecode}"
+  export PYTHONPYCACHEPREFIX
 fi

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from graphwright.calls.snapshots import Call
+from graphwright.calls.snapshots import Call, layout
 from graphwright.evaluation.reference import reference
 from graphwright.evaluation.verification import verify
 from graphwright.strategies.expected import laid_out_as
 from graphwright.strategies.registry import parse_candidates
 
+Function = Callable[..., Any]
 NAMES = ["inductor", "inductor:freeze", "inductor:reduce-overhead", "inductor+graph"]
 
 
@@ -53,6 +56,10 @@ def test_a_cache_in_the_result_has_eagers_strides(name: str, device: torch.devic
         assert verify(built.call, ref).ok
 
 
+def laid_out(model: Function, compiled: Function, *args: torch.Tensor) -> Function:
+    return laid_out_as(model, compiled, compiled(*args), args, {})
+
+
 def test_what_lies_as_eagers_results_costs_nothing() -> None:
     def model(x: torch.Tensor) -> list[torch.Tensor]:
         return [x + 1, x[:0].T]
@@ -60,7 +67,7 @@ def test_what_lies_as_eagers_results_costs_nothing() -> None:
     def compiled(x: torch.Tensor) -> list[torch.Tensor]:
         return [x + 1, x[:0].T.contiguous()]  # Without elements, strides say nothing.
 
-    assert laid_out_as(model, compiled, (torch.ones(2, 3),), {}) is compiled
+    assert laid_out(model, compiled, torch.ones(2, 3)) is compiled
 
 
 def test_only_what_lies_in_another_way_is_copied() -> None:
@@ -70,9 +77,8 @@ def test_only_what_lies_in_another_way_is_copied() -> None:
     def compiled(x: torch.Tensor) -> dict[str, object]:
         return {"as is": x, "turned": x.T, "name": "a"}
 
-    call = laid_out_as(model, compiled, (torch.ones(2, 3),), {})
     x = torch.randn(2, 3)
-    found = call(x)
+    found = laid_out(model, compiled, torch.ones(2, 3))(x)
     assert found["as is"] is x
     assert found["name"] == "a"
     assert found["turned"].is_contiguous()
@@ -86,4 +92,48 @@ def test_results_of_another_structure_are_left_to_the_verification() -> None:
     def model(x: torch.Tensor) -> list[torch.Tensor]:
         return [x.T.contiguous()]
 
-    assert laid_out_as(model, compiled, (torch.ones(2, 3),), {}) is compiled
+    assert laid_out(model, compiled, torch.ones(2, 3)) is compiled
+
+
+@pytest.mark.parametrize("count", [0, 1, 5, 9])
+def test_where_a_shape_depends_on_values_nothing_is_cut_off(count: int) -> None:
+    """Its dimensions lie in the order in which eager's lie in the sample."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x[x[:, 0] > 0].T.contiguous()
+
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return x[x[:, 0] > 0].T
+
+    x = torch.randn(9, 4).abs()
+    call = laid_out(model, compiled, torch.cat([x[:5], -x[5:]]))
+    varied = torch.cat([x[:count], -x[count:]])
+    found, wanted = call(varied), model(varied)
+    assert torch.equal(found, wanted)
+    assert layout(found) == layout(wanted) or count == 0
+
+
+def test_a_result_of_another_structure_than_the_samples_is_returned_as_it_is() -> None:
+    def model(x: torch.Tensor) -> object:
+        return x.T.contiguous() if x.sum() > 0 else [x, x]
+
+    def compiled(x: torch.Tensor) -> object:
+        return x.T if x.sum() > 0 else [x, x]
+
+    x = -torch.ones(2, 3)
+    first, second = laid_out(model, compiled, torch.ones(2, 3))(x)
+    assert first is second is x
+
+
+def test_eager_is_called_in_the_callers_gradient_mode() -> None:
+    """Attention of PyTorch's own lays its results out in another way without gradients."""
+
+    def model(x: torch.Tensor) -> torch.Tensor:
+        return x.T if torch.is_grad_enabled() else x.T.contiguous()
+
+    def compiled(x: torch.Tensor) -> torch.Tensor:
+        return x.T
+
+    assert laid_out(model, compiled, torch.ones(2, 3)) is compiled
+    with torch.no_grad():
+        assert laid_out(model, compiled, torch.ones(2, 3)) is not compiled
