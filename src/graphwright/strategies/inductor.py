@@ -6,8 +6,9 @@ and goes eager without a word after eight of them, which a tuner reaches at once
 
 from __future__ import annotations
 
+import contextlib
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -125,7 +126,8 @@ class Inductor:
         else:
             compiled = torch.compile(fresh_entry(model), mode=self.mode, dynamic=False)
         # TorchDynamo asks for this switch too, so that an option of the backend is not enough.
-        with torch.no_grad(), torch._inductor.config.patch(FROZEN if self.freezing else {}):
+        freezing = torch._inductor.config.patch(FROZEN if self.freezing else {})
+        with torch.no_grad(), freezing, unprinted_weights():
             runs = 3 if self.cuda_graphs else 1
             notes, delta, made = compile_and_run(compiled, args, kwargs, runs)
         if not self.cuda_graphs:
@@ -175,6 +177,29 @@ def _frozen_backend() -> Callable[..., Any]:
         return compile_fx(graph, inputs, config_patches=dict(FROZEN))
 
     return frozen
+
+
+@contextlib.contextmanager
+def unprinted_weights() -> Iterator[None]:
+    """Keep the values of weights out of the texts of guards.
+
+    With freezing, TorchDynamo compares each weight by identity. Before PyTorch 2.13 the text of
+    such a guard prints the weight, which takes five seconds for 400 of them on a GPU.
+    """
+    from torch._dynamo import guards
+
+    if hasattr(guards, "_safe_type_repr"):
+        yield
+        return
+    vars(guards)["repr"] = _short_repr
+    try:
+        yield
+    finally:
+        vars(guards).pop("repr", None)
+
+
+def _short_repr(value: object) -> str:
+    return f"<{type(value).__name__}>" if isinstance(value, torch.Tensor) else repr(value)
 
 
 def explained(error: Exception) -> Availability:
