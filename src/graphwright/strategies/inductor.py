@@ -62,6 +62,7 @@ def compile_and_run(
     result = None
     for _ in range(runs):
         mine, named = unflatten(clone_leaves(leaves), spec)
+        result = None  # With CUDA graphs, its memory is the next one's.
         result = compiled(*mine, **named)
     delta = {name: value - before[name] for name, value in count().items()}
     notes = []
