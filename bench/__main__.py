@@ -415,6 +415,9 @@ def main() -> None:
     searching.add_argument("--out", type=Path, default=RESULTS)
     searching.add_argument("--only", nargs="+", default=[], metavar="MODEL or LIBRARY")
     searching.add_argument(
+        "--again", nargs="+", default=[], metavar="MODEL", help="measure what the file has anew"
+    )
+    searching.add_argument(
         "--seconds", type=float, default=560.0, help="begin nothing that ends later"
     )
     serving = commands.add_parser("serving", help="MiniLM behind servers, under load")
@@ -459,7 +462,7 @@ def main() -> None:
     elif given.command == "search":
         from .search.run import benchmark as search
 
-        sys.exit(bool(search(given.out, given.only, given.seconds)))
+        sys.exit(bool(search(given.out, given.only, given.seconds, given.again)))
     elif given.command == "profile":
         from .profile.run import benchmark as predict
 

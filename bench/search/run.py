@@ -13,7 +13,8 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -89,9 +90,15 @@ def empty_caches() -> Iterator[None]:
 
 
 def measure(
-    name: str, searches: list[str], device: torch.device, save: Callable[[Figures, str], None]
+    name: str,
+    searches: list[str],
+    device: torch.device,
+    save: Callable[[Figures, str], None],
+    best: str | None = None,
 ) -> Figures:
     """All figures of one model; `save` gets what is known by then, and what is under way.
+
+    `best` is what an exhaustive search has chosen before: it is not repeated then.
 
     Raises:
         Unusable: the model cannot take part.
@@ -109,6 +116,8 @@ def measure(
         began = time.perf_counter()
         with empty_caches():
             options = {"remember": False, "progress": False, **SEARCHES[way]}
+            if way == "exhaustive" and best is not None:
+                options = {**options, "exhaustive": False, "strategies": [best]}
             call: Any = gw.tune(case.model, case.args, case.kwargs, **options)
         seconds = time.perf_counter() - began
         call.report.model = name
@@ -146,11 +155,11 @@ def measure(
     return figures
 
 
-def benchmark(out: Path, only: list[str], seconds: float) -> int:
+def benchmark(out: Path, only: list[str], seconds: float, again: Sequence[str] = ()) -> int:
     """Search for each of the twenty, the file written after each; the number of targets missed.
 
     Models that the file has are kept with the commit that they were measured at, so that runs are
-    joined.
+    joined. Those of `again` are measured again, but for their exhaustive search: its choice is.
     """
     result: dict[str, Any] = {
         "schema": SCHEMA,
@@ -170,8 +179,11 @@ def benchmark(out: Path, only: list[str], seconds: float) -> int:
         result = earlier | {"commit": result["commit"]}
     ends = time.monotonic() + seconds
     for place in places():
-        if any(model["number"] == place.number for model in result["models"].values()):
+        there = [n for n, m in result["models"].items() if m["number"] == place.number]
+        if there and not set(there) <= set(again):
             continue
+        if there:
+            place = replace(place, names=tuple(there))
         if only and not any(name.partition("/")[0] in only for name in place.names[:1]):
             continue
         _take(place, result, where, ends)
@@ -183,26 +195,32 @@ def benchmark(out: Path, only: list[str], seconds: float) -> int:
 
 def _take(place: Place, result: dict[str, Any], where: Path, ends: float) -> None:
     """Measure the first model that can take this place, while there is time."""
-    needed = PEERS_S + sum(ESTIMATES_S[way] for way in place.searches)
     for name in place.names:
-        if name in result["models"] or name in result["passed_over"]:
+        earlier = result["models"].get(name, {})
+        if name in result["passed_over"] or earlier.get("number", place.number) != place.number:
             continue
+        whole = earlier.get("searches", {}).get("exhaustive")
+        needed = PEERS_S + sum(ESTIMATES_S[way] for way in place.searches)
+        needed -= 0 if whole is None else ESTIMATES_S["exhaustive"]
         left = ends - time.monotonic()
         if left < needed:
             return
         words = ["--searches", *place.searches]
+        words += [] if whole is None else ["--best", whole["report"]["chosen"]]
         found = figures_of("bench.search.run", name, words, left)
         if UNUSABLE in found:
             result["passed_over"][name] = found[UNUSABLE]
             write(where, result)
             continue
-        if "took over" in found.get("failed", ""):
+        if "took over" in found.get("failed", "") or (earlier and "failed" in found):
             print(f"{name}: {found['failed']}; the next run has it again", flush=True)
             return
         model = {"number": place.number, "reference": place.reference, "commit": result["commit"]}
         model |= found.get("figures", {})
         if "failed" in found:
             model["failed"] = found["failed"]
+        if whole is not None:
+            model["searches"]["exhaustive"] = whole | {"repeated": False}
         if (here := found.get("environment")) and here not in result["environments"]:
             result["environments"].append(here)
         result["models"][name] = model
@@ -216,6 +234,7 @@ def main() -> None:
     parser.add_argument("name", help=f"one of {', '.join(MODELS)}, or LIBRARY/NAME")
     parser.add_argument("file", type=Path, help="the JSON to write")
     parser.add_argument("--searches", nargs="+", choices=SEARCHES, default=["default"])
+    parser.add_argument("--best", help="what an exhaustive search chose, which is not repeated")
     given = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     here = environment(device)
@@ -226,7 +245,7 @@ def main() -> None:
 
     with torch.no_grad():
         try:
-            save(measure(given.name, given.searches, device, save))
+            save(measure(given.name, given.searches, device, save, given.best))
         except Unusable as error:
             write(given.file, {UNUSABLE: str(error)})
 

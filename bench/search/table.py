@@ -215,12 +215,25 @@ def to_markdown(result: Result) -> str:
         *(machine(each) for each in result["environments"]),
         "",
     ]
+    again = [name for name, model in result["models"].items() if not _repeated(model)]
+    if again:
+        lines += [
+            f"Measured again later: {', '.join(again)}. There the choice of the earlier exhaustive "
+            "search was built again and timed beside the others, and that search not repeated.",
+            "",
+        ]
     if result["passed_over"]:
         lines += [f"Skipped ({len(result['passed_over'])}):", ""]
         lines += [f"- {name}: {why}" for name, why in sorted(result["passed_over"].items())]
         lines += [""]
     lines += [curve for name, m in result["models"].items() for curve in _curve(name, m)]
     return "\n".join(lines)
+
+
+def _repeated(model: Result) -> bool:
+    """Whether its exhaustive search, if it has one, ran beside its other searches."""
+    repeated: bool = model.get("searches", {}).get(EXHAUSTIVE, {}).get("repeated", True)
+    return repeated
 
 
 def _curve(name: str, model: Result) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench.search import models, table
+from bench.search import models, run, table
 from graphwright.evaluation.accuracy import ErrorMeasure
 from graphwright.evaluation.measurement import Measurement
 from graphwright.report.report import Report
@@ -145,6 +145,40 @@ def test_what_people_read_names_models_choices_and_curves() -> None:
     assert "| b | – | failed |" in text
     assert table.line("b", failed) == "b: failed, took over 3 s"
     assert "timm/a: fused+graph 100.0 µs, searched in 50 s" in table.line("timm/a", fast)
+
+
+def test_what_is_measured_again_keeps_its_exhaustive_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = {"seconds": 90.0, "report": report("best", best=90.0)}
+    default = {"seconds": 50.0, "report": report("best", best=100.0)}
+    earlier = model(searches={"default": default, "exhaustive": whole}, default=120)
+    before = result(mlp=earlier) | {"commit": "old"}
+    (tmp_path / "search.json").write_text(json.dumps(before), encoding="utf-8")
+    asked: list[str] = []
+
+    def figures_of(module: str, name: str, words: list[str], left: float) -> Result:
+        asked.extend([name, *words])
+        searches = {way: {"seconds": 9.0, "report": report("best")} for way in words[1:4]}
+        found = model(searches=searches, default=100, exhaustive=95)
+        return {"figures": {key: found[key] for key in ("searches", "ways")}}
+
+    monkeypatch.setattr(run, "figures_of", figures_of)
+    run.benchmark(tmp_path, ["mlp"], 1e6)
+    assert asked == []
+    run.benchmark(tmp_path, ["mlp"], 1e6, ["mlp"])
+    assert asked[0] == "mlp"
+    assert asked[-2:] == ["--best", "best"]
+    after = json.loads((tmp_path / "search.json").read_text(encoding="utf-8"))["models"]["mlp"]
+    assert after["searches"]["exhaustive"] == whole | {"repeated": False}
+    assert after["searches"]["default"]["seconds"] == 9.0
+    assert after["ways"]["exhaustive"]["latency_s"] == pytest.approx(95e-6)
+    text = table.to_markdown(result(mlp=after))
+    assert "Measured again later: mlp." in text
+    monkeypatch.setattr(run, "figures_of", lambda *_: {"failed": "exit status 1"})
+    run.benchmark(tmp_path, ["mlp"], 1e6, ["mlp"])
+    kept = json.loads((tmp_path / "search.json").read_text(encoding="utf-8"))["models"]["mlp"]
+    assert kept == after
 
 
 def test_the_twenty_are_the_same_each_time() -> None:
