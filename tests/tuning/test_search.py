@@ -307,6 +307,18 @@ def test_a_row_says_that_there_was_no_time_to_set_it_up(monkeypatch: pytest.Monk
     assert tried.status is not Status.NOT_TRIED
 
 
+def test_a_row_does_not_name_a_set_up_that_takes_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from graphwright.tuning import request
+
+    monkeypatch.setattr(request, "BUDGET_S", 2.0)
+    model = nn.Linear(8, 8).eval()
+    report = gw.tune(model, (torch.randn(2, 8),), isolate=False, remember=False).report
+    row = report.row("eager:no_grad")
+    assert row is not None
+    assert row.status is Status.NOT_TRIED
+    assert row.reason == "the budget of 2 s was spent before it was measured"
+
+
 def test_the_host_needs_no_more_than_the_call(device: torch.device) -> None:
     model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(8))).to(device).eval()
     x = torch.randn(2048, 256, device=device)

@@ -99,9 +99,11 @@ class Screening:
             if why:
                 yield self._cannot_win(candidate, why)
             else:
-                usual_s = self.search.set_up_s(candidate)
-                why = f"its set-up usually takes {usual_s:.0f} s, for which the budget of"
-                yield self._not_tried(candidate, f"{why} {self.terms.budget_s:g} s left no time")
+                usual_s = round(self.search.set_up_s(candidate))
+                if usual_s > 0:
+                    why = f"its set-up usually takes {usual_s} s, for which the budget of"
+                    why += f" {self.terms.budget_s:g} s left no time"
+                yield self._not_tried(candidate, why)
 
     def _left_s(self) -> float | None:
         """Seconds until no further candidate is set up; None for no limit."""
