@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from ..artifacts.tuned_module import TunedModule
 from ..evaluation.measurement import (
+    MIN_ROUNDS,
     Measurement,
     interleave_until_steady,
     unsteadiness,
@@ -24,6 +25,8 @@ _BARE = "torch.compile without checks"
 # About the share of a worker's set-up that one takes here: nothing goes on beside it, and compilers
 # find kernels on disk.
 _ALONE = 0.3
+# Calls of each finalist that common rounds take at least, with those that warm it up.
+_LEAST_CALLS = 3 + 2 * MIN_ROUNDS
 
 
 @dataclass
@@ -77,11 +80,16 @@ class FinalRounds:
         return [*found, compiled] if compiled.status in (Status.OK, Status.SLOWER) else found
 
     def _fits(self, row: Row) -> bool:
-        """Whether there is time to build it here, by what its set-up took in a worker."""
+        """Whether there is time to build it here and to time it with those that are built."""
         if self.deadline is None:
             return True
-        seconds = (row.setup_s or 0.0) + row.build_s
-        return time.monotonic() + _ALONE * seconds < self.deadline
+        set_up_s = (row.setup_s or 0.0) + row.build_s
+        timed = [row, *filter(None, map(self.report.row, self.kept))]
+        calls_s = sum(
+            each.screening.typical(self.report.figure).median for each in timed if each.screening
+        )
+        needed_s = _ALONE * set_up_s + _LEAST_CALLS * calls_s
+        return time.monotonic() + needed_s < self.deadline
 
     def _build_here(self, row: Row, on_failure: Callable[[Row], object]) -> None:
         trial = self.evaluator.set_up(self.candidates[row.strategy])

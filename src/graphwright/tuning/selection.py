@@ -44,7 +44,7 @@ def near_best(report: Report) -> list[Row]:
 
 
 def ranked(report: Report, rows: list[Row]) -> list[Row]:
-    """The eligible ones of some rows, best first; within the noise of the best, simplest first.
+    """The eligible ones of some rows: the simplest that none beats for sure, then best first.
 
     Those that were not timed in the common rounds, if there were any, come last. What is unsteady
     counts with its slowest rounds, against the fastest call of eager.
@@ -62,14 +62,20 @@ def _ranked(report: Report, rows: list[Row]) -> list[Row]:
         return rows
     eager = report.row(EAGER)
     most = math.inf if eager is None or eager not in rows else report.cost(eager)
-    # What seems slower than eager is not taken for being simple, whatever the noise.
-    tied = [row for row in rows if report.cost(row) <= most and _ties(report, row, rows[0])]
+    # One held-up round of the best must not tie it with what another one beats in all rounds.
+    rivals = [row for row in rows if row is rows[0] or not row.unsteady]
+    tied = [
+        row
+        for row in rows
+        # What seems slower than eager is not taken for being simple, whatever the noise.
+        if report.cost(row) <= most and all(_ties(report, row, rival) for rival in rivals)
+    ] or rows[:1]
     tied.sort(key=lambda row: row.complexity)
     return tied + [row for row in rows if row not in tied]
 
 
 def _ties(report: Report, row: Row, best: Row) -> bool:
-    """Whether a row is as good as the best within the noise."""
+    """Whether a row is as good as another one within the noise."""
     if report.objective in ("memory", "cold_start"):
         return report.cost(row) <= _WORTH_IT * report.cost(best)
     if row.unsteady or best.unsteady:
