@@ -63,7 +63,7 @@ def _ranked(report: Report, rows: list[Row]) -> list[Row]:
     eager = report.row(EAGER)
     most = math.inf if eager is None or eager not in rows else report.cost(eager)
     # One held-up round of the best must not tie it with what another one beats in all rounds.
-    rivals = [row for row in rows if row is rows[0] or not row.unsteady]
+    rivals = [rows[0], *(r for r in rows[1:] if not r.unsteady and report.cost(r) < math.inf)]
     tied = [
         row
         for row in rows
