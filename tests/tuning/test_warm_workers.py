@@ -568,12 +568,16 @@ def rows_beside(
     *,
     spare: bool,
     seconds: float,
+    known: bool = True,
 ) -> list[tuple[str, Row]]:
-    """The rows of a candidate that is slow to set up and of two others, in their order."""
+    """The rows of a candidate that is slow to set up and of two others, in their order.
+
+    Unless it is `known`, the slow one usually is not.
+    """
     monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 6)
     monkeypatch.setattr(
         "graphwright.tuning.workers.pool.is_slow",
-        lambda candidate, device: candidate.name == "slow",
+        lambda candidate, device: known and candidate.name == "slow",
     )
     candidates = [
         Candidate(Planted("slow", slow)),
@@ -601,6 +605,15 @@ def test_where_cores_are_to_spare_others_are_timed_while_one_is_set_up(
     found = rows_beside(monkeypatch, slow, spare=spare, seconds=120)
     assert [name for name, _ in found] == order.split()
     assert all(row.screening is not None for _, row in found)
+
+
+def test_nothing_waits_for_a_set_up_that_takes_longer_than_usual(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("graphwright.tuning.workers.pool._LONG_S", 1.0)
+    slow = functools.partial(late, seconds=12.0)
+    found = rows_beside(monkeypatch, slow, spare=True, seconds=120, known=False)
+    assert [name for name, _ in found] == ["a", "b", "slow"]
 
 
 def test_what_is_set_up_for_too_long_costs_nothing_but_its_row(

@@ -108,8 +108,7 @@ def substitutes(tuned: TunedModule, origin: Origin, failures: list[str]) -> Iter
     form: Substitute | None = None
     candidate = savable_form(origin.candidate)
     # Memory and first answers are not measured here.
-    timed = report.objective in ("latency", "throughput")
-    if candidate is not None and timed and report.row(candidate.name) is None:
+    if candidate is not None and report.of_time and report.row(candidate.name) is None:
         form = builder.built(candidate, None, failures)
     chosen = report.chosen_row
     rows = [row for row in report.rows if row.status is Status.OK and row is not chosen]

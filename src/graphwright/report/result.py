@@ -190,6 +190,11 @@ class Results:
         return None if self.chosen is None else self.row(self.chosen)
 
     @property
+    def of_time(self) -> bool:
+        """Whether the objective is the time of calls."""
+        return self.objective in ("latency", "throughput")
+
+    @property
     def figure(self) -> str:
         """The figure that ratios are of: "throughput" if that is the objective, else "latency"."""
         return "throughput" if self.objective == "throughput" else "latency"

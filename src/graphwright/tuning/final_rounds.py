@@ -19,12 +19,13 @@ from ..report.result import COMPILE_DEFAULT, EAGER, Row, Status
 from ..strategies.base import Built, Candidate
 from .selection import near_best
 from .trial import CandidateEvaluator, judge
+from .workers.schedule import cache_of
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
 _BARE = "torch.compile without checks"
-# About the share of a worker's set-up that one takes here: nothing goes on beside it, and compilers
-# find kernels on disk.
-_ALONE = 0.3
+# About the share of a worker's set-up that one takes here where Inductor finds its kernels on disk;
+# what others do is done again.
+_FOUND_ON_DISK = 0.3
 # Calls of each finalist that common rounds take at least, with those that warm it up.
 _LEAST_CALLS = 3 + 2 * MIN_ROUNDS
 
@@ -67,7 +68,7 @@ class FinalRounds:
                     row.notes.append("a finalist, but not timed again: the budget left no time")
                 break
             # One at a time: if it fails, others may be near the best.
-            self._build_here(min(able, key=self.report.cost), on_failure)
+            self._build_here(min(able, key=self._promise), on_failure)
         if len(self.kept) > 1:
             self._time()
 
@@ -79,16 +80,27 @@ class FinalRounds:
             return found
         return [*found, compiled] if compiled.status in (Status.OK, Status.SLOWER) else found
 
+    def _promise(self, row: Row) -> float:
+        """What is built first: the least, since time may be left for one alone.
+
+        By the fastest call: set-ups beside it make eager slow, and then the ratio to it is small.
+        """
+        if row.screening is None or not self.report.of_time:
+            return self.report.cost(row)
+        return row.screening.fastest(self.report.figure)
+
     def _fits(self, row: Row) -> bool:
         """Whether there is time to build it here and to time it with those that are built."""
         if self.deadline is None:
             return True
         set_up_s = (row.setup_s or 0.0) + row.build_s
+        if cache_of(self.candidates[row.strategy]) == "inductor":
+            set_up_s *= _FOUND_ON_DISK
         timed = [row, *filter(None, map(self.report.row, self.kept))]
         calls_s = sum(
             each.screening.typical(self.report.figure).median for each in timed if each.screening
         )
-        needed_s = _ALONE * set_up_s + _LEAST_CALLS * calls_s
+        needed_s = set_up_s + _LEAST_CALLS * calls_s
         return time.monotonic() + needed_s < self.deadline
 
     def _build_here(self, row: Row, on_failure: Callable[[Row], object]) -> None:

@@ -33,8 +33,6 @@ _HOST_LIMITED = 0.9
 # Bytes a second at which a graph copies its inputs, at least, and the share of its time that may
 # take.
 _COPIED, _COPIES_SHARE = 1e12, 0.05
-# Objectives that bounds of time say something about.
-_OF_TIME = ("latency", "throughput")
 
 
 @dataclass
@@ -171,14 +169,14 @@ class Search:
 
     @property
     def _all_wanted(self) -> bool:
-        return self.in_order or self.exhaustive or self.report.objective not in _OF_TIME
+        return self.in_order or self.exhaustive or not self.report.of_time
 
     def _share(self, strategy: str) -> float:
         """Time of a row relative to eager's, or the most that it can be; inf if not known."""
         row = self.report.row(strategy)
         if row is None or row.status not in (Status.OK, Status.SLOWER):
             return math.inf
-        if self.report.objective in _OF_TIME:
+        if self.report.of_time:
             return self.report.cost(row)
         return statistics.median(self.report.ratios(row) or [math.inf])
 

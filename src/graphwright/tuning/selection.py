@@ -31,7 +31,7 @@ def near_best(report: Report) -> list[Row]:
     near = {row.strategy for row in rows if report.cost(row) == math.inf}
     limit = FINALIST_FACTOR * min(map(report.cost, rows), default=0.0)
     near |= {row.strategy for row in rows if report.cost(row) <= limit}
-    if report.objective in ("latency", "throughput"):
+    if report.of_time:
         fastest = {
             row.strategy: row.screening.fastest(report.figure) for row in rows if row.screening
         }

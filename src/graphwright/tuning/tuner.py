@@ -140,9 +140,9 @@ def tune(
             float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
         budget_s: seconds that all of tuning may take; candidates that there is no time for are
-            reported as not tried. None for 50 s a sample (up to 100 s on a GPU for a model of many
-            operations), and for no limit where `strategies` are named, the search is `exhaustive`
-            or the objective is "cold_start".
+            reported as not tried. None for 45 s a sample on a CPU, for 50 s on a GPU (up to 100 s
+            for a model of many operations), and for no limit where `strategies` are named, the
+            search is `exhaustive` or the objective is "cold_start".
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
         memory_limit: bytes, or a text such as "2GiB", that one candidate may take in addition to
             the model: memory of the GPU for a model there, else of the host. By default most of
@@ -642,7 +642,7 @@ class Tuning:
         assert isinstance(module, TakenApart)
         results = [module.made(number, each.tensors) for number, each in enumerate(calls)]
         made = put_together(module.model, Apart(tuned, calls, results))
-        if self.report.chosen == EAGER or self.asked.objective not in ("latency", "throughput"):
+        if self.report.chosen == EAGER or not self.report.of_time:
             return made
         weights = [weight for weight, _ in self.asked.calls]
         shares = [weight / sum(weights) for weight in weights]

@@ -55,6 +55,8 @@ _BESIDE_ROUNDS_S = 0.7
 _END_TIMEOUT_S = 2.0
 # With so many, some are to spare while one call is timed.
 _MANY_CORES = 8
+# A set-up that has taken so many seconds is slow, whatever it usually takes.
+_LONG_S = 5.0
 _CPU = torch.device("cpu")
 # For which a worker that was killed is waited for at once.
 _SOON_S = 0.5
@@ -293,7 +295,8 @@ class WorkerPool:
         found = trial.found
         if not (self.spare and _sets_up(found)):
             return False
-        return is_slow(_candidate_of(found), self._device)
+        is_long = found.loaded and time.monotonic() - found.phase_began > _LONG_S
+        return is_long or is_slow(_candidate_of(found), self._device)
 
     def _start_all(
         self,
