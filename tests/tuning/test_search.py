@@ -248,9 +248,9 @@ def test_slow_set_ups_begin_early_where_others_are_timed_meanwhile() -> None:
     }
     assert firsts(1, spare=True) == firsts(1)  # One at a time, what pays soonest.
     assert len(firsts(9, spare=True)) == 6
-    # What cannot end in time only slows others down.
+    # What cannot end in time only slows others down; what may end is begun.
     soon = search_of(GPU, rows, names, spare=True).choose(9, 6.0)
-    assert {each.name for each in soon} == {*quick, "fused+graph"}
+    assert {each.name for each in soon} == {*quick, "fused+graph", "aot_autograd+graph"}
 
 
 def test_set_ups_take_longer_where_the_host_needs_longer_for_a_call() -> None:
@@ -258,6 +258,7 @@ def test_set_ups_take_longer_where_the_host_needs_longer_for_a_call() -> None:
     seconds = [search_of(GPU, [], host_s=s).set_up_s(inductor) for s in (None, 1e-3, 18e-3)]
     assert seconds[0] == seconds[1] == 12.0
     assert seconds[2] == pytest.approx(12.0 * 23 / 7.5)
+    assert search_of(GPU, [], host_s=46e-3).set_up_s(inductor) == 48.0
     assert search_of(CPU, [], host_s=18e-3).set_up_s(inductor) == 20.0
 
 
@@ -270,17 +271,18 @@ def test_a_default_budget_grows_with_what_compilers_need() -> None:
         tuning = Tuning(model, (x,), remember=False, **given)
         tuning.asked = replace(tuning.asked, device=device)
         tuning._search.device, tuning.report.host_s = device, host_s
+        tuning._started -= 5.0  # The reference, and eager.
         tuning._give_compilers_time()
         terms = tuning._screening.terms
         assert terms.budget_s == tuning._budget_s
         if terms.budget_s is not None:
-            assert terms.deadline == pytest.approx(tuning._started + 0.75 * terms.budget_s)
+            assert terms.deadline == pytest.approx(tuning._started + 0.8 * terms.budget_s)
         return terms.budget_s
 
-    assert budget(None) == budget(3e-3) == 45.0  # The request was one for the CPU.
-    known = budget(18e-3)
+    assert budget(None) == budget(2e-3) == 45.0  # The request was one for the CPU.
+    known = budget(14e-3)
     assert known is not None
-    assert 75 < known < MOST_BUDGET_S
+    assert 70 < known < MOST_BUDGET_S
     assert budget(1.0) == MOST_BUDGET_S
     assert budget(1.0, CPU) == 45.0
     assert budget(1.0, budget_s=7) == 7.0

@@ -298,10 +298,11 @@ def test_a_finalist_is_built_if_it_can_be_timed_within_the_budget(
 ) -> None:
     """The best is built in any case, so that there is something to choose.
 
-    Inductor finds its kernels on disk; what others have done in a worker is done again.
+    Inductor finds what it has compiled on disk, with frozen weights only a part of it; what others
+    have done in a worker is done again.
     """
-    set_ups = {"eager": 0.0, "best": 500.0, "slow": 3.0, "quick": 40.0, "whole": 40.0}
-    speeds = {"eager": 3.0, "best": 1.0, "slow": 1.01, "quick": 1.02, "whole": 1.03}
+    set_ups = {"eager": 0.0, "best": 500.0, "slow": 30.0, "quick": 30.0, "whole": 30.0}
+    speeds = {"eager": 3.0, "best": 1.0, "slow": 1.04, "quick": 1.073, "whole": 1.0995}
     compilers = {"quick": "inductor:freeze", "whole": "torchscript"}
     candidates = {
         name: parse_candidates([compilers.get(name, "inductor")], ())[0] for name in speeds
@@ -342,6 +343,23 @@ def test_the_fastest_finalist_is_built_first_whatever_eager_took_beside_it(
     monkeypatch.setattr(rounds, "_time", Mock())
     rounds.run(Mock())
     assert list(kept) == ["eager", "late"]
+
+
+def test_of_finalists_as_fast_as_each_other_the_one_that_takes_least_is_built_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    report = Report("Model", [], "latency", [], {})
+    figures = {"eager": 9.0, "inductor:freeze": 1.0, "inductor": 1.02, "fused": 1.05}
+    for name, seconds in figures.items():
+        times = {"screening": rounds_of(*[seconds] * 5), "baseline": rounds_of(*[9.0] * 5)}
+        report.rows.append(Row(name, Status.OK, setup_s=1.0 if name == "fused" else 60.0, **times))
+    candidates = {each.name: each for each in parse_candidates(list(figures), ())}
+    kept: dict[str, list[Built]] = {"eager": []}
+    rounds = FinalRounds(report, Mock(), kept, candidates, Mock(), 1.0, None)
+    monkeypatch.setattr(rounds, "_build_here", lambda row, _: kept.setdefault(row.strategy, []))
+    monkeypatch.setattr(rounds, "_time", Mock())
+    rounds.run(Mock())
+    assert list(kept) == ["eager", "inductor", "inductor:freeze", "fused"]
 
 
 def test_within_the_noise_the_simpler_one_is_chosen() -> None:

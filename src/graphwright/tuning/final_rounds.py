@@ -19,13 +19,19 @@ from ..report.result import COMPILE_DEFAULT, EAGER, Row, Status
 from ..strategies.base import Built, Candidate
 from .selection import near_best
 from .trial import CandidateEvaluator, judge
-from .workers.schedule import cache_of
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
 _BARE = "torch.compile without checks"
-# About the share of a worker's set-up that one takes here where Inductor finds its kernels on disk;
-# what others do is done again.
-_FOUND_ON_DISK = 0.3
+# About the share of a worker's set-up that one takes here, where Inductor finds on disk what it has
+# compiled; with frozen weights that is only its kernels. What others do is done again.
+_SHARES_HERE = {
+    "inductor": 0.15,
+    "inductor:reduce-overhead": 0.15,
+    "inductor:max-autotune": 0.15,
+    "inductor:freeze": 0.6,
+}
+# Of finalists that are as fast as each other, the one that takes the least is built first.
+_AS_FAST = 1.03
 # Calls of each finalist that common rounds take at least, with those that warm it up.
 _LEAST_CALLS = 3 + 2 * MIN_ROUNDS
 
@@ -68,7 +74,9 @@ class FinalRounds:
                     row.notes.append("a finalist, but not timed again: the budget left no time")
                 break
             # One at a time: if it fails, others may be near the best.
-            self._build_here(min(able, key=self._promise), on_failure)
+            fast = _AS_FAST * min(map(self._promise, able))
+            first = [row for row in able if self._promise(row) <= fast]
+            self._build_here(min(first, key=self._set_up_s), on_failure)
         if len(self.kept) > 1:
             self._time()
 
@@ -89,18 +97,20 @@ class FinalRounds:
             return self.report.cost(row)
         return row.screening.fastest(self.report.figure)
 
+    def _set_up_s(self, row: Row) -> float:
+        """Seconds that it should take to build it here."""
+        compiler = self.candidates[row.strategy].compiler.name
+        return _SHARES_HERE.get(compiler, 1.0) * ((row.setup_s or 0.0) + row.build_s)
+
     def _fits(self, row: Row) -> bool:
         """Whether there is time to build it here and to time it with those that are built."""
         if self.deadline is None:
             return True
-        set_up_s = (row.setup_s or 0.0) + row.build_s
-        if cache_of(self.candidates[row.strategy]) == "inductor":
-            set_up_s *= _FOUND_ON_DISK
         timed = [row, *filter(None, map(self.report.row, self.kept))]
         calls_s = sum(
             each.screening.typical(self.report.figure).median for each in timed if each.screening
         )
-        needed_s = set_up_s + _LEAST_CALLS * calls_s
+        needed_s = self._set_up_s(row) + _LEAST_CALLS * calls_s
         return time.monotonic() + needed_s < self.deadline
 
     def _build_here(self, row: Row, on_failure: Callable[[Row], object]) -> None:
