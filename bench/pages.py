@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 
 from .common.record import RESULTS, ROOT
+from .common.rendering import gpu_name
 from .topics import TOPICS, Result, Results, Topic
 from .tune.table import read, reports
 
@@ -93,11 +94,12 @@ def _commits(data: Result) -> str:
 
 
 def measured_on(data: Result) -> str:
-    """The GPU, or the processor, without what its name says of its maker and memory."""
-    environment: Mapping[str, str] = data.get("environment") or data["environments"][0]
-    gpu = environment.get("gpu", "")
-    if gpu:
-        return gpu.removeprefix("NVIDIA ").partition(" ")[0]
+    """The GPU, all of them where runs on several were joined, or the processor."""
+    found: Sequence[Mapping[str, str]] = data.get("environments") or [data["environment"]]
+    gpus = dict.fromkeys(gpu_name(gpu) for each in found if (gpu := each.get("gpu")))
+    if gpus:
+        return " and ".join(gpus)
+    environment = found[0]
     threads = int(environment["threads"])
     return f"CPU ({environment['processor']}, {threads} thread{'s' * (threads != 1)})"
 

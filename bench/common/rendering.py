@@ -96,6 +96,11 @@ def _missed(t: Result) -> str:
     return f"{t['target']} ({where})"
 
 
+def gpu_name(gpu: str) -> str:
+    """Without what it says of its maker and memory."""
+    return gpu.removeprefix("NVIDIA ").partition(" ")[0]
+
+
 def machine(environment: Mapping[str, str]) -> str:
     """What a reader has to know of where it ran, as a sentence."""
     kept = ("gpu", "processor", "torch", "cuda", "driver")

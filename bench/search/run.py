@@ -221,8 +221,10 @@ def _take(place: Place, result: dict[str, Any], where: Path, ends: float) -> Non
             model["failed"] = found["failed"]
         if whole is not None:
             model["searches"]["exhaustive"] = whole | {"repeated": False}
-        if (here := found.get("environment")) and here not in result["environments"]:
-            result["environments"].append(here)
+        if here := found.get("environment"):
+            model["gpu"] = here.get("gpu")
+            if here not in result["environments"]:
+                result["environments"].append(here)
         result["models"][name] = model
         write(where, result)
         print(line(name, model), flush=True)

@@ -14,6 +14,7 @@ from ..common.rendering import (
     Table,
     aligned,
     bare,
+    gpu_name,
     machine,
     marked,
     number,
@@ -186,11 +187,16 @@ def overview(result: Result) -> Table:
     """Seconds of the search, what was chosen, and latencies in µs, model by model."""
     ways = (EXHAUSTIVE, SHORT, "eager", *PEERS)
     table = [["model", "searched, s", "chosen", "latency", *ways]]
+    several = len({model.get("gpu") for model in result["models"].values()}) > 1
+    if several:
+        table[0].append("GPU")
     for name, model in result["models"].items():
         seconds = model.get("searches", {}).get(DEFAULT, {}).get("seconds")
         chosen = model.get("ways", {}).get(DEFAULT, {}).get("chosen", "failed")
         cells = [bare(figure(model, way), "s") for way in (DEFAULT, *ways)]
         table.append([name, "–" if seconds is None else f"{seconds:.0f}", chosen, *cells])
+        if several:
+            table[-1].append(gpu_name(model.get("gpu") or "–"))
     return table
 
 
