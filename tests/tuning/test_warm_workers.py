@@ -589,7 +589,7 @@ def rows_beside(
         pool.load(make_evaluator(model, x), Limits(60.0, 4 << 30))
         deadline = time.monotonic() + seconds
         found = []
-        for candidate, row in pool.evaluate(in_order(candidates), deadline=deadline):
+        for candidate, row in pool.evaluate(in_order(candidates), ends=lambda: deadline):
             assert isinstance(row, Row), row
             found.append((candidate.name, row))
     return found

@@ -24,7 +24,7 @@ from ..evaluation.reference import Sample
 from ..evaluation.verification import verify
 from ..graphs.conditions import for_inference
 from ..report.report import Report
-from ..report.result import EAGER, Row, Status
+from ..report.result import EAGER, OF_TIME, Row, Status
 from ..report.table import duration
 from ..strategies.base import Built, Candidate
 from ..strategies.registry import LOSSY, is_ours, parse_candidates, savable_form
@@ -108,7 +108,7 @@ def substitutes(tuned: TunedModule, origin: Origin, failures: list[str]) -> Iter
     form: Substitute | None = None
     candidate = savable_form(origin.candidate)
     # Memory and first answers are not measured here.
-    if candidate is not None and report.of_time and report.row(candidate.name) is None:
+    if candidate is not None and report.objective in OF_TIME and report.row(candidate.name) is None:
         form = builder.built(candidate, None, failures)
     chosen = report.chosen_row
     rows = [row for row in report.rows if row.status is Status.OK and row is not chosen]

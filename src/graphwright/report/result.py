@@ -23,6 +23,8 @@ SCHEMA = "graphwright.tune"
 SCHEMA_VERSION = 2
 COMPILE_DEFAULT = "inductor"
 EAGER = "eager"
+# The objectives that are times of calls.
+OF_TIME = ("latency", "throughput")
 
 
 class Status(enum.StrEnum):
@@ -188,11 +190,6 @@ class Results:
     def chosen_row(self) -> Row | None:
         """The row of the chosen strategy."""
         return None if self.chosen is None else self.row(self.chosen)
-
-    @property
-    def of_time(self) -> bool:
-        """Whether the objective is the time of calls."""
-        return self.objective in ("latency", "throughput")
 
     @property
     def figure(self) -> str:

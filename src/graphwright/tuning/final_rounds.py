@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..artifacts.tuned_module import TunedModule
@@ -15,7 +15,7 @@ from ..evaluation.measurement import (
     weighted,
 )
 from ..report.report import Report
-from ..report.result import COMPILE_DEFAULT, EAGER, Row, Status
+from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status
 from ..strategies.base import Built, Candidate
 from .selection import near_best
 from .trial import CandidateEvaluator, judge
@@ -28,12 +28,34 @@ _SHARES_HERE = {
     "inductor": 0.15,
     "inductor:reduce-overhead": 0.15,
     "inductor:max-autotune": 0.15,
-    "inductor:freeze": 0.6,
+    "inductor:freeze": 0.8,
 }
 # Of finalists that are as fast as each other, the one that takes the least is built first.
 _AS_FAST = 1.03
 # Calls of each finalist that common rounds take at least, with those that warm it up.
 _LEAST_CALLS = 3 + 2 * MIN_ROUNDS
+
+
+def seconds_here(row: Row, candidates: Mapping[str, Candidate]) -> float:
+    """Seconds that it should take to build in this process what a worker has set up."""
+    share = _SHARES_HERE.get(candidates[row.strategy].compiler.name, 1.0)
+    return share * ((row.setup_s or 0.0) + row.build_s)
+
+
+def first_to_build(report: Report, rows: Sequence[Row], candidates: Mapping[str, Candidate]) -> Row:
+    """The fastest of some rows, since time may be left for one alone; of equal ones the quickest.
+
+    By the fastest call: set-ups beside it make eager slow, and then the ratio to it is small.
+    """
+
+    def seconds(row: Row) -> float:
+        if row.screening is None or report.objective not in OF_TIME:
+            return report.cost(row)
+        return row.screening.fastest(report.figure)
+
+    least = min(map(seconds, rows))
+    equal = [row for row in rows if seconds(row) <= _AS_FAST * least]
+    return min(equal, key=lambda row: seconds_here(row, candidates))
 
 
 @dataclass
@@ -51,6 +73,7 @@ class FinalRounds:
         tuned: makes a TunedModule of what was built.
         seconds_each: seconds of rounds for each finalist.
         deadline: `time.monotonic()` when tuning has to end; None for no limit.
+        grace_s: seconds by which the first finalist may exceed that.
     """
 
     report: Report
@@ -60,6 +83,7 @@ class FinalRounds:
     tuned: Callable[[str, list[Built]], TunedModule]
     seconds_each: float
     deadline: float | None
+    grace_s: float = 0.0
 
     def run(self, on_failure: Callable[[Row], object]) -> None:
         """Build and verify here what workers have timed, then time all in turns with eager.
@@ -68,15 +92,13 @@ class FinalRounds:
             on_failure: called with the row of a candidate that is not right in this process.
         """
         while missing := [row for row in self._finalists() if row.strategy not in self.kept]:
-            able = [row for row in missing if len(self.kept) == 1 or self._fits(row)]
-            if not able:
+            # One at a time: if it fails, others may be near the best.
+            following = self._next(missing)
+            if following is None:
                 for row in missing:
                     row.notes.append("a finalist, but not timed again: the budget left no time")
                 break
-            # One at a time: if it fails, others may be near the best.
-            fast = _AS_FAST * min(map(self._promise, able))
-            first = [row for row in able if self._promise(row) <= fast]
-            self._build_here(min(first, key=self._set_up_s), on_failure)
+            self._build_here(following, on_failure)
         if len(self.kept) > 1:
             self._time()
 
@@ -88,19 +110,13 @@ class FinalRounds:
             return found
         return [*found, compiled] if compiled.status in (Status.OK, Status.SLOWER) else found
 
-    def _promise(self, row: Row) -> float:
-        """What is built first: the least, since time may be left for one alone.
-
-        By the fastest call: set-ups beside it make eager slow, and then the ratio to it is small.
-        """
-        if row.screening is None or not self.report.of_time:
-            return self.report.cost(row)
-        return row.screening.fastest(self.report.figure)
-
-    def _set_up_s(self, row: Row) -> float:
-        """Seconds that it should take to build it here."""
-        compiler = self.candidates[row.strategy].compiler.name
-        return _SHARES_HERE.get(compiler, 1.0) * ((row.setup_s or 0.0) + row.build_s)
+    def _next(self, missing: Sequence[Row]) -> Row | None:
+        """What to build next, if there is time for it; something has to be built beside eager."""
+        fitting = [row for row in missing if self._fits(row)]
+        if fitting:
+            return first_to_build(self.report, fitting, self.candidates)
+        least = min(missing, key=lambda row: seconds_here(row, self.candidates))
+        return least if len(self.kept) == 1 else None
 
     def _fits(self, row: Row) -> bool:
         """Whether there is time to build it here and to time it with those that are built."""
@@ -110,8 +126,9 @@ class FinalRounds:
         calls_s = sum(
             each.screening.typical(self.report.figure).median for each in timed if each.screening
         )
-        needed_s = self._set_up_s(row) + _LEAST_CALLS * calls_s
-        return time.monotonic() + needed_s < self.deadline
+        needed_s = seconds_here(row, self.candidates) + _LEAST_CALLS * calls_s
+        grace_s = self.grace_s if len(self.kept) == 1 else 0.0
+        return time.monotonic() + needed_s < self.deadline + grace_s
 
     def _build_here(self, row: Row, on_failure: Callable[[Row], object]) -> None:
         trial = self.evaluator.set_up(self.candidates[row.strategy])

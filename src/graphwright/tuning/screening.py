@@ -127,7 +127,7 @@ class Screening:
         try:
             workers.load(evaluator, limits)
             for candidate, found in workers.evaluate(
-                choose, deadline=terms.deadline, doing=progress.doing
+                choose, ends=lambda: terms.deadline, doing=progress.doing
             ):
                 handed_out.remove(candidate)
                 progress.step(candidate.name)

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ..report.report import Report
-from ..report.result import EAGER, Row, Status
+from ..report.result import EAGER, OF_TIME, Row, Status
 from ..report.table import duration
 from ..strategies.base import Candidate
 from ..strategies.registry import is_slow, kernels_of, usual
@@ -173,14 +173,14 @@ class Search:
 
     @property
     def _all_wanted(self) -> bool:
-        return self.in_order or self.exhaustive or not self.report.of_time
+        return self.in_order or self.exhaustive or self.report.objective not in OF_TIME
 
     def _share(self, strategy: str) -> float:
         """Time of a row relative to eager's, or the most that it can be; inf if not known."""
         row = self.report.row(strategy)
         if row is None or row.status not in (Status.OK, Status.SLOWER):
             return math.inf
-        if self.report.of_time:
+        if self.report.objective in OF_TIME:
             return self.report.cost(row)
         return statistics.median(self.report.ratios(row) or [math.inf])
 

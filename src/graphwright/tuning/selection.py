@@ -6,7 +6,8 @@ import math
 
 from ..evaluation.measurement import median_interval
 from ..report.report import Report
-from ..report.result import EAGER, Row, Status
+from ..report.result import EAGER, OF_TIME, Row, Status
+from ..report.table import duration
 
 # Candidates within this factor of the best are timed again, and unsteady ones within a larger one.
 FINALIST_FACTOR, UNSTEADY_FACTOR = 1.10, 1.5
@@ -31,7 +32,7 @@ def near_best(report: Report) -> list[Row]:
     near = {row.strategy for row in rows if report.cost(row) == math.inf}
     limit = FINALIST_FACTOR * min(map(report.cost, rows), default=0.0)
     near |= {row.strategy for row in rows if report.cost(row) <= limit}
-    if report.of_time:
+    if report.objective in OF_TIME:
         fastest = {
             row.strategy: row.screening.fastest(report.figure) for row in rows if row.screening
         }
@@ -103,6 +104,7 @@ def reason_for(report: Report, chosen: Row, finalists: list[Row], load: str = ""
         text = _reason_for_cold_start(report, chosen)
     else:
         text = _reason(report, chosen, finalists)
+        text += _left_out(report, chosen)
     unsteady = [row.strategy for row in report.rows if row.unsteady]
     if unsteady:
         seen = f" ({load})" if load else ""
@@ -145,6 +147,26 @@ def _reason(report: Report, chosen: Row, finalists: list[Row]) -> str:
     if known and best is not chosen and report.objective != "memory":
         text += f"; {best.strategy} is not faster beyond the noise, and less simple"
     return text + "."
+
+
+def _left_out(report: Report, chosen: Row) -> str:
+    """What seemed faster, where there was no time to build it in this process."""
+    if report.objective not in OF_TIME or chosen.final is None or chosen.screening is None:
+        return ""
+    limit = chosen.screening.fastest(report.figure) / FINALIST_FACTOR
+    left_out = {
+        row.strategy: row.screening.fastest(report.figure)
+        for row in eligible(report)
+        if row.final is None and row.screening is not None
+    }
+    best = min(left_out, key=left_out.__getitem__, default="")
+    if not best or left_out[best] > limit:
+        return ""
+    return (
+        f" {best} seemed faster ({duration(left_out[best])} against "
+        f"{duration(chosen.screening.fastest(report.figure))} when screened), but the budget left "
+        "no time to build it here: give a larger one."
+    )
 
 
 def _reason_for_cold_start(report: Report, chosen: Row) -> str:

@@ -37,14 +37,14 @@ from ..profiler.profiler import profile as profile_of
 from ..report.environment import environment
 from ..report.progress import Progress, Silent, shown
 from ..report.report import Report
-from ..report.result import COMPILE_DEFAULT, EAGER, Row, Status, Step
+from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status, Step
 from ..shapes.dimensions import within
 from ..strategies.base import Built, Candidate, Compiler, without_grad
 from ..strategies.registry import is_ours
 from . import choice_cache
 from .background import begin_search
 from .cold_start import ColdStarts
-from .final_rounds import FinalRounds
+from .final_rounds import FinalRounds, first_to_build, seconds_here
 from .request import Request
 from .screening import Screening, Terms
 from .search import Search
@@ -64,6 +64,8 @@ SCREENING_S, _SCREENING_SHARE = 1.0, 0.02
 FINAL_S_EACH = 2.0
 # The share of a time budget that is kept for the finalists.
 _FINALISTS_SHARE = 0.2
+# The share of it by which the first of them may exceed it, and seconds of their last rounds.
+_GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
 # A default budget grows with what compilers need, up to so many seconds a sample. They begin after
 # so many seconds, and take so many times as long beside others.
 MOST_BUDGET_S = 110.0
@@ -332,6 +334,7 @@ class Tuning:
                     self.report.host_s = self._host_seconds()
                     self._give_compilers_time()
                 self._drop_the_beaten()
+                screening.terms.deadline = self._search_ends()
         if self.asked.objective == "cold_start":
             self._time_first_answers(progress)
         progress.step("finalists")
@@ -385,10 +388,20 @@ class Tuning:
         return found / sum(weight for weight, _ in self.asked.calls)
 
     def _search_ends(self) -> float | None:
-        """When no further candidate is begun, in `time.monotonic()`; None for no limit."""
+        """When no further candidate is begun, in `time.monotonic()`; None for no limit.
+
+        Early enough to build here what is the best so far, if there is time for that at all.
+        """
         if self._budget_s is None:
             return None
-        return self._started + (1 - _FINALISTS_SHARE) * self._budget_s
+        kept_s, ends = _FINALISTS_SHARE * self._budget_s, self._started + self._budget_s
+        near = [row for row in near_best(self.report) if row.strategy not in self._kept]
+        if near and self.report.objective in OF_TIME:
+            first = first_to_build(self.report, near, self._by_name)
+            needed_s = seconds_here(first, self._by_name) + _LAST_ROUNDS_S
+            if time.monotonic() + needed_s <= ends:
+                kept_s = max(kept_s, needed_s)
+        return ends - kept_s
 
     def _give_compilers_time(self) -> None:
         """Raise a default budget where compilers need long, since the model has many operations.
@@ -403,7 +416,7 @@ class Tuning:
         search_s = spent_s + _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
         needed_s = math.ceil(search_s / (1 - _FINALISTS_SHARE))
         self._budget_s = max(self._budget_s, min(needed_s, MOST_BUDGET_S * len(asked.calls)))
-        terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
+        terms.budget_s = self._budget_s
 
     def _refer(self, progress: Progress) -> None:
         """Make the references that candidates are compared with, once."""
@@ -501,6 +514,7 @@ class Tuning:
             self._tuned,
             FINAL_S_EACH,
             None if self._budget_s is None else self._started + self._budget_s,
+            _GRACE * (self._budget_s or 0.0),
         )
         rounds.run(self._screening.with_repeat)
 
@@ -642,7 +656,7 @@ class Tuning:
         assert isinstance(module, TakenApart)
         results = [module.made(number, each.tensors) for number, each in enumerate(calls)]
         made = put_together(module.model, Apart(tuned, calls, results))
-        if self.report.chosen == EAGER or not self.report.of_time:
+        if self.report.chosen == EAGER or self.report.objective not in OF_TIME:
             return made
         weights = [weight for weight, _ in self.asked.calls]
         shares = [weight / sum(weights) for weight in weights]

@@ -222,14 +222,15 @@ class WorkerPool:
         self,
         choose: Choose,
         *,
-        deadline: float | None = None,
+        ends: Callable[[], float | None] = lambda: None,
         doing: Callable[[str], None] = lambda what: None,
     ) -> Iterator[tuple[Candidate, Row | str]]:
         """Yield each candidate with its row, or with the reason why no worker can try it.
 
         Args:
             choose: is asked for candidates whenever there is room.
-            deadline: `time.monotonic()` after which no timing begins; what is left is not tried.
+            ends: gives the `time.monotonic()` after which no timing begins, asked after each row;
+                what is left then is not tried.
             doing: is told what is under way.
         """
         schedule = Schedule(choose, self._at_once, waits_for_caches=not self.spare)
@@ -238,6 +239,7 @@ class WorkerPool:
         alone: list[Job] = []
         while True:
             started: list[Job] = []
+            deadline = ends()
             lone = bool(alone) and not under_way
             try:
                 if lone:
