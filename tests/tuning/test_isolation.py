@@ -313,11 +313,12 @@ def test_what_comes_too_late_does_not_run_beside_the_timings(tmp_path: Path) -> 
     ]
     evaluate = WorkerPool.evaluate
 
-    def soon_over(pool: WorkerPool, *args: Any, deadline: float, **kwargs: Any) -> Any:
+    def soon_over(pool: WorkerPool, *args: Any, ends: Callable[[], float], **kwargs: Any) -> Any:
         """The time that is left is no more than one timing needs, on a slow host too."""
+        deadline = ends()
         now = deadline - pool._timing_s / 2
         patch.setattr("graphwright.tuning.workers.pool.time", Mock(monotonic=lambda: now))
-        return evaluate(pool, *args, deadline=deadline, **kwargs)
+        return evaluate(pool, *args, ends=lambda: deadline, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("graphwright.tuning.workers.pool.cores", lambda: 4)

@@ -383,22 +383,23 @@ def test_the_reason_names_what_seemed_faster_and_was_not_built() -> None:
 
 def test_the_search_ends_early_enough_to_build_the_best() -> None:
     model, x = small()
-    tuning = Tuning(model, (x,), strategies=["inductor:freeze", "fused"], budget_s=100)
+    tuning = Tuning(model, (x,), strategies=["inductor:freeze", "inductor", "fused"], budget_s=100)
     ends = tuning._started + 100
 
     def known(name: str, seconds: float, setup_s: float) -> float:
         row = Row(name, Status.OK, setup_s=setup_s, screening=rounds_of(*[seconds] * 5))
         row.baseline = rounds_of(*[20.0] * 5)
         tuning.report.rows.append(row)
-        found = tuning._search_ends()
+        tuning._end_in_time_for_the_best()
+        found = tuning._screening.terms.deadline
         assert found is not None
         return ends - found
 
     assert known("eager", 20.0, 0.0) == pytest.approx(20)
     assert known("fused", 2.0, 9.0) == pytest.approx(20)  # It takes 9 s, which 20 s are enough for.
     assert known("inductor:freeze", 1.0, 50.0) == pytest.approx(0.8 * 50 + 4)
-    tuning.report.rows[-1].setup_s = 300.0  # For which there is no time at all.
-    assert tuning._search_ends() == pytest.approx(ends - 20)
+    # For this there is no time at all; and what has ended does not go on.
+    assert known("inductor", 0.5, 999.0) == pytest.approx(0.8 * 50 + 4)
 
 
 def test_within_the_noise_the_simpler_one_is_chosen() -> None:

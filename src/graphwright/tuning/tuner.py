@@ -334,7 +334,7 @@ class Tuning:
                     self.report.host_s = self._host_seconds()
                     self._give_compilers_time()
                 self._drop_the_beaten()
-                screening.terms.deadline = self._search_ends()
+                self._end_in_time_for_the_best()
         if self.asked.objective == "cold_start":
             self._time_first_answers(progress)
         progress.step("finalists")
@@ -388,20 +388,25 @@ class Tuning:
         return found / sum(weight for weight, _ in self.asked.calls)
 
     def _search_ends(self) -> float | None:
-        """When no further candidate is begun, in `time.monotonic()`; None for no limit.
-
-        Early enough to build here what is the best so far, if there is time for that at all.
-        """
+        """When no further candidate is begun, in `time.monotonic()`; None for no limit."""
         if self._budget_s is None:
             return None
-        kept_s, ends = _FINALISTS_SHARE * self._budget_s, self._started + self._budget_s
+        return self._started + (1 - _FINALISTS_SHARE) * self._budget_s
+
+    def _end_in_time_for_the_best(self) -> None:
+        """End the search early enough to build here what is the best so far.
+
+        Unless there is no time for that at all: then others are of more use.
+        """
+        terms = self._screening.terms
         near = [row for row in near_best(self.report) if row.strategy not in self._kept]
-        if near and self.report.objective in OF_TIME:
-            first = first_to_build(self.report, near, self._by_name)
-            needed_s = seconds_here(first, self._by_name) + _LAST_ROUNDS_S
-            if time.monotonic() + needed_s <= ends:
-                kept_s = max(kept_s, needed_s)
-        return ends - kept_s
+        if self._budget_s is None or terms.deadline is None or not near:
+            return
+        rounds_s = min(_LAST_ROUNDS_S, _FINALISTS_SHARE * self._budget_s)
+        first = first_to_build(self.report, near, self._by_name)
+        last = self._started + self._budget_s - rounds_s - seconds_here(first, self._by_name)
+        if time.monotonic() <= last:
+            terms.deadline = min(terms.deadline, last)
 
     def _give_compilers_time(self) -> None:
         """Raise a default budget where compilers need long, since the model has many operations.
@@ -416,7 +421,7 @@ class Tuning:
         search_s = spent_s + _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
         needed_s = math.ceil(search_s / (1 - _FINALISTS_SHARE))
         self._budget_s = max(self._budget_s, min(needed_s, MOST_BUDGET_S * len(asked.calls)))
-        terms.budget_s = self._budget_s
+        terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
 
     def _refer(self, progress: Progress) -> None:
         """Make the references that candidates are compared with, once."""
