@@ -24,7 +24,7 @@ from ..strategies.registry import is_slow, kernels_of, usual
 _HOPE = 1.3
 # Seconds that verifying and timing take in addition to set-up.
 _BESIDE_S = 2.0
-# The share of its usual time that a set-up may take.
+# A quick set-up takes about this share of the usual time.
 _QUICK_SHARE = 0.5
 # Seconds of a set-up that finds its kernels compiled, at most.
 _WARM_S = 1.0

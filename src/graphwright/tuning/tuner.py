@@ -68,7 +68,7 @@ _FINALISTS_SHARE = 0.2
 _GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
 # A default budget grows with what compilers need, up to so many seconds a sample. They begin after
 # so many seconds, and take so many times as long beside others.
-MOST_BUDGET_S = 110.0
+MOST_BUDGET_S = 105.0
 _BEFORE_SET_UPS_S, _BESIDE_OTHERS = 10.0, 1.6
 # Calls with objects of what was chosen, and of the model itself, before either is taken.
 _ROUNDS_WITH_OBJECTS = 21
@@ -142,7 +142,7 @@ def tune(
             float64.
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
         budget_s: seconds that all of tuning may take; candidates that there is no time for are
-            reported as not tried. None for 45 s a sample on a CPU, for 50 s on a GPU (up to 110 s
+            reported as not tried. None for 45 s a sample on a CPU, for 50 s on a GPU (up to 105 s
             for a model of many operations), and for no limit where `strategies` are named, the
             search is `exhaustive` or the objective is "cold_start".
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
