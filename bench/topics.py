@@ -632,8 +632,8 @@ TOPICS = (
     Topic(
         "search",
         "The default search",
-        "What `tune()` finds in its default budget of about a minute, compared with an exhaustive "
-        "search and PyTorch's own methods.",
+        "What `tune()` finds in its default budget, a minute or up to two for large models, "
+        "compared with an exhaustive search and PyTorch's own methods.",
         ["search"],
         {"search*": _unnamed(search_to_markdown)},
         _search,

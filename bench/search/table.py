@@ -187,7 +187,7 @@ def overview(result: Result) -> Table:
     """Seconds of the search, what was chosen, and latencies in µs, model by model."""
     ways = (EXHAUSTIVE, SHORT, "eager", *PEERS)
     table = [["model", "searched, s", "chosen", "latency", *ways]]
-    several = len({model.get("gpu") for model in result["models"].values()}) > 1
+    several = len({model.get("gpu") for model in result["models"].values()} - {None}) > 1
     if several:
         table[0].append("GPU")
     for name, model in result["models"].items():

@@ -319,7 +319,7 @@ def test_a_row_does_not_name_a_set_up_that_takes_no_time(monkeypatch: pytest.Mon
     row = report.row("eager:no_grad")
     assert row is not None
     assert row.status is Status.NOT_TRIED
-    assert row.reason == "the budget of 2 s was spent before it was measured"
+    assert row.reason == "the budget of 2 s left no time to measure it"
 
 
 def test_the_host_needs_no_more_than_the_call(device: torch.device) -> None:

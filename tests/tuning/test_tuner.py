@@ -24,7 +24,7 @@ from graphwright.strategies.base import Availability, Built
 from graphwright.strategies.registry import parse_candidates
 from graphwright.tuning import choice_cache
 from graphwright.tuning.final_rounds import FinalRounds
-from graphwright.tuning.selection import near_best, ranked, reason_for
+from graphwright.tuning.selection import NO_TIME_LEFT, near_best, ranked, reason_for
 from graphwright.tuning.trial import judge
 from graphwright.tuning.tuner import Tuning
 
@@ -372,12 +372,15 @@ def test_the_reason_names_what_seemed_faster_and_was_not_built() -> None:
         row = Row(name, Status.OK, screening=rounds_of(*[times * 1e-3] * 5))
         row.baseline = rounds_of(*[20e-3] * 5)
         row.final = None if name == "inductor" else row.screening
+        row.notes = [NO_TIME_LEFT] if name == "inductor" else []
         report.rows.append(row)
     chosen = report.rows[1]
     text = reason_for(report, chosen, report.rows[:2])
     assert "inductor seemed faster (1.00 ms against 1.40 ms when screened)" in text
     assert text.endswith("give a larger one.")
-    report.rows[2].screening = rounds_of(*[1.38e-3] * 5)  # Within what finalists are of.
+    report.rows[2].screening = rounds_of(*[1.38e-3] * 5)  # Finalists are within 10 %.
+    assert "seemed faster" not in reason_for(report, chosen, report.rows[:2])
+    report.rows[2].screening, report.rows[2].notes = rounds_of(*[1e-3] * 5), []  # Never near.
     assert "seemed faster" not in reason_for(report, chosen, report.rows[:2])
 
 
@@ -386,9 +389,9 @@ def test_the_search_ends_early_enough_to_build_the_best() -> None:
     tuning = Tuning(model, (x,), strategies=["inductor:freeze", "inductor", "fused"], budget_s=100)
     ends = tuning._started + 100
 
-    def known(name: str, seconds: float, setup_s: float) -> float:
-        row = Row(name, Status.OK, setup_s=setup_s, screening=rounds_of(*[seconds] * 5))
-        row.baseline = rounds_of(*[20.0] * 5)
+    def known(name: str, milliseconds: float, setup_s: float) -> float:
+        row = Row(name, Status.OK, setup_s=setup_s, screening=rounds_of(*[milliseconds * 1e-3] * 5))
+        row.baseline = rounds_of(*[20e-3] * 5)
         tuning.report.rows.append(row)
         tuning._end_in_time_for_the_best()
         found = tuning._screening.terms.deadline
@@ -398,8 +401,67 @@ def test_the_search_ends_early_enough_to_build_the_best() -> None:
     assert known("eager", 20.0, 0.0) == pytest.approx(20)
     assert known("fused", 2.0, 9.0) == pytest.approx(20)  # It takes 9 s, which 20 s are enough for.
     assert known("inductor:freeze", 1.0, 50.0) == pytest.approx(0.8 * 50 + 4)
-    # For this there is no time at all; and what has ended does not go on.
-    assert known("inductor", 0.5, 999.0) == pytest.approx(0.8 * 50 + 4)
+    # For this there is no time at all: others go on.
+    assert known("inductor", 0.5, 999.0) == pytest.approx(20)
+    # What has ended does not go on.
+    tuning._screening.terms.deadline = 0.0
+    tuning._end_in_time_for_the_best()
+    assert tuning._screening.terms.deadline == 0.0
+
+
+def test_the_search_does_not_end_for_what_eager_is_as_good_as() -> None:
+    model, x = small()
+    tuning = Tuning(model, (x,), strategies=["torchscript"], budget_s=100)
+    for name, seconds in (("eager", 1.0), ("torchscript", 1.05)):
+        times = {"screening": rounds_of(*[seconds] * 5), "baseline": rounds_of(*[1.0] * 5)}
+        tuning.report.rows.append(Row(name, Status.OK, setup_s=50.0, **times))
+    tuning._kept["eager"] = [Built(model)]
+    tuning._end_in_time_for_the_best()
+    assert tuning._screening.terms.deadline == tuning._search_ends()
+
+
+@pytest.mark.parametrize(("left_s", "grace_s"), [(14.0, 0.0), (9.0, 0.0), (9.0, 9.0)])
+def test_one_near_the_best_is_built_before_the_default_of_torch_compile(
+    left_s: float, grace_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default is quick to build, and here slower than eager."""
+    report = Report("Model", [], "latency", [], {})
+    figures = {"eager": (0.4, 0.0), "onnxruntime": (0.2, 6.0), "inductor": (0.45, 15.0)}
+    for name, (seconds, setup_s) in figures.items():
+        times = {"screening": rounds_of(*[seconds] * 5), "baseline": rounds_of(*[0.4] * 5)}
+        status = Status.SLOWER if name == "inductor" else Status.OK
+        report.rows.append(Row(name, status, setup_s=setup_s, **times))
+    candidates = {each.name: each for each in parse_candidates(list(figures), ())}
+    kept: dict[str, list[Built]] = {"eager": []}
+    ends = time.monotonic() + left_s
+    rounds = FinalRounds(report, Mock(), kept, candidates, Mock(), 1.0, ends, grace_s)
+    monkeypatch.setattr(rounds, "_build_here", lambda row, _: kept.setdefault(row.strategy, []))
+    monkeypatch.setattr(rounds, "_time", Mock())
+    rounds.run(Mock())
+    assert list(kept) == ["eager", "onnxruntime"]
+
+
+def test_the_first_finalist_may_exceed_a_default_budget_a_little(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    built = []
+    for grace_s in (0.0, 5.0):
+        report = Report("Model", [], "latency", [], {})
+        for name, seconds in (("eager", 9e-3), ("fused", 1.05e-3), ("torchscript", 1e-3)):
+            times = {"screening": rounds_of(*[seconds] * 5), "baseline": rounds_of(*[9e-3] * 5)}
+            setup_s = 12.0 if name == "torchscript" else 1.0
+            report.rows.append(Row(name, Status.OK, setup_s=setup_s, **times))
+        candidates = {each.name: each for each in parse_candidates(["torchscript", "fused"], ())}
+        kept: dict[str, list[Built]] = {"eager": []}
+        ends = time.monotonic() + 10
+        rounds = FinalRounds(report, Mock(), kept, candidates, Mock(), 1.0, ends, grace_s)
+        monkeypatch.setattr(
+            rounds, "_build_here", lambda row, _, kept=kept: kept.setdefault(row.strategy, [])
+        )
+        monkeypatch.setattr(rounds, "_time", Mock())
+        rounds.run(Mock())
+        built.append([*kept])
+    assert built == [["eager", "fused"], ["eager", "torchscript", "fused"]]
 
 
 def test_within_the_noise_the_simpler_one_is_chosen() -> None:

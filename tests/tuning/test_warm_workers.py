@@ -552,6 +552,21 @@ def test_each_row_is_known_when_the_next_candidates_are_chosen(
     assert asked == [(2, []), (2, ["a"]), (2, ["a", "b", "c"])]
 
 
+def test_when_the_end_comes_is_asked_after_each_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("graphwright.tuning.workers.pool.cores", lambda: 2)
+    candidates = [Candidate(Planted(name, directly)) for name in ("a", "b", "c")]
+    model, x = Small().eval(), torch.randn(4, 16)
+    ends, statuses = [time.monotonic() + 300], {}
+    with WorkerPool(model, candidates) as pool:
+        pool.load(make_evaluator(model, x), Limits(60.0, 4 << 30))
+        for candidate, row in pool.evaluate(in_order(candidates), ends=lambda: ends[-1]):
+            assert isinstance(row, Row)
+            statuses[candidate.name] = row.status
+            ends.append(0.0)
+    assert statuses.pop("a") in (Status.OK, Status.SLOWER)
+    assert statuses == {"b": Status.NOT_TRIED, "c": Status.NOT_TRIED}
+
+
 def late(model: nn.Module, *, seconds: float) -> Any:
     time.sleep(seconds)
     return directly(model)

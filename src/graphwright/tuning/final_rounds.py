@@ -17,13 +17,13 @@ from ..evaluation.measurement import (
 from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status
 from ..strategies.base import Built, Candidate
-from .selection import near_best
+from .selection import NO_TIME_LEFT, near_best
 from .trial import CandidateEvaluator, judge
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
 _BARE = "torch.compile without checks"
 # About the share of a worker's set-up that one takes here, where Inductor finds on disk what it has
-# compiled; with frozen weights that is only its kernels. What others do is done again.
+# compiled; with frozen weights that is only its kernels. What others do is done again, most of it.
 _SHARES_HERE = {
     "inductor": 0.15,
     "inductor:reduce-overhead": 0.15,
@@ -40,6 +40,12 @@ def seconds_here(row: Row, candidates: Mapping[str, Candidate]) -> float:
     """Seconds that it should take to build in this process what a worker has set up."""
     share = _SHARES_HERE.get(candidates[row.strategy].compiler.name, 1.0)
     return share * ((row.setup_s or 0.0) + row.build_s)
+
+
+def least_rounds_s(report: Report, rows: Sequence[Row]) -> float:
+    """Seconds of the least common rounds of some rows."""
+    medians = [row.screening.typical(report.figure).median for row in rows if row.screening]
+    return _LEAST_CALLS * sum(medians)
 
 
 def first_to_build(report: Report, rows: Sequence[Row], candidates: Mapping[str, Candidate]) -> Row:
@@ -96,7 +102,7 @@ class FinalRounds:
             following = self._next(missing)
             if following is None:
                 for row in missing:
-                    row.notes.append("a finalist, but not timed again: the budget left no time")
+                    row.notes.append(NO_TIME_LEFT)
                 break
             self._build_here(following, on_failure)
         if len(self.kept) > 1:
@@ -111,23 +117,25 @@ class FinalRounds:
         return [*found, compiled] if compiled.status in (Status.OK, Status.SLOWER) else found
 
     def _next(self, missing: Sequence[Row]) -> Row | None:
-        """What to build next, if there is time for it; something has to be built beside eager."""
-        fitting = [row for row in missing if self._fits(row)]
+        """What to build next, if there is time for it: one that is near the best in any case.
+
+        torch.compile's default, which may be far from it, comes after that.
+        """
+        near = [row for row in near_best(self.report) if row.strategy != EAGER]
+        is_first = bool(near) and not any(row.strategy in self.kept for row in near)
+        wanted = near if is_first else missing
+        fitting = [row for row in wanted if self._fits(row, self.grace_s if is_first else 0.0)]
         if fitting:
             return first_to_build(self.report, fitting, self.candidates)
-        least = min(missing, key=lambda row: seconds_here(row, self.candidates))
-        return least if len(self.kept) == 1 else None
+        quickest = min(wanted, key=lambda row: seconds_here(row, self.candidates))
+        return quickest if is_first else None
 
-    def _fits(self, row: Row) -> bool:
+    def _fits(self, row: Row, grace_s: float) -> bool:
         """Whether there is time to build it here and to time it with those that are built."""
         if self.deadline is None:
             return True
         timed = [row, *filter(None, map(self.report.row, self.kept))]
-        calls_s = sum(
-            each.screening.typical(self.report.figure).median for each in timed if each.screening
-        )
-        needed_s = seconds_here(row, self.candidates) + _LEAST_CALLS * calls_s
-        grace_s = self.grace_s if len(self.kept) == 1 else 0.0
+        needed_s = seconds_here(row, self.candidates) + least_rounds_s(self.report, timed)
         return time.monotonic() + needed_s < self.deadline + grace_s
 
     def _build_here(self, row: Row, on_failure: Callable[[Row], object]) -> None:

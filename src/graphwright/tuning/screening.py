@@ -27,8 +27,9 @@ class Terms:
         isolate: whether candidates get processes of their own.
         timeout_s: seconds to set up, and seconds to time.
         memory_limit: bytes in addition to the model; None for most of what is free.
-        budget_s: seconds that the caller gave to all of tuning; None for no limit.
-        deadline: `time.monotonic()` when screening has used its share of them; None for no limit.
+        budget_s: seconds that all of tuning may take; None for no limit.
+        deadline: `time.monotonic()` when screening has to end; None for no limit. It changes with
+            what is found.
     """
 
     isolate: bool
@@ -171,7 +172,7 @@ class Screening:
         if not found.available:
             row.status, row.reason, row.remedy = Status.UNAVAILABLE, found.reason, found.remedy
             return row
-        spent = f"the budget of {self.terms.budget_s:g} s was spent before it was measured"
+        spent = f"the budget of {self.terms.budget_s:g} s left no time to measure it"
         row.reason = why or spent
         row.remedy = "Give a larger budget or exhaustive=True, or name the strategies to try."
         return row

@@ -11,6 +11,8 @@ from ..report.table import duration
 
 # Candidates within this factor of the best are timed again, and unsteady ones within a larger one.
 FINALIST_FACTOR, UNSTEADY_FACTOR = 1.10, 1.5
+# The note of a finalist that was not built in this process.
+NO_TIME_LEFT = "a finalist, but not timed again: the budget left no time"
 # A smaller gain is not worth a more complex candidate, however certain it is.
 _WORTH_IT = 1.01
 
@@ -157,7 +159,7 @@ def _left_out(report: Report, chosen: Row) -> str:
     left_out = {
         row.strategy: row.screening.fastest(report.figure)
         for row in eligible(report)
-        if row.final is None and row.screening is not None
+        if NO_TIME_LEFT in row.notes and row.screening is not None
     }
     best = min(left_out, key=left_out.__getitem__, default="")
     if not best or left_out[best] > limit:

@@ -44,7 +44,7 @@ from ..strategies.registry import is_ours
 from . import choice_cache
 from .background import begin_search
 from .cold_start import ColdStarts
-from .final_rounds import FinalRounds, first_to_build, seconds_here
+from .final_rounds import FinalRounds, first_to_build, least_rounds_s, seconds_here
 from .request import Request
 from .screening import Screening, Terms
 from .search import Search
@@ -64,7 +64,8 @@ SCREENING_S, _SCREENING_SHARE = 1.0, 0.02
 FINAL_S_EACH = 2.0
 # The share of a time budget that is kept for the finalists.
 _FINALISTS_SHARE = 0.2
-# The share of it by which the first of them may exceed it, and seconds of their last rounds.
+# The share of a default budget by which the first of them may exceed it, and seconds of the last
+# rounds.
 _GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
 # A default budget grows with what compilers need, up to so many seconds a sample. They begin after
 # so many seconds, and take so many times as long beside others.
@@ -398,15 +399,21 @@ class Tuning:
 
         Unless there is no time for that at all: then others are of more use.
         """
-        terms = self._screening.terms
-        near = [row for row in near_best(self.report) if row.strategy not in self._kept]
-        if self._budget_s is None or terms.deadline is None or not near:
+        report, terms, now = self.report, self._screening.terms, time.monotonic()
+        ends = self._search_ends()
+        if self._budget_s is None or ends is None or terms.deadline is None or now > terms.deadline:
             return
-        rounds_s = min(_LAST_ROUNDS_S, _FINALISTS_SHARE * self._budget_s)
-        first = first_to_build(self.report, near, self._by_name)
-        last = self._started + self._budget_s - rounds_s - seconds_here(first, self._by_name)
-        if time.monotonic() <= last:
-            terms.deadline = min(terms.deadline, last)
+        near = [row for row in near_best(report) if row.strategy not in self._kept]
+        if report.objective in OF_TIME:
+            near = [row for row in near if report.cost(row) < 1]
+        if near:
+            first = first_to_build(report, near, self._by_name)
+            timed = [first, *filter(None, [report.row(EAGER)])]
+            rounds_s = min(_LAST_ROUNDS_S, _FINALISTS_SHARE * self._budget_s)
+            rounds_s = max(rounds_s, least_rounds_s(report, timed))
+            last = self._started + self._budget_s - rounds_s - seconds_here(first, self._by_name)
+            ends = min(ends, last) if now <= last else ends
+        terms.deadline = ends
 
     def _give_compilers_time(self) -> None:
         """Raise a default budget where compilers need long, since the model has many operations.
@@ -519,7 +526,7 @@ class Tuning:
             self._tuned,
             FINAL_S_EACH,
             None if self._budget_s is None else self._started + self._budget_s,
-            _GRACE * (self._budget_s or 0.0),
+            0.0 if self.asked.budgeted else _GRACE * (self._budget_s or 0.0),
         )
         rounds.run(self._screening.with_repeat)
 
