@@ -63,6 +63,8 @@ PEERS_S = 60
 TIMING_S = 4.0
 CACHES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 UNUSABLE = "unusable"
+# Seconds for which a GPU's memory has to stay as it is, and for which that is waited for.
+QUIET_S, MOST_WAIT_S = 2.0, 20.0
 # Searches whose rows are compared one by one.
 WHOLE = ("default", "exhaustive")
 MEASUREMENTS = ("screening", "baseline", "final", "bare")
@@ -89,6 +91,23 @@ def empty_caches() -> Iterator[None]:
                     os.environ[name] = value
 
 
+def wait_for_ended_processes(device: torch.device) -> None:
+    """Wait until the GPU's free memory does not change.
+
+    The driver needs seconds for each process of an earlier search that was ended, and holds calls
+    up meanwhile. Who tunes one model does not see that.
+    """
+    if device.type != "cuda":
+        return
+    latest = time.monotonic() + MOST_WAIT_S
+    free, since = torch.cuda.mem_get_info(device)[0], time.monotonic()
+    while time.monotonic() < min(latest, since + QUIET_S):
+        time.sleep(0.1)
+        now = torch.cuda.mem_get_info(device)[0]
+        if now != free:
+            free, since = now, time.monotonic()
+
+
 def measure(
     name: str,
     searches: list[str],
@@ -113,6 +132,7 @@ def measure(
     figures: Figures = {"searches": {}, "ways": {}}
 
     def searched(case: Case, way: str) -> Call:
+        wait_for_ended_processes(device)
         began = time.perf_counter()
         with empty_caches():
             options = {"remember": False, "progress": False, **SEARCHES[way]}

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
 from bench.search import models, run, table
 from graphwright.evaluation.accuracy import ErrorMeasure
@@ -179,6 +181,19 @@ def test_what_is_measured_again_keeps_its_exhaustive_search(
     run.benchmark(tmp_path, ["mlp"], 1e6, ["mlp"])
     kept = json.loads((tmp_path / "search.json").read_text(encoding="utf-8"))["models"]["mlp"]
     assert kept == after
+
+
+def test_a_search_begins_when_earlier_processes_have_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    free = iter([10, 20, 30])
+    slept: list[float] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (next(free, 40), 80))
+    monkeypatch.setattr(run, "time", Mock(monotonic=lambda: 0.1 * len(slept), sleep=slept.append))
+    run.wait_for_ended_processes(torch.device("cpu"))
+    assert slept == []
+    run.wait_for_ended_processes(torch.device("cuda"))
+    assert len(slept) == pytest.approx(3 + 10 * run.QUIET_S, abs=1)
 
 
 def test_the_twenty_are_the_same_each_time() -> None:
