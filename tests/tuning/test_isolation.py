@@ -72,7 +72,7 @@ def test_each_planted_harm_gets_its_status_and_the_run_goes_on(
     found = {row.strategy: row.status for row in report.rows}
     wanted = {name: status for name, (_, status) in harms.items()}
     assert found == {"eager": Status.OK, "quick": Status.OK} | wanted
-    assert report.chosen == "quick"
+    assert report.chosen == "quick", report.reason
     for row in report.rows:
         if row.strategy in harms:
             assert row.reason
