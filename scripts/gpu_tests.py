@@ -6,6 +6,7 @@ import argparse
 import json
 import signal
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -19,9 +20,16 @@ RESULTS = ROOT / "bench" / "results"
 
 
 class Recorder:
-    """Collects one outcome a test: the first that is not "passed", else "passed"."""
+    """Collects one outcome a test: the first that is not "passed", else "passed".
 
-    def __init__(self) -> None:
+    Args:
+        machine: what it runs on.
+    """
+
+    def __init__(self, machine: dict[str, str]) -> None:
+        self.machine = machine
+        self.began = time.monotonic()
+        self.first_s: float | None = None
         self.outcomes: dict[str, str] = {}
         self.seconds: dict[str, float] = {}
         self.failures: dict[str, str] = {}
@@ -35,6 +43,8 @@ class Recorder:
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """Keep what came of a test's set-up, call or clean-up."""
+        if self.first_s is None:
+            self.first_s = time.monotonic() - self.began
         self.seconds[report.nodeid] = self.seconds.get(report.nodeid, 0.0) + report.duration
         if report.when != "call" and report.outcome == "passed":
             return
@@ -46,6 +56,25 @@ class Recorder:
             # At once: a run that is cut off has no summary.
             print(f"\nFAILED {report.nodeid}\n{text}", flush=True)
 
+    def write(self, where: Path) -> None:
+        """Write what came of the tests so far."""
+        counts = dict(Counter(self.outcomes.values()))
+        result = {
+            "schema": "graphwright.gpu-test",
+            "schema_version": 1,
+            "commit": self.commit,
+            "environment": self.machine,
+            "counts": counts,
+            "wall_s": round(time.monotonic() - self.began, 1),
+            "first_s": None if self.first_s is None else round(self.first_s, 1),
+            "outcomes": self.outcomes,
+            "failures": self.failures,
+            "seconds": {name: round(s, 3) for name, s in self.seconds.items()},
+        }
+        where.parent.mkdir(parents=True, exist_ok=True)
+        where.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+        print(f"wrote {where}: {counts}, first test after {result['first_s']} s", flush=True)
+
 
 def main() -> int:
     """Run pytest with the arguments that are not ours; its exit status, or 2 without a GPU."""
@@ -55,27 +84,21 @@ def main() -> int:
     if not torch.cuda.is_available():
         print("scripts/gpu-test: there is no CUDA device here", file=sys.stderr)
         return 2
-    recorder = Recorder()
-    # A run that is cut off writes what it knows.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    where = given.out / "gpu-test.json"
+    recorder = Recorder(environment(torch.device("cuda")))
+
+    def cut_off(signum: int, frame: object) -> None:
+        """Write what is known, at once: workers may take long to end."""
+        recorder.write(where)
+        signal.default_int_handler(signum, None)
+
+    signal.signal(signal.SIGTERM, cut_off)
     # That plugin warns beside xdist, and warnings are errors.
     options = ["-m", "gpu and not slow and not exhaustive", "-q", "-p", "no:benchmark"]
+    if any(option.startswith(("-n", "--numprocesses")) for option in rest):
+        options += ["--dist", "worksteal"]
     code = pytest.main([*options, *rest], plugins=[recorder])
-    counts = Counter(recorder.outcomes.values())
-    result = {
-        "schema": "graphwright.gpu-test",
-        "schema_version": 1,
-        "commit": recorder.commit,
-        "environment": environment(torch.device("cuda")),
-        "counts": dict(counts),
-        "outcomes": recorder.outcomes,
-        "failures": recorder.failures,
-        "seconds": {name: round(s, 3) for name, s in recorder.seconds.items()},
-    }
-    given.out.mkdir(parents=True, exist_ok=True)
-    where = given.out / "gpu-test.json"
-    where.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    print(f"wrote {where}: {dict(counts)}")
+    recorder.write(where)
     return int(code)
 
 

@@ -238,7 +238,7 @@ class Roundabout(Small):
     """Does the work of Small the long way."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(50):
+        for _ in range(200):
             x = x + 0
         return super().forward(x)
 
