@@ -237,8 +237,10 @@ class Small(nn.Module):
 class Roundabout(Small):
     """Does the work of Small the long way."""
 
+    steps = 50
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(200):
+        for _ in range(self.steps):
             x = x + 0
         return super().forward(x)
 

@@ -50,6 +50,8 @@ QUICK = Planted("quick", directly)
 
 def tune(strategies: list[Any], device: torch.device | str = "cpu", **options: Any) -> Report:
     model = Roundabout().eval().to(device)
+    if model.offset.is_cuda:  # Other tests may share the GPU: 50 are lost in their noise.
+        model.steps = 200
     x = torch.randn(4, 16, device=device)
     return gw.tune(model, (x,), strategies=strategies, **options).report
 

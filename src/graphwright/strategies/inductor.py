@@ -20,7 +20,7 @@ from ..calls.objects import map_tensors
 from ..calls.signature import Args, Kwargs, flatten, unflatten
 from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
-from .base import AVAILABLE, Availability, Built, tiny_model, without_grad
+from .base import AVAILABLE, Availability, Built, probe, tiny_model, without_grad
 from .expected import laid_out_as
 from .regional import Twin, call_of, refuse_hooks
 
@@ -105,7 +105,9 @@ class Inductor:
         return not (self.cuda_graphs and device.type == "cpu")
 
     def probe(self, device: torch.device) -> Availability:
-        """Compile and run a tiny model in this mode."""
+        """Compile and run a tiny model: all kinds in the default mode but that with CUDA graphs."""
+        if not self.cuda_graphs and self is not INDUCTOR:
+            return probe(INDUCTOR, device)
         model, x = tiny_model(device)
         if self.cuda_graphs and device.type == "cpu":
             # The mode runs, but its CUDA graphs do not: it would be the default under another name.
@@ -113,10 +115,8 @@ class Inductor:
                 False, "on a CPU it is the same as inductor: it adds CUDA graphs", "Run on a GPU."
             )
         try:
-            # max-autotune is probed in the default mode: it differs in the search it makes.
-            mode = "default" if self.mode == "max-autotune" else self.mode
             with torch.no_grad():
-                compiled = torch.compile(fresh_entry(model), mode=mode, dynamic=False)
+                compiled = torch.compile(fresh_entry(model), mode=self.mode, dynamic=False)
                 compile_and_run(compiled, (x,), {}, 3)
         except Exception as error:
             return explained(error)
