@@ -27,12 +27,10 @@ from graphwright.strategies.registry import (
 )
 
 SLOW_TO_COMPILE = {"inductor:max-autotune", "aot_inductor", "aot_inductor:freeze"}
-# For models that repeat a part: tests/strategies/test_regional.py.
-OF_LAYERS = {"inductor:regional"}
 NAMES = [
     pytest.param("aot_inductor", marks=pytest.mark.slow),
     pytest.param("aot_inductor:freeze", marks=pytest.mark.slow),
-    *(c.name for c in COMPILERS if c.name not in SLOW_TO_COMPILE | OF_LAYERS),
+    *(c.name for c in COMPILERS if c.name not in SLOW_TO_COMPILE),
     "channels_last",
     "channels_last+torchscript:optimize",
     "channels_last+inductor",

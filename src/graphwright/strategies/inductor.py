@@ -1,4 +1,4 @@
-"""torch.compile with Inductor: the default, freezing, by parts, reduce-overhead and max-autotune.
+"""torch.compile with Inductor: the default, freezing, reduce-overhead and max-autotune.
 
 Each build compiles a code object of its own: TorchDynamo keeps its compiled entries by code object
 and goes eager without a word after eight of them, which a tuner reaches at once.
@@ -22,10 +22,7 @@ from ..calls.snapshots import clone_leaves
 from ..errors import StrategyFailed
 from .base import AVAILABLE, Availability, Built, probe, tiny_model, without_grad
 from .expected import laid_out_as
-from .regional import Twin, call_of, refuse_hooks
 
-# A call of a part may be compiled in several pieces, with graph breaks between them.
-_COMPILATIONS_EACH = 4
 _CACHE = "cache.bin"
 _NOT_KEPT = "torch.compile keeps no code with frozen weights in its cache"
 
@@ -83,8 +80,7 @@ class Inductor:
     """torch.compile(mode=…), compiled for the sample's own shapes.
 
     With `freezing`, Inductor takes the weights for constants: it folds batch norms into
-    convolutions, merges matrix products of one input, and packs weights for the CPU. With
-    `regional`, only the parts that a model repeats are compiled, once each.
+    convolutions, merges matrix products of one input, and packs weights for the CPU.
     """
 
     mode: str
@@ -92,7 +88,6 @@ class Inductor:
     complexity: int
     cuda_graphs: bool = False
     freezing: bool = False
-    regional: bool = False
     holds_code: ClassVar[bool] = True
 
     @property
@@ -127,8 +122,6 @@ class Inductor:
         import torch._inductor.config
 
         frozen = bool(self.freezing or torch._inductor.config.freezing)
-        if self.regional:
-            return _by_parts(model, args, kwargs, frozen)
         if self.freezing:
             compiled = torch.compile(fresh_entry(model), backend=_frozen_backend(), dynamic=False)
         else:
@@ -155,29 +148,6 @@ class Inductor:
     def warm(self, folder: Path) -> None:
         """Give torch.compile the cache that was saved, so that a build compiles nothing."""
         torch.compiler.load_cache_artifacts((folder / _CACHE).read_bytes())
-
-
-def _by_parts(model: nn.Module, args: Args, kwargs: Kwargs, frozen: bool) -> Built:
-    """Compile what the model repeats, once for each kind of it."""
-    import torch._dynamo.config
-
-    refuse_hooks(model)
-    twin = Twin(model)
-    twin.compile(lambda: torch.compile(fresh_entry(call_of), dynamic=False))
-    # Each kind of part is another compilation of one code object, of which TorchDynamo allows few.
-    # No part goes eager without a word.
-    limits: dict[str, Any] = {
-        "recompile_limit": _COMPILATIONS_EACH * len(twin.parts),
-        "fail_on_recompile_limit_hit": True,
-    }
-    with torch.no_grad(), torch._dynamo.config.patch(limits):
-        notes, delta, result = compile_and_run(twin.module, args, kwargs, 1)
-    twin.refuse_changes()
-    said = ", ".join(f"{count} × {name}" for name, count in twin.counts.items())
-    compiled = f"{delta['graphs']} graph" + "s" * (delta["graphs"] != 1)
-    notes.append(f"{said}, compiled as {compiled}")
-    laid_out = laid_out_as(model, twin.module, result, args, kwargs)
-    return Built(without_grad(laid_out), notes, frozen, save=_save_cache, capturable=True)
 
 
 def _save_cache(folder: Path) -> None:
@@ -245,7 +215,6 @@ def explained(error: Exception) -> Availability:
     raise error
 
 
-REGIONAL = Inductor("default", "inductor:regional", 29, regional=True)
 INDUCTOR = Inductor("default", "inductor", 30)
 FREEZE = Inductor("default", "inductor:freeze", 31, freezing=True)
 REDUCE_OVERHEAD = Inductor("reduce-overhead", "inductor:reduce-overhead", 32, cuda_graphs=True)

@@ -42,7 +42,6 @@ COMPILERS: tuple[Compiler, ...] = (
     aot_inductor.FREEZE,
     inductor.INDUCTOR,
     inductor.FREEZE,
-    inductor.REGIONAL,
     inductor.REDUCE_OVERHEAD,
     inductor.MAX_AUTOTUNE,
     xla.XLA,
@@ -57,12 +56,11 @@ REWRITES: tuple[Rewrite, ...] = (
 RUNNERS: tuple[Runner, ...] = (runners.GRAPH, runners.GRAPH_STREAMS)
 LOSSY = tuple(rewrite.name for rewrite in REWRITES if rewrite.lossy_ulp is not None)
 
-# Not tried by default. The first takes minutes. The second compiles sooner than inductor, and has
-# not been measured on a GPU yet. The next two are as fast as inductor, and worth their time only if
-# they are saved. The last imports torchax, which renames one of PyTorch's back ends.
+# Not tried by default. The first takes minutes. The next two are as fast as inductor, and worth
+# their time only if they are saved. The last imports torchax, which renames one of PyTorch's back
+# ends.
 _ON_REQUEST = {
     inductor.MAX_AUTOTUNE.name,
-    inductor.REGIONAL.name,
     aot_inductor.AOT_INDUCTOR.name,
     aot_inductor.FREEZE.name,
     xla.XLA.name,
@@ -102,7 +100,6 @@ _USUAL = {
         "aot_inductor:freeze": (1.6, 27.0),
         "inductor": (1.5, 10.0),
         "inductor:freeze": (1.6, 12.0),
-        "inductor:regional": (1.4, 4.0),
         "inductor:reduce-overhead": (3.0, 12.0),
         "inductor:max-autotune": (1.5, 120.0),
         "xla": (1.3, 15.0),
@@ -124,7 +121,6 @@ _USUAL = {
         "aot_inductor:freeze": (1.4, 27.0),
         "inductor": (1.3, 15.0),
         "inductor:freeze": (1.4, 20.0),
-        "inductor:regional": (1.25, 12.0),
         "inductor:reduce-overhead": (1.3, 15.0),
         "inductor:max-autotune": (1.4, 120.0),
         "xla": (1.05, 10.0),

@@ -27,7 +27,6 @@ _BARE = "torch.compile without checks"
 _SHARES_HERE = {
     "inductor": 0.15,
     "inductor:reduce-overhead": 0.15,
-    "inductor:regional": 0.3,
     "inductor:max-autotune": 0.15,
     "inductor:freeze": 0.8,
 }
