@@ -286,7 +286,14 @@ PARTS: dict[str, Callable[[nn.Module, torch.Tensor], Callable[..., Any]]] = {
 }
 
 
-@pytest.mark.parametrize("part", PARTS)
+# What tune() makes is watched as the others are, and takes longer to make.
+@pytest.mark.parametrize(
+    "part",
+    [
+        pytest.param(part, marks=pytest.mark.slow) if part in ("frozen", "without copies") else part
+        for part in PARTS
+    ],
+)
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_change_is_noticed(
     name: str, part: str, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -426,6 +426,7 @@ def test_settings_are_the_caller_s(tmp_path: Path) -> None:
     assert file.read_text() == repr((here.switches, 1, False, torch.device("meta")))
 
 
+@pytest.mark.slow
 def test_the_budget_is_kept_and_what_was_not_tried_says_so() -> None:
     began = time.monotonic()
     tune([QUICK])

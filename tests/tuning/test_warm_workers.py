@@ -611,7 +611,8 @@ def rows_beside(
 
 
 @pytest.mark.parametrize(
-    ("spare", "late_s", "order"), [(True, 12.0, "a b slow"), (False, 3.0, "slow a b")]
+    ("spare", "late_s", "order"),
+    [pytest.param(True, 12.0, "a b slow", marks=pytest.mark.slow), (False, 3.0, "slow a b")],
 )
 def test_where_cores_are_to_spare_others_are_timed_while_one_is_set_up(
     spare: bool, late_s: float, order: str, monkeypatch: pytest.MonkeyPatch
@@ -622,6 +623,7 @@ def test_where_cores_are_to_spare_others_are_timed_while_one_is_set_up(
     assert all(row.screening is not None for _, row in found)
 
 
+@pytest.mark.slow
 def test_nothing_waits_for_a_set_up_that_takes_longer_than_usual(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -631,6 +633,7 @@ def test_nothing_waits_for_a_set_up_that_takes_longer_than_usual(
     assert [name for name, _ in found] == ["a", "b", "slow"]
 
 
+@pytest.mark.slow
 def test_what_is_set_up_for_too_long_costs_nothing_but_its_row(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
