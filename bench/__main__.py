@@ -423,7 +423,13 @@ def main() -> None:
     serving = commands.add_parser("serving", help="MiniLM behind servers, under load")
     serving.add_argument("--out", type=Path, default=RESULTS)
     serving.add_argument("--only", nargs="+", default=[], metavar="SERVER")
-    serving.add_argument("--tuned", action="store_true", help="serve what tune() makes of it, too")
+    serving.add_argument(
+        "--modes",
+        nargs="+",
+        choices=["eager", "tuned"],
+        default=["eager"],
+        help="serve the model as it is, or as tune() makes it",
+    )
     serving.add_argument("--seconds", type=float, default=10.0, help="of each load")
     serving.add_argument("--threads", type=int, default=1, help="of PyTorch in each server")
     soaking = commands.add_parser("soak", help="a server under a long mixed load")
@@ -479,7 +485,7 @@ def main() -> None:
     elif given.command == "serving":
         from .serving.run import benchmark as serve
 
-        flags = {"seconds": given.seconds, "threads": given.threads, "tuned": given.tuned}
+        flags = {"seconds": given.seconds, "threads": given.threads, "modes": given.modes}
         sys.exit(bool(serve(given.out, given.only, **flags)))
     elif given.command == "soak":
         from .serving.soak import benchmark as soak

@@ -1,12 +1,13 @@
 """MiniLM behind graphwright's server and behind its peers: rates, latencies, wrong answers.
 
-    scripts/bench serving [--out DIR] [--only SERVER ...] [--tuned] [--seconds S] [--threads N]
+    scripts/bench serving [--out DIR] [--only SERVER ...] [--modes MODE ...] [--seconds S]
 
 Each server is started alone, with the same model, batch limit and threads of PyTorch: as it is
-("eager", of which graphwright makes graphs on a GPU), and with `--tuned` as tune() made it. Every
-run is checked: each request has a known answer. Its figures are the latency of few requests beside
-that of bare calls with the same pauses, the rate of a closed loop, and the highest rate of an open
-loop (load.py) at which 99 of 100 answers come in time.
+("eager", of which graphwright makes graphs on a GPU), or as tune() made it ("tuned"). The modes of
+several runs on one kind of machine are joined in one file. Every run is checked: each request has
+a known answer. Its figures are the latency of few requests beside that of bare calls with the same
+pauses, the rate of a closed loop, and the highest rate of an open loop (load.py) at which 99 of 100
+answers come in time.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,9 @@ ENOUGH, LONGER = 200, 3
 SETTLE_S = 30.0
 # What a process needs besides its load.
 BESIDE_S = 60.0
+
+# Earlier figures stay in the file where these are the same.
+SAME = ("schema_version", "environment", "seed", "seconds", "threads", "bound_s")
 
 Figures = dict[str, Any]
 
@@ -135,8 +139,10 @@ def served(server: Server, given: Options, folder: Path, seconds: float) -> Figu
         return {"status": "failed", "reason": str(error)}
 
 
-def benchmark(out: Path, only: list[str], *, tuned: bool, seconds: float, threads: int) -> int:
-    """Every server in every mode, the file written after each; the number that failed."""
+def benchmark(
+    out: Path, only: list[str], *, modes: Sequence[str], seconds: float, threads: int
+) -> int:
+    """Every server in these modes, the file written after each; the number that failed."""
     unknown = set(only) - set(SERVERS)
     if unknown:
         sys.exit(f"{', '.join(sorted(unknown))}: none of {', '.join(SERVERS)}")
@@ -155,27 +161,35 @@ def benchmark(out: Path, only: list[str], *, tuned: bool, seconds: float, thread
         "bare": {},
         "servers": {},
     }
+    if where.exists():
+        earlier = json.loads(where.read_text(encoding="utf-8"))
+        if all(earlier[key] == result[key] for key in SAME):
+            result = earlier | {"commit": result["commit"]}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         save(folder / "requests.npz", drawn(REQUESTS, SEED))
         common = ["--device", device, "--threads", str(threads)]
-        for mode, target in list(TARGETS.items())[: 1 + tuned]:
+        # The eager model's answers are what every mode is checked against.
+        for mode in sorted({"eager", *modes}):
             if mode == "tuned":
                 file = str(folder / "minilm.gw")
                 result["tuning"] = figures_of("bench.serving.tuned", file, common, TUNING_S)
                 if "failed" in result["tuning"]:
                     sys.exit(f"tune: {result['tuning']['failed']}")
                 os.environ[FILE] = file
-            words = ["--target", target, "--pause-s", str(1 / LOW), *common]
+            words = ["--target", TARGETS[mode], "--pause-s", str(1 / LOW), *common]
             if mode == "eager":
                 words += ["--answers", str(folder / "answers.npy")]
             bare = figures_of("bench.serving.bare", str(folder / "requests.npz"), words, BESIDE_S)
-            result["bare"][mode] = bare
             if "failed" in bare:
                 sys.exit(f"{mode}, called without a server: {bare['failed']}")
+            if mode not in modes:
+                continue
+            result["bare"][mode] = bare
             for server in only or SERVERS:
-                given = Options(target, free_port(), BATCH, WAIT_S, threads, device)
+                given = Options(TARGETS[mode], free_port(), BATCH, WAIT_S, threads, device)
                 row = served(SERVERS[server], given, folder, seconds)
+                row["commit"] = result["commit"]
                 result["servers"].setdefault(server, {})[mode] = row
                 write(where, result)
                 print(json.dumps({server: {mode: row["status"]}}), flush=True)

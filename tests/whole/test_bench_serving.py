@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from bench.serving import peers, run, traffic
-from bench.serving.apps.common import Options, answers
+from bench.serving.apps.common import FILE, Options, answers
 from bench.serving.search import highest
 
 FAKE = fake_v2_server.__file__
@@ -172,13 +172,38 @@ def test_a_whole_benchmark_of_one_server(
     monkeypatch.setitem(run.BOUND_S, "cpu", 1.0)
     monkeypatch.setitem(run.BOUND_S, "cuda", 1.0)
     monkeypatch.setattr(run, "SERVERS", {"one": fake("right")})
-    assert run.benchmark(tmp_path, [], tuned=False, seconds=0.3, threads=1) == 0
+    options: dict[str, Any] = {"seconds": 0.3, "threads": 1}
+    assert run.benchmark(tmp_path, [], modes=["eager"], **options) == 0
     row = json.loads((tmp_path / "serving.json").read_text())["servers"]["one"]["eager"]
     assert (row["highest_rate"], row["failed_rate"], row["wrong"]) == (10.0, None, 0)
     assert [one["rate"] for one in row["runs"]] == [5.0, 10.0]
     assert "1.0 ms" in capsys.readouterr().out
     with pytest.raises(SystemExit, match="two: none of one"):
-        run.benchmark(tmp_path, ["two"], tuned=False, seconds=0.3, threads=1)
+        run.benchmark(tmp_path, ["two"], modes=["eager"], **options)
+
+
+def test_modes_of_several_runs_are_joined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def figures(module: str, what: str, words: list[str], limit_s: float) -> Figures:
+        return {"p50_s": 0.002, "low": {"p50_s": 0.001}}
+
+    monkeypatch.delenv(FILE, raising=False)
+    monkeypatch.setattr(run, "figures_of", figures)
+    monkeypatch.setattr(run, "to_text", lambda result: "")
+    monkeypatch.setattr(run, "served", lambda *given: {"status": "ok", "wrong": 0})
+    joined = {"eager": "a", "tuned": "b"}
+    for commit, mode, seconds, expected in (
+        ("a", "eager", 0.3, {"eager": "a"}),
+        ("b", "tuned", 0.3, joined),
+        ("c", "tuned", 0.5, {"tuned": "c"}),  # Loads of another length belong to another table.
+    ):
+        monkeypatch.setattr(run, "commit", lambda commit=commit: commit)
+        with monkeypatch.context() as patched:
+            patched.setenv(FILE, "")
+            run.benchmark(tmp_path, ["FastAPI"], modes=[mode], seconds=seconds, threads=1)
+        result = json.loads((tmp_path / "serving.json").read_text())
+        found = {mode: row["commit"] for mode, row in result["servers"]["FastAPI"].items()}
+        assert found == expected
+        assert list(result["bare"]) == list(expected)
 
 
 def test_requests_are_short_mostly_and_kept_as_they_are(tmp_path: Path) -> None:
