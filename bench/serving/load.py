@@ -25,6 +25,8 @@ from ..common.record import write
 from .traffic import WIRES, load, message
 
 PERCENTILES = (50.0, 90.0, 99.0, 99.9)
+# So long before a request is due, this process is awake: what it needs to wake up is no server's.
+READY_S = 0.001
 # A request that got no answer at all, and one whose connection broke.
 UNANSWERED, BROKEN = "unanswered", "broken"
 
@@ -159,9 +161,11 @@ class Load:
         # A few more than needed: the last ones are cut off by the time.
         gaps = draw.exponential(1 / rate, int(2 * rate * plan.seconds) + 100)
         for due in (began + at for at in np.cumsum(gaps).tolist() if at < plan.seconds):
-            wait = due - time.perf_counter()
+            wait = due - time.perf_counter() - READY_S
             if wait > 0:
                 await asyncio.sleep(wait)
+            while time.perf_counter() < due:
+                await asyncio.sleep(0)
             self.behind = max(self.behind, time.perf_counter() - due)
             self._due(due)
 

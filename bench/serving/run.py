@@ -248,7 +248,7 @@ def to_markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(
         [
             "MiniLM, texts of mixed lengths, batches of up to "
-            f"{BATCH}; each server alone, with {result['threads']} threads of PyTorch. An open "
+            f"{BATCH}; each server alone, PyTorch's threads: {result['threads']}. An open "
             f"loop with Poisson arrivals, free of coordinated omission; {CLIENTS} clients in the "
             "closed loop.",
             "",

@@ -57,6 +57,7 @@ class Timings:
     pads: bool = True
     _points: dict[Sizes, list[Sizes]] = field(default_factory=dict, init=False, repr=False)
     _shares: dict[Sizes, float] = field(default_factory=dict, init=False, repr=False)
+    _measured: dict[Sizes, Sizes | None] = field(default_factory=dict, init=False, repr=False)
 
     def points_for(self, sizes: Sizes) -> Sequence[Sizes]:
         """The measured sizes that hold these."""
@@ -88,8 +89,10 @@ class Timings:
 
     def measured(self, sizes: Sizes) -> Sizes | None:
         """The smallest size that was measured and holds these; None if none does."""
-        points = [point for point in self.seconds if _holds(point, sizes)]
-        return min(points, key=math.prod, default=None)
+        if sizes not in self._measured:
+            points = [point for point in self.seconds if _holds(point, sizes)]
+            _remember(self._measured, sizes, min(points, key=math.prod, default=None))
+        return self._measured[sizes]
 
     def alone(self, sizes: Sizes) -> float:
         """The seconds that a request takes by itself."""
@@ -114,6 +117,8 @@ def choose(waiting: Sequence[Waiting], timings: Timings, now: float, *, passed: 
         now: on the clock of `time.monotonic`.
         passed: how many choices before this one, in a row, left the oldest request out.
     """
+    if len(waiting) == 1:
+        return Choice((0,), timings.sizes_alone(waiting[0].sizes))
     looked_at = waiting[:_LOOKED_AT]
     first = _most_urgent(looked_at, timings, now) if passed < _PASSED else 0
     anchor = looked_at[first]

@@ -116,6 +116,9 @@ class ModelMetrics:
         self._stages: dict[str, Histogram] = {}
         self._queue = metrics.queue.labels(name, version)
         self._rows = metrics.batch_rows.labels(name, version)
+        self._buckets: dict[tuple[int, ...] | None, Counter] = {}
+        self._requested = metrics.elements.labels(name, version, "requested")
+        self._padding = metrics.elements.labels(name, version, "padding")
 
     def answered(self, seconds: float) -> None:
         """Count a request that was answered."""
@@ -138,13 +141,16 @@ class ModelMetrics:
         """Note how many requests wait."""
         self._queue.set(count)
 
-    def batch(self, rows: int, bucket: Sequence[int] | None, computed: int, true: int) -> None:
+    def batch(self, rows: int, bucket: tuple[int, ...] | None, computed: int, true: int) -> None:
         """Count a batch: its rows, the measured sizes that hold it (if any do), its elements."""
         self._rows.observe(rows)
-        label = "larger" if bucket is None else "x".join(map(str, bucket))
-        self._metrics.buckets.labels(*self._labels, label).inc()
-        self._metrics.elements.labels(*self._labels, "requested").inc(true)
-        self._metrics.elements.labels(*self._labels, "padding").inc(max(0, computed - true))
+        known = self._buckets.get(bucket)
+        if known is None:
+            label = "larger" if bucket is None else "x".join(map(str, bucket))
+            known = self._buckets[bucket] = self._metrics.buckets.labels(*self._labels, label)
+        known.inc()
+        self._requested.inc(true)
+        self._padding.inc(max(0, computed - true))
 
     def calls(self, new: Mapping[str, int]) -> None:
         """Count calls of the model by how they were answered."""
