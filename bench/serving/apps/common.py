@@ -69,7 +69,6 @@ def answers(target: Target, device: str, bodies: Sequence[bytes]) -> list[bytes]
     mask = np.zeros_like(ids)
     for number, text in enumerate(texts):
         ids[number, : len(text)], mask[number, : len(text)] = text, 1
-    # By name, as it was tuned: given by position, they would be another call.
     named = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
     with torch.inference_mode():
         found = target(**{name: value.to(device) for name, value in named.items()})

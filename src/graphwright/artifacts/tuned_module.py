@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
+from ..calls.binding import Form, Parameters, form_of
 from ..calls.dependencies import Called
 from ..calls.modes import opaque
 from ..calls.modules import ModuleProxy, any_in_training, in_training
@@ -188,6 +189,35 @@ class _Choice:
         self.apart: Apart | None = None
         # Of calls with objects, which take long to compare: the table by what is seen at once.
         self.by_key: dict[Any, list[Entry]] = {}
+        # In which forms the calls of the table pass their arguments.
+        self.forms: dict[Form, None] = dict.fromkeys(_form(signature) for signature, _ in table)
+
+    def in_known_form(self, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Any]] | None:
+        """A call in the form of one that was tuned: what was a keyword there by keyword, say.
+
+        None if it has such a form already, or is not the same in any of them.
+        """
+        if not self.forms or form_of(args, kwargs) in self.forms:
+            return None
+        parameters = Parameters.of(self.module)
+        if parameters is None:
+            return None
+        every = [parameters.in_form(form, args, kwargs) for form in self.forms]
+        found = [each for each in every if each is not None]
+        if len(found) > 1:
+            found.sort(key=lambda each: self.entry_for(*each) is None)
+        return found[0] if found else None
+
+    def launched(self, args: Args, kwargs: Kwargs) -> Any:
+        """The winner's result where a launch answers the call; else MISS."""
+        # A launch refuses where this thread captures: such a call is answered otherwise.
+        if self.shortcuts and not (in_training(self.module) or self.may_not_launch()):
+            for short in self.shortcuts:
+                result = short(args, kwargs)
+                if result is not MISS:
+                    self.calls["tuned"] += 1
+                    return result
+        return MISS
 
     def entry_for(self, args: Args, kwargs: Kwargs) -> Entry | None:
         """The entry that answers a call; None if there is none."""
@@ -289,6 +319,13 @@ def _never() -> bool:
     return False
 
 
+def _form(signature: CallSignature | RangedSignature) -> Form:
+    """In which form calls of a signature pass their arguments."""
+    base = signature.base if isinstance(signature, RangedSignature) else signature
+    args, kwargs = base.spec.children()
+    return len(args.children()), tuple(kwargs.context)
+
+
 class TunedModule(ModuleProxy):
     """The module that was tuned, called by the strategy that was chosen.
 
@@ -360,13 +397,15 @@ class TunedModule(ModuleProxy):
         if choice.plain is not None and not torch.is_grad_enabled():
             choice.calls["tuned"] += 1
             return choice.plain(*args, **kwargs)
-        # A launch refuses where this thread captures: such a call is answered below.
-        if choice.shortcuts and not (in_training(choice.module) or choice.may_not_launch()):
-            for short in choice.shortcuts:
-                result = short(args, kwargs)
-                if result is not MISS:
-                    choice.calls["tuned"] += 1
-                    return result
+        result = choice.launched(args, kwargs)
+        if result is not MISS:
+            return result
+        other = choice.in_known_form(args, kwargs)
+        if other is not None:
+            args, kwargs = other
+            result = choice.launched(args, kwargs)
+            if result is not MISS:
+                return result
         parts = parts_of_capture()
         if parts is not None and choice.report.chosen != EAGER:
             return self._in_capture(parts, args, kwargs)

@@ -1,0 +1,116 @@
+"""Binding: one call with its arguments passed in another call's form.
+
+`m(x, mask)` and `m(mask=mask, x=x)` are the same call of a plain Python function, and so are `m(x)`
+and `m(x, None)` where None is the default. What was built for one form answers the others, where
+nothing but Python binds the arguments.
+"""
+
+from __future__ import annotations
+
+import inspect
+import types
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.nn.modules import module as nn_module
+
+from .dependencies import BACKWARD_HOOKS, FORWARD_HOOKS, GLOBAL_HOOKS, Called
+from .signature import Args, Kwargs
+
+# How a call passes its arguments: how many by position, and the sorted names of the others.
+Form = tuple[int, tuple[str, ...]]
+_VARIABLE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
+
+
+def form_of(args: Args, kwargs: Kwargs) -> Form:
+    """How a call passes its arguments."""
+    return len(args), tuple(sorted(kwargs)) if kwargs else ()
+
+
+@dataclass(frozen=True)
+class Parameters:
+    """What the arguments of a call are bound to.
+
+    Attributes:
+        positional: names of those that may be passed by position, in this order.
+        named: names of those that may be passed by keyword.
+        defaults: by name.
+    """
+
+    positional: tuple[str, ...]
+    named: frozenset[str]
+    defaults: dict[str, Any]
+
+    @classmethod
+    def of(cls, module: nn.Module) -> Parameters | None:
+        """The parameters of what a call of a module runs, if Python alone binds arguments to them.
+
+        None where something may see in which form a call came: a hook, an override of `__call__`,
+        a wrapper, or a function that takes any arguments.
+        """
+        own = 0 if isinstance(module, Called) else 1
+        function = module.function_of() if isinstance(module, Called) else _forward_of(module)
+        if _has_hooks(module) or not isinstance(function, types.FunctionType):
+            return None
+        # The code, not the signature: a wrapper shows that of another function.
+        code = function.__code__
+        if code.co_flags & _VARIABLE:
+            return None
+        positional = code.co_varnames[own : code.co_argcount]
+        count = code.co_argcount + code.co_kwonlyargcount
+        by_keyword = code.co_varnames[max(own, code.co_posonlyargcount) : count]
+        last = function.__defaults__ or ()
+        defaults = dict(zip(positional[len(positional) - len(last) :], last, strict=True))
+        return cls(positional, frozenset(by_keyword), defaults | (function.__kwdefaults__ or {}))
+
+    def in_form(self, form: Form, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Any]] | None:
+        """The same call in another form; None if no call in that form is the same.
+
+        Args:
+            form: of a call that is known to be taken.
+            args: of the call.
+            kwargs: likewise.
+        """
+        if len(args) > len(self.positional) or not self.named.issuperset(kwargs):
+            return None
+        given = dict(zip(self.positional, args, strict=False))
+        if given.keys() & kwargs.keys():
+            return None
+        given.update(kwargs)
+        values = self.defaults | given
+        count, keywords = form
+        positional = self.positional[:count]
+        if len(positional) < count or not {*positional, *keywords} <= values.keys():
+            return None
+        left_out = given.keys() - {*positional, *keywords}
+        # No comparison by ==, which tensors answer with a tensor.
+        if any(given[name] is not self.defaults.get(name, _NONE) for name in left_out):
+            return None
+        return tuple(values[n] for n in positional), {name: values[name] for name in keywords}
+
+
+_NONE = object()
+
+
+def _forward_of(module: nn.Module) -> Any:
+    """What a call of a module runs with the module itself; None if it is another one's."""
+    kind, attributes = type(module), vars(module)
+    plain = (
+        kind.__call__ is nn.Module.__call__
+        and kind._call_impl is nn.Module._call_impl
+        and kind.__getattribute__ is nn.Module.__getattribute__
+        and attributes.keys().isdisjoint(("forward", "_call_impl"))
+        and attributes.get("_compiled_call_impl") is None
+    )
+    if not plain:
+        return None
+    # As the class holds it: that of a static method is called without the module.
+    return next(vars(each)["forward"] for each in kind.__mro__ if "forward" in vars(each))
+
+
+def _has_hooks(module: nn.Module) -> bool:
+    """Whether hooks run around the module's forward."""
+    own, everywhere = vars(module), vars(nn_module)
+    names = (*FORWARD_HOOKS, *BACKWARD_HOOKS)
+    return any(own.get(name) for name in names) or any(everywhere[n] for n in GLOBAL_HOOKS)
