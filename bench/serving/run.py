@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import tempfile
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -69,6 +71,22 @@ def passes(found: Mapping[str, Any], bound_s: float) -> bool:
     )
 
 
+def stages(port: int) -> dict[str, tuple[float, float]]:
+    """Seconds and count of each stage of graphwright's requests so far; empty for its peers."""
+    sample = re.compile(
+        r'graphwright_(request|stage)_seconds_(sum|count){.*?(?:stage="(\w+)".*)?} (.+)'
+    )
+    try:
+        with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+            text = answer.read().decode()
+    except OSError:
+        return {}
+    found: dict[str, dict[str, float]] = {}
+    for kind, which, stage, value in sample.findall(text):
+        found.setdefault(stage or kind, {})[which] = float(value)
+    return {name: (each["sum"], each["count"]) for name, each in found.items()}
+
+
 class Trial:
     """Loads on one server that runs."""
 
@@ -97,12 +115,20 @@ class Trial:
         seconds = min(max(self.seconds, ENOUGH / rate), LONGER * self.seconds)
         return self.load(rate=rate, seconds=seconds)
 
+    def low(self) -> Figures:
+        """A low load, with the mean seconds of each stage in the server."""
+        before = stages(self.port)
+        found = self.at(LOW)
+        now = stages(self.port).items()
+        new = {k: (s - before[k][0], n - before[k][1]) for k, (s, n) in now if k in before}
+        return found | {"stages_s": {name: s / n for name, (s, n) in new.items() if n}}
+
     def measure(self, bound_s: float, first: float) -> Figures:
         """A low load, a closed loop, and the search for the highest rate, beginning at `first`."""
         self.load(clients=CLIENTS)  # warms up
         found: Figures = {
             "status": "ok",
-            "low": self.at(LOW),
+            "low": self.low(),
             "closed": self.load(clients=CLIENTS),
             "runs": [],
         }

@@ -15,8 +15,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from graphwright.serving.metrics import Metrics
+
 HEADER = "Inference-Header-Content-Length"
 SLOW_S = 0.04
+# What it says of its stages.
+QUEUE_S, REQUEST_S = 0.25, 0.5
 
 
 def answer(ids: np.ndarray) -> np.ndarray:
@@ -34,6 +38,8 @@ async def infer(request: Request) -> Response:
     assert [one["name"] for one in described] == ["input_ids", "attention_mask"]
     assert mask.all()
     state.count += 1
+    state.of_model.stage("queue", QUEUE_S)
+    state.of_model.answered(REQUEST_S)
     if mode == "slow":
         time.sleep(SLOW_S)  # one request at a time
     elif mode == "stuck" and state.count > 3:
@@ -50,11 +56,22 @@ async def infer(request: Request) -> Response:
     return Response(header + output.tobytes(), headers={HEADER: str(len(header))})
 
 
+async def metrics(request: Request) -> Response:
+    return Response(request.app.state.metrics.text()[0])
+
+
 if __name__ == "__main__":
     if sys.argv[2] == "ends":
         sys.exit("no model today")
-    app = Starlette(routes=[Route("/v2/models/minilm/infer", infer, methods=["POST"])])
+    app = Starlette(
+        routes=[
+            Route("/v2/models/minilm/infer", infer, methods=["POST"]),
+            Route("/metrics", metrics),
+        ]
+    )
     app.state.count, app.state.earlier = 0, None
+    app.state.metrics = Metrics(dict)
+    app.state.of_model = app.state.metrics.of_model("minilm", "1")
     server = uvicorn.Server(uvicorn.Config(app, port=int(sys.argv[1]), log_level="warning"))
     if sys.argv[2] == "stays":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)

@@ -135,6 +135,20 @@ def test_servers_that_do_not_start_are_rows(tmp_path: Path) -> None:
     assert not run.bad(row)
 
 
+def test_the_stages_of_a_low_load_are_told(tmp_path: Path) -> None:
+    with trial(tmp_path, "right", seconds=0.2) as right:
+        right.load(clients=2)
+        before = run.stages(right.port)["request"]
+        found = right.low()
+        now = run.stages(right.port)["request"]
+    assert found["stages_s"] == {
+        "request": fake_v2_server.REQUEST_S,
+        "queue": fake_v2_server.QUEUE_S,
+    }
+    assert now[1] - before[1] == found["due"] > 0
+    assert run.stages(peers.free_port()) == {}
+
+
 def test_the_search_comes_near_the_highest_rate() -> None:
     for limit in (3.0, 20.0, 333.0):
         passed, failed = highest(lambda rate, most=limit: rate <= most, 20, runs=20, seconds=60)
