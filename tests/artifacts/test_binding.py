@@ -18,11 +18,13 @@ from graphwright.calls.binding import Form, Parameters, form_of
 from graphwright.calls.modules import FunctionModule
 from graphwright.calls.signature import CallSignature
 from graphwright.calls.watch import ModuleWatch
+from graphwright.dispatch.fast_path import shortcut
 from graphwright.report.report import Report
 
-DEFAULT = object()
+DEFAULT = True
 REFUSED = "refused"
 MARK = 1000.0
+BIAS = torch.zeros(3, requires_grad=True)
 REPORT = Report("Model", [], "latency", [], {}, chosen="planted", reason="planted was chosen.")
 
 
@@ -162,6 +164,34 @@ def test_hooks_see_the_form_of_a_call(hook: Callable[[nn.Module], Any]) -> None:
     assert Parameters.of(model) is not None
 
 
+@pytest.mark.parametrize(
+    "default",
+    [float("nan"), 300, "text", (1,), [], {}, torch.tensor(0.0), nn.Identity(), DEFAULT, None],
+    ids=repr,
+)
+def test_only_defaults_that_are_one_object_are_passed_or_left_out(default: Any) -> None:
+    # `scale is default` tells others from values that are equal, or are tensors of one shape.
+    def function(x: Any, scale: Any = default) -> Any:
+        return x, scale
+
+    parameters = Parameters.of(FunctionModule(function))
+    assert parameters is not None
+    one = default is None or default is DEFAULT
+    assert (parameters.in_form((2, ()), (1,), {}) is not None) == one
+    assert (parameters.in_form((1, ()), (1, default), {}) is not None) == one
+
+
+def test_the_module_itself_may_have_a_default() -> None:
+    class Odd(nn.Module):
+        def forward(self=None, x=None, y=True):  # type: ignore[no-untyped-def]  # odd on purpose
+            return x, y
+
+    parameters = Parameters.of(Odd())
+    assert parameters is not None
+    assert parameters.in_form((2, ()), (), {"x": 1}) == ((1, True), {})
+    assert parameters.in_form((0, ("x",)), (1, True), {}) == ((), {"x": 1})
+
+
 def test_a_wrapper_binds_to_its_own_parameters() -> None:
     def wrapped(a: Any, b: Any) -> Any:
         return a, b
@@ -234,6 +264,53 @@ def test_a_hook_that_sees_the_form_gets_the_callers() -> None:
         torch.testing.assert_close(tuned(x, scale=2.0), model(x, scale=2.0))
     assert seen == [{"scale": 2.0}] * 2
     torch.testing.assert_close(tuned(x, scale=2.0), model(x, scale=2.0) + MARK)
+
+
+@torch.no_grad()
+def test_the_module_gets_the_callers_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Model().eval(), torch.randn(2, 8)
+    tuned = tuned_for(model, ((x, 2.0), {}))
+    seen: list[Any] = []
+    real = nn.Module.__call__
+
+    def patched(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        seen.append(kwargs)
+        return real(module, *args, **kwargs)
+
+    monkeypatch.setattr(nn.Module, "__call__", patched)
+    with pytest.warns(RuntimeWarning, match="built for"):
+        tuned(x[:1], scale=2.0)
+    assert seen[0] == {"scale": 2.0}
+
+
+@torch.no_grad()
+def test_a_call_in_another_form_is_compared_even_where_no_call_is() -> None:
+    model, x = Model().eval(), torch.randn(2, 8)
+
+    def launch(tensors: Any) -> torch.Tensor:
+        return model(*tensors) + MARK
+
+    scale = torch.randn(8)
+    signature = CallSignature.of((x, scale), {})
+    watch = ModuleWatch(model, values=True, checks="none")
+    short = shortcut(signature, launch, watch.unchanged, training=False, checks="none")
+    assert short is not None
+    tuned = TunedModule(model, REPORT, [(signature, model)], watch, shortcuts=[short])
+    torch.testing.assert_close(tuned(x, scale), model(x, scale) + MARK)
+    with pytest.warns(RuntimeWarning):
+        torch.testing.assert_close(tuned(x), model(x))
+
+
+def test_gradients_are_not_lost_with_a_default_that_wants_them() -> None:
+    class Biased(nn.Module):
+        def forward(self, x: torch.Tensor, bias: torch.Tensor = BIAS) -> torch.Tensor:
+            return x + bias
+
+    model, x = Biased().eval(), torch.randn(3)
+    tuned = tuned_for(model, ((x,), {}))
+    assert not tuned(x).requires_grad
+    with pytest.warns(RuntimeWarning, match="grad"):
+        assert tuned(x, BIAS).requires_grad
 
 
 @contextmanager

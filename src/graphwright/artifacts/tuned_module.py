@@ -192,32 +192,25 @@ class _Choice:
         # In which forms the calls of the table pass their arguments.
         self.forms: dict[Form, None] = dict.fromkeys(_form(signature) for signature, _ in table)
 
-    def in_known_form(self, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Any]] | None:
-        """A call in the form of one that was tuned: what was a keyword there by keyword, say.
+    def found_for(self, args: Args, kwargs: Kwargs) -> tuple[Entry | None, Args, Kwargs]:
+        """The entry that answers a call, and the call in the form of that entry.
 
-        None if it has such a form already, or is not the same in any of them.
+        A call that is not in the form of any entry is in the first that it can have: what was a
+        keyword there is one. The module itself always gets the caller's form.
         """
-        if not self.forms or form_of(args, kwargs) in self.forms:
-            return None
+        found = self.entry_for(args, kwargs)
+        if found is not None or not self.forms or form_of(args, kwargs) in self.forms:
+            return found, args, kwargs
         parameters = Parameters.of(self.module)
         if parameters is None:
-            return None
+            return None, args, kwargs
         every = [parameters.in_form(form, args, kwargs) for form in self.forms]
-        found = [each for each in every if each is not None]
-        if len(found) > 1:
-            found.sort(key=lambda each: self.entry_for(*each) is None)
-        return found[0] if found else None
-
-    def launched(self, args: Args, kwargs: Kwargs) -> Any:
-        """The winner's result where a launch answers the call; else MISS."""
-        # A launch refuses where this thread captures: such a call is answered otherwise.
-        if self.shortcuts and not (in_training(self.module) or self.may_not_launch()):
-            for short in self.shortcuts:
-                result = short(args, kwargs)
-                if result is not MISS:
-                    self.calls["tuned"] += 1
-                    return result
-        return MISS
+        others = [each for each in every if each is not None]
+        for mine, named in others:
+            found = self.entry_for(mine, named)
+            if found is not None:
+                return found, mine, named
+        return None, *(others[0] if others else (args, kwargs))
 
     def entry_for(self, args: Args, kwargs: Kwargs) -> Entry | None:
         """The entry that answers a call; None if there is none."""
@@ -397,15 +390,13 @@ class TunedModule(ModuleProxy):
         if choice.plain is not None and not torch.is_grad_enabled():
             choice.calls["tuned"] += 1
             return choice.plain(*args, **kwargs)
-        result = choice.launched(args, kwargs)
-        if result is not MISS:
-            return result
-        other = choice.in_known_form(args, kwargs)
-        if other is not None:
-            args, kwargs = other
-            result = choice.launched(args, kwargs)
-            if result is not MISS:
-                return result
+        # A launch refuses where this thread captures: such a call is answered below.
+        if choice.shortcuts and not (in_training(choice.module) or choice.may_not_launch()):
+            for short in choice.shortcuts:
+                result = short(args, kwargs)
+                if result is not MISS:
+                    choice.calls["tuned"] += 1
+                    return result
         parts = parts_of_capture()
         if parts is not None and choice.report.chosen != EAGER:
             return self._in_capture(parts, args, kwargs)
@@ -424,7 +415,7 @@ class TunedModule(ModuleProxy):
                 )
             choice.last_difference = CAPTURED
             return choice.eager(CAPTURED, choice.module, args, kwargs)
-        found = choice.entry_for(args, kwargs)
+        found, mine, named = choice.found_for(args, kwargs)
         if found is None and inside_transform():
             warn_if_traced(self, "tune")
             choice.last_difference = TRANSFORMED
@@ -440,12 +431,12 @@ class TunedModule(ModuleProxy):
         tuned, way = (None if found is None else found[1]), "tuned"
         kind = OTHER if choice.table else NOTHING_TUNED
         if found is None and choice.padded is not None:
-            kind, tuned = choice.padded_callable_for(choice.padded, args, kwargs)
+            kind, tuned = choice.padded_callable_for(choice.padded, mine, named)
             way = "tuned, padded to a bucket"
         elif found is None and choice.report.chosen != EAGER:
-            choice.last_difference = choice.differences(args, kwargs)
+            choice.last_difference = choice.differences(mine, named)
         if tuned is not None:
-            counts, result = choice.attempt(tuned, args, kwargs)
+            counts, result = choice.attempt(tuned, mine, named)
             if counts:
                 choice.calls[way] += 1
                 return result
@@ -469,7 +460,9 @@ class TunedModule(ModuleProxy):
             return choice.eager(GRADIENTS, choice.module, args, kwargs)
         why = OTHER if choice.table else NOTHING_TUNED
         with apart_from_capture() as alone:
-            entry = choice.entry_for(args, kwargs) if alone else None
+            entry, mine, named = None, args, kwargs
+            if alone:
+                entry, mine, named = choice.found_for(args, kwargs)
             if entry is not None and choice.watch is not None:
                 built = choice.inside.get(id(entry[1]))
                 why = f"no graph can hold what {choice.report.chosen} made"
@@ -491,7 +484,7 @@ class TunedModule(ModuleProxy):
         assert choice.watch is not None
         parts.add(name, choice.watch, built.packed)
         with torch.no_grad():
-            return built.call(*args, **kwargs)
+            return built.call(*mine, **named)
 
     def explain(self) -> str:
         """What runs and why, when it falls back, and how calls went so far, in words."""

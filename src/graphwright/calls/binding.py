@@ -12,6 +12,7 @@ import types
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
@@ -20,6 +21,9 @@ from .signature import Args, Kwargs
 
 # How a call passes its arguments: how many by position, and the sorted names of the others.
 Form = tuple[int, tuple[str, ...]]
+# Types of which equal values are the same object.
+_SINGLETONS = (type(None), bool, torch.dtype)
+_NO_DEFAULT = object()
 _VARIABLE = inspect.CO_VARARGS | inspect.CO_VARKEYWORDS
 
 
@@ -60,9 +64,10 @@ class Parameters:
         positional = code.co_varnames[own : code.co_argcount]
         count = code.co_argcount + code.co_kwonlyargcount
         by_keyword = code.co_varnames[max(own, code.co_posonlyargcount) : count]
-        last = function.__defaults__ or ()
-        defaults = dict(zip(positional[len(positional) - len(last) :], last, strict=True))
-        return cls(positional, frozenset(by_keyword), defaults | (function.__kwdefaults__ or {}))
+        # From behind: the module itself may have a default, too.
+        last = zip(reversed(positional), reversed(function.__defaults__ or ()), strict=False)
+        defaults = dict(last) | (function.__kwdefaults__ or {})
+        return cls(positional, frozenset(by_keyword), defaults)
 
     def in_form(self, form: Form, args: Args, kwargs: Kwargs) -> tuple[Args, dict[str, Any]] | None:
         """The same call in another form; None if no call in that form is the same.
@@ -78,19 +83,19 @@ class Parameters:
         if given.keys() & kwargs.keys():
             return None
         given.update(kwargs)
-        values = self.defaults | given
         count, keywords = form
         positional = self.positional[:count]
-        if len(positional) < count or not {*positional, *keywords} <= values.keys():
+        wanted = {*positional, *keywords}
+        # Of what a call leaves out, and of what its form does, only the default may be the value;
+        # and that by identity, by which functions tell a default from a value that is equal.
+        for name in wanted ^ given.keys():
+            default = self.defaults.get(name, _NO_DEFAULT)
+            if type(default) not in _SINGLETONS or given.get(name, default) is not default:
+                return None
+        if len(positional) < count:
             return None
-        left_out = given.keys() - {*positional, *keywords}
-        # No comparison by ==, which tensors answer with a tensor.
-        if any(given[name] is not self.defaults.get(name, _NONE) for name in left_out):
-            return None
+        values = self.defaults | given
         return tuple(values[n] for n in positional), {name: values[name] for name in keywords}
-
-
-_NONE = object()
 
 
 def _forward_of(module: nn.Module) -> Any:
