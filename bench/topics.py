@@ -583,7 +583,7 @@ def _serving(results: Results) -> Outcome:
 
 
 def _servers(results: Results) -> Outcome:
-    found, replicas = results["serving-h200"], results["replicas-h100"]["replicas"]
+    found, replicas = results["serving-h200"], results["replicas-h200"]["replicas"]
     modes = ("eager", "tuned")
     on_gpu, on_cpu = dict(found["servers"]), dict(results["serving-cpu"]["servers"])
     rows: list[Row] = [

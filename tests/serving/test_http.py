@@ -18,17 +18,18 @@ import httpx
 import ml_dtypes
 import numpy as np
 import pytest
-import tritonclient.http as triton
-import tritonclient.http.aio as triton_aio
 import uvicorn
 from fake_service import FakeLimits, FakeService
-from tritonclient.utils import InferenceServerException
 
 from graphwright.serving import http_codec as codec
 from graphwright.serving import http_connection
 from graphwright.serving.http import application
 from graphwright.serving.http_connection import Connection
 from graphwright.serving.protocol import Kind
+
+triton = pytest.importorskip("tritonclient.http", reason="tritonclient is not installed")
+triton_aio = pytest.importorskip("tritonclient.http.aio")
+InferenceServerException = pytest.importorskip("tritonclient.utils").InferenceServerException
 
 JSON_FP32 = {"name": "x", "datatype": "FP32", "shape": [2], "data": [1.5, -2]}
 
