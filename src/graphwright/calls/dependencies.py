@@ -35,7 +35,8 @@ from .signature import SCALARS, describe, without_memory
 FORWARD_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 BACKWARD_HOOKS = ("_backward_hooks", "_backward_pre_hooks")
 _HOLDERS = ("_parameters", "_buffers", "_modules")
-GLOBAL_HOOKS = tuple(f"_global{kind}" for kind in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
+GLOBAL_FORWARD_HOOKS = tuple(f"_global{kind}" for kind in FORWARD_HOOKS)
+GLOBAL_HOOKS = (*GLOBAL_FORWARD_HOOKS, *(f"_global{kind}" for kind in BACKWARD_HOOKS))
 # Attributes that are not watched. Every module has the first ones, and no inference depends on
 # them. PyTorch and transformers attach the others when they compile, trace or load a module.
 _IGNORED = {
@@ -499,7 +500,7 @@ class Dependencies:
         if whole:
             self._names = None
         self._walk()
-        for kind in GLOBAL_HOOKS if training else GLOBAL_HOOKS[:2]:
+        for kind in GLOBAL_HOOKS if training else GLOBAL_FORWARD_HOOKS:
             self._held(Name("hook for all modules ", kind), getattr(nn_module, kind))
         self._walk()
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules import module as nn_module
 
+from ..calls.dependencies import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS
 from ..graphs.captured_call import CapturedCall
 from . import obstacles
 from .finding import Place, is_direct, place_of, place_of_code
@@ -37,8 +38,6 @@ _CLOCKS = {
 }
 _DATES = ("now", "utcnow", "today")
 _WAITS = ("synchronize", "query", "elapsed_time")
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 
 
 class _StreamStandIn:
@@ -189,9 +188,11 @@ def hooks_of(module: nn.Module) -> Iterator[tuple[Obstacle, Place, str]]:
     holders = [
         (f"a forward hook of {type(child).__name__}{f' ({path})' if path else ''}", holder)
         for path, child in module.named_modules()
-        for holder in (getattr(child, name, {}) for name in _HOOKS)
+        for holder in (getattr(child, name, {}) for name in FORWARD_HOOKS)
     ]
-    everyone = [("a forward hook of all modules", getattr(nn_module, n, {})) for n in _GLOBAL_HOOKS]
+    everyone = [
+        ("a forward hook of all modules", getattr(nn_module, n, {})) for n in GLOBAL_FORWARD_HOOKS
+    ]
     for name, holder in holders + everyone:
         for hook in holder.values():
             place = place_of_code(hook)

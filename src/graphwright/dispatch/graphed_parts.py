@@ -19,7 +19,13 @@ from typing import Any, Protocol
 import torch
 from torch import nn
 
-from ..calls.dependencies import Dependencies, StandIn
+from ..calls.dependencies import (
+    BACKWARD_HOOKS,
+    FORWARD_HOOKS,
+    GLOBAL_FORWARD_HOOKS,
+    Dependencies,
+    StandIn,
+)
 from ..calls.modes import opaque
 from ..calls.signature import Args, Kwargs
 from ..graphs.graph import Graph
@@ -31,13 +37,6 @@ from .statistics import CallStatistics
 _FIRST = 4
 # Nodes of a graph below which launching it takes no less than launching them one by one.
 _FEW_NODES = 6
-# Hooks of a module, which its caller runs around its forward.
-_HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 # Guards the attributes of modules; a finalizer may run on a thread that holds it.
 _LOCK = threading.RLock()
 
@@ -255,13 +254,12 @@ def _has_own_forward(module: nn.Module) -> bool:
 def has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks, which run around its forward."""
     attributes = vars(module)
-    return any(attributes.get(name) for name in _HOOKS)
+    return any(attributes.get(name) for name in (*FORWARD_HOOKS, *BACKWARD_HOOKS))
 
 
 def _global_hooks() -> bool:
     """Whether there are hooks of all modules."""
-    found = torch.nn.modules.module
-    return bool(found._global_forward_hooks or found._global_forward_pre_hooks)
+    return any(getattr(torch.nn.modules.module, name) for name in GLOBAL_FORWARD_HOOKS)
 
 
 def _divided(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:

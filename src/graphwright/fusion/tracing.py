@@ -19,7 +19,7 @@ from torch._guards import TracingContext, tracing
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from ..calls.dependencies import Dependencies
+from ..calls.dependencies import FORWARD_HOOKS, GLOBAL_FORWARD_HOOKS, Dependencies
 from ..calls.first_use import unseen
 from ..calls.objects import flatten_result
 from ..calls.serialization import TreeTemplate
@@ -32,8 +32,6 @@ from ..graphs.segments.observation import reads_of_arguments
 from ..ops.fused.launch_cache import Launch, answering
 from .nodes import constant, leaf_names, roots, written_by
 
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-_GLOBAL_HOOKS = ("_global_forward_hooks", "_global_forward_pre_hooks")
 # Literals: what a constant is that was made during the call.
 _LITERALS = (torch.ops.aten.lift_fresh.default, torch.ops.aten.lift_fresh_copy.default)
 _EMPTY = torch.ops.aten.empty_strided.default
@@ -122,7 +120,7 @@ def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | No
     if global_hooks():
         raise Untraceable("there are global forward hooks")
     for name, child in model.named_modules():
-        if any(getattr(child, kind, None) for kind in _HOOKS):
+        if any(getattr(child, kind, None) for kind in FORWARD_HOOKS):
             raise Untraceable(f"{name or 'the module'} has forward hooks")
     if torch.is_autocast_enabled("cuda") or torch.is_autocast_enabled("cpu"):
         raise Untraceable("autocast is on: convert the model instead")
@@ -194,7 +192,7 @@ def _trace(model: nn.Module, args: Args, kwargs: Kwargs, state: ModuleState | No
 
 def global_hooks() -> bool:
     """Whether there are hooks that run at calls of all modules."""
-    return any(getattr(torch.nn.modules.module, kind, None) for kind in _GLOBAL_HOOKS)
+    return any(getattr(torch.nn.modules.module, kind, None) for kind in GLOBAL_FORWARD_HOOKS)
 
 
 def _graph_of(on_tensors: Callable[..., Any], leaves: Sequence[Any]) -> fx.GraphModule:

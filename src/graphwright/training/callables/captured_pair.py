@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from ...calls.dependencies import BACKWARD_HOOKS, FORWARD_HOOKS
 from ...calls.modules import FunctionModule
 from ...calls.signature import Args, CallSignature, Kwargs, flatten, refuse_weights
 from ...calls.watch import ModuleWatch
@@ -39,7 +40,6 @@ from .pair_recorder import PairRecorder
 BUSY: set[int] = set()
 # How often a recording is tried that other threads interrupt.
 _ATTEMPTS = 5
-_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
 
 class Refusal(NamedTuple):
@@ -454,7 +454,7 @@ def _with_hooks(owner: nn.Module) -> nn.Module:
     for child in owner.modules():
         if child is owner:
             continue
-        for kind in _HOOKS:
+        for kind in (*FORWARD_HOOKS, *BACKWARD_HOOKS):
             for hook in getattr(child, kind, {}).values():
                 holder._modules[f"hook {len(holder._modules)}"] = FunctionModule(hook)
     return holder
