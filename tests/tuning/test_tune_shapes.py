@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +17,6 @@ from graphwright.report.markdown import to_markdown
 from graphwright.report.report import Report
 from graphwright.report.result import Status
 from graphwright.shapes.dimensions import within
-from graphwright.strategies.base import Built
 from graphwright.tuning.bucketed_request import BucketedRequest
 from graphwright.tuning.request import Request
 
@@ -119,124 +115,6 @@ def test_calls_between_the_buckets_are_padded(device: torch.device) -> None:
     model.to(device)
     torch.testing.assert_close(tuned(x[:3]), model(x[:3]).detach())
     assert tuned.calls["eager: the module changed"] == 1
-
-
-MANY = gw.Buckets(batch=[1, 2, 3, 8, 32])
-
-
-@dataclass(frozen=True)
-class Recording(Planted):
-    """Records in a file for how many rows it is built, in every process."""
-
-    file: str = ""
-
-    def build(self, model: nn.Module, args: Any, kwargs: Any) -> Built:
-        with open(self.file, "a", encoding="ascii") as file:
-            print(self.name, len(args[0]), file=file)
-        return super().build(model, args, kwargs)
-
-
-@pytest.mark.parametrize("isolate", [False, True])
-def test_of_many_buckets_the_ends_are_searched_and_all_are_finished(
-    isolate: bool, tmp_path: Path
-) -> None:
-    model = Roundabout().eval()
-    file = tmp_path / "built"
-    strategies = [
-        Recording("quick", directly, file=str(file)),
-        Recording("slow", right_but_slower, file=str(file)),
-    ]
-    given: dict[str, Any] = {"strategies": strategies, "isolate": isolate, "remember": False}
-    tuned = gw.tune(model, (torch.randn(4, 16),), buckets=MANY, **given)
-    built = file.read_text().splitlines()
-    assert [line for line in built if line.startswith("slow")] == ["slow 1", "slow 32"]
-    quick = ["quick 1", "quick 32", *(f"quick {n}" for n in (1, 2, 3, 8, 32))]
-    assert [line for line in built if line.startswith("quick")] == quick
-    report = tuned.report
-    assert report.chosen == "quick"
-    assert any("batch=1 and batch=32, 2 of 5 buckets" in note for note in report.notes)
-    assert report.chosen_row is not None
-    for row in (report.chosen_row, report.row("eager")):
-        assert row is not None
-        assert sorted(row.by_shape) == sorted(shape.name for shape in report.shapes)
-        assert all(part.final is not None for part in row.by_shape.values())
-    for text in (str(report), to_markdown(report)):
-        assert "batch=3" in text
-    for n in (1, 2, 3, 5, 8, 31):
-        x = torch.randn(n, 16)
-        torch.testing.assert_close(tuned(x), model(x).detach())
-    assert tuned.calls == {"tuned": 4, "tuned, padded to a bucket": 2}
-    file.unlink()
-    gw.tune(model, (torch.randn(4, 16),), buckets=MANY, exhaustive=True, **given)
-    assert len([line for line in file.read_text().splitlines() if "slow" in line]) == 5
-
-
-def test_what_is_wrong_between_the_ends_is_not_chosen() -> None:
-    def wrong_for_three(model: nn.Module) -> Callable[..., Any]:
-        quick = directly(model)
-        return lambda x: quick(x) * 1.01 if len(x) == 3 else quick(x)
-
-    strategies = [Planted("wrong", wrong_for_three, complexity=1), Planted("quick", directly)]
-    report = gw.tune(
-        Roundabout().eval(), (torch.randn(4, 16),), buckets=MANY, strategies=strategies
-    ).report
-    row = report.row("wrong")
-    assert row is not None
-    assert row.status is Status.WRONG
-    assert row.reason.startswith("in this process: batch=3: ")
-    assert report.chosen == "quick"
-
-
-def test_what_is_slow_between_the_ends_is_not_chosen() -> None:
-    def slow_for_three(model: nn.Module) -> Callable[..., Any]:
-        quick = directly(model)
-
-        def call(x: torch.Tensor) -> Any:
-            if len(x) == 3:
-                time.sleep(0.02)
-            return quick(x)
-
-        return call
-
-    strategies = [Planted("mixed", slow_for_three)]
-    report = gw.tune(
-        Roundabout().eval(), (torch.randn(4, 16),), buckets=MANY, strategies=strategies
-    ).report
-    row = report.row("mixed")
-    assert row is not None
-    assert row.status is Status.SLOWER
-    assert report.chosen == "eager"
-
-
-def test_each_end_has_the_weights_of_the_sizes_that_are_nearer_to_it() -> None:
-    def ends(buckets: gw.Buckets, **options: Any) -> list[tuple[str, float]]:
-        args = (torch.randn(*[4] * len(buckets.names)),)
-        asked = Request.of(nn.Identity().eval(), args, None, buckets=buckets, **options)
-        return [(call.name, weight) for weight, call in asked.searched]
-
-    weights = {1: 1, 2: 2, 3: 4, 8: 8, 32: 16}
-    assert ends(MANY, weights=weights) == [("batch=1", 7), ("batch=32", 24)]
-    all_of_them = [(f"batch={n}", float(weight)) for n, weight in weights.items()]
-    assert ends(MANY, weights=weights, exhaustive=True) == all_of_them
-    assert ends(MANY, weights=weights, objective="memory") == all_of_them
-    same = gw.Buckets.from_points(["n", "m"], [(1, 64), (8, 8), (64, 1)])
-    assert len(ends(same, dynamic_shapes=({0: "n", 1: "m"},))) == 3
-
-
-def test_a_choice_for_many_buckets_is_recalled_for_all_of_them() -> None:
-    model = Roundabout().eval()
-    calls = []
-    for _ in range(2):
-        with choosing("eager:no_grad"):
-            tuned = gw.tune(
-                model, (torch.randn(4, 16),), buckets=MANY, strategies=["eager:no_grad"]
-            )
-        for n in (1, 3, 32):
-            x = torch.randn(n, 16)
-            torch.testing.assert_close(tuned(x), model(x).detach())
-        calls.append(dict(tuned.calls))
-    assert tuned.report.recalled
-    assert calls == [{"tuned": 3}] * 2
 
 
 def test_what_depends_on_the_padding_is_not_padded() -> None:

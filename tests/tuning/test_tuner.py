@@ -23,7 +23,7 @@ from graphwright.report.result import Row, Status
 from graphwright.strategies.base import Availability, Built
 from graphwright.strategies.registry import parse_candidates
 from graphwright.tuning import choice_cache
-from graphwright.tuning.final_rounds import FinalRounds, seconds_here
+from graphwright.tuning.final_rounds import FinalRounds
 from graphwright.tuning.selection import NO_TIME_LEFT, near_best, ranked, reason_for
 from graphwright.tuning.trial import judge
 from graphwright.tuning.tuner import Tuning
@@ -315,7 +315,7 @@ def test_a_finalist_is_built_if_it_can_be_timed_within_the_budget(
         report.rows[-1].build_s = 400.0 if name == "slow" else 0.0  # It shares a build there.
     deadline = None if left_s is None else time.monotonic() + left_s
     kept: dict[str, list[Built]] = {"eager": []}
-    rounds = FinalRounds(report, Mock(samples=[None]), kept, candidates, Mock(), 1.0, deadline)
+    rounds = FinalRounds(report, Mock(), kept, candidates, Mock(), 1.0, deadline)
     monkeypatch.setattr(
         rounds, "_build_here", lambda row, on_failure: kept.setdefault(row.strategy, [])
     )
@@ -342,9 +342,7 @@ def test_the_fastest_finalist_is_built_first_whatever_eager_took_beside_it(
         report.rows.append(Row(name, Status.OK, setup_s=15.0, **times))
     candidates = {n: parse_candidates(["torchscript"], ())[0] for n in ("early", "late")}
     kept: dict[str, list[Built]] = {"eager": []}
-    rounds = FinalRounds(
-        report, Mock(samples=[None]), kept, candidates, Mock(), 1.0, time.monotonic() + 20
-    )
+    rounds = FinalRounds(report, Mock(), kept, candidates, Mock(), 1.0, time.monotonic() + 20)
     monkeypatch.setattr(rounds, "_build_here", lambda row, _: kept.setdefault(row.strategy, []))
     monkeypatch.setattr(rounds, "_time", Mock())
     rounds.run(Mock())
@@ -361,7 +359,7 @@ def test_of_finalists_as_fast_as_each_other_the_one_that_takes_least_is_built_fi
         report.rows.append(Row(name, Status.OK, setup_s=1.0 if name == "fused" else 60.0, **times))
     candidates = {each.name: each for each in parse_candidates(list(figures), ())}
     kept: dict[str, list[Built]] = {"eager": []}
-    rounds = FinalRounds(report, Mock(samples=[None]), kept, candidates, Mock(), 1.0, None)
+    rounds = FinalRounds(report, Mock(), kept, candidates, Mock(), 1.0, None)
     monkeypatch.setattr(rounds, "_build_here", lambda row, _: kept.setdefault(row.strategy, []))
     monkeypatch.setattr(rounds, "_time", Mock())
     rounds.run(Mock())
@@ -436,7 +434,7 @@ def test_one_near_the_best_is_built_before_the_default_of_torch_compile(
     candidates = {each.name: each for each in parse_candidates(list(figures), ())}
     kept: dict[str, list[Built]] = {"eager": []}
     ends = time.monotonic() + left_s
-    rounds = FinalRounds(report, Mock(samples=[None]), kept, candidates, Mock(), 1.0, ends, grace_s)
+    rounds = FinalRounds(report, Mock(), kept, candidates, Mock(), 1.0, ends, grace_s)
     monkeypatch.setattr(rounds, "_build_here", lambda row, _: kept.setdefault(row.strategy, []))
     monkeypatch.setattr(rounds, "_time", Mock())
     rounds.run(Mock())
@@ -456,9 +454,7 @@ def test_the_first_finalist_may_exceed_a_default_budget_a_little(
         candidates = {each.name: each for each in parse_candidates(["torchscript", "fused"], ())}
         kept: dict[str, list[Built]] = {"eager": []}
         ends = time.monotonic() + 10
-        rounds = FinalRounds(
-            report, Mock(samples=[None]), kept, candidates, Mock(), 1.0, ends, grace_s
-        )
+        rounds = FinalRounds(report, Mock(), kept, candidates, Mock(), 1.0, ends, grace_s)
         monkeypatch.setattr(
             rounds, "_build_here", lambda row, _, kept=kept: kept.setdefault(row.strategy, [])
         )
@@ -466,59 +462,6 @@ def test_the_first_finalist_may_exceed_a_default_budget_a_little(
         rounds.run(Mock())
         built.append([*kept])
     assert built == [["eager", "fused"], ["eager", "torchscript", "fused"]]
-
-
-def test_samples_that_were_not_searched_take_as_long_as_the_others_to_build() -> None:
-    candidates = {each.name: each for each in parse_candidates(["inductor", "fused"], ())}
-
-    def seconds(name: str, *set_ups: float, samples: int) -> float:
-        row = Row(name, Status.OK, setup_s=sum(set_ups))
-        row.by_shape = {str(i): Row(name, Status.OK, setup_s=s) for i, s in enumerate(set_ups)}
-        return seconds_here(row, candidates, samples)
-
-    assert seconds("fused", 4.0, 6.0, samples=2) == 10
-    assert seconds("fused", 4.0, 6.0, samples=12) == 60
-    # Inductor finds on disk what it has compiled in a worker, and nothing for other sizes.
-    assert seconds("inductor", 4.0, 6.0, samples=12) == pytest.approx(1.5 + 50)
-    # One build is for all sizes.
-    assert seconds("fused", 10.0, 0.0, samples=12) == 10
-
-
-@pytest.mark.parametrize("extends", [False, True])
-def test_what_was_not_searched_has_time_of_its_own_in_a_default_budget(
-    extends: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    report = Report("Model", [], "latency", [], {})
-    for name, mine, setup_s in (("eager", 9e-3, 0.0), ("fused", 1.05e-3, 1.0), ("xla", 1e-3, 8.0)):
-        times = {"screening": rounds_of(*[mine] * 5), "baseline": rounds_of(*[9e-3] * 5)}
-        row = Row(name, Status.OK, setup_s=2 * setup_s, **times)
-        row.by_shape = {size: Row(name, Status.OK, setup_s=setup_s) for size in ("1", "64")}
-        report.rows.append(row)
-    candidates = {each.name: each for each in parse_candidates(["fused", "xla"], ())}
-    evaluator = Mock(samples=[None] * 6)
-
-    def set_up(candidate: Any) -> Mock:
-        row = Row(candidate.name, Status.OK)
-        known = report.row(candidate.name)
-        assert known is not None
-        one = known.by_shape["1"].setup_s
-        row.by_shape = {str(n): Row(row.strategy, Status.OK, setup_s=one) for n in range(6)}
-        return Mock(builts=[Built(Mock())] * 6, row=row)
-
-    evaluator.set_up = set_up
-    kept: dict[str, list[Built]] = {"eager": []}
-    ends = time.monotonic() + 20
-    rounds = FinalRounds(report, evaluator, kept, candidates, Mock(), 1.0, ends, extends=extends)
-    monkeypatch.setattr(rounds, "_time", Mock())
-    rounds.run(Mock())
-    # It takes 16 s for the sizes that were searched, and 32 for the others.
-    first = "xla" if extends else "fused"
-    assert list(kept)[:2] == ["eager", first]
-    built = report.row(first)
-    assert built is not None
-    one = 8.0 if extends else 1.0
-    assert built.setup_s == (2 + 5) * one  # "64" is none of those that were built here.
-    assert rounds.deadline == (pytest.approx(ends + 5 * 8.0) if extends else ends)
 
 
 def test_within_the_noise_the_simpler_one_is_chosen() -> None:

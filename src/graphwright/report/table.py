@@ -252,9 +252,7 @@ def shapes(report: Results) -> list[list[str]]:
         ]
         alone = replace(report, rows=rows, shapes=[])
         timed = [row for row in rows if row.final is not None] or rows
-        mine, theirs = chosen.by_shape.get(shape.name), eager.by_shape.get(shape.name)
-        if mine is None or theirs is None:  # Of many buckets, only some were searched.
-            continue
+        mine, theirs = chosen.by_shape[shape.name], eager.by_shape[shape.name]
         fastest = min(timed, key=lambda row: statistics.median(alone.ratios(row) or [math.inf]))
         found.append(
             [

@@ -18,7 +18,7 @@ from ..report.report import Report
 from ..report.result import COMPILE_DEFAULT, EAGER, OF_TIME, Row, Status
 from ..strategies.base import Built, Candidate
 from .selection import NO_TIME_LEFT, near_best
-from .trial import CandidateEvaluator, judge, part_of
+from .trial import CandidateEvaluator, judge
 
 # The name of torch.compile's default, called without the checks of a TunedModule.
 _BARE = "torch.compile without checks"
@@ -36,19 +36,10 @@ _AS_FAST = 1.03
 _LEAST_CALLS = 3 + 2 * MIN_ROUNDS
 
 
-def seconds_here(row: Row, candidates: Mapping[str, Candidate], samples: int) -> float:
-    """Seconds that it should take to build in this process what a worker has set up.
-
-    Args:
-        row: of the candidate.
-        candidates: by name.
-        samples: to build for; those that the worker did not have take as long as the others.
-    """
+def seconds_here(row: Row, candidates: Mapping[str, Candidate]) -> float:
+    """Seconds that it should take to build in this process what a worker has set up."""
     share = _SHARES_HERE.get(candidates[row.strategy].compiler.name, 1.0)
-    known = [(part.setup_s or 0.0) + part.build_s for part in row.by_shape.values() or [row]]
-    # Nothing is built for the others where one build is for all sizes.
-    others = sum(known) / len(known) * (samples - len(known)) if min(known) > 0 else 0.0
-    return share * sum(known) + others
+    return share * ((row.setup_s or 0.0) + row.build_s)
 
 
 def least_rounds_s(report: Report, rows: Sequence[Row]) -> float:
@@ -57,9 +48,7 @@ def least_rounds_s(report: Report, rows: Sequence[Row]) -> float:
     return _LEAST_CALLS * sum(medians)
 
 
-def first_to_build(
-    report: Report, rows: Sequence[Row], candidates: Mapping[str, Candidate], samples: int
-) -> Row:
+def first_to_build(report: Report, rows: Sequence[Row], candidates: Mapping[str, Candidate]) -> Row:
     """The fastest of some rows, since time may be left for one alone; of equal ones the quickest.
 
     By the fastest call: set-ups beside it make eager slow, and then the ratio to it is small.
@@ -72,7 +61,7 @@ def first_to_build(
 
     least = min(map(seconds, rows))
     equal = [row for row in rows if seconds(row) <= _AS_FAST * least]
-    return min(equal, key=lambda row: seconds_here(row, candidates, samples))
+    return min(equal, key=lambda row: seconds_here(row, candidates))
 
 
 @dataclass
@@ -91,8 +80,6 @@ class FinalRounds:
         seconds_each: seconds of rounds for each finalist.
         deadline: `time.monotonic()` when tuning has to end; None for no limit.
         grace_s: seconds by which the first finalist may exceed that.
-        extends: whether to build the first finalist for samples that workers did not have takes
-            time of its own: the deadline is put off by it.
     """
 
     report: Report
@@ -103,7 +90,6 @@ class FinalRounds:
     seconds_each: float
     deadline: float | None
     grace_s: float = 0.0
-    extends: bool = False
 
     def run(self, on_failure: Callable[[Row], object]) -> None:
         """Build and verify here what workers have timed, then time all in turns with eager.
@@ -138,33 +124,24 @@ class FinalRounds:
         near = [row for row in near_best(self.report) if row.strategy != EAGER]
         is_first = bool(near) and not any(row.strategy in self.kept for row in near)
         wanted = near if is_first else missing
-        fitting = [row for row in wanted if self._fits(row, is_first)]
-        count = len(self.evaluator.samples)
+        fitting = [row for row in wanted if self._fits(row, self.grace_s if is_first else 0.0)]
         if fitting:
-            return first_to_build(self.report, fitting, self.candidates, count)
-        quickest = min(wanted, key=lambda row: seconds_here(row, self.candidates, count))
+            return first_to_build(self.report, fitting, self.candidates)
+        quickest = min(wanted, key=lambda row: seconds_here(row, self.candidates))
         return quickest if is_first else None
 
-    def _fits(self, row: Row, is_first: bool) -> bool:
+    def _fits(self, row: Row, grace_s: float) -> bool:
         """Whether there is time to build it here and to time it with those that are built."""
         if self.deadline is None:
             return True
-        count = len(self.evaluator.samples)
         timed = [row, *filter(None, map(self.report.row, self.kept))]
-        rounds_s = count * least_rounds_s(self.report, timed)
-        if is_first and self.extends:
-            count = len(row.by_shape) or 1
-        needed_s = seconds_here(row, self.candidates, count) + rounds_s
-        return time.monotonic() + needed_s < self.deadline + (self.grace_s if is_first else 0.0)
+        needed_s = seconds_here(row, self.candidates) + least_rounds_s(self.report, timed)
+        return time.monotonic() + needed_s < self.deadline + grace_s
 
     def _build_here(self, row: Row, on_failure: Callable[[Row], object]) -> None:
-        is_first = not set(self.kept) - {EAGER}
         trial = self.evaluator.set_up(self.candidates[row.strategy])
         if trial.builts:
             self.kept[row.strategy] = trial.builts
-            others_s = _add_samples(row, trial.row)
-            if is_first and self.extends and self.deadline is not None:
-                self.deadline += others_s
             return
         row.status, row.remedy = trial.row.status, trial.row.remedy
         row.reason = f"in this process: {trial.row.reason}"
@@ -198,7 +175,7 @@ class FinalRounds:
                 if why:
                     unsteady.setdefault(name, why)
                 if len(samples) > 1 and name != _BARE:
-                    part = part_of(rows[name], sample)
+                    part = rows[name].by_shape[sample.name]
                     part.final, part.unsteady = measurement, why
         means = {n: m[0][1] if len(samples) == 1 else weighted(m) for n, m in found.items()}
         bare = means.pop(_BARE, None)
@@ -216,17 +193,3 @@ class FinalRounds:
             return self.seconds_each
         left = self.deadline - time.monotonic()
         return max(0.0, min(self.seconds_each, left / len(self.kept)))
-
-
-def _add_samples(row: Row, here: Row) -> float:
-    """Add samples that were set up in this process alone to a row; the seconds they took."""
-    new = {name: part for name, part in here.by_shape.items() if name not in row.by_shape}
-    if not new:
-        return 0.0
-    row.by_shape |= new
-    errors = [each.error for each in (row, *new.values()) if each.error is not None]
-    row.error = max(errors, key=lambda error: error.rms, default=None)
-    row.notes += [note for note in here.notes if note not in row.notes]
-    seconds = sum((part.setup_s or 0.0) for part in new.values())
-    row.setup_s = (row.setup_s or 0.0) + seconds
-    return seconds

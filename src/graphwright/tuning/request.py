@@ -34,7 +34,7 @@ from ..calls.watch import Checks
 from ..errors import OptionError, SignatureError
 from ..graphs.memory import parse_bytes
 from ..graphs.taken_apart import ApartCall, TakenApart, holds_objects, kind_of
-from ..report.result import OF_TIME, Shape
+from ..report.result import Shape
 from ..shapes.dimensions import portable
 from ..strategies.base import Candidate, Compiler
 from ..strategies.eager import EAGER
@@ -70,8 +70,7 @@ class Request:
         name: of the model: its class or the function's name.
         module: the model, or the module that wraps a function.
         calls: the calls to tune for, with their weights.
-        searched: those that every candidate is tried with; weights of the others are added.
-        signatures: of all calls.
+        signatures: of these calls.
         buckets: the buckets that the calls belong to; None without buckets.
         dynamic_shapes: which dimensions vary; None without buckets or if it was not given.
         device: where the model and its inputs are.
@@ -84,7 +83,6 @@ class Request:
     name: str
     module: nn.Module
     calls: list[tuple[float, Call]]
-    searched: list[tuple[float, Call]]
     signatures: list[CallSignature]
     buckets: BucketedRequest | None
     dynamic_shapes: Any
@@ -221,13 +219,10 @@ class Request:
         # Eager first, since all others are measured against it.
         by_name = {candidate.name: candidate for candidate in candidates}
         eager = by_name.pop(EAGER.name, Candidate(EAGER))
-        of_all = bucketed is None or exhaustive or objective not in OF_TIME
-        searched = calls if of_all else _ends(calls)
         return cls(
             name_of(model),
             module,
             calls,
-            searched,
             signatures,
             bucketed,
             None if bucketed is None else portable(dynamic_shapes),
@@ -240,7 +235,7 @@ class Request:
             tuple(allow),
             _budget(
                 budget_s,
-                BUDGET_S[device.type] * len(searched),
+                BUDGET_S[device.type] * len(calls),
                 everything=exhaustive or strategies is not None or objective == "cold_start",
             ),
             budget_s is not None,
@@ -389,19 +384,6 @@ def samples_of(
             name = f"{words} (another)" if name == words else f"{name}'"
         calls[name] = (float(weight), replace(call, name=name))
     return list(calls.values())
-
-
-def _ends(calls: list[tuple[float, Call]]) -> list[tuple[float, Call]]:
-    """The smallest and the largest of some calls, each with the weights of those nearer to it."""
-    elements = [sum(tensor.numel() for tensor in call.tensors()) for _, call in calls]
-    low, high = min(elements), max(elements)
-    if len(calls) <= 2 or low == high:
-        return calls
-    total = sum(weight for weight, _ in calls)
-    pairs = list(zip(elements, calls, strict=True))
-    small = sum(weight for size, (weight, _) in pairs if size * size <= low * high)
-    ends = {elements.index(low): small, elements.index(high): total - small}
-    return [(ends[index], calls[index][1]) for index in sorted(ends)]
 
 
 def _named_by_tensors(

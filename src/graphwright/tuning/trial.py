@@ -54,13 +54,10 @@ class Trial:
         """A row for each sample; with one sample, the candidate's own row."""
         if len(samples) == 1:
             return [self.row]
-        return [part_of(self.row, sample) for sample in samples]
-
-
-def part_of(row: Row, sample: Sample) -> Row:
-    """The row of one of several samples."""
-    new = Row(row.strategy, Status.OK, complexity=row.complexity)
-    return row.by_shape.setdefault(sample.name, new)
+        name, rank = self.candidate.name, self.candidate.complexity
+        for sample in samples:
+            self.row.by_shape.setdefault(sample.name, Row(name, Status.OK, complexity=rank))
+        return [self.row.by_shape[sample.name] for sample in samples]
 
 
 @dataclass

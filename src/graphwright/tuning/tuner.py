@@ -22,12 +22,12 @@ from ..calls.fingerprint import Fingerprint, key_of
 from ..calls.modules import FunctionModule
 from ..calls.options import flag_problem, refuse
 from ..calls.signature import Args, Kwargs, Range
-from ..calls.snapshots import Call, ModuleState
+from ..calls.snapshots import ModuleState
 from ..calls.watch import Checks
 from ..errors import GraphwrightError, ModelFailed, in_words
 from ..evaluation.bounds import host_seconds
 from ..evaluation.measurement import OLD_OBJECTS_FROZEN, load_average, load_note
-from ..evaluation.reference import Reference, Sample, reference, refuse_changed_containers
+from ..evaluation.reference import Sample, reference, refuse_changed_containers
 from ..evaluation.verification import verify
 from ..graphs.conditions import for_inference
 from ..graphs.taken_apart import TakenApart, seconds_with_objects
@@ -71,9 +71,6 @@ _GRACE, _LAST_ROUNDS_S = 0.1, 2 * FINAL_S_EACH
 # so many seconds, and take so many times as long beside others.
 MOST_BUDGET_S = 105.0
 _BEFORE_SET_UPS_S, _BESIDE_OTHERS = 10.0, 1.6
-# References of further samples, and the comparisons with them, take so many times as long as the
-# references alone.
-_WITH_REFERENCES = 3.0
 # Calls with objects of what was chosen, and of the model itself, before either is taken.
 _ROUNDS_WITH_OBJECTS = 21
 # How notes about calls between the buckets begin.
@@ -129,16 +126,15 @@ def tune(
             dictionary by size: `{1: 0.9, 16: 0.1}`, or `{(1, 128): …}` for several dimensions.
         dynamic_shapes: which dimensions of the arguments vary, as `graph()` takes it.
         buckets: sizes of these dimensions to tune for; their calls are made of the sample's values.
-            Candidates are tried at the smallest and the largest, and the finalists built, verified
-            and timed at all of them. Calls of other sizes are padded to a bucket, as `graph()` pads
-            them, where padding is proved to be harmless.
+            Calls of other sizes are padded to a bucket, as `graph()` pads them, where padding is
+            proved to be harmless.
         pad: the padding values, as `graph()` takes them.
         strategies: names such as "inductor+graph", or strategies or candidates of your own; None
             tries all that usually pay off. Eager is always added.
         exclude: names of strategies to leave out, with all that have the same parts: "inductor"
             stands for "channels_last+inductor+graph" too, "inductor+graph" not for "inductor".
-        exhaustive: try every candidate, at every bucket. By default what cannot win is not tried:
-            what runs the same kernels as something that was measured to be faster.
+        exhaustive: try every candidate. By default what cannot win is not tried: what runs the
+            same kernels as something that was measured to be faster.
         objective: "latency" (one synchronized call), "throughput" (calls issued back to back),
             "memory" (peak bytes) or "cold_start" (seconds from the start of a process to the first
             right answer; what `load` can load is loaded for that).
@@ -148,8 +144,7 @@ def tune(
         allow: lossy rewrites that may be tried: "tf32", "bf16", "fp16".
         budget_s: seconds that all of tuning may take; candidates that there is no time for are
             reported as not tried. None for 45 s a sample on a CPU, for 50 s on a GPU (up to 105 s
-            for a model of many operations), where all buckets count as two samples and the winner
-            is built for the others in addition; and for no limit where `strategies` are named, the
+            for a model of many operations), and for no limit where `strategies` are named, the
             search is `exhaustive` or the objective is "cold_start".
         timeout_s: seconds that the set-up of one candidate may take, and its timing.
         memory_limit: bytes, or a text such as "2GiB", that one candidate may take in addition to
@@ -292,8 +287,6 @@ class Tuning:
             self._kept,
         )
         self._evaluator: CandidateEvaluator | None = None
-        # What the references took that it has.
-        self._reference_s = 0.0
         self._same_under_no_grad = True
         # The ranges of sizes that the choice was proved to answer; None until then.
         self._ranges: tuple[Range, ...] | None = None
@@ -333,7 +326,7 @@ class Tuning:
                 return tuned
         known = self._profile(progress)
         with self._screening as screening:
-            self._refer(progress, self.asked.searched)
+            self._refer(progress)
             for row in screening.rows(self.evaluator, progress):
                 self.report.rows.append(row)
                 self._extend_curve(row)
@@ -367,7 +360,7 @@ class Tuning:
         if self._profiled is None:
             return None
         progress.step("profile")
-        _, call = self.asked.searched[0]
+        _, call = self.asked.calls[0]
         try:
             return profile_of(self._profiled, call.args, call.kwargs)
         except GraphwrightError as error:
@@ -386,14 +379,14 @@ class Tuning:
         """What the host needs for a mean call."""
         found = 0.0
         try:
-            for weight, call in self.asked.searched:
+            for weight, call in self.asked.calls:
                 seconds = host_seconds(self.asked.module, call, self.asked.device)
                 if seconds is None:
                     return None
                 found += weight * seconds
         finally:
             self._restore()
-        return found / sum(weight for weight, _ in self.asked.searched)
+        return found / sum(weight for weight, _ in self.asked.calls)
 
     def _search_ends(self) -> float | None:
         """When no further candidate is begun, in `time.monotonic()`; None for no limit."""
@@ -414,16 +407,11 @@ class Tuning:
         if report.objective in OF_TIME:
             near = [row for row in near if report.cost(row) < 1]
         if near:
-            every, searched = len(self.asked.calls), len(self.asked.searched)
-            first = first_to_build(report, near, self._by_name, every)
+            first = first_to_build(report, near, self._by_name)
             timed = [first, *filter(None, [report.row(EAGER)])]
             rounds_s = min(_LAST_ROUNDS_S, _FINALISTS_SHARE * self._budget_s)
-            rounds_s = max(rounds_s, every * least_rounds_s(report, timed))
-            # The other samples have time of their own, unless the caller has said how much.
-            count = every if self.asked.budgeted else searched
-            here_s = seconds_here(first, self._by_name, count)
-            here_s += self._others_s() if self.asked.budgeted else 0.0
-            last = self._started + self._budget_s - rounds_s - here_s
+            rounds_s = max(rounds_s, least_rounds_s(report, timed))
+            last = self._started + self._budget_s - rounds_s - seconds_here(first, self._by_name)
             ends = min(ends, last) if now <= last else ends
         terms.deadline = ends
 
@@ -436,66 +424,28 @@ class Tuning:
         if asked.budgeted or self._budget_s is None or asked.device.type != "cuda":
             return
         spent_s = time.monotonic() - self._started
-        set_up_s = self._search.longest_set_up_s() * len(asked.searched)
+        set_up_s = self._search.longest_set_up_s() * len(asked.calls)
         search_s = spent_s + _BEFORE_SET_UPS_S + _BESIDE_OTHERS * set_up_s
         needed_s = math.ceil(search_s / (1 - _FINALISTS_SHARE))
-        self._budget_s = max(self._budget_s, min(needed_s, MOST_BUDGET_S * len(asked.searched)))
+        self._budget_s = max(self._budget_s, min(needed_s, MOST_BUDGET_S * len(asked.calls)))
         terms.budget_s, terms.deadline = self._budget_s, self._search_ends()
 
-    def _refer(self, progress: Progress, calls: Sequence[tuple[float, Call]]) -> None:
-        """Make the references that candidates are compared with."""
-        progress.step("float64 reference")
-        began = time.monotonic()
-        self._evaluator = self._make_evaluator(calls)
-        self._reference_s = time.monotonic() - began
-        self._same_under_no_grad = self._check_no_grad()
+    def _refer(self, progress: Progress) -> None:
+        """Make the references that candidates are compared with, once."""
+        if self._evaluator is None:
+            progress.step("float64 reference")
+            self._evaluator = self._make_evaluator()
+            self._same_under_no_grad = self._check_no_grad()
 
-    def _others_s(self) -> float:
-        """Seconds that references, and comparisons with them, should take for other samples."""
-        searched, every = (
-            sum(tensor.numel() for _, call in calls for tensor in call.tensors())
-            for calls in (self.asked.searched, self.asked.calls)
-        )
-        return _WITH_REFERENCES * self._reference_s * (every / max(searched, 1) - 1)
-
-    def _take_in_all_samples(self) -> None:
-        """From now on, what is best for some of the samples has to be right and fast for all."""
-        asked = self.asked
-        if len(asked.searched) == len(asked.calls):
-            return
-        began = time.monotonic()
-        known = {sample.name: sample.reference for sample in self.evaluator.samples}
-        self._evaluator = self._make_evaluator(asked.calls, known)
-        builds_eager = EAGER in self._kept
-        self._kept.clear()
-        if builds_eager:
-            self._kept[EAGER] = [
-                self._by_name[EAGER].build(asked.module, call.args, call.kwargs)
-                for _, call in asked.calls
-            ]
-        names = " and ".join(call.name for _, call in asked.searched)
-        self.report.notes.append(
-            f"Candidates were tried at {names}, {len(asked.searched)} of {len(asked.calls)} "
-            "buckets; the finalists were built, verified and timed at all of them. "
-            "exhaustive=True tries all candidates at all buckets."
-        )
-        if self._budget_s is not None and not asked.budgeted:
-            self._budget_s += time.monotonic() - began
-
-    def _make_evaluator(
-        self, calls: Sequence[tuple[float, Call]], known: Mapping[str, Reference] | None = None
-    ) -> CandidateEvaluator:
-        """An evaluator with a reference for every sample, of which some may be known."""
+    def _make_evaluator(self) -> CandidateEvaluator:
+        """An evaluator with a reference for every sample."""
         model = self.asked.module
-        known = known or {}
-        state = next((ref.state for ref in known.values()), None) or ModuleState(model)
+        state = ModuleState(model)
         samples = []
-        for weight, call in calls:
+        for weight, call in self.asked.calls:
             fn = model._function if isinstance(model, FunctionModule) else model
-            ref = known.get(call.name)
-            if ref is None:
-                ref = reference(fn, model, call, tolerance=self.asked.tolerance, state=state)
-                refuse_changed_containers(ref)
+            ref = reference(fn, model, call, tolerance=self.asked.tolerance, state=state)
+            refuse_changed_containers(ref)
             self.report.notes += [note for note in ref.notes if note not in self.report.notes]
             samples.append(Sample(call.name, weight, call, ref))
         errors = [s.reference.worst_eager_error for s in samples]
@@ -568,7 +518,6 @@ class Tuning:
     def _final_rounds(self) -> None:
         """Time the finalists again, here and in common rounds with eager."""
         self._drop_the_beaten()
-        self._take_in_all_samples()
         rounds = FinalRounds(
             self.report,
             self.evaluator,
@@ -578,7 +527,6 @@ class Tuning:
             FINAL_S_EACH,
             None if self._budget_s is None else self._started + self._budget_s,
             0.0 if self.asked.budgeted else _GRACE * (self._budget_s or 0.0),
-            extends=not self.asked.budgeted,
         )
         rounds.run(self._screening.with_repeat)
 
@@ -679,7 +627,7 @@ class Tuning:
     def _tuned_from_cache(self, found: Report) -> TunedModule | None:
         """The choice of an earlier run, built and verified again; None if it is wrong now."""
         name = found.chosen or EAGER
-        self._refer(Silent(), self.asked.calls)
+        self._refer(Silent())
         trial = self.evaluator.set_up(self._by_name[name])
         if not trial.builts:
             self.report.notes.append(
